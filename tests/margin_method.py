@@ -14,8 +14,8 @@ from torch.nn.functional import logsigmoid
 from stages.core.strict import StrictModel
 from stages.data.batch import Batch
 from stages.engines.loss import Counts, Parts, Totals
-from stages.train.methods.method import Method
-from stages.train.methods.registry import METHODS
+from stages.kinds.train.methods.method import Method
+from stages.kinds.train.methods.registry import METHODS
 
 
 class MarginConfig(StrictModel):

@@ -13,8 +13,8 @@ import torch
 from transformers import Qwen3ForCausalLM  # noqa: F401
 
 from stages.core.contract import StageContext
-from stages.merge.config import MergeConfig
-from stages.merge.run import run
+from stages.kinds.merge.config import MergeConfig
+from stages.kinds.merge.run import run
 
 INTERVAL_S = 0.002
 

@@ -40,7 +40,7 @@ from stages.core.contract import Execution  # noqa: E402
 from stages.core.errors import error_classes  # noqa: E402
 from stages.core.fields import OutsideInput, Reference, find_marker  # noqa: E402
 from stages.data.formats import format_table  # noqa: E402
-from stages.kinds import KINDS  # noqa: E402
+from stages.kinds.registry import KINDS  # noqa: E402
 from stages.rewards.registry import REWARDS  # noqa: E402
 from stages.rewards.reward import Reward  # noqa: E402
 

@@ -9,11 +9,11 @@ from flows.planning.plan import PlannedStage
 from flows.running.runner import Built
 from flows.store.store import Store
 from stages.core.contract import StageContext, StageResult
-from stages.promote.config import PromoteConfig
-from stages.promote.run import run as promote
-from stages.promote.verdict import CHAMPION_FILE, Champion, Standing
-from stages.publish.config import PublishConfig
-from stages.publish.run import run as publish
+from stages.kinds.promote.config import PromoteConfig
+from stages.kinds.promote.run import run as promote
+from stages.kinds.promote.verdict import CHAMPION_FILE, Champion, Standing
+from stages.kinds.publish.config import PublishConfig
+from stages.kinds.publish.run import run as publish
 from tests.promotion import commit, planned_stages, write_evaluation
 
 RIGHT = [1.0] * 90 + [0.0] * 10

@@ -12,7 +12,7 @@ from typing import Any
 from flows.launch import local
 from stages.core.contract import StageContext, StageInput
 from stages.hubs.builtin import addition, addition_preferences, qwen3
-from stages.train.config import TrainConfig
+from stages.kinds.train.config import TrainConfig
 
 VERSION = "0" * 12
 NUM_ROWS = {"problems": (400, 40), "preferences": (32, 16)}

@@ -21,7 +21,7 @@ from flows.running.slots import Slots
 from flows.store.record import Artifact
 from flows.store.store import Store
 from stages.core.contract import StageContext, StageInput
-from stages.evaluate.config import EvaluateConfig
+from stages.kinds.evaluate.config import EvaluateConfig
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
 
 BASE = "base"

@@ -31,9 +31,9 @@ from stages.core.errors import INTERNAL_ERROR, EvaluationError, LifecycleError, 
 from stages.core.files import write_atomically
 from stages.core.garbage import collect_rarely
 from stages.core.supervisor import die_with_parent
-from stages.promote.config import PromoteConfig
-from stages.promote.paired import compare
-from stages.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, Standing, Verdict
+from stages.kinds.promote.config import PromoteConfig
+from stages.kinds.promote.paired import compare
+from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, Standing, Verdict
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from stages.core.contract import StrictModel
 from stages.core.errors import StoreError
 from stages.core.files import write_atomically
 from stages.core.redaction import quoted
-from stages.promote.config import MODEL_NAME
+from stages.kinds.promote.config import MODEL_NAME
 
 TAG = "lifecycle."
 

@@ -13,7 +13,7 @@ from flows.planning.plan import PlannedStage
 from flows.running.request import PlannedRefresh, RefreshRequest, make_plan
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import RecipeError
-from stages.serve.config import ServeConfig
+from stages.kinds.serve.config import ServeConfig
 
 
 def render(recipe: Path, stage: str, overrides: tuple[str, ...], replicas: Replicas) -> list[Manifest]:

@@ -214,7 +214,10 @@ def artifact_as_text(artifact: Artifact, index: Index) -> str:
 
 
 def serve_arguments(artifact: Artifact, index: Index) -> list[str]:
-    """Model folder, names and settings for `python -m stages.serve`. Raises StoreError for an adapter without base."""
+    """Return model folder, names and settings for `python -m stages.kinds.serve`.
+
+    Raises StoreError for an adapter without base.
+    """
     stage = artifact.record.stage
     if artifact.record.product == "model":
         return [str(artifact.folder / "model"), "--name", stage]

@@ -245,7 +245,7 @@ def chat(
 
 def _become_server(served: list[str], options: list[str]) -> NoReturn:
     """Replace this process by the server's guardian. served: from `_what_to_serve`."""
-    command = [sys.executable, "-m", "stages.serve", *served, *options]
+    command = [sys.executable, "-m", "stages.kinds.serve", *served, *options]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 (no shell)
 
@@ -278,7 +278,10 @@ def _following(uri: str, canary_share: float, gate_requests: int | None) -> Foll
 
 
 def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
-    """Return arguments of `python -m stages.serve`. An artifact that its stage refuses is served to be tried alone."""
+    """Return arguments of `python -m stages.kinds.serve`.
+
+    An artifact that its stage refuses is served to be tried alone.
+    """
     from flows.champion import champions
     from flows.cli import show as shown
     from flows.ledger.home import store_root

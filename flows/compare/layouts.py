@@ -21,10 +21,10 @@ from flows.recipe.text import read_text, show
 from stages.core.errors import RecipeError
 from stages.core.numbers import counted
 from stages.core.redaction import shortened
+from stages.kinds.train.config import LAYOUT_PROBLEM, TrainConfig
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout, describe_layout
 from stages.parallel.legality import model_errors
-from stages.train.config import LAYOUT_PROBLEM, TrainConfig
 
 BATCH_FIELD = "global_batch_size"
 SHOWN_CHARACTERS = 200

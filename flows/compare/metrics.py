@@ -15,7 +15,7 @@ from flows.ledger.events import CompareBegan, LayoutMeasured, TrialEnded
 from flows.ledger.record import RefreshRecord
 from stages.core.files import read_json_lines
 from stages.core.redaction import shortened
-from stages.train.journal import PER_STEP
+from stages.kinds.train.journal import PER_STEP
 
 PROFILED = "communication_fraction"
 """Measured in a step under a profiler, which makes that step slower."""

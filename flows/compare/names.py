@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from stages.train.methods.registry import loss_meaning, metric_meanings
+from stages.kinds.train.methods.registry import loss_meaning, metric_meanings
 
 HARDWARE = "hardware"
 GIT_COMMIT = "git_commit"

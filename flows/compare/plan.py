@@ -25,7 +25,7 @@ from flows.running.request import PlannedRefresh, RefreshRequest
 from flows.store.store import Store
 from flows.tracking.labels import params_of, tags_of
 from stages.core.errors import ModelError, RecipeError, TransientError
-from stages.train.config import TrainConfig
+from stages.kinds.train.config import TrainConfig
 
 
 @dataclass(frozen=True)

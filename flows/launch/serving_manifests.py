@@ -21,7 +21,7 @@ from flows.launch.manifests import (
 )
 from stages.core.clusters import KubernetesOptions
 from stages.core.errors import RecipeError
-from stages.serve.config import ServeConfig
+from stages.kinds.serve.config import ServeConfig
 from stages.serving.backend import EngineAddress
 from stages.serving.launch import LaunchSpec
 from stages.serving.proxy import API_KEY_VARIABLE

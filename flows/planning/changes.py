@@ -20,8 +20,8 @@ from flows.store.content import CONTENT_FOLDERS
 from flows.store.record import Artifact, Index
 from stages.core.errors import LifecycleError
 from stages.core.hashing import sha256_of_files
-from stages.download.config import DownloadConfig
 from stages.hubs.files import requested_files
+from stages.kinds.download.config import DownloadConfig
 
 REVISION = "content of revision"
 CONTENT = "content of "

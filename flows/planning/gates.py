@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator
 
 from flows.recipe.recipe import Recipe
 from stages.core.errors import RecipeError
-from stages.evaluate.config import EvaluateConfig
 from stages.harnesses.registry import harness_of
-from stages.promote.config import PromoteConfig
-from stages.serve.config import ServeConfig
+from stages.kinds.evaluate.config import EvaluateConfig
+from stages.kinds.promote.config import PromoteConfig
+from stages.kinds.serve.config import ServeConfig
 
 SHARES = ("acc", "acc_norm", "exact_match")
 """Metrics of lm-eval that are means of 0 and 1."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flows.planning.plan import Plan
-from stages.evaluate.config import EvaluateConfig
 from stages.harnesses.registry import harness_of
+from stages.kinds.evaluate.config import EvaluateConfig
 
 
 def installation_notes(planned: Plan) -> Iterator[str]:

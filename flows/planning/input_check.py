@@ -23,9 +23,9 @@ from stages.data.config import DataConfig
 from stages.data.files import find_files
 from stages.data.first_rows import check_first_rows
 from stages.data.prompts import PromptReader
-from stages.download.config import DownloadConfig
+from stages.kinds.download.config import DownloadConfig
+from stages.kinds.train.config import TrainConfig
 from stages.models.model_config import CONFIG_FILE, read_config
-from stages.train.config import TrainConfig
 
 
 def check_first_inputs(recipe: Recipe, will_run: Collection[str], outside: Outside, index: Index) -> None:

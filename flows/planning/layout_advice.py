@@ -18,6 +18,7 @@ from flows.recipe.recipe import load_recipe
 from flows.store.store import Store
 from stages.core.errors import LayoutError, ModelError, RecipeError
 from stages.hubs.answers import PLANNING_LIMIT_S
+from stages.kinds.train.config import TrainConfig
 from stages.models.known_models import known_model
 from stages.models.model_config import CONFIG_FILE, read_config, shape_of_config
 from stages.models.shape import ModelShape
@@ -29,7 +30,6 @@ from stages.planner.local_hardware import shared_cpu
 from stages.planner.low_rank import LowRank
 from stages.planner.search import ENGINES, Candidate, SearchRequest, SearchResult, estimate, safest_first, search
 from stages.planner.workload import Precision, Workload
-from stages.train.config import TrainConfig
 
 DEFAULT_SEQUENCE_LENGTH = 4096
 DEFAULT_BATCH_ROWS = 1024

@@ -14,13 +14,13 @@ from flows.ledger.machine import gpus, num_cores
 from flows.planning.model_shape import ModelConfigs, download_of
 from flows.recipe.recipe import Recipe
 from stages.core.errors import LayoutError, ResourceError, TransientError
+from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
 from stages.parallel.layout import AutoLayout
 from stages.planner.hardware import Hardware
 from stages.planner.local_hardware import hardware_at_hand
 from stages.planner.prediction import NUM_ALTERNATIVES
 from stages.planner.search import ENGINES, Candidate, SearchRequest, fitting_layouts
-from stages.train.config import TrainConfig
 
 NUM_SHOWN = 3
 MUCH_FASTER = 0.9

@@ -16,13 +16,13 @@ from flows.recipe.version import identity_of, version_of
 from flows.store.record import Index
 from stages.core.errors import LayoutError, LifecycleError, RecipeError
 from stages.data.templates import read_template
-from stages.download.config import DownloadConfig
 from stages.engines.megatron.families import check_supported
+from stages.kinds.download.config import DownloadConfig
+from stages.kinds.train.config import TrainConfig
 from stages.models.config_check import check_config, check_unquantized, code_not_run
 from stages.models.model_config import CONFIG_FILE, max_positions, read_config
 from stages.models.model_folder import check_model_folder
 from stages.parallel.legality import layout_warnings, model_errors
-from stages.train.config import TrainConfig
 
 
 def check_models(recipe: Recipe, outside: Outside, index: Index) -> list[str]:

@@ -17,9 +17,9 @@ from flows.recipe.version import identity_of, version_of
 from flows.store.record import Index
 from stages.core.contract import base_of
 from stages.core.errors import RecipeError, TransientError
-from stages.download.config import DownloadConfig
 from stages.hubs.answers import Answers
 from stages.hubs.registry import read_model_config
+from stages.kinds.download.config import DownloadConfig
 from stages.models.known_models import known_model
 from stages.models.model_config import CONFIG_FILE, read_config, shape_of_config
 from stages.models.shape import ModelShape

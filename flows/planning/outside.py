@@ -17,9 +17,9 @@ from flows.store.record import Index
 from stages.core.contract import StageConfig
 from stages.core.errors import EvaluationError, LifecycleError, RecipeError, TransientError
 from stages.core.redaction import shortened
-from stages.download.config import DownloadConfig
-from stages.evaluate.config import EvaluateConfig
 from stages.hubs.answers import PLANNING_ATTEMPT_S, PLANNING_LIMIT_S, Answers
+from stages.kinds.download.config import DownloadConfig
+from stages.kinds.evaluate.config import EvaluateConfig
 
 TASK = re.compile(r"^(task|group):", re.MULTILINE)
 Resolved = dict[str, JsonValue]

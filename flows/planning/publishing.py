@@ -11,9 +11,9 @@ from pathlib import Path
 from flows.ledger.home import store_root
 from flows.planning.plan import Plan
 from stages.core.errors import PublishError, RecipeError
-from stages.publish.config import PublishConfig
-from stages.publish.targets.folder import Folder, check_outside
-from stages.publish.targets.registry import parse_address, token_of
+from stages.kinds.publish.config import PublishConfig
+from stages.kinds.publish.targets.folder import Folder, check_outside
+from stages.kinds.publish.targets.registry import parse_address, token_of
 
 
 def check_publishing(plan: Plan) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from flows.planning.model_shape import ModelConfigs, download_of
 from flows.recipe.recipe import Recipe
 from stages.core.errors import LifecycleError, RecipeError
+from stages.kinds.quantize.config import QuantizeConfig
 from stages.models.model_config import shape_of_config
 from stages.models.projections import projections_of
-from stages.quantize.config import QuantizeConfig
 
 
 def check_quantizing(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs) -> None:

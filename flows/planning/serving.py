@@ -11,9 +11,9 @@ from flows.planning.model_shape import ModelConfigs, download_of
 from flows.recipe.recipe import Recipe
 from stages.core.errors import LifecycleError, RecipeError, TransientError
 from stages.core.fields import values_named
-from stages.evaluate.config import EvaluateConfig
 from stages.hubs.answers import PLANNING_LIMIT_S, Answers
-from stages.serve.config import ServeConfig
+from stages.kinds.evaluate.config import EvaluateConfig
+from stages.kinds.serve.config import ServeConfig
 from stages.serving.config import ServingConfig
 from stages.serving.limits import limit_problems
 from stages.serving.own_parser import NotAsked

@@ -22,9 +22,9 @@ from flows.planning.survey import KnownModel, Survey, find_model, survey
 from flows.recipe.recipe import load_recipe
 from stages.core.errors import LayoutError
 from stages.data.config import RowKind
+from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
 from stages.rewards.number import NUMBER
-from stages.train.config import TrainConfig
 
 FEW_TOKENS = 200_000
 """Over all epochs; a hundred steps of four packed rows of 512."""

@@ -18,8 +18,8 @@ from flows.store.content import CONTENT_FOLDERS
 from flows.store.record import Artifact, Index
 from stages.core.errors import INTERNAL_ERROR, LifecycleError, RecipeError, ServerError, error_classes
 from stages.core.fields import Product
-from stages.download.config import DownloadConfig
 from stages.hubs.source import Source
+from stages.kinds.download.config import DownloadConfig
 
 ADOPTED_RECIPE = "adopted"
 CHAMPION_PROGRAM = "flows.champion.key"

@@ -30,9 +30,9 @@ from stages.data.messages import RowError, listed
 from stages.data.mixture_config import DataFormat
 from stages.data.portion import is_held_out, portions
 from stages.data.prompts import REFERENCE_COLUMNS, PromptReader, is_prompt_alone
-from stages.download.config import DownloadConfig
 from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.hubs.registry import hub_of, parse_source
+from stages.kinds.download.config import DownloadConfig
 from stages.models.known_models import known_model
 from stages.models.model_config import CONFIG_FILE, max_positions, read_config, shape_of_config
 from stages.models.shape import ModelShape

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from flows.recipe.text import closest, show
-from stages.kinds import KINDS
+from stages.kinds.registry import KINDS
 
 MAX_PROBLEMS = 100
 """Of an error message: a person reads no more, and to look for what was meant takes its time."""

@@ -25,8 +25,8 @@ from stages.core.errors import LayoutError, RecipeError
 from stages.core.fields import Reference, find_marker
 from stages.core.numbers import counted
 from stages.core.redaction import shortened
-from stages.kinds import KINDS
-from stages.train.config import LAYOUT_PROBLEM
+from stages.kinds.registry import KINDS
+from stages.kinds.train.config import LAYOUT_PROBLEM
 
 MAX_STAGES = 256
 MAX_PROBLEM_CHARACTERS = 1000

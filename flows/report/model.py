@@ -8,7 +8,7 @@ from pydantic import Field
 
 from flows.report.lineage import Node
 from stages.core.strict import StrictModel
-from stages.promote.verdict import Table
+from stages.kinds.promote.verdict import Table
 
 
 class StageReport(StrictModel):

@@ -9,7 +9,7 @@ from flows.ledger.record import RefreshRecord, StageEntry
 from flows.report.model import Promotion, Score, ScoreDifference
 from stages.core.intervals import score_interval
 from stages.harnesses.samples import samples_by_score
-from stages.promote.verdict import VERDICT_FILE, Verdict, tables
+from stages.kinds.promote.verdict import VERDICT_FILE, Verdict, tables
 
 ERROR = "_stderr"
 DIFFERENCE = "_difference"

@@ -29,9 +29,9 @@ from stages.core.contract import Execution, StageInput
 from stages.core.errors import RecipeError, StoreError
 from stages.core.files import write_atomically
 from stages.data.shown import DataLook
-from stages.download.config import DownloadConfig
 from stages.hubs.files import requested_files
-from stages.look.config import LOOK_FILE, LookConfig
+from stages.kinds.download.config import DownloadConfig
+from stages.kinds.look.config import LOOK_FILE, LookConfig
 
 LARGE_BYTES = 1 << 30
 """Of files of this machine, which are copied into the store: seconds."""
@@ -71,8 +71,8 @@ def _planned(request: LookRequest, index: Index) -> Plan:
     recipe = load_recipe(request.recipe, request.overrides)
     chosen = chosen_stages(recipe, request.stage)
     kind = recipe.stages[request.stage].kind
-    if find_spec(f"stages.{kind}.look") is None:
-        with_data = [name for name, config in recipe.stages.items() if find_spec(f"stages.{config.kind}.look")]
+    if find_spec(f"stages.kinds.{kind}.look") is None:
+        with_data = [name for name, config in recipe.stages.items() if find_spec(f"stages.kinds.{config.kind}.look")]
         raise RecipeError(
             f"looking at the data of `{request.stage}`: a stage of kind {kind} has none to look at; "
             f"expected {', '.join(with_data) or 'a stage that trains or generates'}"

@@ -16,7 +16,7 @@ from flows.tracking.pages import page_of
 from flows.tracking.rows import scores_text
 from stages.core.lines import say
 from stages.core.redaction import redact
-from stages.promote.verdict import TABLE_FILE
+from stages.kinds.promote.verdict import TABLE_FILE
 
 FLOW_RUN = "/runs/flow-run/"
 

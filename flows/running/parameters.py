@@ -23,8 +23,8 @@ from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
 from stages.core.fields import OutsideInput, SourceText, find_marker
 from stages.core.redaction import shortened
-from stages.kinds import KINDS
-from stages.publish.config import PublishConfig
+from stages.kinds.publish.config import PublishConfig
+from stages.kinds.registry import KINDS
 
 OF_THE_RECIPE = frozenset({"environment", "launcher", "slurm", "kubernetes"})
 """Fields of `execution`."""

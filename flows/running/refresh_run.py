@@ -43,8 +43,8 @@ from flows.running.slots import HeldSlots, Slots
 from flows.running.stage_observer import Log, StageObserver, describe
 from flows.running.validation import input_findings
 from flows.tracking.tracker import Tracker
-from stages.check.config import InputProblem
 from stages.core.errors import LifecycleError, RefreshStoppedError, error_classes
+from stages.kinds.check.config import InputProblem
 
 COMPARISON_CLOSE_TIMEOUT_S = 120.0
 """All of a comparison is shipped at its end."""

@@ -1,7 +1,7 @@
 """What is wrong with the inputs of stages that will run, found once the downloads are there, before any training.
 
-A process like a stage's looks (`stages/check`): the orchestrator reads no data. What it does not find, because there
-was no time or because another stage has yet to make the data, the stage itself finds when its turn comes.
+A process like a stage's looks (`stages/kinds/check`): the orchestrator reads no data. What it does not find, because
+there was no time or because another stage has yet to make the data, the stage itself finds when its turn comes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from flows.launch.stage_process import watch
 from flows.planning.plan import PlannedStage
 from flows.running.runner import Built, Launcher
 from flows.store.store import Store
-from stages.check.config import FINDINGS_FILE, CheckConfig, Findings
 from stages.core.contract import Execution, StageInput
 from stages.core.errors import StageTimeoutError
 from stages.core.files import write_atomically
+from stages.kinds.check.config import FINDINGS_FILE, CheckConfig, Findings
 
 TIMEOUT_S = 300.0
 CHAT_TEMPLATE_FILE = "chat_template.jinja"

@@ -9,7 +9,7 @@ from flows.ledger.record import RefreshRecord
 from flows.report.warnings import warnings_of
 from flows.tracking.pages import page_of
 from stages.core.redaction import shortened
-from stages.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
+from stages.kinds.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
 
 SHOWN_SCORES = 3
 SHOWN_CHARACTERS = 300

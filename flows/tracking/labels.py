@@ -12,7 +12,7 @@ from typing import Any
 from flows.planning.plan import PlannedStage
 from stages.core.contract import Execution
 from stages.core.redaction import redact
-from stages.download.config import DownloadConfig
+from stages.kinds.download.config import DownloadConfig
 
 
 def params_of(planned: PlannedStage) -> dict[str, str]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from flows.ledger.record import RefreshRecord
 from flows.tracking.pages import RUN_LINK
-from stages.train.journal import PER_STEP
-from stages.train.methods.registry import metric_meanings
+from stages.kinds.train.journal import PER_STEP
+from stages.kinds.train.methods.registry import metric_meanings
 
 COMPARISON_IDENTITY = "lifecycle.comparison"
 """Tag of a comparison's run in MLflow: `COMPARISON`, and of its layouts' runs `COMPARISON/NUMBER`."""

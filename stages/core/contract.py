@@ -1,7 +1,7 @@
 """What a stage is: what the recipe may say of it, and what its process reads and writes.
 
-Every stage kind subclasses `StageConfig` (in `stages/<kind>/config.py`, light: pydantic and the standard library
-only) and has a function `run(config, context) -> StageResult` (in `stages/<kind>/run.py`). The orchestrator starts
+Every stage kind subclasses `StageConfig` (in `stages/kinds/<kind>/config.py`, light: pydantic and the standard library
+only) and has a function `run(config, context) -> StageResult` (in `stages/kinds/<kind>/run.py`). The orchestrator starts
 `python -m stages WORK_FOLDER`; the two share nothing but the files of that folder:
 
     config.json     in   the stage's config, the artifacts it builds on, where its caches are (`StageInput`)
@@ -108,7 +108,7 @@ class StageConfig(StrictModel, ABC):
     STAGE_VERSION: ClassVar[int]
     """Raised when the same config would give another artifact than before."""
     HAS_CHECK: ClassVar[bool] = False
-    """Whether `stages/<kind>/check.py` finds what is wrong with its inputs before it is its turn."""
+    """Whether `stages/kinds/<kind>/check.py` finds what is wrong with its inputs before it is its turn."""
     LESS_MEMORY: ClassVar[str] = "raise its execution.slots, so that less runs beside it"
     """What to change where the kernel kills it for lack of memory."""
 

@@ -4,7 +4,7 @@ A loss says what it counts in a micro-batch (pairs, target tokens, …). The eng
 batch, before the forward pass, and gives the totals to the loss, which maps the log-probabilities of a micro-batch's
 targets to its part of the mean and of the metrics. All parts add up to the mean: so the number of processes and of
 micro-batches does not change what is learned, whatever each term is a mean over. Which losses there are is for
-`stages.train.methods`.
+`stages.kinds.train.methods`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a harness does: tasks and a served model → scores of tasks and of every sample, in one schema.
 
 One room a harness, one line in `registry.py`. The schema is that of lm-eval's results, so that evaluations of the same
-task can be paired sample by sample (`stages/promote/paired.py`), whichever harness ran them:
+task can be paired sample by sample (`stages/kinds/promote/paired.py`), whichever harness ran them:
 
 - scores: `results` (task → {"METRIC,FILTER": score}; the filter `none` is no filter), `configs` (task → its settings),
   `versions`, `n-shot` and `higher_is_better` (task → {metric: bool});

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from stages.core.contract import StageContext  # noqa: E402
-from stages.curate.config import CurateConfig  # noqa: E402
-from stages.curate.run import run  # noqa: E402
+from stages.kinds.curate.config import CurateConfig  # noqa: E402
+from stages.kinds.curate.run import run  # noqa: E402
 from tests.planted_rows import planted_duplicates  # noqa: E402
 
 STEPS = {"length": {"min_characters": 10}, "exact_duplicates": True, "near_duplicates": {}}

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.generate.config import GenerateConfig
 from stages.hubs.builtin import qwen3
+from stages.kinds.generate.config import GenerateConfig
 from stages.rollouts.sampling import sample_all
 from stages.serving.asked import AskExecution
 from stages.serving.config import BenchmarkConfig, ServingConfig

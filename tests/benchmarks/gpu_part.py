@@ -22,6 +22,9 @@ from gpu import Part
 from gpu_steps import ADAPTER, Steps, batch, plain_loop, timed, trl
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.methods.sft import SftLoss
+from stages.kinds.train.metrics import GIB, forget_peak_memory, host_peak_bytes
 from stages.models.model_config import read_config, shape_of_config
 from stages.models.shape import ModelShape
 from stages.models.start_up import hide_unused_packages
@@ -30,9 +33,6 @@ from stages.parallel.devices import device_peak
 from stages.parallel.processes import joined_processes
 from stages.planner.local_hardware import hardware_at_hand
 from stages.planner.search import Candidate, SearchRequest, estimate, memory_fit
-from stages.train.config import TrainConfig
-from stages.train.methods.sft import SftLoss
-from stages.train.metrics import GIB, forget_peak_memory, host_peak_bytes
 
 SIZES = {  # of Qwen3: width, feed-forward width, layers, heads, key/value heads, head width, vocabulary, tied
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151936, True),

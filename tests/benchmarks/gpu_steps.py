@@ -13,9 +13,9 @@ from gpu import Part
 from transformers import AutoModelForCausalLM
 
 from stages.data.batch import IGNORED, Batch
+from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
 from stages.models.transformers_flops import model_flops
-from stages.train.config import TrainConfig
 
 ADAPTER = {"rank": 16, "alpha": 32}
 Steps = Callable[[int], list[float]]

@@ -20,10 +20,10 @@ from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, VOCABULARY, make_model
 
 from stages.data.batch import IGNORED, Batch
 from stages.engines.megatron.compat import prepare_megatron
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.methods.sft import SftLoss
 from stages.models.model_config import read_config, shape_of_config
 from stages.parallel.processes import joined_processes
-from stages.train.config import TrainConfig
-from stages.train.methods.sft import SftLoss
 
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 3

@@ -27,13 +27,13 @@ from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, VOCABULARY, make_model
 from flows.launch.local import on_one_node
 from stages.data.batch import IGNORED, Batch
 from stages.engines.engine import Engine
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.methods.sft import SftLoss
 from stages.models.model_config import read_config, shape_of_config
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import joined_processes
 from stages.planner.local_hardware import hardware_at_hand
 from stages.planner.search import SearchRequest, estimate
-from stages.train.config import TrainConfig
-from stages.train.methods.sft import SftLoss
 
 LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fsdp", {"micro_batch_size": 8}),

@@ -34,7 +34,7 @@ def main() -> None:
         starts_s = [seconds_to_first_step(root, index) for index in range(arguments.rounds + 1)]
     print(f"first start, which tokenizes the data: {starts_s[0]:.1f} s")
     print(f"median of {arguments.rounds} further starts: {statistics.median(starts_s[1:]):.1f} s")
-    print("\n".join(slowest_imports("stages.train.run", "stages.engines.fsdp.engine")))
+    print("\n".join(slowest_imports("stages.kinds.train.run", "stages.engines.fsdp.engine")))
 
 
 def seconds_to_first_step(root: Path, index: int) -> float:

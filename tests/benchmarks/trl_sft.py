@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from workload import ROWS_PER_STEP, SEQUENCE_LENGTH
 
-from stages.train.metrics import GIB, forget_peak_memory, host_peak_bytes
+from stages.kinds.train.metrics import GIB, forget_peak_memory, host_peak_bytes
 
 
 class StepTimes(TrainerCallback):

@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from flows.launch.local import on_one_node
 from stages.core.contract import StageInput
 from stages.hubs.builtin.qwen3 import make_tokenizer
-from stages.train.config import TrainConfig
+from stages.kinds.train.config import TrainConfig
 
 SEQUENCE_LENGTH = 256
 ROWS_PER_STEP = 8

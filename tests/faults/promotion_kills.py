@@ -21,7 +21,7 @@ from flows.champion.registrations import only_one
 from flows.champion.registry import CHAMPION, PREVIOUS, Registry
 from flows.ledger.home import home, store_root
 from flows.store.store import Store
-from stages.promote.verdict import VERDICT_FILE, Verdict
+from stages.kinds.promote.verdict import VERDICT_FILE, Verdict
 from tests.promotion import NAME, commit, offer
 
 Standing = tuple[str | None, str | None]

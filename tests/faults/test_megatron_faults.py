@@ -17,8 +17,8 @@ from flows.launch import local
 from flows.launch.failures import failure_of
 from stages.core.errors import ResourceError, StageCrashError, TransientError
 from stages.core.supervisor import living_processes, marked_processes
-from stages.train import checkpoints
-from stages.train.prediction import PREDICTION_FILE
+from stages.kinds.train import checkpoints
+from stages.kinds.train.prediction import PREDICTION_FILE
 from tests.listening import reachable_from_elsewhere
 from tests.train_stage import logged, make_artifacts, make_config, make_context
 

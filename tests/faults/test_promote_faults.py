@@ -20,7 +20,7 @@ from flows.store.collect import verify
 from flows.store.content import is_pending
 from flows.store.store import Store
 from stages.core.errors import LifecycleError, OutdatedVerdictError, TransientError
-from stages.promote.verdict import Verdict
+from stages.kinds.promote.verdict import Verdict
 from tests.faults.tiny import Notes, processes_of
 from tests.promotion import NAME, candidate_tree, offer, own_mlflow, planned_stages, promote
 

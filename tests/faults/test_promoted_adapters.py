@@ -20,7 +20,7 @@ from flows.running.runner import Built, run_stage
 from flows.store.collect import collect, find_garbage
 from flows.store.store import Store
 from stages.core.errors import RecipeError, StageCrashError
-from stages.promote.verdict import VERDICT_FILE, Verdict
+from stages.kinds.promote.verdict import VERDICT_FILE, Verdict
 from tests.faults.tiny import Notes
 from tests.promotion import NAME, commit, offer_adapter, own_mlflow, promote_adapter
 

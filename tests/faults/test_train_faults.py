@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from stages.core.errors import LayoutError, ModelError, ResourceError, TrainingError, TransientError
 from stages.core.supervisor import descendants
 from stages.hubs.builtin import addition_preferences
-from stages.train import checkpoints
-from stages.train.run import run
+from stages.kinds.train import checkpoints
+from stages.kinds.train.run import run
 from tests.listening import reachable_from_elsewhere
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 

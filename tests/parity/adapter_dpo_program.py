@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 from stages.core.contract import is_main_process
 from stages.engines.fsdp.engine import FsdpEngine
+from stages.kinds.train.config import TrainConfig
 from stages.parallel.processes import joined_processes
-from stages.train.config import TrainConfig
 from tests.parity.fsdp_program import first_gradients
-from tests.unit.stages.train.methods.against_trl import packed
+from tests.unit.stages.kinds.train.methods.against_trl import packed
 
 
 def main() -> None:

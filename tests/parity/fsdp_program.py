@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from stages.core.contract import is_main_process
 from stages.data.batch import IGNORED, Batch
 from stages.engines.fsdp.engine import FsdpEngine
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.methods.sft import SftLoss
 from stages.parallel.processes import joined_processes
-from stages.train.config import TrainConfig
-from stages.train.methods.sft import SftLoss
 
 Row = list[list[int]]
 

@@ -8,8 +8,8 @@ import torch
 from megatron.core import parallel_state
 
 from stages.engines.megatron.compat import prepare_megatron
+from stages.kinds.train.config import TrainConfig
 from stages.models.model_config import read_config, shape_of_config
-from stages.train.config import TrainConfig
 from tests.parity.methods_program import run_cases
 
 prepare_megatron()

@@ -22,9 +22,9 @@ from stages.data.batch import Batch
 from stages.engines.balance import num_tokens
 from stages.engines.loss import Loss
 from stages.engines.megatron.compat import prepare_megatron
+from stages.kinds.train.config import TrainConfig
 from stages.models.model_config import read_config, shape_of_config
 from stages.parallel.processes import joined_processes
-from stages.train.config import TrainConfig
 from tests.parity.fsdp_program import pack
 from tests.parity.megatron_cases import Case, cases, global_batches, train_config
 

@@ -29,11 +29,11 @@ from stages.core.contract import is_main_process
 from stages.core.errors import ModelError
 from stages.engines import export
 from stages.engines.megatron.compat import prepare_megatron
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.methods.sft import SftLoss
 from stages.models.model_config import read_config, shape_of_config
 from stages.models.shape import ModelShape
 from stages.parallel.processes import joined_processes
-from stages.train.config import TrainConfig
-from stages.train.methods.sft import SftLoss
 from tests.parity.fsdp_program import pack
 from tests.parity.megatron_cases import EPSILON, LEARNING_RATE, NUM_ROWS, WEIGHT_DECAY, global_batches
 

@@ -20,12 +20,12 @@ import torch
 from stages.core.contract import is_main_process
 from stages.data.batch import IGNORED, Batch
 from stages.engines.fsdp.engine import FsdpEngine
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.methods.sft import SftLoss
 from stages.models.model_config import read_config, shape_of_config
 from stages.parallel.processes import gathered, joined_processes
 from stages.planner.local_hardware import hardware_at_hand
 from stages.planner.search import SearchRequest, estimate
-from stages.train.config import TrainConfig
-from stages.train.methods.sft import SftLoss
 
 NUM_STEPS = 2
 M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20

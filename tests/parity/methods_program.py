@@ -24,11 +24,11 @@ from stages.data.batch import Batch, Candidates, Rollouts
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
 from stages.engines.fsdp.engine import FsdpEngine
+from stages.kinds.train.batches import BatchSource
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.divergence import with_divergence
+from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss
 from stages.parallel.processes import joined_processes
-from stages.train.batches import BatchSource
-from stages.train.config import TrainConfig
-from stages.train.divergence import with_divergence
-from stages.train.methods.grpo import GrpoConfig, GrpoLoss
 
 NUM_STEPS, VOCABULARY = 2, 64
 

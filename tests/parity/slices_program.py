@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from stages.core.errors import ModelError
 from stages.engines.fsdp.engine import FsdpEngine
+from stages.kinds.train.config import TrainConfig
 from stages.parallel.processes import joined_processes
-from stages.train.config import TrainConfig
 from tests.merge_peak import INTERVAL_S, anonymous_bytes
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
 from tests.parity.test_fsdp import models, ranks
-from tests.unit.stages.train.methods.against_trl import ARGUMENTS, PAIRS, make_tokenizer
+from tests.unit.stages.kinds.train.methods.against_trl import ARGUMENTS, PAIRS, make_tokenizer
 
 __all__ = ["models", "ranks"]
 

@@ -21,10 +21,10 @@ from stages.data.dataset import Description, PackedDataset
 from stages.data.tokenizer import Tokens
 from stages.data.units import Unit
 from stages.data.writer import DatasetWriter
-from stages.train.batches import BatchSource
-from stages.train.config import TrainConfig
-from stages.train.methods.grpo import GrpoConfig, GrpoLoss
-from stages.train.methods.registry import METHODS as METHODS_THERE_ARE
+from stages.kinds.train.batches import BatchSource
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss
+from stages.kinds.train.methods.registry import METHODS as METHODS_THERE_ARE
 from tests.parity.methods_program import NUM_STEPS, VOCABULARY, with_rollouts
 from tests.parity.ranks import started_ranks
 

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from stages.adapters.files import read_adapter
 from stages.core.contract import FINDING, StageContext, StageResult
 from stages.core.errors import GateError, ModelError
-from stages.download.config import DownloadConfig
-from stages.download.run import run as download
-from stages.merge.config import MergeConfig
-from stages.merge.run import run as merge
+from stages.kinds.download.config import DownloadConfig
+from stages.kinds.download.run import run as download
+from stages.kinds.merge.config import MergeConfig
+from stages.kinds.merge.run import run as merge
 from tests.findings import raise_findings
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 

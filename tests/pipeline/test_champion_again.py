@@ -12,7 +12,7 @@ from flows.launch import local
 from flows.ledger.home import store_root
 from flows.running.runner import Built, run_stage
 from flows.store.store import Store
-from stages.promote.verdict import Verdict
+from stages.kinds.promote.verdict import Verdict
 from tests.faults.tiny import Notes
 from tests.pipeline.made_up_evaluations import RIGHT, prompt_of
 from tests.promotion import (

@@ -21,6 +21,11 @@ from transformers import AutoModelForCausalLM
 from stages.core.contract import StageResult
 from stages.core.errors import ServerError, TrainingError
 from stages.core.supervised import Supervised
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.rollouts.named_server import NamedServer, named_server_problems
+from stages.kinds.train.rollouts.prompts import checked_prompts
+from stages.kinds.train.rollouts.rounds import Round
+from stages.kinds.train.run import run
 from stages.models.recorded import read_record
 from stages.serving.client import Client
 from stages.serving.config import ServingConfig
@@ -29,11 +34,6 @@ from stages.serving.vllm.engine import Vllm
 from stages.serving.vllm.named_server import START
 from stages.serving.vllm.program import find_vllm
 from stages.serving.vllm.swap import prepare_reloads
-from stages.train.config import TrainConfig
-from stages.train.rollouts.named_server import NamedServer, named_server_problems
-from stages.train.rollouts.prompts import checked_prompts
-from stages.train.rollouts.rounds import Round
-from stages.train.run import run
 from tests.serving import engine_processes, kill, served_processes, wait_for
 from tests.slurm_cluster import free_ports
 from tests.train_stage import logged, make_artifacts, make_config, make_context, make_teacher, run_to_end, start

@@ -13,7 +13,7 @@ import pytest
 
 from stages.core.contract import StageResult
 from stages.core.errors import DownloadError
-from stages.evaluate.config import EvaluateConfig
+from stages.kinds.evaluate.config import EvaluateConfig
 from tests.hub_server import HubServer, running_hub
 from tests.serving import SERVING, make_model, run_to_the_end, write_work
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from stages.core.contract import StageResult
 from stages.hubs.builtin import qwen3
+from stages.kinds.quantize.config import QuantizeConfig
+from stages.kinds.quantize.gguf_file import quantize
 from stages.models.gguf_file import GGUF_FILE
-from stages.quantize.config import QuantizeConfig
-from stages.quantize.gguf_file import quantize
 from stages.serving.client import Client
 from stages.serving.launch import LaunchSpec
 from stages.serving.registry import ENGINES

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from stages.core.contract import StageResult
+from stages.kinds.train.check_teacher import check_teacher
+from stages.kinds.train.run import run
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import started_server
-from stages.train.check_teacher import check_teacher
-from stages.train.run import run
 from tests.damage import flip_bit
 from tests.serving import SERVING
 from tests.train_stage import logged, make_artifacts, make_config, make_context, make_teacher, run_to_end

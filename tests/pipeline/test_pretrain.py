@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stages.train.order import DataOrder
+from stages.kinds.train.order import DataOrder
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
 
 NUM_STEPS, BATCH, LENGTH, RATE = 3, 4, 32, 1e-3

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from stages.core.contract import FINDING, StageInput
-from stages.quantize.divergence import measure_divergence
+from stages.kinds.quantize.divergence import measure_divergence
 
 VOCABULARY = [f"n{number}" for number in range(32)]
 GROUP_SIZE = 32
@@ -107,7 +107,7 @@ def save_model(model, folder):
 
 
 WITH_ROUNDING = """
-from stages.quantize.registry import METHODS, MethodEntry
+from stages.kinds.quantize.registry import METHODS, MethodEntry
 METHODS["round"] = MethodEntry("int8", "tests.rounding_quantizer")
 from stages.__main__ import main
 main()

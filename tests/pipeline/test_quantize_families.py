@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from stages.core.contract import StageContext
 from stages.core.errors import LifecycleError, ModelError, RecipeError
-from stages.quantize.config import ROUTERS, QuantizeConfig
-from stages.quantize.divergence import measure_divergence
-from stages.quantize.layers import build_without_weights, check_quantizable, quantized_layers
-from stages.quantize.llm_compressor import quantize
-from stages.quantize.run import run
+from stages.kinds.quantize.config import ROUTERS, QuantizeConfig
+from stages.kinds.quantize.divergence import measure_divergence
+from stages.kinds.quantize.layers import build_without_weights, check_quantizable, quantized_layers
+from stages.kinds.quantize.llm_compressor import quantize
+from stages.kinds.quantize.run import run
 from stages.serving.quantization import Quantization
 from tests.pipeline.test_quantize import counting_rows, save_model
 from tests.quantizable_models import make_family

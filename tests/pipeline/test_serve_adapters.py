@@ -21,12 +21,12 @@ from stages.core.errors import ServerError
 from stages.data.check import Silent
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
-from stages.download.config import DownloadConfig
-from stages.download.run import run as run_download
+from stages.kinds.download.config import DownloadConfig
+from stages.kinds.download.run import run as run_download
+from stages.kinds.promote.config import PromoteConfig
+from stages.kinds.promote.run import run as run_promotion
+from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Standing, Verdict
 from stages.models.recorded import RECORD, Predicted
-from stages.promote.config import PromoteConfig
-from stages.promote.run import run as run_promotion
-from stages.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Standing, Verdict
 from stages.serving.agreement import compare_with_records
 from stages.serving.client import Client
 from stages.serving.launch import LaunchSpec

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flows.launch import local
 from stages.core.contract import StageInput, StageResult
 from stages.data.lengths import LENGTHS_FILE, Lengths
+from stages.kinds.train.run import run
 from stages.models.trained_on import TRAINED_ON_FILE, trained_on_conversations
-from stages.train.run import run
 from tests.damage import flip_bit
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 

@@ -16,7 +16,7 @@ import yaml
 from flows.cli.main import cli
 from flows.recipe.recipe import load_stages
 from stages.engines.megatron.families import FAMILIES
-from stages.kinds import KINDS
+from stages.kinds.registry import KINDS
 from stages.planner.devices import HARDWARE
 from tests.pages import (
     MEASURED,

@@ -25,8 +25,8 @@ from stages.data.portion import portions
 from stages.data.tokenizer import DocumentTokenizer
 from stages.hubs.builtin.catalog import BUILTINS
 from stages.hubs.builtin.qwen3 import make_tokenizer
-from stages.train.config import TrainConfig
-from stages.train.look import look
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.look import look
 from tests.hub_server import running_hub
 
 

@@ -15,7 +15,7 @@ from flows.launch.slurm_jobs import outcome as slurm_outcome
 from flows.launch.slurm_jobs import sbatch_arguments
 from flows.recipe.recipe import load_stages
 from stages.core.errors import RecipeError, ResourceError, StageCrashError, StageTimeoutError
-from stages.kinds import KINDS
+from stages.kinds.registry import KINDS
 
 PRINTED = (
     "JobId=7 JobName=lifecycle-sft-0 UserId=me(1) Priority=1 JobState={state} Reason={reason} Requeue=1 "

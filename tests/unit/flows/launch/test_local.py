@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.launch import local
-from stages.kinds import KINDS
+from stages.kinds.registry import KINDS
 
 TRAINING = {
     "kind": "train",

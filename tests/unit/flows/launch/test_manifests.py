@@ -22,7 +22,7 @@ from flows.launch.kubernetes_jobs import COLLECTIONS
 from flows.launch.manifests import job_manifests
 from flows.launch.serving_manifests import DEREGISTRATION_S, Replicas, serving_manifests
 from stages.core.errors import RecipeError
-from stages.kinds import KINDS
+from stages.kinds.registry import KINDS
 from stages.serving.proxy_program import LAST_ANSWERS_TIMEOUT_S
 from tests.serving import wait_for
 from tests.slurm_cluster import free_ports

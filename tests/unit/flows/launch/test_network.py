@@ -15,7 +15,7 @@ from flows.launch.cluster import order_of
 from flows.launch.job_folder import JobFolder
 from flows.launch.network import Place, address_of, check_reachable, place_of, this_machine
 from stages.core.errors import ResourceError
-from stages.kinds import KINDS
+from stages.kinds.registry import KINDS
 
 ROOT = Path(__file__).parents[4]
 STEP = {"SLURM_PROCID": "1", "SLURM_LAUNCH_NODE_IPADDR": "127.0.1.1", "MASTER_ADDR": "", "MASTER_PORT": "29999"}

@@ -10,7 +10,7 @@ from flows.recipe.problems import models_in
 from flows.recipe.recipe import load_recipe
 from flows.running.request import RefreshRequest, make_plan
 from stages.core.errors import RecipeError
-from stages.kinds import KINDS
+from stages.kinds.registry import KINDS
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 TRAIN = {"kind": "train", "method": "sft", "model": "base", "global_batch_size": 8, "learning_rate": 1e-4}

@@ -18,7 +18,7 @@ from flows.recipe.version import differences, identity_of, resume_key_of, versio
 from stages.core.contract import StageConfig
 from stages.core.fields import OutsideInput, Reference, find_marker
 from stages.harnesses.registry import HARNESSES
-from stages.kinds import KINDS
+from stages.kinds.registry import KINDS
 
 CALIBRATION = {"dataset": "problems"}
 TRAINING = {

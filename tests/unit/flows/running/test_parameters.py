@@ -13,7 +13,7 @@ from flows.recipe.recipe import load_recipe
 from flows.running.parameters import CODE_FIELDS, check_parameters, check_recipe
 from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
-from stages.kinds import KINDS
+from stages.kinds.registry import KINDS
 
 STAGES = {
     "base": {"kind": "download", "model": "builtin/qwen3-1m", "execution": {"environment": {"A": "b"}}},

@@ -2,7 +2,7 @@
 
 from flows.running.validation import input_of
 from stages.core.errors import PublishError
-from stages.publish.check import check
+from stages.kinds.publish.check import check
 from tests.published import Publishing, recipe_tree
 
 

@@ -23,10 +23,10 @@ from flows.store.record import Record
 from flows.store.store import Store
 from stages.__main__ import run_stage
 from stages.adapters.files import copy_companions
-from stages.check.config import FINDINGS_FILE
 from stages.core.errors import DataError, EvaluationError, ModelError
 from stages.core.supervised import Supervised
 from stages.hubs.builtin import qwen3
+from stages.kinds.check.config import FINDINGS_FILE
 
 CHAT = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}
 PAIR = {"prompt": "1 + 1 = ", "chosen": "2", "rejected": "3"}

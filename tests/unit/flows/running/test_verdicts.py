@@ -19,7 +19,7 @@ from flows.ledger.record import after, fold
 from flows.running.refresh import build_stage, final_state
 from flows.service.notifications import STATES
 from stages.core.errors import RefreshStoppedError
-from stages.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
+from stages.kinds.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
 
 MISSED = "regression of sums.exact_match (standard errors) 6.514 > 2, missed by 4.514"
 

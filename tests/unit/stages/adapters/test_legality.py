@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.legality import MEGATRON_HONOURS, adapter_errors
-from stages.train.config import TrainConfig
+from stages.kinds.train.config import TrainConfig
 
 TRAIN = {
     "kind": "train",

@@ -22,7 +22,7 @@ from stages.core.contract import (
     StrictModel,
 )
 from stages.core.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, error_classes
-from stages.kinds import KINDS
+from stages.kinds.registry import KINDS
 
 
 class Inner(StrictModel):

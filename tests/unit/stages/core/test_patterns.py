@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from stages.adapters.config import AdapterConfig
 from stages.core import patterns as patterns_module
 from stages.core.patterns import PatternError, Patterns, pattern_problem
-from stages.quantize.config import QuantizeConfig
+from stages.kinds.quantize.config import QuantizeConfig
 
 TEXTS = ["model.layers.1.q_proj", "abc\u0663", "", "a\nb", "Stra\N{LATIN SMALL LETTER SHARP S}e"]
 ENDLESS = r"([a-z_.\d]+)+\.q_proj"

@@ -6,8 +6,8 @@ import pytest
 
 from stages.core.errors import DataError
 from stages.data.calibration import calibration_samples
-from stages.quantize.config import CalibrationConfig
-from stages.quantize.samples import read_samples
+from stages.kinds.quantize.config import CalibrationConfig
+from stages.kinds.quantize.samples import read_samples
 
 
 def chat(number):

@@ -8,8 +8,8 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError
 from stages.data.batch import IGNORED
 from stages.data.dataset import is_complete
-from stages.train.config import TrainConfig
-from stages.train.rows import RowData
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.rows import RowData
 
 ROWS = [
     {"prompt": f"q{number} ", "chosen": f"good{number}", "rejected": f"bad{number}", "margin": number / 4 - 1}

@@ -17,9 +17,9 @@ from stages.data.config import DataConfig
 from stages.data.dataset import row_order
 from stages.data.mixture import MixtureOrder
 from stages.data.prepare_mixture import prepare_mixture
-from stages.download.config import DownloadConfig
-from stages.train.check import check
-from stages.train.mixture import seen, shares_asked, slots_of
+from stages.kinds.download.config import DownloadConfig
+from stages.kinds.train.check import check
+from stages.kinds.train.mixture import seen, shares_asked, slots_of
 from tests.train_stage import make_config
 from tests.unit.stages.data.reports import Reports
 

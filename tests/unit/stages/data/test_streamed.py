@@ -17,11 +17,11 @@ from stages.data.any_rows import AnyRowReader
 from stages.data.config import DataConfig
 from stages.data.files import Part, Row, find_files, read_part, read_rows
 from stages.data.prepare import prepare
-from stages.download.config import DownloadConfig
-from stages.download.run import run
+from stages.kinds.download.config import DownloadConfig
+from stages.kinds.download.run import run
+from stages.kinds.train.check import check
 from stages.remote import pointers, retry
 from stages.remote.pointers import open_file
-from stages.train.check import check
 from tests.hub_server import Fault, HubServer, running_hub
 from tests.s3_server import S3Server, running_s3
 from tests.train_stage import make_config

@@ -17,9 +17,9 @@ from stages.engines.balance import balance_of_logits, num_tokens
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.moe import check_mixture, freeze_routers, routers_of
 from stages.engines.settings import AdamSettings, EngineSettings, MoeSettings
+from stages.kinds.train.methods.sft import SftLoss
 from stages.parallel.layout import Layout
 from stages.parallel.processes import joined_processes
-from stages.train.methods.sft import SftLoss
 from tests.parity.fsdp_program import pack
 
 SIZES = {

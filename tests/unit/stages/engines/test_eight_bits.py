@@ -21,10 +21,10 @@ from stages.engines.fsdp import engine as fsdp_engine
 from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits, reasons_against
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.settings import AdamSettings, EngineSettings
+from stages.kinds.train.methods.sft import SftLoss
 from stages.parallel import eight_bits
 from stages.parallel.layout import Layout
 from stages.parallel.processes import joined_processes
-from stages.train.methods.sft import SftLoss
 from tests.parity.fsdp_program import pack
 
 needs_torchao = pytest.mark.skipif(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from stages.core.contract import StageContext, StageResult
-from stages.download.config import DownloadConfig
-from stages.download.run import run
+from stages.kinds.download.config import DownloadConfig
+from stages.kinds.download.run import run
 from stages.remote import retry
 from tests.hub_server import HubServer, running_hub
 

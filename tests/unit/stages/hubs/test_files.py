@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import DataError, DownloadError, ModelError
-from stages.download.config import DownloadConfig
+from stages.kinds.download.config import DownloadConfig
 from tests.hub_repository import model_files
 from tests.unit.stages.hubs.conftest import Download
 

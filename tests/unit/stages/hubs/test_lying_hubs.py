@@ -9,13 +9,13 @@ import pytest
 
 from stages.core.contract import StageContext
 from stages.core.errors import DownloadError, LifecycleError
-from stages.download.config import DownloadConfig
-from stages.download.run import run
 from stages.hubs.builtin.hub import HUB as BUILTINS
 from stages.hubs.delivery import arrivals_folder, hand_over
 from stages.hubs.hub import Request
 from stages.hubs.listing import path_in
 from stages.hubs.registry import parse_source, read_model_config
+from stages.kinds.download.config import DownloadConfig
+from stages.kinds.download.run import run
 from stages.remote import buckets
 from tests.http_server import serving
 from tests.hub_repository import Repository, model_files

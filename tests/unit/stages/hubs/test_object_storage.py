@@ -9,9 +9,9 @@ import pytest
 
 from stages.core.contract import StageContext
 from stages.core.errors import DataError, DownloadError, TransientError
-from stages.download.config import DownloadConfig
 from stages.hubs import object_storage
 from stages.hubs.registry import read_model_config
+from stages.kinds.download.config import DownloadConfig
 from stages.remote import buckets
 from stages.remote.buckets import explained
 from tests.http_server import serving

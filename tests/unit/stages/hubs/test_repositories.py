@@ -10,8 +10,8 @@ import pytest
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import DataError, DownloadError, LifecycleError, ModelError, ResourceError, TransientError
-from stages.download.config import DownloadConfig
-from stages.download.run import run
+from stages.kinds.download.config import DownloadConfig
+from stages.kinds.download.run import run
 from stages.models.trained_on import is_asked_as_chat, trained_on_conversations
 from tests.http_server import serving
 from tests.hub_repository import model_files

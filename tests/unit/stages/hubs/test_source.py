@@ -6,10 +6,10 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from stages.download.config import DownloadConfig
 from stages.hubs.builtin.catalog import BUILTINS
 from stages.hubs.registry import parse_source
 from stages.hubs.source import Source, repository
+from stages.kinds.download.config import DownloadConfig
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_builtin_is_pinned_to_the_version_of_its_maker() -> None:
 
 def test_planning_a_builtin_imports_nothing_heavy() -> None:
     program = (
-        "import sys; from stages.download.config import DownloadConfig;"
+        "import sys; from stages.kinds.download.config import DownloadConfig;"
         "DownloadConfig(kind='download', model='builtin/qwen3-1m').resolve_outside();"
         "print({'torch', 'transformers', 'httpx', 'huggingface_hub', 'numpy'} & set(sys.modules))"
     )

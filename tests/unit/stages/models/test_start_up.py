@@ -12,7 +12,7 @@ from stages.rewards.reward_model import RewardModelReward
 inputs = {"judge": Path("still to be trained")}
 with RewardModelReward(type="reward_model", model="judge").opened("judge", RewardContext(inputs, Path("kept"), print)):
     pass
-import stages.merge.merging
+import stages.kinds.merge.merging
 assert "peft" not in sys.modules
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from stages.core.errors import ModelError
+from stages.kinds.train.checkpoints import complete_checkpoint, complete_checkpoints
 from stages.models.stored_tensors import CheckpointReader, stored_shapes
-from stages.train.checkpoints import complete_checkpoint, complete_checkpoints
 
 
 class Planted:

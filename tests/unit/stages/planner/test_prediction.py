@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from stages.core.errors import LayoutError
+from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.hardware_file import built_in
@@ -17,7 +18,6 @@ from stages.planner.prediction import (
     teacher_memory_gib,
 )
 from stages.planner.search import UNCERTAINTY, SearchRequest, estimate
-from stages.train.config import TrainConfig
 
 SHAPE = ModelShape(
     num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=128256

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stages.core.errors import RecipeError
-from stages.serve.config import ServeConfig
+from stages.kinds.serve.config import ServeConfig
 from stages.serving import own_parser
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import ResourceError
-from stages.serve.config import ServeConfig
+from stages.kinds.serve.config import ServeConfig
 from stages.serving.vllm.program import find_vllm
 
 

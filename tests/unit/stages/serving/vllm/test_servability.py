@@ -3,8 +3,8 @@
 import pytest
 
 from stages.core.errors import RecipeError
+from stages.kinds.quantize.config import QuantizeConfig
 from stages.models.projections import Projection
-from stages.quantize.config import QuantizeConfig
 from stages.serving.quantization import Quantization
 from stages.serving.vllm.servability import Heads, caveats, check_servable
 

@@ -1,0 +1,275 @@
+"""What a recipe may say of a curation: which rows of datasets are left out, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+import regex
+from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
+
+from stages.core.contract import DatasetReference, OutsidePath, StageConfig
+from stages.core.fields import AddedLater, Product, SplitName
+from stages.core.strict import StrictModel
+from stages.data.mixture_config import same_datasets
+from stages.harnesses.harness import Evaluation
+from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of
+from stages.kinds.curate.language_codes import LanguageCode
+from stages.rewards.registry import AnyReward, RewardName
+
+STEPS = (
+    "length",
+    "patterns",
+    "language",
+    "decontaminate",
+    "redact",
+    "exact_duplicates",
+    "near_duplicates",
+    "quality",
+    "sample",
+    "held_out",
+)
+"""In the order in which they are done."""
+
+
+class Length(StrictModel):
+    """Rows that are too short or too long are left out; both bounds of a pair may be there."""
+
+    min_characters: NonNegativeInt = Field(0, description="Of all texts of a row together.")
+    max_characters: PositiveInt | None = Field(None, description="The same.")
+    min_turns: NonNegativeInt = Field(0, description="Messages of a conversation but the system's.")
+    max_turns: PositiveInt | None = Field(None, description="The same.")
+
+    @property
+    def counts_turns(self) -> bool:
+        """Whether rows must be conversations."""
+        return bool(self.min_turns or self.max_turns)
+
+    @model_validator(mode="after")
+    def _leaves_something(self) -> Self:
+        if not (self.min_characters or self.max_characters or self.counts_turns):
+            raise ValueError("names no bound, so that it would leave out nothing; set one, or remove `length`")
+        for unit in ("characters", "turns"):
+            least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+            if most is not None and least > most:
+                raise ValueError(f"`min_{unit}` is {least}, more than `max_{unit}`, {most}: no row is both")
+        return self
+
+
+def _compiled(pattern: str) -> str:
+    try:
+        regex.compile(pattern)
+    except regex.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    return pattern
+
+
+RowPattern = Annotated[str, Field(min_length=1), AfterValidator(_compiled)]
+PersonalData = Literal["email", "ip_address", "iban", "credit_card", "phone"]
+
+
+class Patterns(StrictModel):
+    """Regular expressions, looked for in the texts of a row, a line or more each."""
+
+    exclude: tuple[RowPattern, ...] = Field((), description="Rows in which one of these is found are left out.")
+    require: tuple[RowPattern, ...] = Field((), description="Rows in which one of these is not found are left out.")
+
+    @model_validator(mode="after")
+    def _names_some(self) -> Self:
+        if not (self.exclude or self.require):
+            raise ValueError("names no pattern, so that it would leave out nothing; name some, or remove `patterns`")
+        return self
+
+
+class Language(StrictModel):
+    """Rows in other languages are left out, but for those with too few letters to tell."""
+
+    keep: tuple[LanguageCode, ...] = Field(min_length=1, description="ISO 639 codes: en, de, zh.")
+    min_probability: float = Field(
+        0.5, gt=0, lt=1, description="That a row is in one of them; of code, and of mixed languages, it is low."
+    )
+
+
+class Quality(StrictModel):
+    """Rows whose answer the rewards of the repository do not praise enough are left out."""
+
+    rewards: dict[RewardName, AnyReward] = Field(
+        min_length=1, description="As in `generate`, but for `length`, which counts tokens."
+    )
+    above: float = Field(allow_inf_nan=False, description="Rows with a larger sum of rewards are kept.")
+    reference: str | None = Field(None, description="Column of the right answer, for rewards that compare with it.")
+
+    @model_validator(mode="after")
+    def _can_judge(self) -> Self:
+        for name, reward in self.rewards.items():
+            if reward.type == "length":
+                raise ValueError(f"the reward {name} counts tokens, which rows have not; bound characters by `length`")
+            if reward.NEEDS_REFERENCE and self.reference is None:
+                raise ValueError(f"the reward {name} compares with the right answer; name its column in `reference`")
+        return self
+
+
+class Sample(StrictModel):
+    """A part of the rows, drawn by what they say: more rows change nothing about which of these are drawn first."""
+
+    rows: PositiveInt | None = Field(None, description="How many; fewer where there are no more.")
+    fraction: float | None = Field(None, gt=0, lt=1, description="Or which share of them.")
+
+    @model_validator(mode="after")
+    def _names_one(self) -> Self:
+        if (self.rows is None) == (self.fraction is None):
+            raise ValueError("names both or neither of `rows` and `fraction`; expected one of the two")
+        return self
+
+
+class HeldOut(StrictModel):
+    """Rows to evaluate on, in `data/validation.jsonl`; near-duplicates are all on one side."""
+
+    fraction: float = Field(gt=0, lt=1, description="Share of the groups of near-duplicates that are held out.")
+
+
+class NearDuplicates(StrictModel):
+    """Of rows that say nearly the same, only the first is kept."""
+
+    similarity: float = Field(
+        0.5,
+        ge=0.2,
+        le=1,
+        description="Share of the runs of `words` words that two rows have in common, of all that either has "
+        "(Jaccard), from which on they are near-duplicates. Every 20th word changed leaves about 0.73.",
+    )
+    words: PositiveInt = Field(3, le=50, description="Words of a run.")
+
+
+class BenchmarkTasks(StrictModel):
+    """Tasks that an evaluation asks."""
+
+    harness: Annotated[HarnessName, AddedLater()] = Field(DEFAULT_HARNESS, description="As in `evaluate`.")
+    tasks: tuple[str, ...] = Field(min_length=1, description="Names of the harness's tasks, or of `task_folder`.")
+    task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
+    trust_task_code: bool = Field(False, description="As in `evaluate`.")
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """What a harness is asked for."""
+        return Evaluation(self.harness, self.tasks, self.task_folder, trust_task_code=self.trust_task_code)
+
+
+class Decontaminate(StrictModel):
+    """Rows that hold what a benchmark asks are left out, lest its scores be of memory."""
+
+    words: int = Field(13, ge=5, le=50, description="Of a run (n-gram) that a row may not share with a sample.")
+    min_shared: PositiveInt = Field(1, description="Such runs of a row from which on it is left out.")
+    benchmarks: dict[str, BenchmarkTasks] = Field(
+        default_factory=dict, description="Name → tasks; default: those of all `evaluate` stages of the recipe."
+    )
+
+
+class CurateConfig(StageConfig):
+    """Leave out rows of datasets that should not be learned from, each for a reason that is listed (→ `data/`)."""
+
+    STAGE_VERSION: ClassVar[int] = 2  # `redact` finds addresses beside Chinese and Japanese, and Parquet has no nulls
+
+    ASKS_ALL_STAGES: ClassVar[bool] = True  # the tasks of all evaluations are benchmarks
+
+    kind: Literal["curate"]
+    datasets: tuple[DatasetReference, ...] = Field(
+        min_length=1, description="All of one format; of rows that repeat one another, the first is kept."
+    )
+    split: SplitName = Field("train", description="Files of the datasets whose name or folder begins so.")
+    on_bad_rows: Literal["fail", "drop"] = Field("fail", description="drop: list them and go on without them.")
+    max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped bad rows than this is an error.")
+    length: Length | None = Field(None, description="Step: too short and too long rows.")
+    decontaminate: Decontaminate | None = Field(None, description="Step: rows that hold what a benchmark asks.")
+    patterns: Patterns | None = Field(None, description="Step: rows with or without a pattern.")
+    language: Annotated[Language | None, AddedLater()] = Field(None, description="Step: rows in other languages.")
+    redact: tuple[PersonalData, ...] = Field(
+        (), description="Step: what is written over, with `[EMAIL]` and the like, in all texts of rows."
+    )
+    exact_duplicates: bool = Field(False, description="Step: rows from which the same would be learned again.")
+    near_duplicates: NearDuplicates | None = Field(None, description="Step: rows that say nearly the same.")
+    quality: Quality | None = Field(None, description="Step: rows whose answer is not good enough.")
+    sample: Sample | None = Field(None, description="Step: rows that are not drawn.")
+    held_out: HeldOut | None = Field(None, description="Step: rows to evaluate on; drops none.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Of `sample` and `held_out`.")
+
+    @property
+    def product(self) -> Product:
+        return "dataset"
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """Those that are asked for, in the order in which they are done."""
+        return tuple(name for name in STEPS if getattr(self, name))
+
+    @property
+    def compared(self) -> NearDuplicates | None:
+        """How rows are compared with one another, to be left out or to be held out together."""
+        return self.near_duplicates or (NearDuplicates() if self.held_out else None)
+
+    def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
+        if not self.decontaminate or self.decontaminate.benchmarks:
+            return self
+        benchmarks = {str(number): one for number, one in enumerate(_benchmarks_of(stages), 1)}
+        return self.model_copy(
+            update={"decontaminate": self.decontaminate.model_copy(update={"benchmarks": benchmarks})}
+        )
+
+    def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
+        """What the tasks' datasets hold now."""
+        if not self.decontaminate:
+            return {}
+        found: dict[str, JsonValue] = {}
+        for benchmark in self.decontaminate.benchmarks.values():
+            harness = harness_of(benchmark.evaluation)
+            found[f"{harness.name}_version"] = harness.version()
+            for name, value in harness.resolve_outside(benchmark.evaluation, limit_s).items():
+                before = found.get(name)
+                found[name] = before | value if isinstance(before, dict) and isinstance(value, dict) else value
+        return found
+
+    def custom_code(self) -> tuple[str, ...]:
+        """Also that of tasks of a folder, which the evaluation trusts. Raises EvaluationError for unknown tasks."""
+        benchmarks = self.decontaminate.benchmarks.values() if self.decontaminate else ()
+        of_tasks = (code for one in benchmarks for code in harness_of(one.evaluation).custom_code(one.evaluation))
+        own = ((name, reward.custom_code()) for name, reward in self.quality.rewards.items()) if self.quality else ()
+        return (*super().custom_code(), *of_tasks, *(f"quality.rewards.{name}: {code}" for name, code in own if code))
+
+    def idle_fields(self) -> Iterator[tuple[str, str]]:
+        yield from super().idle_fields()
+        if self.on_bad_rows == "fail":
+            yield "max_bad_row_fraction", "`on_bad_rows: fail` drops none"
+        if not (self.sample or self.held_out):
+            yield "seed", "neither `sample` nor `held_out` draws"
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        if self.decontaminate and not self.decontaminate.benchmarks:
+            yield (
+                "decontaminate: the recipe has no `evaluate` stage whose tasks rows could be compared with; name tasks "
+                "in `benchmarks`, or remove `decontaminate`"
+            )
+        for first, name in same_datasets(self.datasets, stages):
+            yield f"datasets: {first} and {name} are the same dataset, whose rows would all be there twice; name one"
+
+    @model_validator(mode="after")
+    def _names_each_dataset_once(self) -> Self:
+        if twice := [name for number, name in enumerate(self.datasets) if name in self.datasets[:number]]:
+            raise ValueError(f"`datasets` names {twice[0]} twice, whose rows would all be there twice; name it once")
+        if not self.steps:
+            raise ValueError(f"names no step, so that it would leave out nothing; expected some of {', '.join(STEPS)}")
+        return self
+
+
+def _benchmarks_of(stages: Mapping[str, StageConfig]) -> list[BenchmarkTasks]:
+    """The tasks of all evaluations, one for each task folder; without the names of stages, which are no identity."""
+    tasks: dict[tuple[str, Path | None, bool], set[str]] = {}
+    for stage in stages.values():
+        evaluation = getattr(stage, "evaluation", None)
+        if isinstance(evaluation, Evaluation):
+            key = (evaluation.harness, evaluation.task_folder, evaluation.trust_task_code)
+            tasks.setdefault(key, set()).update(evaluation.tasks)
+    return [
+        BenchmarkTasks(harness=harness, tasks=tuple(sorted(names)), task_folder=folder, trust_task_code=trusted)
+        for (harness, folder, trusted), names in tasks.items()
+    ]

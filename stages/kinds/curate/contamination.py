@@ -1,0 +1,130 @@
+"""Rows that hold what a benchmark asks: runs of words that both have, as GPT-3's authors looked for them.
+
+A row is left out for a run of 13 words (Brown et al. 2020, appendix C) that it shares with a sample: its question, its
+answer, or any other text that it has. What a sample says in 8 to 12 words is looked for as a whole, and of shorter
+questions whole texts of rows are compared, since 5 words stand in many texts that have seen no benchmark. Runs that
+most samples of a task have are the task's own words, such as an instruction, and do not count.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stages.core.redaction import shortened
+from stages.data.any_rows import ReadRow
+from stages.harnesses.harness import TaskItem
+from stages.kinds.curate.config import Decontaminate
+from stages.kinds.curate.words import Hashes, hashes_of, runs_of, words_of
+
+SHORTEST_RUN = 8
+"""Words that are looked for within a text; Brown et al. 2020 take no fewer either."""
+SHORTEST_WHOLE = 4
+"""Words of a question that is compared with whole texts."""
+FEWEST_ITEMS = 10
+"""Of a task, from which on its own words can be distinguished from those of its samples."""
+SHOWN_CHARACTERS = 100
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Runs of one length, sorted, and of each the item that has it."""
+
+    runs: Hashes
+    items: NDArray[np.int64]
+
+    def found(self, runs: Hashes) -> NDArray[np.int64]:
+        """Of each run, its item; -1 where none has it."""
+        at = np.searchsorted(self.runs, runs).clip(max=len(self.runs) - 1)
+        return np.where(self.runs[at] == runs, self.items[at], -1)
+
+
+class Benchmarks:
+    """What the samples of tasks say."""
+
+    def __init__(self, config: Decontaminate, items: Iterable[TaskItem]) -> None:
+        self._config = config
+        self._names: list[str] = []
+        self._whole: dict[int, int] = {}
+        self.num_too_short = 0
+        """Samples that no row can be compared with: of fewer than `SHORTEST_WHOLE` words."""
+        self.num_common = 0
+        """Runs that do not count, since most samples of their task have them."""
+        runs: dict[int, list[tuple[Hashes, NDArray[np.int64]]]] = defaultdict(list)
+        for _, of_task in itertools.groupby(items, key=lambda item: item.task):
+            for num_words, found in self._task(list(of_task)).items():
+                runs[num_words].append(found)
+        self._tables = {num_words: _joined(found) for num_words, found in sorted(runs.items())}
+
+    @property
+    def num_items(self) -> int:
+        return len(self._names)
+
+    def reason(self, row: ReadRow) -> str | None:
+        """Why the row is left out; None where it shares too little with every sample."""
+        words = [word for texts in row.parts for text in texts for word in words_of(text)]
+        hashes = hashes_of(words)
+        for num_words, table in self._tables.items():
+            items = table.found(runs_of(hashes, num_words))
+            (at,) = np.nonzero(items >= 0)
+            if len(at) >= (self._config.min_shared if num_words == self._config.words else 1):
+                shown = shortened(" ".join(words[at[0] : at[0] + num_words]), SHOWN_CHARACTERS)
+                return f"shares {len(at)} runs of {num_words} words with {self._names[items[at[0]]]}: “{shown}”"
+        for text in (*row.asked, " ".join(text for texts in row.parts for text in texts)):
+            item = self._whole.get(_whole(text))
+            if item is not None:
+                return f"asks what {self._names[item]} asks: “{shortened(' '.join(text.split()), SHOWN_CHARACTERS)}”"
+        return None
+
+    def _task(self, items: Sequence[TaskItem]) -> dict[int, tuple[Hashes, NDArray[np.int64]]]:
+        """Length → runs of the samples of one task, and the item of each."""
+        found: dict[int, list[tuple[Hashes, int]]] = defaultdict(list)
+        for item in items:
+            number = len(self._names)
+            self._names.append(f"sample {item.number} of {item.task}")
+            by_length: dict[int, list[Hashes]] = defaultdict(list)
+            for num_words, runs in self._runs_of(item):
+                by_length[num_words].append(runs)
+            for num_words, several in by_length.items():
+                found[num_words].append((np.unique(np.concatenate(several)), number))
+            is_whole = list(map(self._keep_whole, item.questions, itertools.repeat(number)))
+            self.num_too_short += not by_length and not any(is_whole)
+        return {num_words: self._counted(several, len(items)) for num_words, several in found.items()}
+
+    def _runs_of(self, item: TaskItem) -> Iterator[tuple[int, Hashes]]:
+        for text in (*item.questions, *item.texts):
+            hashes = hashes_of(words_of(text))
+            num_words = min(len(hashes), self._config.words)
+            if num_words >= min(SHORTEST_RUN, self._config.words):
+                yield num_words, runs_of(hashes, num_words)
+
+    def _keep_whole(self, question: str, number: int) -> bool:
+        is_kept = len(words_of(question)) >= SHORTEST_WHOLE
+        if is_kept:
+            self._whole.setdefault(_whole(question), number)
+        return is_kept
+
+    def _counted(self, several: Sequence[tuple[Hashes, int]], num_items: int) -> tuple[Hashes, NDArray[np.int64]]:
+        """Without the runs that most samples of the task have."""
+        runs = np.concatenate([one for one, _ in several])
+        items = np.concatenate([np.full(len(one), number) for one, number in several])
+        runs, first, counts = np.unique(runs, return_index=True, return_counts=True)
+        is_common = (counts > num_items / 2) & (num_items >= FEWEST_ITEMS)
+        self.num_common += int(is_common.sum())
+        return runs[~is_common], items[first][~is_common]
+
+
+def _joined(found: Sequence[tuple[Hashes, NDArray[np.int64]]]) -> _Table:
+    runs, first = np.unique(np.concatenate([runs for runs, _ in found]), return_index=True)
+    return _Table(runs, np.concatenate([items for _, items in found])[first])
+
+
+def _whole(text: str) -> int:
+    """A number for all words of a text together."""
+    hashes = hashes_of(words_of(text))
+    return int(runs_of(hashes, len(hashes))[0]) if len(hashes) else 0

@@ -1,0 +1,102 @@
+"""The steps that look at one row at a time: each gives the reason to leave a row out, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import regex
+
+from stages.core.contract import StageContext
+from stages.core.errors import DataError, EvaluationError
+from stages.core.redaction import quoted
+from stages.data.any_rows import ReadRow
+from stages.harnesses.registry import harness_of
+from stages.kinds.curate.config import CurateConfig, Decontaminate, Length, Patterns
+from stages.kinds.curate.contamination import SHORTEST_WHOLE, Benchmarks
+from stages.kinds.curate.language import LanguageFilter
+from stages.kinds.curate.spool import SourcePlace
+
+SEARCH_TIMEOUT_S = 5.0
+"""Of one pattern in one row: some take time that grows exponentially with the text."""
+SHOWN_CHARACTERS = 60
+RowStep = Callable[[ReadRow], str | None]
+
+
+def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str, RowStep]]:
+    """Name and step, in the order in which they are done. Raises EvaluationError for tasks that cannot be read."""
+    if length := config.length:
+        yield "length", lambda row: too_short_or_long(row, length)
+    if patterns := config.patterns:
+        yield "patterns", lambda row: found_or_not(row, patterns)
+    if language := config.language:
+        yield "language", LanguageFilter(language).reason
+    if decontaminate := config.decontaminate:
+        yield "decontaminate", benchmarks_of(decontaminate, context).reason
+
+
+def benchmarks_of(config: Decontaminate, context: StageContext) -> Benchmarks:
+    """The samples of the tasks. Warns of those that no row can be compared with."""
+    context.doing("reading the tasks of the evaluations")
+    evaluations = [one.evaluation for one in config.benchmarks.values()]
+    items = (item for one in evaluations for item in harness_of(one).items(one, context))
+    found = Benchmarks(config, items)
+    if not found.num_items:
+        raise EvaluationError("the tasks to decontaminate against have no samples; name others")
+    if found.num_too_short:
+        context.warn(
+            f"{found.num_too_short} of {found.num_items} samples say fewer than {SHORTEST_WHOLE} words: whether rows "
+            "hold them was not looked for"
+        )
+    context.milestone(f"rows are compared with {found.num_items} samples, by runs of {config.words} words")
+    return found
+
+
+def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: ReadRow) -> tuple[str, str] | None:
+    """Step and reason of the first that leaves out the row; DataErrors say which row cannot be looked at."""
+    for name, step in steps:
+        try:
+            reason = step(row)
+        except DataError as error:
+            raise DataError(f"`{name}`: {place} {error}") from error
+        if reason:
+            return name, reason
+    return None
+
+
+def too_short_or_long(row: ReadRow, bounds: Length) -> str | None:
+    """Raises DataError for a row without turns where these are counted."""
+    characters = sum(len(text) for texts in row.parts for text in texts)
+    measured = {"characters": characters}
+    if bounds.counts_turns:
+        if row.num_turns is None:
+            raise DataError("is plain text, which has no turns for `length` to count; bound its characters")
+        measured["turns"] = row.num_turns
+    for unit, number in measured.items():
+        least, most = getattr(bounds, f"min_{unit}"), getattr(bounds, f"max_{unit}")
+        if number < least:
+            return f"has {number} {unit}, fewer than min_{unit}, {least}"
+        if most is not None and number > most:
+            return f"has {number} {unit}, more than max_{unit}, {most}"
+    return None
+
+
+def found_or_not(row: ReadRow, patterns: Patterns) -> str | None:
+    """Raises DataError for a search that does not end within `SEARCH_TIMEOUT_S`."""
+    text = "\n".join(text for texts in row.parts for text in texts)
+    for pattern in patterns.exclude:
+        if match := _searched(pattern, text):
+            return f"holds {quoted(match[0], SHOWN_CHARACTERS)}, which the pattern {pattern!r} excludes"
+    for pattern in patterns.require:
+        if not _searched(pattern, text):
+            return f"holds nothing like {pattern!r}, which is required"
+    return None
+
+
+def _searched(pattern: str, text: str) -> regex.Match[str] | None:
+    try:
+        return regex.search(pattern, text, timeout=SEARCH_TIMEOUT_S)
+    except TimeoutError as error:
+        raise DataError(
+            f"has {len(text)} characters, in which the search for {pattern!r} takes over {SEARCH_TIMEOUT_S:g} s; write "
+            "a pattern without repetitions of repetitions"
+        ) from error

@@ -1,0 +1,206 @@
+"""The curate stage: datasets → the rows of them that are worth learning from.
+
+In: artifacts of datasets. Out: `data/train.jsonl`, rows as they were, in their order; `dropped.jsonl`, where each row
+that was left out came from, and why; `report.json`, what each step kept and dropped, with examples.
+
+Rows stream: steps that look at one row at a time write what they leave to the scratch folder; those that compare rows
+keep numbers of them in memory, and not what they say. The same rows and steps give the same bytes, also when an attempt
+goes on where a killed one was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stages.core.contract import StageContext, StageResult
+from stages.core.errors import DataError, full_disk_named
+from stages.kinds.curate.config import CurateConfig
+from stages.kinds.curate.drawing import below, drawn, ranks
+from stages.kinds.curate.kept_files import KeptFiles
+from stages.kinds.curate.near_duplicates import Comparison, Sets, set_of
+from stages.kinds.curate.quality import scored
+from stages.kinds.curate.reading import Readers, rows_of
+from stages.kinds.curate.redaction import Redactor
+from stages.kinds.curate.report import Report
+from stages.kinds.curate.row_steps import first_reason, row_steps
+from stages.kinds.curate.spool import Spool, SpoolWriter
+
+DROPPED_FILE = "dropped.jsonl"
+REPORT_FILE = "report.json"
+PROGRESS_EVERY = 1000
+KEEP_EVERY = 2000
+"""Rows that a killed attempt may have to look at again."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What a step that compares rows leaves out. rows: of each, whether. reason: of one, by its number."""
+
+    step: str
+    rows: NDArray[np.bool_]
+    reason: Callable[[int], str]
+
+
+def run(config: CurateConfig, context: StageContext) -> StageResult:
+    """Raises DataError for rows that cannot be read, and formats that cannot be one dataset. A dataset of which nothing
+    is left, or nothing to hold out, is refused.
+    """
+    folder = context.scratch / "rows"
+    with (
+        full_disk_named("curating", context.work),
+        KeptFiles(folder, (DROPPED_FILE, *SpoolWriter.FILES, *Sets.FILES)) as files,
+        _shown(folder / DROPPED_FILE, context.work / DROPPED_FILE, files),
+    ):
+        report = Report(config.steps, files[DROPPED_FILE])
+        _spool(config, context, files, report)
+        report.check(config)
+        spool = Spool(folder)
+        comparison = Comparison(folder, config.compared.similarity) if config.compared else None
+        left_out = list(_left_out(config, context, spool, comparison))
+        kept = ~np.logical_or.reduce([np.zeros(len(spool), np.bool_), *(one.rows for one in left_out)])
+        held_out = _held_out(config, context, spool, comparison, kept) if kept.any() else ~kept
+        report.num_held_out = int(held_out.sum()) if config.held_out else None
+        _write(spool, left_out, held_out, context, report)
+        try:
+            report.check(config)
+        except DataError as error:
+            context.refuse(error)
+    (context.work / REPORT_FILE).write_text(json.dumps(report.document(), indent=2, ensure_ascii=False))
+    context.milestone(report.sentence())
+    return StageResult(metrics=report.metrics(), files=[REPORT_FILE, DROPPED_FILE])
+
+
+def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report: Report) -> None:
+    """Read all rows, and write those that are left by the steps of one row at a time to `files`; of what an earlier
+    attempt kept, no row again."""
+    if files.state:
+        report.restore(files.state)
+        context.milestone(f"continuing after {report.num_read} rows")
+    readers: Readers = {}
+    steps, compared = list(row_steps(config, context)), config.compared
+    redactor = Redactor(config.redact, report.redacted, readers)
+    spool, sets = SpoolWriter(files), Sets(files)
+    num_kept = report.num_read
+    for place, row in rows_of(config, context, report, readers, num_kept):
+        dropped = first_reason(steps, place, row)
+        if not dropped and config.redact:
+            row, dropped = redactor.redacted(place.dataset, row)
+        if dropped:
+            report.drop(place, *dropped, row.content)
+        else:
+            spool.add(place, row.content, row.canonical())
+            if compared:
+                sets.add(set_of(row.parts, row.label, compared.words))
+        if report.num_read - num_kept >= KEEP_EVERY:
+            num_kept = report.num_read
+            files.keep(report.state)
+    files.keep(report.state)
+
+
+@contextlib.contextmanager
+def _shown(kept: Path, shown: Path, files: KeptFiles) -> Iterator[None]:
+    """Copy a file that is kept to where people look for it, also when the stage fails."""
+    try:
+        yield
+    finally:
+        files[kept.name].flush()
+        shutil.copyfile(kept, shown)
+
+
+def _left_out(
+    config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None
+) -> Iterator[LeftOut]:
+    """By each of the steps that look at all rows."""
+    kept = np.ones(len(spool), np.bool_)
+    if config.exact_duplicates:
+        first = _first_equal(spool.digests)
+        repeated = first != np.arange(len(first))
+        yield LeftOut(
+            "exact_duplicates", repeated, lambda number: f"says the same as {spool.row(int(first[number])).place}"
+        )
+        kept &= ~repeated
+    if comparison and config.near_duplicates:
+        repeats = comparison.repeats(kept, _progress(context, "comparing"))
+        alike = repeats.of != np.arange(len(kept))
+        yield LeftOut(
+            "near_duplicates",
+            alike,
+            lambda number: (
+                f"says nearly the same as {spool.row(int(repeats.of[number])).place} "
+                f"(similarity {repeats.similarity[number]:.2f})"
+            ),
+        )
+        kept &= ~alike
+    if quality := config.quality:
+        totals = np.full(len(spool), np.nan)
+        report = _progress(context, "judging")
+        for number, total in scored(quality, (row for row in spool.rows() if kept[row.number]), context):
+            totals[number] = total
+            report(number, len(spool))
+        poor = kept & ~(totals > quality.above)
+        yield LeftOut("quality", poor, lambda number: f"has the reward {totals[number]:g}, not above {quality.above:g}")
+        kept &= ~poor
+    if config.sample:
+        yield LeftOut(
+            "sample", kept & ~drawn(spool.digests, kept, config.sample, config.seed), lambda _: "was not drawn"
+        )
+
+
+def _held_out(
+    config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None, kept: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """[rows]: those to evaluate on, groups of near-duplicates together. A dataset with an empty side is refused."""
+    if not (comparison and config.held_out):
+        return np.zeros(len(spool), np.bool_)
+    groups = comparison.groups(kept, _progress(context, "grouping"))
+    numbers = ranks(spool.digests, config.seed, "held out")
+    found = kept & below(numbers[groups], config.held_out.fraction)
+    if not found.any() or not (kept & ~found).any():
+        side = "trained on" if found.any() else "held out"
+        context.refuse(
+            DataError(
+                f"`held_out`: a fraction of {config.held_out.fraction:g} of {len(np.unique(groups[kept]))} groups of "
+                f"near-duplicates leaves no row to be {side}; change `fraction` or `seed`, or add rows"
+            )
+        )
+    return found
+
+
+def _progress(context: StageContext, doing: str) -> Callable[[int, int], None]:
+    def report(done: int, total: int) -> None:
+        if not done % PROGRESS_EVERY:
+            context.progress(done, total, "rows", doing)
+
+    return report
+
+
+def _first_equal(digests: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Of each row, the number of the first with its digest."""
+    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    return first[inverse]
+
+
+def _write(
+    spool: Spool, left_out: Sequence[LeftOut], held_out: NDArray[np.bool_], context: StageContext, report: Report
+) -> None:
+    """Rows that no step leaves out, as they were but for what is written over; the others are reported."""
+    data = context.work / "data"
+    shutil.rmtree(data, ignore_errors=True)
+    data.mkdir()
+    with contextlib.ExitStack() as files:
+        splits = ("train", "validation") if held_out.any() else ("train",)
+        streams = [files.enter_context((data / f"{split}.jsonl").open("w", encoding="utf-8")) for split in splits]
+        for row in spool.rows():
+            dropped = next((one for one in left_out if one.rows[row.number]), None)
+            if dropped:
+                report.drop(row.place, dropped.step, dropped.reason(row.number), row.content)
+            else:
+                streams[int(held_out[row.number])].write(json.dumps(row.content, ensure_ascii=False) + "\n")

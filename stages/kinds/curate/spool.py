@@ -1,0 +1,88 @@
+"""The rows that are still there after the steps that look at one row at a time: on the disk, read again in order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stages.data.files import Place
+from stages.kinds.curate.kept_files import KeptFiles
+
+ROWS, OFFSETS, DIGESTS = "rows.jsonl", "offsets.bin", "digests.bin"
+
+
+@dataclass(frozen=True)
+class SourcePlace:
+    """Where a row came from: a stage, and the place in its files."""
+
+    dataset: str
+    place: Place
+
+    def __str__(self) -> str:
+        return f"{self.dataset} {self.place}"
+
+    def columns(self) -> dict[str, object]:
+        """As lists of rows have it."""
+        return {"dataset": self.dataset, "file": self.place.file, self.place.counts: self.place.number}
+
+
+@dataclass(frozen=True)
+class SpooledRow:
+    """number: among the spooled ones, from 0."""
+
+    number: int
+    place: SourcePlace
+    content: dict[str, Any]
+
+
+class SpoolWriter:
+    """Appends rows to `FILES`."""
+
+    FILES = (ROWS, OFFSETS, DIGESTS)
+
+    def __init__(self, files: KeptFiles) -> None:
+        self._files = files
+
+    def add(self, place: SourcePlace, content: dict[str, Any], canonical: str) -> None:
+        """canonical: the same text for rows from which the same is learned."""
+        self._files[OFFSETS].write(self._files[ROWS].tell().to_bytes(8, "little"))
+        self._files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
+        at = place.place
+        row = [place.dataset, at.file, at.number, at.counts, content]
+        self._files[ROWS].write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
+
+
+class Spool:
+    """Rows that a `SpoolWriter` left."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ROWS
+        self._offsets = np.fromfile(folder / OFFSETS, "<u8")
+        self.digests: NDArray[np.uint64] = np.fromfile(folder / DIGESTS, "<u8")
+        """Of what each row teaches."""
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def rows(self) -> Iterator[SpooledRow]:
+        """All, in order."""
+        with self._path.open("rb") as stream:
+            yield from (_parsed(number, line) for number, line in enumerate(stream))
+
+    def row(self, number: int) -> SpooledRow:
+        """One of them."""
+        with self._path.open("rb") as stream:
+            stream.seek(int(self._offsets[number]))
+            return _parsed(number, stream.readline())
+
+
+def _parsed(number: int, line: bytes) -> SpooledRow:
+    dataset, file, at, counts, content = json.loads(line)
+    return SpooledRow(number, SourcePlace(dataset, Place(file, at, counts)), content)

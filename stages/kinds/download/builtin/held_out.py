@@ -1,0 +1,21 @@
+"""Writes `configs/tasks/addition.jsonl`, the held-out problems of the quickstart's lm-eval task.
+
+`python -m stages.kinds.download.builtin.held_out configs/tasks/addition.jsonl`. A comment of the task file names the
+module's former address: with the file's content, the version of every evaluation of the task would change.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from stages.hubs.builtin.addition import split_problems, write_rows
+
+
+def write_held_out(path: Path) -> None:
+    """One `question` and `answer` a line."""
+    write_rows(path, ({"question": problem.question, "answer": problem.answer} for problem in split_problems().test))
+
+
+if __name__ == "__main__":
+    write_held_out(Path(sys.argv[1]))

@@ -1,0 +1,65 @@
+"""Mistakes in the tasks of an evaluation, and in asking a model as a chat, found before the model is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from stages.adapters.headers import ADAPTER_FOLDER
+from stages.core.contract import StageInput
+from stages.core.errors import EvaluationError, LifecycleError, RecipeError
+from stages.harnesses.registry import harness_of
+from stages.kinds.evaluate.config import EvaluateConfig
+from stages.models.model_config import read_config
+from stages.models.trained_on import has_chat_template, is_asked_as_chat
+from stages.serving.limits import limit_problems
+
+
+def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Yield dotted field and error; or, instead of an error, what could not be looked at."""
+    config = EvaluateConfig.model_validate(stage_input.config)
+    artifact = stage_input.inputs[config.model]
+    model = next((folder for folder in (artifact / ADAPTER_FOLDER, artifact / "model") if folder.is_dir()), None)
+    try:
+        if config.apply_chat_template and model:  # the artifact of a serve stage has none
+            check_chat_template(model)
+    except LifecycleError as error:
+        yield "apply_chat_template", error
+    else:
+        yield from _tasks(config, model, stage_input.cache)
+    try:
+        yield from _beyond_the_model(config, stage_input)
+    except LifecycleError as error:
+        yield "model", error
+
+
+def _tasks(config: EvaluateConfig, model: Path | None, cache: Path) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Load the tasks, and render and score their first samples without a server."""
+    as_chat = config.apply_chat_template
+    if as_chat is None:  # a training in between may decide otherwise; then the stage itself renders the chat
+        as_chat = model is not None and is_asked_as_chat(model)
+    evaluation = replace(config.evaluation, apply_chat_template=as_chat)
+    try:
+        unseen = harness_of(evaluation).check(evaluation, cache, model)
+        yield from [("tasks", unseen)] if unseen else []
+    except LifecycleError as error:
+        yield "tasks", error
+
+
+def _beyond_the_model(config: EvaluateConfig, stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
+    """What a server of its own cannot hold; that of a serve stage is checked there."""
+    if config.serving:
+        model_config = read_config(stage_input.inputs[config.base or config.model] / "model")
+        for field, message in limit_problems(model_config, config.serving, None, os.environ):
+            yield field, RecipeError(message)
+
+
+def check_chat_template(model: Path) -> None:
+    """Raises EvaluationError for a model folder that has none."""
+    if not has_chat_template(model):
+        raise EvaluationError(
+            f"the questions are to be those of a chat, but {model} has no chat template (chat_template.jinja, or in "
+            "tokenizer_config.json); say `apply_chat_template: false`, or evaluate a model that has one"
+        )

@@ -1,0 +1,105 @@
+"""The evaluate stage: runs benchmark tasks against the server of a serve stage, or one of its own for a model.
+
+In: a model's artifact, or a serve stage's with a lease. Out: `scores.json`, `samples/TASK.jsonl` (every prompt, answer
+and score; schema in `stages/harnesses/harness.py`), and the scores as metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from stages.core.contract import StageContext, StageResult
+from stages.core.errors import EvaluationError, LifecycleError, TransientError
+from stages.core.scores import NUM_CUT, zero_score_warning
+from stages.harnesses.harness import Harness, Results
+from stages.harnesses.registry import harness_of
+from stages.harnesses.samples import samples_by_score, samples_file
+from stages.harnesses.scores import score_metrics, zero_scores
+from stages.kinds.evaluate.check import check_chat_template
+from stages.kinds.evaluate.config import EvaluateConfig
+from stages.models.trained_on import is_asked_as_chat, trained_on_conversations
+from stages.serving.endpoint import Endpoint, endpoint_for
+
+MISSING_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Errors that another attempt would find again, unlike other OSErrors: those of connections."""
+
+
+def run(config: EvaluateConfig, context: StageContext) -> StageResult:
+    """Raises EvaluationError, ModelError or ResourceError for bad input before anything slow; ServerError when the
+    server does not come up; TransientError when it goes away: the next attempt continues where this one was.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    evaluation = config.evaluation
+    harness = harness_of(evaluation)
+    harness.prepare(evaluation, context.cache, context.doing)
+    with endpoint_for(config, context) as endpoint:
+        evaluation = replace(evaluation, apply_chat_template=_ask_as_chat(config, endpoint.asked_folder, context))
+        with _named_failures(harness, config, endpoint):
+            results = harness.evaluate(evaluation, context, endpoint.await_model)
+    files = _write(context.work, results)
+    metrics = score_metrics(results.scores["results"])
+    if not metrics:
+        context.refuse(
+            EvaluationError(f"{harness.title} gave no scores for {', '.join(config.tasks)}; read {files[0]} there")
+        )
+    else:
+        context.milestone(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    num_samples = samples_by_score(context.work)
+    for name in zero_scores(results.scores):
+        num_cut = int(results.metrics.get(NUM_CUT, 0))
+        context.warn(zero_score_warning(name, context.name, num_samples.get(name, 0), num_cut))
+    tags = {**endpoint.spec.version_tag, f"{harness.name}_version": harness.version()}
+    return StageResult(metrics={**metrics, **results.metrics}, tags=tags, files=files)
+
+
+def _ask_as_chat(config: EvaluateConfig, model: Path, context: StageContext) -> bool:
+    """As the recipe says, else as the model was trained. Raises EvaluationError for a chat without a template."""
+    trained, asked = trained_on_conversations(model), config.apply_chat_template
+    as_chat = is_asked_as_chat(model) if asked is None else asked
+    if asked is None:
+        why = "as it has a chat template or not" if trained is None else "as the model was trained"
+        context.milestone(f"asking {'as a user of a chat' if as_chat else 'in plain text'}, {why}")
+    elif trained is not None and trained != as_chat:
+        context.warn(
+            f"apply_chat_template is {str(as_chat).lower()}, but the model was trained on "
+            f"{'conversations' if trained else 'plain text'}: its scores may be far too low"
+        )
+    if as_chat:
+        check_chat_template(model)
+    return as_chat
+
+
+@contextlib.contextmanager
+def _named_failures(harness: Harness, config: EvaluateConfig, endpoint: Endpoint) -> Iterator[None]:
+    """Turn what a harness raises into our errors: a server that went away is worth another try, a bad task is not."""
+    try:
+        yield
+    except LifecycleError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        endpoint.raise_if_gone()
+        status = getattr(error, "status", None)
+        if isinstance(error, OSError) and not isinstance(error, MISSING_FILE) and status is None:
+            raise TransientError(f"the evaluation was interrupted: {type(error).__name__}: {error}") from error
+        raise EvaluationError(
+            f"{harness.title} could not run {', '.join(config.tasks)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _write(work: Path, results: Results) -> list[str]:
+    """Write scores and samples; returns their paths relative to `work`, the scores first."""
+    samples = work / "samples"
+    samples.mkdir(exist_ok=True)
+    (work / "scores.json").write_text(json.dumps(results.scores, indent=2, default=str))
+    for task, rows in results.samples.items():
+        lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
+        samples_file(work, task).write_text("".join(lines), encoding="utf-8")
+    return ["scores.json", *sorted(str(path.relative_to(work)) for path in samples.iterdir())]

@@ -1,0 +1,27 @@
+"""What is wrong with prompts and rewards, before the model that is to be asked is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stages.adapters.headers import ADAPTER_FOLDER
+from stages.core.contract import StageInput
+from stages.core.errors import LifecycleError
+from stages.kinds.generate.config import GenerateConfig
+from stages.rewards.judging import opening_problems
+from stages.rewards.reward import RewardContext
+from stages.rollouts.prompts import read_prompts
+
+
+def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
+    """Dotted field and error."""
+    config = GenerateConfig.model_validate(stage_input.config)
+    context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
+    yield from ((f"rewards.{name}", error) for name, error in opening_problems(config.rewards, context))
+    artifact = stage_input.inputs[config.model]
+    folder = next((path for path in (artifact / ADAPTER_FOLDER, artifact / "model") if path.is_dir()), None)
+    try:
+        if folder:  # a serve stage's artifact has none; its prompts are read when its turn comes
+            read_prompts(stage_input.inputs[config.prompts.dataset] / "data", config.prompt_options, folder)
+    except LifecycleError as error:
+        yield "prompts", error

@@ -1,0 +1,24 @@
+"""What a model will be asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stages.adapters.headers import ADAPTER_FOLDER
+from stages.core.contract import StageInput
+from stages.core.errors import ModelError
+from stages.data.shown import DataLook
+from stages.kinds.generate.config import GenerateConfig
+from stages.rollouts.look import look_at_prompts
+from stages.rollouts.prompts import read_prompts
+
+
+def look(stage_input: StageInput, num_rows: int, _scratch: Path) -> DataLook:
+    """The first prompts with their right answers, and counts of all. Raises what `read_prompts` raises."""
+    config = GenerateConfig.model_validate(stage_input.config)
+    artifact = stage_input.inputs[config.model]
+    folder = next((path for path in (artifact / ADAPTER_FOLDER, artifact / "model") if path.is_dir()), None)
+    if folder is None:
+        raise ModelError(f"the artifact of {config.model} has no tokenizer, so its prompts cannot be shown")
+    prompts = read_prompts(stage_input.inputs[config.prompts.dataset] / "data", config.prompt_options, folder)
+    return look_at_prompts(prompts, folder, num_rows)

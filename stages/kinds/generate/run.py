@@ -1,0 +1,167 @@
+"""The generate stage: prompts × a served model → completions, judged by rewards, and rows of what is good.
+
+In: a dataset's artifact, and a model's, or a serve stage's with a lease. Out: `data/train.jsonl` (rows that training
+stages read) and `completions.jsonl` (every completion: prompt, text, seed, each reward, their sum, and what became of
+it: `kept`, `chosen`, `rejected`, or why it was dropped); in `rewards/` what rewards keep, such as a judge's answers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from stages.core.contract import StageContext, StageResult
+from stages.core.errors import DataError, full_disk_named
+from stages.kinds.generate.config import GenerateConfig
+from stages.kinds.generate.selection import Candidate, Choice, choose
+from stages.rewards.judging import Judgement, Named, judging
+from stages.rewards.reward import RewardContext
+from stages.rollouts.prompts import AskedPrompt, check_room, read_prompts
+from stages.rollouts.sampling import Sample, sample_all
+from stages.serving.asked import ServedModel
+from stages.serving.endpoint import endpoint_for
+
+COMPLETIONS_FILE = "completions.jsonl"
+REWARDS_FOLDER = "rewards"
+PROGRESS_EVERY = 10
+NUM_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt, its judged completions, and what became of them."""
+
+    prompt: AskedPrompt
+    candidates: Sequence[Candidate]
+    choice: Choice
+
+
+def run(config: GenerateConfig, context: StageContext) -> StageResult:
+    """Generate, judge, keep. Raises DataError for prompts that cannot be asked and completions that cannot be judged;
+    ModelError, ResourceError or ServerError for a server that does not come up; TransientError when it goes away. A
+    dataset without rows is refused.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    kept = context.scratch / f"rewards-{context.version}"
+    with judging(config.rewards, RewardContext(context.inputs, kept, context.warn)) as judge:
+        with endpoint_for(config, context) as endpoint:
+            prompts = read_prompts(
+                context.inputs[config.prompts.dataset] / "data", config.prompt_options, endpoint.asked_folder
+            )
+            served = endpoint.await_model()
+            started_s = time.monotonic()
+            samples = _sampled(prompts, served, config, context)
+            seconds = time.monotonic() - started_s
+        context.doing("judging the completions")
+        judgements = judge(list(_named(prompts, samples)))
+    if kept.exists():
+        shutil.copytree(kept, context.work / REWARDS_FOLDER, dirs_exist_ok=True)
+    answered = list(_chosen(prompts, samples, judgements, config))
+    num_rows = _write(answered, config, context)
+    metrics = {"num_rows": float(num_rows), **_metrics(answered, config, context)}
+    metrics["generate_s"] = seconds
+    metrics["output_tokens_per_s"] = sum(one.num_tokens for one in samples) / seconds
+    context.milestone(f"{num_rows} rows of {len(samples)} completions of {len(prompts)} prompts")
+    return StageResult(metrics=metrics, tags=endpoint.spec.version_tag, files=[COMPLETIONS_FILE])
+
+
+def _sampled(
+    prompts: Sequence[AskedPrompt], served: ServedModel, config: GenerateConfig, context: StageContext
+) -> list[Sample]:
+    check_room(prompts, served.context_tokens, config.max_tokens)
+
+    def report(num_done: int, num_all: int) -> None:
+        if num_done % PROGRESS_EVERY == 0 or num_done == num_all:
+            context.progress(num_done, num_all, "completions", "generating")
+
+    kept = context.scratch / f"completions-{context.version}.jsonl"
+    token_ids = [one.token_ids for one in prompts]
+    with full_disk_named("keeping completions", kept):
+        return sample_all(served.client, token_ids, config.sampling_options, kept, report)
+
+
+def _named(prompts: Sequence[AskedPrompt], samples: Sequence[Sample]) -> Iterator[Named]:
+    for sample in samples:
+        prompt = prompts[sample.prompt]
+        completion = prompt.completion(sample.text, sample.num_tokens)
+        yield f"completion {sample.sample} of the prompt in {prompt.place}", completion
+
+
+def _chosen(
+    prompts: Sequence[AskedPrompt], samples: Sequence[Sample], judgements: Sequence[Judgement], config: GenerateConfig
+) -> Iterator[Answered]:
+    candidates = [Candidate(*one) for one in zip(samples, judgements, strict=True)]
+    for number, prompt in enumerate(prompts):
+        own = candidates[number * config.num_samples : (number + 1) * config.num_samples]
+        yield Answered(prompt, own, choose(prompt.prompt.document, own, config))
+
+
+def _write(answered: Sequence[Answered], config: GenerateConfig, context: StageContext) -> int:
+    """Write rows and completions; returns the number of rows. A dataset without rows is refused."""
+    rows = [row for one in answered for row in one.choice.rows]
+    (context.work / "data").mkdir(exist_ok=True)
+    with full_disk_named("writing completions", context.work):
+        _write_lines(context, "data/train.jsonl", rows)
+        _write_lines(context, COMPLETIONS_FILE, (line for one in answered for line in _lines(one)))
+    if not rows:
+        dropped = Counter(outcome for one in answered for outcome in one.choice.outcomes)
+        reasons = ", ".join(f"{count} {outcome}" for outcome, count in dropped.most_common(NUM_NAMED))
+        context.refuse(
+            DataError(
+                f"`keep: {config.keep}` leaves nothing of {dropped.total()} completions: {reasons}; read them in "
+                f"{COMPLETIONS_FILE}, and raise num_samples or the temperature, or fix the rewards"
+            )
+        )
+    return len(rows)
+
+
+def _write_lines(context: StageContext, file: str, rows: Iterable[object]) -> None:
+    with (context.work / file).open("w", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+
+
+def _lines(answered: Answered) -> Iterator[dict[str, object]]:
+    prompt = answered.prompt
+    for candidate, outcome in zip(answered.candidates, answered.choice.outcomes, strict=True):
+        sample = candidate.sample.model_dump(exclude={"prompt"})
+        yield {
+            "row": str(prompt.place),
+            "prompt": prompt.text,
+            "reference": prompt.prompt.reference,
+            **sample,
+            "rewards": candidate.judgement.rewards,
+            "reward": candidate.judgement.total,
+            "outcome": outcome,
+        }
+
+
+def _metrics(answered: Sequence[Answered], config: GenerateConfig, context: StageContext) -> dict[str, float]:
+    """And what to warn of: a reward that says the same of all, a sum that tells no completion from another."""
+    candidates = [candidate for one in answered for candidate in one.candidates]
+    metrics = {
+        "num_prompts": float(len(answered)),
+        "num_completions": float(len(candidates)),
+        "completion_tokens": statistics.fmean(one.sample.num_tokens for one in candidates),
+        "truncated_share": statistics.fmean(one.sample.truncated for one in candidates),
+    }
+    if metrics["truncated_share"] == 1:
+        context.warn(f"every completion was cut off at max_tokens {config.max_tokens}; raise it")
+    if not config.rewards:
+        return metrics
+    totals = [[one.judgement.total for one in prompt.candidates] for prompt in answered]
+    metrics["reward"] = statistics.fmean(total for group in totals for total in group)
+    metrics["reward_spread"] = statistics.pstdev(total for group in totals for total in group)
+    metrics["no_signal_share"] = statistics.fmean(len(set(group)) == 1 for group in totals)
+    for name in config.rewards:
+        found = [one.judgement.rewards[name] for one in candidates]
+        metrics[f"reward_{name}"] = statistics.fmean(found)
+        if len(set(found)) == 1 and len(found) > 1:
+            context.warn(f"the reward {name} is {found[0]:g} for all {len(found)} completions: it tells none apart")
+    return metrics

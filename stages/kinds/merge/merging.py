@@ -1,0 +1,159 @@
+"""Merging: a model and adapters → the model with B A added to its weights, one weight at a time.
+
+What it claims is checked: every adapted layer is found in the model's files, before anything is written; some weight
+changes by more than the rounding takes away again; and the merged model gives the recorded documents what the training
+engine gave them, or, for a mixture of several adapters, what the base gives with the mixture beside it (`compare.py`).
+A merged model that fails the latter two is kept, and refused.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from stages.adapters.adapter import Adapter
+from stages.adapters.effect import Changing, changing, merged_weight
+from stages.adapters.experts import ChangedParameters
+from stages.adapters.files import copy_companions, read_adapter
+from stages.adapters.headers import ADAPTER_FOLDER
+from stages.core.contract import StageContext, StageResult
+from stages.core.errors import GateError, ModelError
+from stages.engines.export import copy_all_but_weights
+from stages.engines.streamed import StreamedModel
+from stages.kinds.merge.compare import Comparison, compare
+from stages.kinds.merge.config import MergeConfig
+from stages.models.model_folder import check_model_folder
+from stages.models.recorded import RECORD, differences, read_record, read_tool_prompts, write_record
+from stages.models.weight_files import WEIGHTS_INDEX, read_tensors, weight_paths
+
+NUM_NAMED = 5
+
+
+def merge(config: MergeConfig, context: StageContext) -> StageResult:
+    """Merge, and compare with what training recorded. Raises ModelError for files that do not belong together.
+
+    What was merged, but differs too much or not at all, is refused.
+    """
+    base, trained = context.inputs[config.model] / "model", [context.inputs[name] for name in config.weighted]
+    check_model_folder(base)
+    documents = read_record(trained[0])
+    adapters = {name: _read(context.inputs[name], base.parent.name) for name in config.weighted}
+    beside = StreamedModel(base, context.scratch / "base", trust_remote_code=config.trust_remote_code)
+    layers = beside.ordered({layer for one in adapters.values() for layer in one.layers})
+    adapter = next(iter(adapters.values())) if config.is_plain else _combined(adapters, config, layers)
+    changes = changing(adapter, ChangedParameters(adapter, beside.causal_lm))
+    _check_stored(changes, base)
+    changed_fraction = _write(changes, base, trained[0], context)
+    context.doing("comparing with what training recorded")
+    merged = StreamedModel(
+        context.work / "model", context.scratch / "merged", trust_remote_code=config.trust_remote_code
+    )
+    if adapter.is_sum:
+        beside.put_beside(adapter)
+    found = compare(merged, beside if adapter.is_sum else None, documents)
+    metrics = _judged(found, config, trained[0], context)
+    shutil.rmtree(context.scratch)
+    metrics |= {"merged_layers": float(len(adapter.factors)), "changed_fraction": changed_fraction}
+    context.log_metrics(0, metrics)
+    _check_differences(metrics, config, context)
+    context.milestone(
+        f"merged {len(adapter.factors)} layers; log-probabilities differ by "
+        f"{metrics['max_abs_logprob_difference']:.2g} nats per token at most"
+    )
+    tags = {"adapter": ", ".join(one.name for one in trained), "base": base.parent.name}
+    return StageResult(metrics=metrics, tags=tags)
+
+
+def _combined(adapters: Mapping[str, Adapter], config: MergeConfig, layers: list[str]) -> Adapter:
+    from stages.kinds.merge.combine import combine  # and PEFT, in over a second
+
+    return combine(adapters, config, layers)
+
+
+def _read(trained: Path, base: str) -> Adapter:
+    adapter = read_adapter(trained / ADAPTER_FOLDER)
+    if adapter.base != base:
+        raise ModelError(f"merging {trained.name} into {base}: it was trained on {adapter.base or 'no artifact'}")
+    return adapter
+
+
+def _check_stored(changes: Changing, base: Path) -> None:
+    """Raise ModelError unless each weight that the adapter changes is in the model's files."""
+    stored = {tensor.name for path in weight_paths(base) for tensor in read_tensors(path)}
+    if lost := sorted(set(changes) - stored):
+        raise ModelError(
+            f"merging: {len(lost)} of {len(changes)} adapted weights are not in the model's files "
+            f"({', '.join(lost[:NUM_NAMED])}), so their part of the adapter would be lost; merge it into the model "
+            "that it was trained on"
+        )
+
+
+def _write(changes: Changing, base: Path, trained: Path, context: StageContext) -> float:
+    """Write the merged model; returns which share of the merged weights are other numbers than before.
+
+    Each file is copied, and the adapted weights in it written over, so that one of them at a time is in memory.
+    """
+    folder = context.work / "model"
+    copy_all_but_weights(base, folder)
+    copy_companions(trained / ADAPTER_FOLDER, folder)
+    if (base / WEIGHTS_INDEX).is_file():
+        shutil.copyfile(base / WEIGHTS_INDEX, folder / WEIGHTS_INDEX)
+    changed: dict[str, float] = {}
+    for path in weight_paths(base):
+        shutil.copyfile(path, folder / path.name)
+        with safe_open(path, framework="pt") as file, (folder / path.name).open("r+b") as written:
+            for tensor in read_tensors(path):
+                if tensor.name in changes:
+                    weight = file.get_tensor(tensor.name)
+                    merged = merged_weight(changes, tensor.name, weight)
+                    changed[tensor.name] = int((merged != weight).count_nonzero()) / weight.numel()
+                    written.seek(tensor.start)
+                    written.write(merged.view(torch.uint8).numpy())
+                    context.progress(len(changed), len(changes), "weights", "merging")
+    _check_changed(changed, context)
+    return sum(changed.values()) / len(changed)
+
+
+def _check_changed(changed: Mapping[str, float], context: StageContext) -> None:
+    """Refuse a merge that changed nothing; warn of weights that it did not change. changed: name → share of elements.
+
+    A layer that learned little may be lost in rounding without harm: how much is lost in all, the comparison measures.
+    """
+    unchanged = sorted(name for name, share in changed.items() if not share)
+    if not unchanged:
+        return
+    lost = (
+        f"merging: {len(unchanged)} of {len(changed)} adapted weights are as they were after rounding "
+        f"({', '.join(unchanged[:NUM_NAMED])})"
+    )
+    if len(unchanged) < len(changed):
+        context.warn(f"{lost}; their part of the adapter is lost")
+    else:
+        context.refuse(ModelError(f"{lost}: the adapter would be lost; train longer, or export the base in fp32"))
+
+
+def _judged(found: Comparison, config: MergeConfig, trained: Path, context: StageContext) -> dict[str, float]:
+    """Differences from what the model is to give; that is kept beside it for whatever is made of the model."""
+    documents = found.documents
+    if config.is_plain:
+        shutil.copyfile(trained / RECORD, context.work / RECORD)
+    else:
+        documents = found.expected_documents
+        write_record(context.work, documents, "float32", read_tool_prompts(trained))
+    return {**differences(found.given, documents).metrics(), **found.metrics()}
+
+
+def _check_differences(metrics: dict[str, float], config: MergeConfig, context: StageContext) -> None:
+    mean = metrics["mean_abs_logprob_difference"]
+    if not mean <= config.max_difference:
+        expected = "than training did" if config.is_plain else "than its base with the adapters beside it"
+        context.refuse(
+            GateError(
+                f"the merged model gives documents other log-probabilities {expected}, by {mean:.3g} nats per token, "
+                f"more than max_difference, {config.max_difference}; merge into a model in fp32, or raise it"
+            )
+        )

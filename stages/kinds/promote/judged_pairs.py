@@ -1,0 +1,123 @@
+"""Which of two models answers questions better, as a judge says, who is asked of each pair in both orders.
+
+In: evaluations of both that have answered the same question sets (`samples/TASK.jsonl` with `question` and `resps`).
+Out: per task the share of answers that the judge prefers, ties half (the win rate), as a paired difference; and every
+question and answer of the judge, in `judge.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.core.contract import StageContext
+from stages.core.errors import DataError, EvaluationError
+from stages.data.documents import PlainText
+from stages.harnesses.samples import read_samples
+from stages.kinds.promote.paired import ASKED_ALIKE, Difference, win_rate_interval
+from stages.rewards.asked_judge import AskedJudge, bounded, cost_metrics
+from stages.rewards.judge import PairsConfig
+from stages.rewards.reward import Completion
+
+JUDGE_FILE = "judge.jsonl"
+METRIC = "win_rate"
+PROGRESS_EVERY = 10
+Rows = Mapping[int, Mapping[str, Any]]
+"""Samples of a task, by document."""
+
+
+@dataclass(frozen=True)
+class JudgedPairs:
+    """differences: of a task each, named `TASK.win_rate`. metrics: win rates, their standard errors, and the cost."""
+
+    differences: list[Difference]
+    metrics: dict[str, float]
+
+
+def judged_pairs(
+    pairs: PairsConfig, candidate: Sequence[Path], reference: Sequence[Path], context: StageContext
+) -> JudgedPairs:
+    """Raises EvaluationError where the two have answered no question of the same set, or the judge compares too few;
+    RecipeError, ServerError and TransientError for a judge that cannot be asked.
+    """
+    ours, theirs = _answered(candidate), _answered(reference)
+    tasks = [task for task in ours if task in theirs]
+    if not tasks:
+        raise EvaluationError(
+            f"comparing answers in pairs: the candidate has answered {', '.join(ours) or 'no question set'}, the other "
+            f"{', '.join(theirs) or 'none'}; evaluate both on the same set with `harness: judge`"
+        )
+    kept = context.scratch / f"judge-{context.version}.jsonl"
+    try:
+        with AskedJudge.opened(pairs, kept) as judge:
+            judge.try_out()
+            differences = [_compared(task, ours[task], theirs[task], judge, pairs, context) for task in tasks]
+    except DataError as error:
+        raise EvaluationError(str(error)) from error
+    shutil.copyfile(kept, context.work / JUDGE_FILE)
+    metrics = cost_metrics(kept)
+    for one in differences:
+        low, high = ((1 + end) / 2 for end in one.shown_interval)
+        context.milestone(f"{one.name} {one.candidate:.4f}, 95% interval {low:.4f} to {high:.4f}")
+        metrics |= {one.name: one.candidate, f"{one.name}_stderr": one.standard_error / 2}
+    return JudgedPairs(differences, metrics)
+
+
+def _compared(
+    task: str, ours: Rows, theirs: Rows, judge: AskedJudge, pairs: PairsConfig, context: StageContext
+) -> Difference:
+    """The win rate w is the mean of outcomes wᵢ from 0 to 1; its difference to the other's, 1 − w, that of 2wᵢ − 1."""
+    shared = sorted(ours.keys() & theirs.keys())
+    completions = [_pair(task, number, ours[number], theirs[number]) for number in shared]
+    wins: list[float] = []
+    for number, opinion in enumerate(bounded(judge, completions, f"pairs of {task}", pairs.max_unjudged_fraction), 1):
+        wins += [] if opinion.score is None else [opinion.score]
+        if number % PROGRESS_EVERY == 0 or number == len(shared):
+            context.progress(number, len(shared), "pairs", f"judging {task}")
+    if len(wins) < 2:
+        raise EvaluationError(
+            f"comparing answers to {task}: the judge compared {len(wins)} pairs; expected at least 2, so ask more"
+        )
+    rate = statistics.fmean(wins)
+    standard_error = 2 * statistics.stdev(wins) / math.sqrt(len(wins))
+    return Difference(
+        name=f"{task}.{METRIC}",
+        num_samples=len(wins),
+        num_unpaired=len(ours.keys() | theirs.keys()) - len(wins),
+        candidate=rate,
+        reference=1 - rate,
+        difference=2 * rate - 1,
+        standard_error=standard_error,
+        higher_is_better=True,
+        interval=win_rate_interval(2 * rate - 1, standard_error, len(wins)),
+    )
+
+
+def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Completion:
+    """Ours, with theirs as what it is compared with. Raises EvaluationError unless both were asked the same."""
+    if any(ours[key] != theirs[key] for key in ASKED_ALIKE):
+        raise EvaluationError(
+            f"comparing answers to {task}: question {number} is not the same for both; evaluate both on the same set"
+        )
+    question, answer = ours["question"], ours["resps"][0][0]
+    return Completion(question, answer, 0, theirs["resps"][0][0], ours["doc"], PlainText(question, ""))
+
+
+def _answered(evaluations: Sequence[Path]) -> dict[str, Rows]:
+    """Task → samples, of question sets alone. Raises EvaluationError for unreadable files."""
+    found: dict[str, Rows] = {}
+    for folder in evaluations:
+        try:
+            for task in json.loads((folder / "scores.json").read_bytes())["configs"]:
+                rows = read_samples(folder, task)
+                if rows and "question" in rows[0]:
+                    found[task] = {row["doc_id"]: row for row in rows}
+        except (OSError, ValueError, KeyError) as error:
+            raise EvaluationError(f"reading the answers of {folder.name}: {type(error).__name__}: {error}") from error
+    return found

@@ -1,0 +1,247 @@
+"""The model card (`README.md`): what the records say of a promoted model → Markdown, with what a hub reads at its top.
+
+The same records give the same card: no clock, no paths, no names of machines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from stages.core.intervals import score_interval
+from stages.harnesses.samples import samples_by_score
+from stages.kinds.publish.licences import Licence, licence_of, stated_licence
+from stages.kinds.publish.records import Made, Promoted
+from stages.models.gguf_file import holds_gguf
+
+CARD_FILE = "README.md"
+TEMPLATE = "card.md.jinja"
+STANDARD_ERROR = "_stderr"
+MIB = 2**20
+NUM_REVISION_CHARACTERS = 12
+SETTINGS = (
+    "method",
+    "engine",
+    "learning_rate",
+    "steps",
+    "epochs",
+    "global_batch_size",
+    "sequence_length",
+    "precision",
+    "rank",
+    "alpha",
+    "group_size",
+    "gguf_type",
+    "combination",
+)
+"""Of a stage's config, in this order. All else that a recipe says, such as addresses of judges, stays in the house."""
+MEASURED = ("num_rows", "num_documents", "num_tokens", "num_target_tokens", "evaluation_loss")
+COUNTS = {"num_documents": "documents", "num_rows": "rows", "num_tokens": "tokens"}
+LOSSES = (
+    "kl_nats_per_token",
+    "kl_from_training_nats_per_token",
+    "max_abs_logprob_difference",
+    "mean_abs_logprob_difference",
+)
+RELATIONS = {"train": "finetune", "merge": "merge", "quantize": "quantized"}
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """Where a model or dataset came from, and what was made of it. place: on a hub; of files, that they are files."""
+
+    label: str
+    product: str
+    place: str
+    revision: str
+    licence: str | None
+    mebibytes: float
+    used_by: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A stage on the way from base to model."""
+
+    label: str
+    kind: str
+    settings: tuple[str, ...]
+    measured: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """How far a quantized or merged model is from the one before."""
+
+    label: str
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """`TASK.METRIC` with its standard error, where the harness gave one."""
+
+    name: str
+    value: float
+    standard_error: float | None
+    num_samples: int | None
+
+    @property
+    def interval(self) -> str:
+        """95%, as `score_interval` computes it."""
+        if self.standard_error is None:
+            return "not known"
+        low, high = score_interval(self.value, self.standard_error, self.num_samples)
+        return f"{low:.4f} to {high:.4f}"
+
+
+def model_card(promoted: Promoted, licence: str | None) -> str:
+    """The text of the card. licence: what the recipe says of it, in place of the base's own."""
+    found = stated_licence(promoted, licence)
+    sources = [_source(one, promoted) for one in promoted.lineage if one.record.kind == "download"]
+    scores = [score for one in promoted.evaluations for score in _scores(one)]
+    return _render(
+        metadata=_metadata(promoted, found, scores),
+        name=promoted.name,
+        recipe=promoted.promotion.record.recipe,
+        model=promoted.model,
+        is_adapter=promoted.model.record.product == "adapter",
+        promoted_on=promoted.promotion.record.finished.date().isoformat(),
+        sources=sources,
+        datasets=[one for one in sources if one.product == "dataset"],
+        steps=[_step(one) for one in promoted.lineage if one.record.kind != "download"],
+        git_commit=promoted.model.record.git_commit,
+        losses=[loss for one in promoted.lineage for loss in _losses(one)],
+        scores=scores,
+        verdict=promoted.table.partition("\n")[2].strip(),
+        limits=list(_limits(promoted, found, sources, scores)),
+    )
+
+
+def _render(**values: Any) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(  # noqa: S701 (Markdown, of texts that are checked where they come from)
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = environment.get_template(TEMPLATE).render(**values)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def _metadata(promoted: Promoted, licence: Licence | None, scores: list[Score]) -> str:
+    """What the hub reads at the top, as its own library writes it."""
+    is_adapter = promoted.model.record.product == "adapter"
+    bases = [name for one in promoted.bases if (name := repository_of(one))]
+    datasets = [name for one in promoted.lineage if one.record.product == "dataset" and (name := repository_of(one))]
+    methods = [str(one.config["method"]) for one in promoted.lineage if "method" in one.config]
+    data = ModelCardData(
+        license=licence.name if licence else None,
+        license_name=licence.own_name if licence else None,
+        license_link=licence.link if licence else None,
+        base_model=bases[-1] if bases else None,
+        datasets=list(dict.fromkeys(datasets)) or None,
+        library_name="peft" if is_adapter else "gguf" if holds_gguf(promoted.model.content) else "transformers",
+        pipeline_tag="text-generation",
+        tags=["llm-lifecycle", *dict.fromkeys(methods)],
+        model_name=promoted.name,
+        eval_results=[_evaluation(one) for one in scores] or None,
+    )
+    if bases and promoted.bases:
+        data["base_model_relation"] = "adapter" if is_adapter else RELATIONS.get(promoted.model.record.kind)
+    return data.to_yaml()
+
+
+def _evaluation(score: Score) -> EvalResult:
+    task, _, metric = score.name.partition(".")
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=task,
+        dataset_name=task,
+        metric_type=metric.rpartition(".")[2],
+        metric_name=metric,
+        metric_value=score.value,
+    )
+
+
+def repository_of(made: Made) -> str | None:
+    """`owner/name` of what was downloaded from the Hugging Face hub."""
+    match = re.fullmatch(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(@.*)?", made.result.tags.get("source", ""))
+    return match[1] if match and made.record.kind == "download" else None
+
+
+def _source(made: Made, promoted: Promoted) -> SourceRow:
+    """A path says nothing to others, and maybe too much."""
+    source, revision = (made.result.tags.get(name, "") for name in ("source", "revision"))
+    licence = licence_of([made])
+    files = [entry for name, entry in made.record.files.items() if name.startswith(f"{made.content.name}/")]
+    return SourceRow(
+        label=made.label,
+        product=made.record.product,
+        place="files of its maker" if source.startswith("file://") else source or "not recorded",
+        revision=f"`{revision[:NUM_REVISION_CHARACTERS]}`" if revision else "not recorded",
+        licence=str(licence) if licence else None,
+        mebibytes=sum(entry.size for entry in files) / MIB,
+        used_by=tuple(_use(user, made) for user in promoted.lineage if user.stands_on(made)),
+    )
+
+
+def _use(user: Made, dataset: Made) -> str:
+    """Of a mixture, a stage counts rows and tokens by dataset; else all are of the one."""
+    metrics = user.result.metrics
+    is_mixture = f"num_rows.{dataset.record.stage}" in metrics
+    end = f".{dataset.record.stage}" if is_mixture else ""
+    counts = [f"{metrics[name + end]:.0f} {word}" for name, word in COUNTS.items() if name + end in metrics]
+    return f"`{user.record.stage}`" + (f" ({', '.join(counts)})" if counts else "")
+
+
+def _step(made: Made) -> StepRow:
+    config = dict(made.config)
+    for block in (config.get("data"), config.get("adapter")):
+        config |= block if isinstance(block, dict) else {}
+    if config.get("steps"):
+        del config["epochs"]  # which do not count beside them
+    settings = [f"{name} {config[name]}" for name in SETTINGS if isinstance(config.get(name), str | int | float)]
+    tags = [f"{name} {made.result.tags[name]}" for name in ("layout", "device_name") if name in made.result.tags]
+    measured = [f"{name} {made.result.metrics[name]:.6g}" for name in MEASURED if name in made.result.metrics]
+    return StepRow(made.label, made.record.kind, (*settings, *tags), tuple(measured))
+
+
+def _losses(made: Made) -> Iterator[LossRow]:
+    if made.record.kind in ("quantize", "merge"):
+        found = made.result.metrics
+        yield from (LossRow(made.label, name, found[name]) for name in LOSSES if name in found)
+
+
+def _scores(evaluation: Made) -> Iterator[Score]:
+    metrics, num_samples = evaluation.result.metrics, samples_by_score(evaluation.folder)
+    for name, value in metrics.items():
+        if "." in name and not name.endswith(STANDARD_ERROR):
+            yield Score(name, value, metrics.get(f"{name}{STANDARD_ERROR}"), num_samples.get(name))
+
+
+def _limits(
+    promoted: Promoted, licence: Licence | None, sources: list[SourceRow], scores: list[Score]
+) -> Iterator[str]:
+    """What a reader could take for granted, and must not."""
+    tasks = ", ".join(dict.fromkeys(one.name.partition(".")[0] for one in scores)) or "no task"
+    yield f"It was evaluated on {tasks} only; nothing is known of its safety, its biases and all other tasks."
+    if licence is None:
+        yield "Its licence is not stated: neither the recipe nor the card of its base says one."
+    if unstated := [f"`{one.label}`" for one in sources if not one.licence]:
+        yield f"The licence of {', '.join(unstated)} is not known; ask its authors before you use this."
+    data = [made.config["data"] for made in promoted.lineage if made.record.kind == "train"]
+    if lengths := [one["sequence_length"] for one in data if one.get("sequence_length")]:
+        yield f"It was trained on rows of at most {max(lengths)} tokens."
+    if any(made.record.kind == "quantize" for made in promoted.lineage):
+        yield "It is quantized: its answers are not those of the model before, see above."
+    if promoted.model.record.product == "adapter" and not repository_of(promoted.bases[0]):
+        yield f"It is of use on its base `{promoted.bases[0].label}` alone, which is not published with it."

@@ -1,0 +1,34 @@
+"""What is wrong with the place that a model will be published to, found when the refresh begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from stages.core.contract import StageInput
+from stages.core.errors import LifecycleError, TransientError
+from stages.kinds.publish.config import PublishConfig
+from stages.kinds.publish.targets.folder import check_outside
+from stages.kinds.publish.targets.registry import parse_address, target_of
+
+
+def check_stores(config: PublishConfig, inputs: Mapping[str, Path]) -> None:
+    """Raise PublishError for a folder of a store that the inputs, `STORE/KIND/ARTIFACT`, lie in."""
+    address = parse_address(config.to)
+    if address.scheme == "file":
+        for store in {folder.parent.parent for folder in inputs.values()}:
+            check_outside(Path(address.place), store)
+
+
+def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Dotted field and error; of a target that does not answer now, that it was not asked."""
+    config = PublishConfig.model_validate(stage_input.config)
+    if config.dry_run:
+        return
+    try:
+        check_stores(config, stage_input.inputs)
+        target_of(parse_address(config.to), private=config.private).check()
+    except TransientError as error:
+        yield "to", str(error)
+    except LifecycleError as error:
+        yield "to", error

@@ -1,0 +1,151 @@
+"""The publish stage: a promotion → its model where others find it, with a card, a list of checksums and the licences.
+
+Out: `files/` (what was written for it) and `publication.json`. Only what is not there yet is sent, and what is there
+afterwards is compared by checksums. A promotion is over when this begins: nothing here undoes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from stages.core.contract import StageContext, StageResult
+from stages.core.errors import PublishError
+from stages.core.files import write_atomically
+from stages.core.strict import StrictModel
+from stages.hubs.delivery import MIB, Progress
+from stages.hubs.verification import Digest, digest_of
+from stages.kinds.publish.bundle import SUMS_FILE, names_in, write_bundle
+from stages.kinds.publish.check import check_stores
+from stages.kinds.publish.config import PublishConfig
+from stages.kinds.publish.licences import stated_licence
+from stages.kinds.publish.records import read_promoted
+from stages.kinds.publish.targets.registry import parse_address, target_of
+from stages.kinds.publish.targets.target import Held, LocalFile, Target
+
+PUBLICATION_FILE = "publication.json"
+NOT_PROMOTED = "not promoted"
+NUM_NAMED = 3
+
+Bundle = Mapping[str, LocalFile]
+"""Name → file."""
+State = Literal["published", "was there", "dry run", "not promoted"]
+
+
+class PublishedFile(StrictModel):
+    """A file of the publication. sent: whether this stage had to send it."""
+
+    size_bytes: int
+    sha256: str
+    sent: bool
+
+
+class Publication(StrictModel):
+    """`publication.json`. revision: what the target calls this content; of files and buckets, the hash of the list."""
+
+    name: str
+    to: str
+    state: State
+    revision: str | None = None
+    files: dict[str, PublishedFile] = Field(default_factory=dict)
+    removed: tuple[str, ...] = Field((), description="Files of an earlier publication that this one has no more.")
+
+
+def run(config: PublishConfig, context: StageContext) -> StageResult:
+    """Raises PublishError, ModelError for a damaged artifact, TransientError when the target does not answer."""
+    started_s = time.monotonic()
+    promoted = read_promoted(context.inputs, config.promotion)
+    if promoted.outcome == NOT_PROMOTED:
+        context.milestone(f"{promoted.name} was not promoted: nothing is published")
+        return _result(Publication(name=promoted.name, to=config.to, state="not promoted"), context, started_s)
+    bundle = write_bundle(promoted, config.license, context.work / "files")
+    if config.dry_run:
+        publication = _publication(promoted.name, config.to, "dry run", bundle)
+        context.milestone(f"a dry run: {len(bundle)} files would go to {config.to}, nothing was sent")
+        return _result(publication, context, started_s)
+    target = target_of(parse_address(config.to), private=config.private)
+    check_stores(config, context.inputs)
+    target.check()
+    licence = stated_licence(promoted, config.license)
+    target.prepare(licence.name if licence else None)
+    publication = _publish(target, bundle, Publication(name=promoted.name, to=config.to, state="was there"), context)
+    return _result(publication, context, started_s)
+
+
+def _publish(target: Target, bundle: Bundle, found: Publication, context: StageContext) -> Publication:
+    """Send what is not there, and look at it again."""
+    held = target.held(bundle)
+    missing = _differing(bundle, held)
+    before = target.read_text(SUMS_FILE) if SUMS_FILE in held.files else None
+    stale = sorted((names_in(before or "") - bundle.keys()) & held.files.keys())
+    if not missing and not stale:
+        context.milestone(f"{found.to} holds all {len(bundle)} files already: nothing was sent")
+        return _publication(found.name, found.to, "was there", bundle, revision=held.revision)
+    size_bytes = sum(bundle[name].size_bytes for name in missing)
+    context.milestone(f"sending {len(missing)} of {len(bundle)} files, {size_bytes / MIB:.1f} MiB, to {found.to}")
+    target.send(bundle, missing, stale, Progress(context, size_bytes).add)
+    held = target.held(bundle)
+    if wrong := _differing(bundle, held):
+        raise PublishError(
+            f"publishing to {found.to}: after all was sent, {', '.join(wrong[:NUM_NAMED])} there has another checksum "
+            "than here, or is missing; does somebody else write there? Run again to send it again"
+        )
+    context.milestone(f"published at {found.to}, revision {held.revision or bundle[SUMS_FILE].sha256}, read back")
+    return _publication(found.name, found.to, "published", bundle, missing, stale, held.revision)
+
+
+def _differing(bundle: Bundle, held: Held) -> list[str]:
+    """The list of checksums last: where files come one by one, it says that all have come."""
+    names = sorted(bundle, key=lambda name: (name == SUMS_FILE, name))
+    return [name for name in names if not _is_held(bundle[name], held.files.get(name))]
+
+
+def _is_held(file: LocalFile, digest: Digest | None) -> bool:
+    if digest is None:
+        return False
+    if digest.algorithm == "sha256":
+        return digest.hex == file.sha256
+    return digest_of(file.path, digest.algorithm) == digest
+
+
+def _publication(
+    name: str,
+    to: str,
+    state: State,
+    bundle: Bundle,
+    sent: Iterable[str] = (),
+    removed: Iterable[str] = (),
+    revision: str | None = None,
+) -> Publication:
+    files = {
+        file_name: PublishedFile(size_bytes=file.size_bytes, sha256=file.sha256, sent=file_name in set(sent))
+        for file_name, file in bundle.items()
+    }
+    return Publication(
+        name=name,
+        to=to,
+        state=state,
+        revision=revision or bundle[SUMS_FILE].sha256,
+        files=files,
+        removed=tuple(removed),
+    )
+
+
+def _result(publication: Publication, context: StageContext, started_s: float) -> StageResult:
+    write_atomically(context.work / PUBLICATION_FILE, publication.model_dump_json(indent=2))
+    sent = [file for file in publication.files.values() if file.sent]
+    tags = {"publication": publication.state, "published_to": publication.to}
+    return StageResult(
+        metrics={
+            "files_sent": float(len(sent)),
+            "bytes_sent": float(sum(file.size_bytes for file in sent)),
+            "num_files": float(len(publication.files)),
+            "bytes": float(sum(file.size_bytes for file in publication.files.values())),
+            "seconds": time.monotonic() - started_s,
+        },
+        tags={**tags, "published_revision": publication.revision} if publication.revision else tags,
+        files=[PUBLICATION_FILE, *(["files/README.md"] if publication.files else [])],
+    )

@@ -1,0 +1,75 @@
+"""Where models can be published. A new kind of target is a module with `open_target`, and one line here.
+
+Light, since every recipe is read with it: a target's module is imported when something is to be published there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+
+from stages.core.redaction import quoted
+from stages.kinds.publish.targets.address import Address
+from stages.kinds.publish.targets.target import Target
+
+MAX_SHOWN_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class TargetEntry:
+    """form: what follows the scheme, for messages; pattern: the same for machines. token: variable that must be set."""
+
+    form: str
+    pattern: re.Pattern[str]
+    module: str
+    token: str | None = None
+    is_hub: bool = False
+
+
+_REPOSITORY = re.compile(r"(?!\.+/)[\w.-]+/(?!\.+$)[\w.-]+")
+_PREFIX = re.compile(r"[a-z0-9][a-z0-9.-]*(/(?!\.{1,2}(/|$))[^/\s]+)+")
+_LARGEST_PORT = 65535
+_IMAGE = re.compile(r"[\w.-]+(:(?P<port>[0-9]+))?/[a-z0-9._/-]+:\w[\w.-]{0,127}")
+TARGETS: dict[str, TargetEntry] = {
+    "hf": TargetEntry("owner/name", _REPOSITORY, "huggingface", "HF_TOKEN", is_hub=True),
+    "modelscope": TargetEntry("owner/name", _REPOSITORY, "modelscope", "MODELSCOPE_API_TOKEN", is_hub=True),
+    "file": TargetEntry("/PATH", re.compile(r"/[^\0-\x1f\x7f]*[^/\0-\x1f\x7f]"), "folder"),
+    "s3": TargetEntry("bucket/prefix", _PREFIX, "bucket"),
+    "gs": TargetEntry("bucket/prefix", _PREFIX, "bucket"),
+    "az": TargetEntry("container/prefix", _PREFIX, "bucket"),
+    "oci": TargetEntry("host/name:tag", _IMAGE, "oci"),
+}
+
+
+def parse_address(text: str) -> Address:
+    """The address that a recipe's `to` names. Raises ValueError with what is allowed."""
+    scheme, separator, place = text.partition("://")
+    entry = TARGETS.get(scheme) if separator else None
+    match = entry.pattern.fullmatch(place) if entry else None
+    if entry is None or match is None:
+        raise ValueError(f"{quoted(text, MAX_SHOWN_CHARACTERS)} is no place to publish to; write {forms()}")
+    port = match.groupdict().get("port")
+    if port and not (len(port) <= len(str(_LARGEST_PORT)) and 0 < int(port) <= _LARGEST_PORT):
+        raise ValueError(
+            f"{quoted(text, MAX_SHOWN_CHARACTERS)} is no place to publish to: a port is 1 to {_LARGEST_PORT}"
+        )
+    return Address(scheme, place, entry.is_hub)
+
+
+def forms() -> str:
+    """How addresses are written, in words."""
+    written = [f"{scheme}://{entry.form}" for scheme, entry in TARGETS.items()]
+    return f"{', '.join(written[:-1])} or {written[-1]}"
+
+
+def token_of(address: Address) -> str | None:
+    """The variable without which nothing can be published there."""
+    return TARGETS[address.scheme].token
+
+
+def target_of(address: Address, *, private: bool) -> Target:
+    """The target at an address."""
+    module = importlib.import_module(f"stages.kinds.publish.targets.{TARGETS[address.scheme].module}")
+    target: Target = module.open_target(address, private=private)
+    return target

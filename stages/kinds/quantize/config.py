@@ -1,0 +1,184 @@
+"""What a recipe may say of a quantization."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, get_args
+
+from pydantic import Field, JsonValue, PositiveInt, field_validator, model_validator
+
+from stages.core.contract import DatasetReference, ModelReference, StageConfig, StrictModel
+from stages.core.fields import AddedLater, Product, SplitName
+from stages.core.numbers import NatsPerToken
+from stages.core.patterns import LIMIT_S, is_endless_on_names
+from stages.kinds.quantize.registry import METHODS
+from stages.serving.engine import Engine, WeightFiles
+from stages.serving.quantization import GgufType, Quantization, WeightFormat, is_k_quant
+from stages.serving.registry import engine_of, installed_version
+
+if TYPE_CHECKING:
+    Method = str
+else:
+    Method = Literal[tuple(METHODS)]
+ROUTERS = (r"re:.*\.(mlp|block_sparse_moe|feed_forward)\.(gate|router)$", r"re:.*\.shared_expert_gate$")
+"""Which expert a token goes to hangs on small differences, and the matrix is tiny: never quantized."""
+
+
+class CalibrationConfig(StrictModel):
+    """Rows that show the quantizer what activations look like, and held-out rows that judge it."""
+
+    dataset: DatasetReference
+    split: SplitName = Field("train", description="Files of the dataset whose name or folder begins with this.")
+    evaluation_split: SplitName | None = Field(
+        None, description="Rows that the KL is measured on; default: rows after these."
+    )
+    num_samples: PositiveInt = Field(128, description="Rows that the quantizer sees.")
+    num_evaluation_samples: PositiveInt = Field(128, description="Rows that the KL is measured on.")
+    evaluate_on: Annotated[Literal["all", "assistant"], AddedLater()] = Field(
+        "all",
+        description="Tokens whose predictions the KL is a mean over. assistant: those that training learns from a "
+        "conversation; a model that was never trained on the others predicts them at random, quantized or not.",
+    )
+    sequence_length: int = Field(512, ge=2, description="Tokens of a row, at most.")
+
+    @model_validator(mode="after")
+    def _judged_by_other_rows(self) -> Self:
+        if self.evaluation_split == self.split:
+            raise ValueError(
+                f"`evaluation_split` is `split`, {self.split}: the KL would be measured on calibrated rows; "
+                "remove it, and rows after those are taken, or name another split"
+            )
+        return self
+
+
+class QuantizeConfig(StageConfig):
+    """Quantize a model (→ `model/`)."""
+
+    STAGE_VERSION: ClassVar[int] = 2
+    HAS_CHECK: ClassVar[bool] = True
+
+    kind: Literal["quantize"]
+    model: ModelReference
+    method: Method = Field(
+        description="awq, gptq: W4A16 in groups; int8: W8A8; fp8: W8A8 with dynamic activation scales; gguf: one file "
+        "for llama.cpp."
+    )
+    gguf_type: Annotated[GgufType | None, AddedLater()] = Field(
+        None,
+        description="Of `method: gguf`: what matrices are stored as, embeddings included. Those with `_k` are "
+        "K-quants, which llama.cpp's own library makes.",
+    )
+    group_size: PositiveInt = Field(128, description="Input channels that share a scale (awq and gptq).")
+    symmetric: bool = Field(False, description="Without zero points (awq and gptq).")
+    ignore: tuple[str, ...] = Field(("lm_head",), description="Modules left unquantized; `re:` begins a pattern.")
+    calibration: CalibrationConfig
+    max_kl: NatsPerToken | None = Field(None, description="Nats per token from the unquantized model, at most.")
+    tensor_parallel_size: PositiveInt = Field(1, description="That the model will be served at.")
+    trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
+    seed: int = Field(0, ge=0, description="Of the quantizer's random numbers.")
+
+    @field_validator("ignore")
+    @classmethod
+    def _patterns_are_regular_expressions(cls, ignore: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in ignore:
+            if not pattern.removeprefix("re:"):
+                raise ValueError("an empty name or pattern; name a module, such as lm_head")
+            try:
+                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+            except re.error as error:
+                raise ValueError(f"{pattern} is no regular expression: {error}") from error
+            if pattern.startswith("re:") and is_endless_on_names(pattern.removeprefix("re:")):
+                raise ValueError(
+                    f"{pattern} takes over {LIMIT_S:g} s to compare with the name of a layer; expected a pattern "
+                    "without repetitions of repetitions"
+                )
+        return ignore
+
+    @field_validator("gguf_type", mode="before")
+    @classmethod
+    def _some_need_an_importance_matrix(cls, gguf_type: object) -> object:
+        if re.fullmatch(r"q[23]_k.*|iq.*", str(gguf_type).lower()):
+            raise ValueError(
+                f"{gguf_type}: so few bits need an importance matrix, which nothing here makes; choose "
+                f"{', '.join(get_args(GgufType))}"
+            )
+        return gguf_type
+
+    @field_validator("group_size")
+    @classmethod
+    def _groups_are_even(cls, group_size: int) -> int:
+        if group_size % 2:
+            raise ValueError(
+                f"{group_size} is odd, and no kernel serves odd groups; GPUs serve 32, 64 and 128, CPUs any even size"
+            )
+        return group_size
+
+    @model_validator(mode="after")
+    def _options_of_the_method_only(self) -> Self:
+        """In `config.json` of a stage every field is set, so what has its default counts as unset."""
+        if (self.method == "gguf") != bool(self.gguf_type):
+            types = ", ".join(get_args(GgufType))
+            wrong = f"needs `gguf_type`, one of {types}" if self.method == "gguf" else "has no use for `gguf_type`"
+            raise ValueError(f"`method: {self.method}` {wrong}")
+        if METHODS[self.method].weights == "int4":
+            return self
+        methods = " and ".join(name for name, entry in METHODS.items() if entry.weights == "int4")
+        for name in ("group_size", "symmetric"):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"`{name}: {json.dumps(value)}` is an option of {methods}, and `method: {self.method}` has no use "
+                    "for it; remove it"
+                )
+        return self
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        if stages[self.model].kind == "quantize":
+            yield (
+                f"model: {self.model} is quantized already; expected the model that it is made from, "
+                f"{stages[self.model].references()['model']}"
+            )
+
+    def idle_fields(self) -> Iterator[tuple[str, str]]:
+        yield from super().idle_fields()
+        if self.method == "gguf":
+            yield "tensor_parallel_size", "llama.cpp divides no layers"
+            yield "seed", "`method: gguf` draws no random numbers"
+
+    def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
+        """With the version of llama.cpp where its library makes the blocks."""
+        made_by = installed_version(self.serving_engine) if is_k_quant(self._weights) else {}
+        return {**super().resolve_outside(limit_s), **made_by}
+
+    @property
+    def weight_files(self) -> WeightFiles:
+        """What it writes, which an engine can read or not."""
+        return self.serving_engine.capabilities.weights
+
+    @property
+    def serving_engine(self) -> Engine:
+        """What will serve the model."""
+        return engine_of(METHODS[self.method].engine)
+
+    @property
+    def _weights(self) -> WeightFormat:
+        weights = METHODS[self.method].weights or self.gguf_type
+        assert weights, "a validator asks for it"
+        return weights
+
+    @property
+    def product(self) -> Product:
+        return "model"
+
+    @property
+    def quantization(self) -> Quantization:
+        """What the engine that will serve the model must know."""
+        return Quantization(
+            method=self.method,
+            weights=self._weights,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            ignore=(*self.ignore, *ROUTERS),
+            tensor_parallel_size=self.tensor_parallel_size,
+        )

@@ -1,0 +1,164 @@
+"""How far a quantized model's predictions are from the unquantized model's, on tokens that it was not calibrated with.
+
+Both are loaded with Transformers from the folders that a server will get, so a fault of the export shows as well as
+one of the quantization. Perplexity alone would not do: a model that has learned little "passes" it even at one bit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from stages.core.errors import ModelError
+from stages.kinds.quantize.samples import batches_of_one_length
+from stages.models.gguf_file import GGUF_FILE, holds_gguf
+from stages.models.recorded import Differences, Predicted, RecordedDocument, differences
+
+BATCH_TOKENS = 4096
+CHUNK_TOKENS = 512
+"""Predictions compared at a time, so that float32 [tokens, vocabulary] stays small beside the models."""
+NUM_WORST = 5
+
+
+@dataclass(order=True, frozen=True)
+class TokenDivergence:
+    """One prediction: nats of KL divergence, and the token that followed."""
+
+    kl_nats: float
+    token: int
+
+
+@dataclass
+class Divergence:
+    """Sums over predictions of the next token; the properties are what is reported."""
+
+    num_tokens: int = 0
+    kl_nats: float = 0.0
+    reference_loss_nats: float = 0.0
+    quantized_loss_nats: float = 0.0
+    num_same_choice: int = 0
+    worst: list[TokenDivergence] = field(default_factory=list)
+    from_training: Differences | None = None
+    """From what training recorded, where the original comes of one."""
+
+    def metrics(self) -> dict[str, float]:
+        """By the names they have in MLflow."""
+        return {
+            "kl_nats_per_token": self.kl_nats / self.num_tokens,
+            "perplexity_before": _exponential(self.reference_loss_nats / self.num_tokens),
+            "perplexity_after": _exponential(self.quantized_loss_nats / self.num_tokens),
+            "same_choice_fraction": self.num_same_choice / self.num_tokens,
+            **(self.from_training.metrics() if self.from_training else {}),
+        }
+
+    def worst_in_words(self, tokenizer_folder: Path) -> str:
+        """The tokens that followed the most different predictions, and how different those are."""
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        return ", ".join(f"{tokenizer.decode([found.token])!r} ({found.kl_nats:.3f} nats)" for found in self.worst)
+
+    def add(self, reference_logits: torch.Tensor, quantized_logits: torch.Tensor, next_tokens: torch.Tensor) -> None:
+        """Take [tokens, vocabulary] logits of either model, and int64 [tokens] that followed."""
+        reference = reference_logits.float().log_softmax(-1)
+        quantized = quantized_logits.float().log_softmax(-1)
+        kl_nats = (reference.exp() * (reference - quantized)).sum(-1)
+        self.num_tokens += len(next_tokens)
+        self.kl_nats += kl_nats.sum().item()
+        self.reference_loss_nats += torch.nn.functional.nll_loss(reference, next_tokens, reduction="sum").item()
+        self.quantized_loss_nats += torch.nn.functional.nll_loss(quantized, next_tokens, reduction="sum").item()
+        self.num_same_choice += int((reference.argmax(-1) == quantized.argmax(-1)).sum())
+        found = (TokenDivergence(*pair) for pair in zip(kl_nats.tolist(), next_tokens.tolist(), strict=True))
+        self.worst = heapq.nlargest(NUM_WORST, [*self.worst, *found])
+
+
+def measure_divergence(
+    reference_folder: Path,
+    quantized_folder: Path,
+    samples: list[list[int]],
+    evaluated: list[list[bool]],
+    *,
+    recorded: Sequence[RecordedDocument] = (),
+    trust_remote_code: bool,
+    report: Callable[[int, int], None],
+) -> Divergence:
+    """Run both models over `samples` and compare what they predict; `report(done, total)` counts tokens.
+
+    evaluated: of each sample, the tokens whose prediction counts (the first one's is never made). recorded: what
+    training gave to some documents, which the quantized model runs over, too.
+
+    KL(reference ‖ quantized), exact over the whole vocabulary.
+    """
+    reference, quantized = (_load(folder, trust_remote_code) for folder in (reference_folder, quantized_folder))
+    divergence, total = Divergence(), sum(len(sample) for sample in samples)
+    done = 0
+    batches, masks = (batches_of_one_length(rows, BATCH_TOKENS) for rows in (samples, evaluated))
+    for batch, mask in zip(batches, masks, strict=True):
+        batch, counted = batch.to(reference.device), mask[:, 1:].flatten().to(reference.device)
+        logits = (_predictions(reference, batch), _predictions(quantized, batch), batch[:, 1:].flatten())
+        for chunk in counted.nonzero().flatten().split(CHUNK_TOKENS):
+            divergence.add(*(part[chunk] for part in logits))
+        done += batch.numel()
+        report(done, total)
+    if recorded:
+        predicted = [_predicted(quantized, document) for document in recorded]
+        divergence.from_training = differences(predicted, recorded)
+    return divergence
+
+
+def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    accelerator = torch.accelerator.current_accelerator()
+    model, found = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype="auto" if accelerator else torch.float32,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+        **_of_gguf(folder),
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(
+            f"Transformers finds no weights for {', '.join(missing[:NUM_WORST])} in {folder} and would make them up; "
+            "choose another method, or leave these layers out with `ignore`"
+        )
+    if not accelerator:
+        # Transformers leaves experts that it unpacked, and what is beside them, in the dtype of the file.
+        for parameter in model.parameters():
+            if parameter.dtype is torch.bfloat16 or parameter.dtype is torch.float16:
+                parameter.data = parameter.data.float()
+    return model.to(accelerator or "cpu").eval()
+
+
+def _of_gguf(folder: Path) -> dict[str, Any]:
+    """What has Transformers read a GGUF file, dequantized; with its own config, as GGUF's leaves sizes of heads out."""
+    if not holds_gguf(folder):
+        return {}
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    return {"gguf_file": GGUF_FILE, "config": config}
+
+
+@torch.inference_mode()
+def _predictions(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
+    """Logits [rows × (tokens − 1), vocabulary] for every token but the first of each row."""
+    return model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1)
+
+
+@torch.inference_mode()
+def _predicted(model: PreTrainedModel, document: RecordedDocument) -> Predicted:
+    targets = torch.tensor(document.targets, device=model.device)
+    logits = model(input_ids=torch.tensor([document.input_ids], device=model.device), use_cache=False).logits[0]
+    predictions = logits[targets >= 0].float().log_softmax(1)
+    chosen = predictions.gather(1, targets[targets >= 0, None]).squeeze(1)
+    return Predicted(chosen.tolist(), predictions.argmax(1).tolist())
+
+
+def _exponential(nats: float) -> float:
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,198 @@
+"""Writes a model folder as a GGUF file by the package `gguf`: config, tokenizer and safetensors → `model.gguf`.
+
+Matrices are stored as the recipe says, embeddings included; those in `ignore` as f16, and vectors as f32. K-quants are
+made by llama.cpp's library (`k_quants.py`). Everything else that the folder holds stays beside the file: evaluations
+read the tokenizer there. What was written is read back by name, shape and type, and llama.cpp must cut real rows into
+the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from stages.core.errors import ModelError
+from stages.core.files import write_atomically
+from stages.kinds.quantize.gguf_rows import problem_of_token_ids
+from stages.kinds.quantize.gguf_tokenizer import write_tokenizer
+from stages.kinds.quantize.k_quants import KQuantizer, k_quantizer, type_of
+from stages.kinds.quantize.written import copy_companions
+from stages.models.gguf_file import GGUF_FILE
+from stages.models.model_config import read_config
+from stages.models.projections import matches
+from stages.serving.quantization import Quantization, is_k_quant
+
+ROTARY_BUFFER = ".rotary_emb.inv_freq"
+"""Of old Llama folders: computed, not learned."""
+ROTARY_FACTORS = "rope_freqs.weight"
+NUM_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the model folder, and what becomes of it."""
+
+    file: Path | None
+    name: str
+    target: str
+    shape: tuple[int, ...]
+    stored_as: gguf.GGMLQuantizationType
+
+    @property
+    def stored_bytes(self) -> int:
+        block, size = gguf.GGML_QUANT_SIZES[self.stored_as]
+        return int(np.prod(self.shape)) // block * size
+
+
+def quantize(
+    source: Path,
+    target: Path,
+    quantization: Quantization,
+    samples: list[list[int]],
+    *,
+    seed: int,
+    trust_remote_code: bool,
+    report: Callable[[int, int], None],
+) -> list[ModelError]:
+    """As the protocol `Quantizer` says; the samples are rows whose token ids are compared."""
+    config = read_config(source)
+    architecture: str = config["model_type"]
+    target.mkdir()
+    tensors = list(_sources(source, config, architecture, quantization))
+    writer = gguf.GGUFWriter(target / GGUF_FILE, architecture)
+    _write_sizes(writer, config, architecture)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{quantization.weights.upper()}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    write_tokenizer(writer, source, config["vocab_size"])
+    for tensor in tensors:
+        writer.add_tensor_info(tensor.target, tensor.shape, np.dtype(np.float32), tensor.stored_bytes, tensor.stored_as)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    with k_quantizer(quantization.weights) as of_llama_cpp:
+        for number, tensor in enumerate(tensors):
+            report(number, len(tensors))
+            # One at a time: a model in fp32 may not fit into memory.
+            values = _values(tensor, source, config, architecture)
+            writer.write_tensor_data(_stored(values, tensor.stored_as, of_llama_cpp))
+    writer.close()
+    copy_companions(source, target)
+    described = {**config, "quantization_config": {"quant_method": "gguf", "type": quantization.weights}}
+    write_atomically(target / "config.json", json.dumps(described, indent=2))
+    problems = [_problem_of_tensors(target / GGUF_FILE, tensors), problem_of_token_ids(target, samples)]
+    return [problem for problem in problems if problem]
+
+
+def _sources(source: Path, config: dict[str, Any], architecture: str, quantization: Quantization) -> Iterator[Source]:
+    """Raises ModelError for a tensor that GGUF has no name for."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 (it is no mapping)
+                if name.endswith(ROTARY_BUFFER) or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
+                    continue
+                target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+                if target is None:
+                    raise ModelError(f"writing {source} as GGUF: {name} has no name there; choose another method")
+                shape = tuple(stored.get_slice(name).get_shape())
+                yield Source(path, name, target, shape, _stored_as(name, target, shape, config, quantization))
+    if (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("rope_type") == "llama3":
+        shape = (_head_dim(config) // 2,)
+        yield Source(None, "", ROTARY_FACTORS, shape, gguf.GGMLQuantizationType.F32)
+
+
+def _stored_as(
+    name: str, target: str, shape: tuple[int, ...], config: dict[str, Any], quantization: Quantization
+) -> gguf.GGMLQuantizationType:
+    """name, target: in the folder, and in the file."""
+    if len(shape) < 2:
+        return gguf.GGMLQuantizationType.F32
+    if matches(name.removesuffix(".weight"), quantization.ignore):
+        return gguf.GGMLQuantizationType.F16
+    if is_k_quant(quantization.weights):
+        tied = bool(config.get("tie_word_embeddings"))
+        return type_of(target, shape[-1], quantization.weights, config["num_hidden_layers"], tied=tied)
+    return gguf.GGMLQuantizationType[quantization.weights.upper()]
+
+
+def _stored(
+    values: np.ndarray[Any, Any], stored_as: gguf.GGMLQuantizationType, of_llama_cpp: KQuantizer | None
+) -> np.ndarray[Any, Any]:
+    """The bytes of a tensor in the file."""
+    if of_llama_cpp and stored_as.name.endswith("_K"):
+        return of_llama_cpp.quantize(values, stored_as)
+    return gguf.quants.quantize(values, stored_as)
+
+
+def _values(tensor: Source, source: Path, config: dict[str, Any], architecture: str) -> np.ndarray[Any, Any]:
+    """float32."""
+    if tensor.file is None:
+        return _rotary_factors(source)
+    with safe_open(tensor.file, framework="pt") as stored:
+        values = stored.get_tensor(tensor.name).float().numpy()
+    if not np.isfinite(values).all():
+        raise ModelError(f"writing {source} as GGUF: {tensor.name} holds NaN or inf; train the model again")
+    if architecture == "llama":
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+        layer = tensor.name.split(".")[-2]
+        return _interleaved(values, heads[layer]) if layer in heads else values
+    return values
+
+
+def _interleaved(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+    """Rows of each head in the order of llama.cpp's rotary embedding of Llamas: pairs (2i, 2i + 1), where Transformers
+    has (i, i + half)."""
+    halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+
+
+def _rotary_factors(source: Path) -> np.ndarray[Any, Any]:
+    """What llama.cpp divides each frequency by (Llama 3.1): float32 [head_dim / 2]."""
+    config = AutoConfig.from_pretrained(source)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    dim = 2 * len(scaled)
+    plain = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return (plain / scaled).numpy()
+
+
+def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str) -> None:
+    rotary = config.get("rope_parameters") or config
+    writer.add_name(f"{architecture} by llm-lifecycle")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config.get("num_key_value_heads") or config["num_attention_heads"])
+    writer.add_key_length(_head_dim(config))
+    writer.add_value_length(_head_dim(config))
+    writer.add_rope_dimension_count(_head_dim(config))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rotary.get("rope_theta", config.get("rope_theta", 10_000.0)))
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _problem_of_tensors(path: Path, expected: list[Source]) -> ModelError | None:
+    """Return an error unless the file holds just these tensors. Their values are judged by the KL."""
+    found = {one.name: (tuple(map(int, reversed(one.shape))), one.tensor_type) for one in gguf.GGUFReader(path).tensors}
+    wanted = {one.target: (one.shape, one.stored_as) for one in expected}
+    if wrong := sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name)):
+        return ModelError(
+            f"{path} holds {len(found)} tensors, expected {len(wanted)}; missing or of another shape or type: "
+            f"{', '.join(wrong[:NUM_NAMED])}; please report it"
+        )
+    return None

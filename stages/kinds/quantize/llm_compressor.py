@@ -1,0 +1,179 @@
+"""Quantizes a model folder with llm-compressor: model and calibration samples → a compressed-tensors folder.
+
+Not AutoAWQ (`awq`, `autoawq`): it is archived, names llm-compressor as its successor, and on a CPU its default
+`duo_scaling` silently corrupts the weights (a copy that it restores them from aliases the live tensor; the KL to the
+unquantized model was 0.147 instead of 0.008).
+
+Importing this module takes seconds; what can be checked without it is checked before.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from compressed_tensors import ModelCompressor
+from compressed_tensors.utils import patch_attr
+from llmcompressor import oneshot
+from llmcompressor.modeling.moe.context import moe_calibration_context
+from llmcompressor.modeling.moe.linearize import linearize_moe
+from llmcompressor.modeling.offset_norm import norm_calibration_context
+from llmcompressor.pipelines.cache import IntermediatesCache
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from stages.core.errors import ModelError
+from stages.core.files import write_atomically
+from stages.kinds.quantize.layers import linear_layers, name_experts_as_stored, quantized_layers
+from stages.kinds.quantize.modifiers import make_modifiers
+from stages.kinds.quantize.samples import batches_of_one_length
+from stages.kinds.quantize.scaling import Scaling, find_scalings
+from stages.kinds.quantize.written import copy_companions, problems_of_written
+from stages.models.kept_precision import dtype_of_weights
+from stages.models.model_folder import follow_file_mask
+from stages.serving.quantization import Quantization
+
+CALIBRATION_BATCH_TOKENS = 8192
+
+
+def quantize(
+    source: Path,
+    target: Path,
+    quantization: Quantization,
+    samples: list[list[int]],
+    *,
+    seed: int,
+    trust_remote_code: bool,
+    report: Callable[[int, int], None],
+) -> list[ModelError]:
+    """As the protocol `Quantizer` says; `target` is in compressed-tensors' format."""
+    torch.manual_seed(seed)
+    # On a CPU in float32: bfloat16 products of small matrices took eight times as long there, and AWQ needs thousands.
+    dtype = "auto" if torch.accelerator.is_available() else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
+    layers, quantized = linear_layers(model), quantized_layers(model, quantization)
+    ignored = {name: layer.name for name, layer in layers.items() if name not in quantized}
+    batches = [
+        {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
+        for batch in batches_of_one_length(samples, CALIBRATION_BATCH_TOKENS)
+    ]
+    if any(layer.is_expert for layer in quantized.values()):
+        name_experts_as_stored(model)
+        linearize_moe(model)
+    modifiers = make_modifiers(quantization, list(ignored), _scalings(model, quantization, batches, set(quantized)))
+    with _report_layers(model, report), _without_pinned_memory(), _experts_as_they_are(), _fast_search(quantization):
+        oneshot(model=model, recipe=modifiers, dataset=DataLoader(batches, batch_size=None))
+    _save(model, source, target, {*ignored, *ignored.values()})
+    return list(problems_of_written(target, {layer.name for layer in quantized.values()}))
+
+
+def _scalings(
+    model: PreTrainedModel, quantization: Quantization, batches: list[dict[str, torch.Tensor]], quantized: set[str]
+) -> list[Scaling]:
+    """What AWQ and int8's smoothing scale. Raises ModelError when AWQ, which is nothing else, finds nothing."""
+    if quantization.method not in ("awq", "int8"):
+        return []
+    with norm_calibration_context(model), moe_calibration_context():
+        found = find_scalings(model.eval(), batches[0]["input_ids"], quantized)
+    scaled = {name for scaling in found for name in scaling.readers} & quantized
+    if quantization.method == "awq" and not scaled:
+        raise ModelError(
+            f"awq scales a layer against the one before it, and {type(model).__name__} has no two layers that may be "
+            "scaled without changing what it computes; choose method gptq, int8 or fp8"
+        )
+    print(f"the inputs of {len(scaled)} of {len(quantized)} layers can be scaled")
+    return found
+
+
+@contextmanager
+def _experts_as_they_are() -> Iterator[None]:
+    """llm-compressor takes all experts apart, also those that are not to be quantized, and cannot write them then."""
+    with patch_attr(sys.modules[oneshot.__module__], "get_non_linearized_moes", lambda _: []):
+        yield
+
+
+@contextmanager
+def _fast_search(quantization: Quantization) -> Iterator[None]:
+    """Let a CPU's products of AWQ's search, which take most of its time, come from oneDNN instead of MKL.
+
+    `medium` is how torch 2.13 is asked for that: of 512 × 1536 by 1536 × 576 it took 2.0 ms instead of 8.4 on AVX512,
+    with errors of 2e-4 in sums of 40. Where there are units for it (AMX), products are rounded to bf16, sums are not.
+    Others than AWQ solve equations by their products, and keep all digits.
+    """
+    precision = torch.get_float32_matmul_precision()
+    if quantization.method == "awq" and not torch.accelerator.is_available():
+        torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def _without_pinned_memory() -> Iterator[None]:
+    """llm-compressor 0.14 pins calibration batches whether or not there is a device to copy them to, which fails."""
+    if torch.accelerator.is_available():
+        yield
+        return
+    with patch_attr(IntermediatesCache, "pin_memory", lambda *_, **__: None):
+        yield
+
+
+@contextmanager
+def _report_layers(model: PreTrainedModel, report: Callable[[int, int], None]) -> Iterator[None]:
+    """Report how many of the model's blocks calibration has reached; it takes them one after the other."""
+    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    reached = 0
+
+    def reach(index: int) -> None:
+        nonlocal reached
+        if index >= reached:
+            report(index, len(blocks))
+            reached = index + 1
+
+    hooks = [block.register_forward_hook(lambda *_, index=index: reach(index)) for index, block in enumerate(blocks)]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def _save(model: PreTrainedModel, source: Path, target: Path, ignored: set[str]) -> None:
+    dtype = _serving_dtype(source)
+    ModelCompressor.from_pretrained_model(model).compress_model(model)
+    dtype_of = dtype_of_weights(model, dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype is torch.float32:
+            tensor.data = tensor.data.to(dtype_of(name))
+    shutil.rmtree(target, ignore_errors=True)
+    model.save_pretrained(target, max_shard_size="5GB")
+    _complete_config(target / "config.json", dtype, ignored)
+    copy_companions(source, target)
+    for path in target.glob("*.safetensors"):
+        follow_file_mask(path)
+
+
+def _serving_dtype(source: Path) -> torch.dtype:
+    """The source's own, or bfloat16 for float32, which vLLM's 4-bit kernels do not take."""
+    config = json.loads((source / "config.json").read_text())
+    text_config = config.get("text_config", config)
+    name = text_config.get("dtype") or text_config.get("torch_dtype")
+    return torch.float16 if name == "float16" else torch.bfloat16
+
+
+def _complete_config(path: Path, dtype: torch.dtype, ignored: set[str]) -> None:
+    """llm-compressor writes the source's config, which may say float32; vLLM computes in what it says.
+
+    ignored: layers that were left alone, as Transformers names them in memory and as files do, which vLLM goes by.
+    """
+    config = json.loads(path.read_text())
+    for part in (config, config.get("text_config", {})):
+        part.pop("torch_dtype", None)
+        part["dtype"] = str(dtype).removeprefix("torch.")
+    quantization = config.get("quantization_config", {})
+    quantization["ignore"] = sorted({*quantization.get("ignore", ()), *ignored})
+    write_atomically(path, json.dumps(config, indent=2))

@@ -1,0 +1,144 @@
+"""The quantize stage: a model and calibration rows → a smaller model that can be served, and how much it lost.
+
+Everything that can be wrong with the recipe or the model is found without a weight being read; then the method's
+quantizer works, and what it wrote is read back and judged by its KL divergence from the original. What training
+recorded of the original is compared with, too, and kept for those that serve the quantized model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.core.contract import StageContext, StageResult
+from stages.core.errors import GateError, LifecycleError, ModelError
+from stages.kinds.quantize.check_model import check_headers, check_modules
+from stages.kinds.quantize.config import QuantizeConfig
+from stages.kinds.quantize.registry import quantizer_of
+from stages.kinds.quantize.samples import Samples, read_samples
+from stages.models.gguf_file import GGUF_FILE, files_with_weights
+from stages.models.recorded import RECORD, read_record
+
+if TYPE_CHECKING:
+    from stages.kinds.quantize.divergence import Divergence
+
+MIB = 2**20
+
+
+def run(config: QuantizeConfig, context: StageContext) -> StageResult:
+    """Check, quantize, reload, compare. A quantized model that is wrong or differs by more than `max_kl` is refused."""
+    # Before tqdm is imported, which reads this once: bars would fill the log, and progress is reported by events.
+    os.environ["TQDM_DISABLE"] = "1"
+    source, target = context.inputs[config.model] / "model", context.work / "model"
+    check_headers(source, config)
+    layers = check_modules(source, config)
+    for caveat in config.serving_engine.caveats(config.quantization):
+        context.warn(caveat)
+    data = context.inputs[config.calibration.dataset] / "data"
+    samples = read_samples(data, source, config.calibration, context.warn)
+    use = "whose tokens are compared in" if config.method == "gguf" else "calibrated with"
+    context.milestone(
+        f"quantizing {layers.num_layers} layers with {config.method}, {use} "
+        f"{sum(map(len, samples.calibration))} tokens of {len(samples.calibration)} rows; "
+        f"they hold {layers.fraction_of_weights:.0%} of the weights"
+    )
+    with _library_errors_explained(f"quantizing {layers.model_class} with {config.method}"):
+        problems = quantizer_of(config.method)(
+            source,
+            target,
+            config.quantization,
+            samples.calibration,
+            seed=config.seed,
+            trust_remote_code=config.trust_remote_code,
+            report=lambda done, total: context.progress(done, total, "layers", "calibrating"),
+        )
+    for problem in problems:
+        context.refuse(problem)
+    before, after = _mebibytes(source), _mebibytes(target)
+    context.milestone(f"wrote the quantized model: {before:.1f} → {after:.1f} MiB")
+    types = _told_types(target / GGUF_FILE, config, context) if (target / GGUF_FILE).is_file() else {}
+    metrics = _judged(source, target, samples, config, context, layers.model_class)
+    if (source.parent / RECORD).is_file():
+        shutil.copyfile(source.parent / RECORD, context.work / RECORD)
+    sizes = {"size_before_mib": before, "size_after_mib": after, "compression": before / after}
+    metrics |= {**sizes, **types}
+    context.log_metrics(0, metrics)
+    groups = {"group_size": str(config.group_size)} if config.quantization.weights == "int4" else {}
+    return StageResult(metrics=metrics, tags={"method": config.method, **groups})
+
+
+def _told_types(file: Path, config: QuantizeConfig, context: StageContext) -> dict[str, float]:
+    """Metrics of the types in a GGUF file, which need not be the one that the recipe names."""
+    from stages.kinds.quantize.gguf_types import stored_types
+
+    found = stored_types(file, config.quantization.weights)
+    context.milestone(found.in_words())
+    for caveat in found.caveats():
+        context.warn(caveat)
+    return found.metrics()
+
+
+@contextmanager
+def _library_errors_explained(doing: str) -> Iterator[None]:
+    """llm-compressor and Transformers say in many ways that they do not know a model of this kind."""
+    try:
+        yield
+    except (LifecycleError, OSError, MemoryError, AssertionError):
+        raise
+    except Exception as error:
+        if "out of memory" in str(error).lower():
+            raise
+        raise ModelError(
+            f"{doing} failed: {type(error).__name__}: {error}; choose another method, or leave the layers that it "
+            "fails at out with `ignore`"
+        ) from error
+
+
+def _compare(source: Path, target: Path, samples: Samples, config: QuantizeConfig, context: StageContext) -> Divergence:
+    from stages.kinds.quantize.divergence import measure_divergence  # torch takes seconds to import: checks come first
+
+    return measure_divergence(
+        source,
+        target,
+        samples.evaluation,
+        samples.evaluated,
+        recorded=read_record(source.parent) if (source.parent / RECORD).is_file() else (),
+        trust_remote_code=config.trust_remote_code,
+        report=lambda done, total: context.progress(done, total, "tokens", "comparing with the unquantized model"),
+    )
+
+
+def _mebibytes(folder: Path) -> float:
+    return sum(path.stat().st_size for path in files_with_weights(folder)) / MIB
+
+
+def _judged(
+    source: Path, target: Path, samples: Samples, config: QuantizeConfig, context: StageContext, model_class: str
+) -> dict[str, float]:
+    """Return the metrics of the comparison; a model that cannot be compared, or differs too much, is refused."""
+    try:
+        with _library_errors_explained(f"reading the quantized {model_class} back with Transformers"):
+            divergence = _compare(source, target, samples, config, context)
+    except ModelError as error:
+        context.refuse(error)
+        return {}
+    metrics = divergence.metrics()
+    kl_nats = metrics["kl_nats_per_token"]
+    if not math.isfinite(kl_nats):
+        context.refuse(
+            ModelError("the quantized model predicts no finite probabilities; try another method or calibration rows")
+        )
+    elif config.max_kl is not None and kl_nats > config.max_kl:
+        context.refuse(
+            GateError(
+                f"the quantized model is {kl_nats:.4f} nats per token from the unquantized one, and max_kl is "
+                f"{config.max_kl}; it differs most before {divergence.worst_in_words(source)}; a smaller group_size, "
+                "more calibration rows like those it is used for, or method int8 or fp8 lose less"
+            )
+        )
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no others

@@ -1,0 +1,28 @@
+"""Registry of stage kinds. A new kind is a folder beside this file and one line here."""
+
+from __future__ import annotations
+
+from stages.core.contract import StageConfig
+from stages.kinds.curate.config import CurateConfig
+from stages.kinds.download.config import DownloadConfig
+from stages.kinds.evaluate.config import EvaluateConfig
+from stages.kinds.generate.config import GenerateConfig
+from stages.kinds.merge.config import MergeConfig
+from stages.kinds.promote.config import PromoteConfig
+from stages.kinds.publish.config import PublishConfig
+from stages.kinds.quantize.config import QuantizeConfig
+from stages.kinds.serve.config import ServeConfig
+from stages.kinds.train.config import TrainConfig
+
+KINDS: dict[str, type[StageConfig]] = {
+    "download": DownloadConfig,
+    "train": TrainConfig,
+    "merge": MergeConfig,
+    "generate": GenerateConfig,
+    "curate": CurateConfig,
+    "quantize": QuantizeConfig,
+    "serve": ServeConfig,
+    "evaluate": EvaluateConfig,
+    "promote": PromoteConfig,
+    "publish": PublishConfig,
+}

@@ -1,0 +1,130 @@
+"""Keeps a server up for a person: `python -m stages.kinds.serve MODEL_FOLDER [--name NAME] [--port PORT] …`.
+
+Prints `serving NAME at URL` once the server is ready, and goes on until it is interrupted. The API key is VLLM_API_KEY
+in the environment; where that is not set, a new key is made and printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from stages.core.errors import LifecycleError, RecipeError
+from stages.kinds.serve.chat import Conversation, chat, sampling_of
+from stages.kinds.serve.run import guard
+from stages.serving.agreement import compare_with_records
+from stages.serving.config import ServeExecution, ServingConfig
+from stages.serving.launch import LaunchSpec
+from stages.serving.lines import say, starting_lines
+from stages.serving.registry import new_launch_spec
+from stages.serving.server import API_KEY_VARIABLE, Server, started_server
+
+
+def main() -> None:
+    """Serve until SIGINT or SIGTERM; exits with the code of the error class otherwise."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background programs deaf to the first
+        signal.signal(number, signal.default_int_handler)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            _serve(_parse())
+    except LifecycleError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _parse(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m stages.kinds.serve", description=__doc__)
+    parser.add_argument("model", type=Path, help="Hugging Face folder of the model")
+    parser.add_argument("--name", help="of the model, or of an adapter, in requests; default: the folder's name")
+    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help="an adapter of the model")
+    parser.add_argument("--base-name", help="of the model where --name is an adapter's; default: NAME-base")
+    parser.add_argument("--version", help="of a registered model or an artifact, for the metrics")
+    parser.add_argument("--host", default=ServeExecution().host, help="default: this machine only")
+    parser.add_argument("--port", type=int, help="default: a free one")
+    parser.add_argument("--chat", action="store_true", help="talk to it here; its end is the server's")
+    parser.add_argument("--beside", metavar="JSON", help="arguments of a second server, which --chat asks, too")
+    parser.add_argument("--temperature", type=float, help="of --chat; default: the model's generation_config.json's")
+    parser.add_argument("--max-tokens", type=int, help="of an answer of --chat")
+    parser.add_argument("--system", help="first message of each conversation of --chat")
+    parser.add_argument("--serving", help="`serving` block of a recipe, as JSON; without, the server is a trial")
+    return parser.parse_args(given)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    second = [_parse(json.loads(arguments.beside))] if arguments.beside else []
+    # All are read before one starts, which takes from seconds to minutes.
+    launches = [(one, *_read(one, arguments.chat, 1 + len(second))) for one in (arguments, *second)]
+    labels = _labels([one for one, *_ in launches])
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(_ready_server(spec, execution, label, one.version))
+            for label, (one, spec, execution) in zip(labels, launches, strict=True)
+        ]
+        if arguments.chat:
+            chat([_conversation(*pair, arguments) for pair in zip(servers, labels, strict=True)])
+            return
+        if API_KEY_VARIABLE not in os.environ:
+            print(f"API key: {servers[0].api_key}", flush=True)
+        guard(servers[0])
+
+
+@contextlib.contextmanager
+def _ready_server(spec: LaunchSpec, execution: ServeExecution, label: str, version: str | None) -> Iterator[Server]:
+    folder = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "servers"
+    folder.mkdir(parents=True, exist_ok=True)
+    log_file, runtime = folder / f"{label}.log", folder / f"{label}-{os.getpid()}"
+    with started_server(spec, execution, log_file, runtime, version=version) as server:
+        say(f"starting {server.engine.title} {spec.engine_version} for {spec.model}; its log is {log_file}")
+        server.wait_until_ready(execution.ready_timeout_s, starting_lines(server.engine.title))
+        server.check()
+        compare_with_records(server.client, spec, spec.folders, server.engine.context_tokens(server.client, spec), say)
+        names = sorted(spec.folders, key=lambda name: name != spec.served_name)
+        print(f"serving {', '.join(names)} at {server.url}/v1", flush=True)
+        yield server
+
+
+def _labels(servers: Sequence[argparse.Namespace]) -> list[str]:
+    """Return a name for each server: what it serves, with the version where both serve that name."""
+    names = [one.name or one.model.resolve().name for one in servers]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name}-{one.version or number}" for number, (name, one) in enumerate(zip(names, servers, strict=True), 1)]
+
+
+def _conversation(server: Server, label: str, arguments: argparse.Namespace) -> Conversation:
+    options, phrase = sampling_of(server.spec.model, arguments.temperature)
+    say(f"{label} answers {phrase}")
+    limit = {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
+    return Conversation(server.client, label, {**options, **limit}, arguments.system)
+
+
+def _read(arguments: argparse.Namespace, is_chat: bool, num_servers: int) -> tuple[LaunchSpec, ServeExecution]:
+    model = arguments.model.resolve()
+    name = arguments.name or model.name
+    adapters: dict[str, Path] = {}
+    for given in arguments.adapter:
+        own_name, equals, folder = given.partition("=")
+        if not equals or own_name in adapters:
+            raise RecipeError(f"--adapter: found {given}, expected NAME=FOLDER, and every name once")
+        adapters[own_name] = Path(folder).resolve()
+    try:
+        serving = ServingConfig.model_validate_json(arguments.serving or "{}")
+        execution = ServeExecution(host=arguments.host, port=arguments.port)
+    except ValidationError as error:
+        raise RecipeError(f"the options for the server are wrong: {error}") from error
+    base_name = arguments.base_name or f"{name}-base" if name in adapters else None
+    spec = new_launch_spec(model, name, serving, adapters=adapters, base_name=base_name)
+    is_trial = is_chat or arguments.serving is None
+    return spec.model_copy(update={"num_tried": num_servers if is_trial else 0}), execution
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""What a server cannot hold of its model, found by the model's config before the model is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from stages.core.contract import StageInput
+from stages.core.errors import LifecycleError, RecipeError
+from stages.kinds.serve.config import ServeConfig
+from stages.models.model_config import read_config
+from stages.serving.limits import limit_problems
+
+
+def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
+    """Dotted field and error: ranks, lengths, memory. The model may be that which training starts from."""
+    config = ServeConfig.model_validate(stage_input.config)
+    folder = stage_input.inputs[config.base or config.model] / "model"
+    try:
+        problems = [*limit_problems(read_config(folder), config.serving, config.benchmark, os.environ)]
+    except LifecycleError as error:
+        yield "model", error
+    else:
+        yield from ((field, RecipeError(message)) for field, message in problems)

@@ -1,0 +1,90 @@
+"""The serve stage: starts a server for a model, checks it, measures it, and goes on as its guardian.
+
+In: a model's artifact, or adapters' with that of their base. Out: `launch.json` (how to start the same server again),
+`server-start.log`, `benchmark.json`, and a lease on the running server.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import NoReturn
+
+from stages.core.contract import Lease, StageContext, StageResult
+from stages.core.numbers import counted
+from stages.kinds.serve.config import ServeConfig
+from stages.serving.adapters import adapter_folders
+from stages.serving.agreement import agreement_metrics, compare_with_records
+from stages.serving.benchmark import measure
+from stages.serving.launch import LAUNCH_FILE
+from stages.serving.registry import new_launch_spec
+from stages.serving.server import Server, started_server
+
+WATCH_INTERVAL_S = 0.5
+
+
+def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
+    """Yield the result with a lease once the server is up; from then on, guard it until SIGTERM.
+
+    Raises ModelError, ResourceError (port, no engine) before anything slow; ServerError when the server does not come
+    up, fails the check, or ends while it is leased.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    base = config.base or config.model
+    spec = new_launch_spec(
+        (context.inputs[base] / "model").resolve(),
+        config.model,
+        config.serving,
+        adapters=adapter_folders(config.served_adapters, base, context.inputs),
+        base_name=config.base,
+    )
+    # The log goes on after the artifact is complete, so it may not lie in it; nor may what the server still needs.
+    log_file = context.scratch / "server.log"
+    runtime = context.cache / "servers" / f"{context.name}-{context.version}"
+    with started_server(spec, config.execution, log_file, runtime) as server:
+        metrics = _bring_up(server, config, context)
+        shutil.copyfile(log_file, context.work / "server-start.log")
+        (context.work / LAUNCH_FILE).write_text(spec.model_dump_json(indent=2))
+        yield StageResult(
+            metrics=metrics,
+            tags=spec.version_tag,
+            files=[LAUNCH_FILE, "server-start.log", *(["benchmark.json"] if config.benchmark else [])],
+            lease=Lease(url=server.url, pid=os.getpid()),
+        )
+        guard(server)
+
+
+def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dict[str, float]:
+    """Await, check and measure the server; returns the metrics."""
+    time_to_ready_s = server.wait_until_ready(
+        config.execution.ready_timeout_s,
+        lambda elapsed_s: context.doing(f"starting {server.engine.title}, {elapsed_s:.0f} s"),
+    )
+    context.milestone(f"{config.model} is served at {server.url} after {time_to_ready_s:.1f} s")
+    context.doing("checking its answers")
+    server.check()
+    context_tokens = server.engine.context_tokens(server.client, server.spec)
+    agreements = compare_with_records(server.client, server.spec, server.spec.folders, context_tokens, context.warn)
+    for name, one in agreements.items():
+        context.milestone(
+            f"{name} differs from what training recorded by {one.from_training.most:.2g} nats per token at most "
+            f"({counted(one.num_documents, 'document')})"
+        )
+    metrics = {"time_to_ready_s": time_to_ready_s, **agreement_metrics(agreements, config.model)}
+    if config.benchmark:
+        concurrencies = ", ".join(map(str, config.benchmark.concurrencies))
+        context.doing(f"measuring under {concurrencies} requests at a time")
+        metrics |= measure(server, config.benchmark, context.work, context.warn)
+        context.milestone("measured " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+    return metrics
+
+
+def guard(server: Server) -> NoReturn:
+    """Stay for as long as the server does. Raises ServerError when it ends by itself."""
+    while server.alive():
+        time.sleep(WATCH_INTERVAL_S)
+    raise server.failure(f"at {server.url} ended by itself")

@@ -1,0 +1,136 @@
+"""What is wrong with a training stage's data, adapter and teacher, before the model that it starts from is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from stages.adapters.config import AdapterConfig
+from stages.core.contract import StageInput
+from stages.core.errors import LifecycleError, ModelError
+from stages.data.check import Silent, data_problems
+from stages.data.mixed_formats import check_formats
+from stages.data.prepare_mixture import prepare_mixture
+from stages.kinds.train.check_teacher import check_teacher
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.methods.rollouts import RolloutOptions
+from stages.kinds.train.mixture import repeated_too_often
+from stages.kinds.train.moe import MoeConfig
+from stages.kinds.train.start import data_with_template
+from stages.rewards.judging import opening_problems
+from stages.rewards.reward import RewardContext
+
+
+def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Dotted field and error: what an adapter goes on, the teacher's tokens, splits, format, every row, chat template,
+    sequence length; or what was not looked at."""
+    config = TrainConfig.model_validate(stage_input.config)
+    model_folder = stage_input.inputs[config.base or config.model] / "model"
+    if config.adapter:
+        yield from adapter_problems(config, config.adapter, model_folder)
+    if config.moe != MoeConfig():
+        yield from moe_problems(config, model_folder)
+    field = f"{config.method}.teacher_server" if config.teacher_server else "teacher"
+    yield from ((field, error) for error in check_teacher(config, stage_input.inputs, model_folder))
+    if config.sampling and config.sampling.server:
+        from stages.kinds.train.rollouts.named_server import (
+            named_server_problems,  # and torch, with what lies beneath it
+        )
+
+        field = f"{config.sampling_block}.server"
+        yield from ((field, error) for error in named_server_problems(config, model_folder))
+    if config.rollouts:
+        yield from rollout_problems(config, config.rollouts, stage_input, model_folder)
+        return
+    data = data_with_template(config.data, stage_input.inputs[config.model])
+    try:
+        check_formats(stage_input.inputs, data, config.learning.rows)
+    except LifecycleError as mixed:
+        yield "data.datasets", mixed
+        return
+    is_sound = True
+    for place, part in data.parts.items():
+        folder = stage_input.inputs[part.dataset_stage] / "data"
+        for field, error in data_problems(
+            folder, part, model_folder, rows=config.learning.rows, cache=stage_input.cache
+        ):
+            is_sound = False
+            yield f"data.{place}{field}", error
+    if is_sound and (data.datasets or config.on_policy):
+        yield from prepared_problems(config.model_copy(update={"data": data}), stage_input, model_folder)
+
+
+def prepared_problems(
+    config: TrainConfig, stage_input: StageInput, model_folder: Path
+) -> Iterator[tuple[str, LifecycleError]]:
+    """Of all datasets together, each of which is sound and has been prepared."""
+    field = "data.datasets" if config.data.datasets else "data.dataset"
+    with TemporaryDirectory() as work:
+        try:
+            prepared = prepare_mixture(
+                stage_input.inputs,
+                config.data,
+                model_folder,
+                rows=config.learning.rows,
+                cache=stage_input.cache,
+                report=Silent(),
+                work=Path(work),
+            )
+            if config.on_policy:
+                from stages.kinds.train.rollouts.on_policy import check_prompts  # and torch, with what lies beneath it
+
+                check_prompts(prepared.training)
+        except LifecycleError as error:
+            yield field, error
+            return
+    yield from ((f"data.{field}", error) for field, error in repeated_too_often(config, prepared.training))
+
+
+def rollout_problems(
+    config: TrainConfig, options: RolloutOptions, stage_input: StageInput, model_folder: Path
+) -> Iterator[tuple[str, LifecycleError]]:
+    """Of the rewards, and of every prompt."""
+    from stages.kinds.train.rollouts.prompts import checked_prompts  # and torch, with what lies beneath it
+
+    context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
+    found = opening_problems(options.rewards, context)
+    yield from ((f"{config.method}.rewards.{name}", error) for name, error in found)
+    data = data_with_template(config.data, stage_input.inputs[config.model])
+    try:
+        folder = stage_input.inputs[data.dataset_stage] / "data"
+        checked_prompts(config.model_copy(update={"data": data}), options, folder, model_folder)
+    except LifecycleError as error:
+        yield "data", error
+
+
+def moe_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Of the routers that the model has, or has not."""
+    from stages.adapters.check import model_without_weights
+    from stages.engines.fsdp.moe import check_mixture
+
+    try:
+        causal_lm = model_without_weights(model_folder, trust_remote_code=config.trust_remote_code)
+        check_mixture(causal_lm, config.moe.settings)
+    except ModelError as error:
+        yield "moe", error
+    except Exception as error:  # whatever code that came with a model raises; training loads it otherwise
+        yield "moe", f"a model without weights could not be made: {type(error).__name__}: {error}"
+
+
+def adapter_problems(
+    config: TrainConfig, adapter: AdapterConfig, model_folder: Path
+) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Of the model that will be trained, by the config and the files' headers of one that has the same."""
+    # Torch and Transformers take seconds to import, and only adapters need them here.
+    from stages.adapters.check import check_adapter, model_without_weights
+
+    try:
+        causal_lm = model_without_weights(model_folder, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # whatever code that came with a model raises; training loads it otherwise
+        yield "adapter", f"a model without weights could not be made: {type(error).__name__}: {error}"
+        return
+    try:
+        check_adapter(causal_lm, adapter, model_folder)
+    except ModelError as error:
+        yield "adapter", error

@@ -1,0 +1,305 @@
+"""What a recipe may say of a training stage. What it may say of a method is in the method's module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
+
+from stages.adapters.config import AdapterConfig
+from stages.core.contract import ModelOrAdapterReference, ModelReference, StageConfig, base_of
+from stages.core.fields import AddedLater, Product, without
+from stages.core.numbers import NonNegativeFp32
+from stages.data.config import DataConfig
+from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe
+from stages.kinds.train.execution import TrainExecution
+from stages.kinds.train.honoured import engine_errors, score_head_errors
+from stages.kinds.train.methods.options import MethodFields, MethodName
+from stages.kinds.train.methods.rollout_errors import SamplingRun, completion_errors, idle_fields
+from stages.kinds.train.moe import MoeConfig
+from stages.kinds.train.numbers import BatchSize, Denominator, Epochs, Rate, Seed, TrainingPrecision, contradiction
+from stages.kinds.train.optimizer import OptimizerConfig
+from stages.kinds.train.row_errors import row_errors
+from stages.kinds.train.start import start_problems
+from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
+from stages.parallel.legality import RunConstraints, layout_errors
+from stages.planner.workload import Workload
+
+LAYOUT_PROBLEM = "layout"
+"""Type of the validation errors about a layout."""
+
+
+class TrainConfig(MethodFields):
+    """Training of a model by one of the methods (→ `model/`); the options of each are a field of its name.
+
+    With `adapter:` the model is frozen and low-rank weights beside it learn (→ `adapter/`). A method of
+    scores gives a reward model (→ `reward_model/`).
+    """
+
+    STAGE_VERSION: ClassVar[int] = 2
+    HAS_CHECK: ClassVar[bool] = True
+    LESS_MEMORY: ClassVar[str] = "lower layout.micro_batch_size or data.sequence_length, or say layout.recompute: full"
+
+    kind: Literal["train"]
+    method: MethodName = Field(description="What is learned; its options are the field of its name.")
+    model: ModelOrAdapterReference
+    base: Annotated[ModelReference | None, AddedLater()] = Field(
+        None, description="Where `model` is an adapter: the model that it belongs to; found by itself."
+    )
+    adapter: Annotated[AdapterConfig | None, AddedLater()] = Field(
+        None, description="Low-rank weights that learn beside the frozen model; default: the model itself learns."
+    )
+    data: DataConfig
+    engine: EngineName = Field("fsdp", description="What does the parallelism.")
+    layout: LayoutOrAuto = Field(Layout(), description="auto: what the planner finds best for the machine at hand.")
+
+    steps: PositiveInt | None = Field(None, description="Optimizer steps; else `epochs` counts.")
+    epochs: Epochs = Field(1.0, description="Passes over the training data.")
+    global_batch_size: BatchSize = Field(
+        description="Packed rows of one optimizer step, over all processes; with `method: grpo`, completions."
+    )
+    learning_rate: Rate = Field(description="Of the optimizer, after the warm-up.")
+    optimizer: Annotated[OptimizerConfig, AddedLater()] = OptimizerConfig()
+    moe: Annotated[MoeConfig, AddedLater()] = MoeConfig()
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Of the learning rate.")
+    warmup_steps: NonNegativeInt = Field(
+        0,
+        description="The learning rate of step k of these is k shares of the full one; Transformers' is k - 1 shares, "
+        "so that its first step learns nothing. Later steps are the same.",
+    )
+    min_learning_rate_fraction: NonNegativeFp32 = Field(0.0, le=1, description="Where cosine and linear end.")
+    adam_beta1: NonNegativeFp32 = Field(0.9, lt=1, description="Decay of the mean of gradients.")
+    adam_beta2: NonNegativeFp32 = Field(0.95, lt=1, description="Decay of the mean of squared gradients.")
+    adam_epsilon: Denominator = Field(1e-8, description="Added to the denominator of Adam.")
+    weight_decay: NonNegativeFp32 = Field(0.0, description="Decoupled, as in AdamW.")
+    decay_norms_and_biases: bool = Field(
+        False, description="Whether `weight_decay` shrinks them too; Transformers and TRL leave them alone."
+    )
+    max_grad_norm: Rate | None = Field(1.0, description="Larger gradients are clipped; null: none are.")
+    precision: TrainingPrecision = Field(
+        "bf16",
+        description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: so too, "
+        "but layers multiply in 8 bits, on GPUs, by torchao (fsdp) or Transformer Engine (megatron).",
+    )
+    fp8_recipe: Annotated[Fp8Recipe, AddedLater()] = Field(
+        "tensorwise", description="What shares a scale in `precision: fp8`; rowwise: fsdp only."
+    )
+    keep: Annotated[Literal["last", "best"], AddedLater()] = Field(
+        "last",
+        description="Which weights are written: those of the last step, or of the step with the lowest held-out loss "
+        "among those evaluated (execution.evaluate_every_steps, which is identity then).",
+    )
+    export_dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Of the written weights.")
+    trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
+    seed: Seed = Field(0, description="Of the order of rows and of dropout.")
+    execution: TrainExecution = TrainExecution()
+
+    @property
+    def product(self) -> Product:
+        if self.learning.needs_score_head:
+            return "reward_model"
+        return "adapter" if self.adapter else "model"
+
+    @property
+    def own_chat_template(self) -> Path | None:
+        return self.data.chat_template
+
+    @property
+    def processes(self) -> int:
+        return self.execution.processes or max(1, self.layout.world_size // self.execution.nodes)
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Forward passes of one process in one optimizer step (gradient accumulation)."""
+        return self.global_batch_size // (self.layout.micro_batch_size * self.layout.data_parallel_size)
+
+    @property
+    def has_even_steps(self) -> bool:
+        """Whether steps take alike long: without packing, they are as long as their longest row; compiled, one of a new
+        shape takes as long as many others."""
+        return self.data.packing and not self.layout.compile and not self.sampling
+
+    @property
+    def workload(self) -> Workload:
+        """What the planner compares layouts for; `epochs` are of a dataset whose tokens are not counted yet."""
+        workload = Workload(
+            self.data.sequence_length,
+            self._packed_rows,
+            self.precision,
+            self.learning.passes(self.method_options),
+            scores_documents=self.learning.needs_score_head,
+            adapter=self.adapter.for_planner if self.adapter else None,
+            optimizer=self.optimizer.name,
+            state_bytes=self.optimizer.for_planner,
+            freezes_routers=self.moe.freeze_router,
+        )
+        return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
+
+    @property
+    def _packed_rows(self) -> int:
+        """Of an optimizer step: of completions that are as long as they may be, and their prompts not counted."""
+        if self.rollouts is None:
+            return self.global_batch_size
+        tokens = self.global_batch_size * self.rollouts.max_completion_length
+        together = self.layout.micro_batch_size * self.layout.data_parallel_size
+        return math.ceil(tokens / self.data.sequence_length / together) * together
+
+    @property
+    def sampling_devices(self) -> int:
+        """Of the server that samples, after those that train; on a CPU both share the cores."""
+        return self.sampling.num_devices if self.sampling else 0
+
+    @property
+    def devices(self) -> int:
+        return self.processes + self.sampling_devices
+
+    @property
+    def constraints(self) -> RunConstraints:
+        """What the layout must fit besides the model."""
+        return RunConstraints(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
+
+    @property
+    def engine_settings(self) -> EngineSettings:
+        """What the engine needs to know."""
+        numbers = self.learning_rate, self.adam_beta1, self.adam_beta2, self.adam_epsilon, self.weight_decay
+        adam = AdamSettings(*numbers, self.decay_norms_and_biases)
+        return EngineSettings(
+            self.layout,
+            self.precision,
+            adam,
+            self.seed,
+            self.execution.hang_timeout_s,
+            self.trust_remote_code,
+            self.adapter,
+            self.learning.needs_score_head,
+            self.optimizer.muon,
+            self.moe.settings,
+            self.optimizer.low_precision,
+            self.fp8_recipe,
+        )
+
+    def identity(self) -> dict[str, JsonValue]:
+        """Without what weights decay alike, where none decays; with the steps that the best one is chosen among."""
+        found = super().identity()
+        if self.keep == "best":
+            found["evaluate_every_steps"] = self.execution.evaluate_every_steps
+        return found if self.weight_decay else without(found, {"decay_norms_and_biases"})
+
+    def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
+        is_adapter = stages[self.model].product == "adapter"
+        return self.model_copy(update={"base": self.base or base_of(self.model, stages)}) if is_adapter else self
+
+    def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        for field, name in self.references().items():
+            if stages[name].kind == "quantize":
+                yield (
+                    f"{field}: {name} is quantized, and quantized weights cannot be trained; expected the model that "
+                    f"it is made from, {stages[name].references()['model']}"
+                )
+        yield from start_problems(self.model, self.base, self.adapter, stages)
+        yield from self.data.problems_among(stages)
+
+    def idle_fields(self) -> Iterator[tuple[str, str]]:
+        yield from super().idle_fields()
+        for block in ("data", "optimizer"):
+            yield from ((f"{block}.{field}", why) for field, why in getattr(self, block).idle_fields())
+        yield from idle_fields(self.method, self.sampling_block, self.rollouts, self.sampling, self.teacher_server)
+        if self.learning.rows == "pairs":
+            yield "data.turns", f"`method: {self.method}` learns from single answers"
+        if self.precision != "fp8":
+            yield "fp8_recipe", f"`precision: {self.precision}` has no products in 8 bits"
+        if self.schedule == "constant":
+            yield "min_learning_rate_fraction", "`schedule: constant` ends where it began"
+        if not self.weight_decay:
+            yield "decay_norms_and_biases", "`weight_decay` is 0"
+        if self.adapter and self.adapter.init != "eva":
+            yield "adapter.eva_rho", f"`adapter.init: {self.adapter.init}` gives all layers the same rank"
+        if self.steps:
+            yield "epochs", f"`steps: {self.steps}` says how long to train"
+        if not self.data.holds_out:
+            yield (
+                "execution.evaluate_every_steps",
+                "no rows are held out (`data.evaluation_split` or `data.evaluation_fraction`)",
+            )
+
+    def custom_code(self) -> tuple[str, ...]:
+        rewards = self.rollouts.rewards if self.rollouts else {}
+        own = ((name, reward.custom_code()) for name, reward in rewards.items())
+        found = (f"{self.method}.rewards.{name}: {code}" for name, code in own if code)
+        return (*super().custom_code(), *found)
+
+    def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
+        """What samples, where anything does."""
+        return {**self.sampling.engine_version} if self.sampling else {}
+
+    def progress_kept(self, scratch: Path) -> int:
+        """Return the step of the latest checkpoint. A folder has this name once it is complete."""
+        steps = (path.name.removeprefix("step-") for path in (scratch / "checkpoints").glob("step-*"))
+        return max(map(int, steps), default=0)
+
+    def resume_identity(self) -> dict[str, JsonValue]:
+        """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""
+        return {key: value for key, value in self.identity().items() if key not in ("engine", "layout")}
+
+    @model_validator(mode="after")
+    def _rows_suit_the_method(self) -> Self:
+        if errors := "; ".join(row_errors(self.learning, self.data)):
+            raise ValueError(errors)
+        return self
+
+    @model_validator(mode="after")
+    def _numbers_go_together(self) -> Self:
+        if found := contradiction(self.steps, self.warmup_steps, self.learning_rate, self.weight_decay):
+            raise ValueError(found)
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_chosen_among_several(self) -> Self:
+        if self.keep == "best" and not (self.data.holds_out and self.execution.evaluate_every_steps):
+            raise ValueError(
+                "`keep: best` chooses by the held-out loss of several steps; name held-out rows "
+                "(`data.evaluation_split` or `data.evaluation_fraction`) and `execution.evaluate_every_steps`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _completions_can_be_had(self) -> Self:
+        if self.sampling is None:
+            return self
+        run = SamplingRun(
+            method=self.method,
+            block=self.sampling_block,
+            options=self.sampling,
+            global_batch_size=self.global_batch_size,
+            data=self.data,
+            num_nodes=self.execution.nodes,
+            engine=self.engine,
+            adapter=self.adapter,
+            needs_reference=self.needs_reference,
+            teacher=self.teacher,
+        )
+        if errors := "; ".join(completion_errors(run)):
+            raise ValueError(errors)
+        return self
+
+    @model_validator(mode="after")
+    def _engine_honours_what_is_asked(self) -> Self:
+        asked = self.precision, self.fp8_recipe, self.optimizer, self.moe, self.adapter
+        errors = engine_errors(self.engine, self.layout, *asked)
+        if self.learning.needs_score_head:
+            errors += score_head_errors(self.method, self.engine, self.adapter)
+        if errors:
+            raise ValueError("; ".join(errors))
+        return self
+
+    @model_validator(mode="after")
+    def _layout_fits(self) -> Self:
+        is_given = not isinstance(self.layout, AutoLayout)
+        if is_given and (errors := "; ".join(layout_errors(self.engine, self.layout, self.constraints))):
+            raise PydanticCustomError(LAYOUT_PROBLEM, "{problems}", {"problems": errors})
+        return self

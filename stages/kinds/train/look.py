@@ -1,0 +1,47 @@
+"""What a training stage will see of its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stages.core.contract import StageInput
+from stages.data.dataset import PackedDataset
+from stages.data.look import Visits, look_at
+from stages.data.shown import DataLook
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.mixture import repeated_too_often, seen, slots_of, steps_of_epochs
+from stages.kinds.train.rollouts.prompts import checked_prompts
+from stages.kinds.train.start import data_with_template
+from stages.rollouts.look import look_at_prompts
+
+
+def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
+    """Return the rows of the first step with counts; of a method that samples, the first prompts.
+
+    Raises what `prepare` and `checked_prompts` raise.
+    """
+    config = TrainConfig.model_validate(stage_input.config)
+    model = stage_input.inputs[config.base or config.model] / "model"
+    if config.rollouts:
+        folder = stage_input.inputs[config.data.dataset_stage] / "data"
+        return look_at_prompts(checked_prompts(config, config.rollouts, folder, model), model, num_rows)
+
+    def visits(training: PackedDataset) -> Visits:
+        slots = slots_of(config.data, training, config.seed)
+        num_slots = (config.steps or steps_of_epochs(config, training)) * config.global_batch_size
+        metrics = seen(config.data, training, slots, num_slots)
+        shares, epochs = (
+            {name: metrics[f"{what}.{name}"] for name in training.members} for what in ("share_seen", "epochs")
+        )
+        problems = [str(error) for _, error in repeated_too_often(config, training)]
+        return Visits(slots.rows(0, min(num_rows, len(training))), shares, epochs, problems)
+
+    return look_at(
+        stage_input.inputs,
+        data_with_template(config.data, stage_input.inputs[config.model]),
+        model,
+        rows=config.learning.rows,
+        visits=visits,
+        cache=stage_input.cache,
+        scratch=scratch,
+    )

@@ -1,0 +1,204 @@
+"""The training loop: order, batches, learning rate, logging, evaluation and checkpoints, on whatever engine is given.
+
+Every step is a function of the seed, its number and the weights it finds: rows, learning rate and random numbers are
+derived from the step, so a resumed run does what the uninterrupted one would have done.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.profiler import profile
+
+from stages.core.contract import Trial, is_main_process
+from stages.core.errors import TrainingError
+from stages.engines.engine import Engine, LossMeans, StepOutcome
+from stages.engines.loss import Loss
+from stages.kinds.train.batches import Batches, prefetched
+from stages.kinds.train.checkpoints import Checkpoints
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.divergence import with_divergence
+from stages.kinds.train.held_out import evaluate_held_out
+from stages.kinds.train.journal import Journal
+from stages.kinds.train.metrics import Positions, Share, communication_fraction, measure_share, throughput
+from stages.kinds.train.schedule import learning_rate
+from stages.kinds.train.watchdog import Watchdog
+from stages.parallel.devices import Peak
+
+PROFILED_STEP = 3
+"""Step of an attempt, counted from 1, in which collectives are timed: late enough to be like the others."""
+
+
+RISEN = 1.02
+"""A held-out loss of more than so many times the lowest has risen; less comes of the noise of few rows."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Everything a run is made of."""
+
+    config: TrainConfig
+    engine: Engine
+    loss: Loss
+    batches: Batches
+    num_steps: int
+    checkpoints: Checkpoints
+    journal: Journal
+    peak: Peak | None
+    watchdog: Watchdog
+    trial: Trial | None = None
+    positions: Positions = field(default_factory=Positions)
+
+    def close(self) -> None:
+        """End what makes batches."""
+        self.batches.close()
+
+    @property
+    def last_step(self) -> int:
+        """Where to stop: after `num_steps`, or earlier when the run is only measured."""
+        return self.trial.steps if self.trial else self.num_steps
+
+    @property
+    def checkpoint_every_steps(self) -> int:
+        """As the recipe says, else ten times in a run; or a little later, where steps go together."""
+        wanted = self.config.execution.checkpoint_every_steps or math.ceil(self.num_steps / 10)
+        return math.ceil(wanted / self.batches.steps_together) * self.batches.steps_together
+
+
+def train(run: TrainingRun) -> LossMeans | None:
+    """Train from the latest checkpoint, or from the start, to the last step; returns the final evaluation.
+
+    Raises TrainingError, with the step, when loss or gradient norm is not finite.
+    """
+    run.watchdog.begins("reading the latest checkpoint")
+    done_steps = run.checkpoints.load_latest()
+    if done_steps:
+        run.journal.milestone(f"continuing from the checkpoint of step {done_steps}")
+        _, run.checkpoints.best_step = run.journal.lowest_evaluation(done_steps)
+    steps = range(done_steps + 1, run.last_step + 1)
+    with closing(_shares(run, steps)) as shares:
+        for step in steps:
+            run.watchdog.begins_step(step)
+            is_profiled = run.engine.num_devices > 1 and is_main_process() and step == done_steps + PROFILED_STEP
+            _train_one_step(run, step, shares.__next__, is_profiled)
+        run.watchdog.begins("the last checkpoint and the evaluation")
+        run.checkpoints.wait()
+        last = evaluate(run)
+        kept = _choose_weights(run, last)
+        if last:
+            run.journal.rows.append({"step": run.last_step, **evaluation_metrics(last)})  # for the curve, as it went
+        return kept
+
+
+def evaluate(run: TrainingRun) -> LossMeans | None:
+    """Loss and metrics over the held-out rows; None when there are none."""
+    source = run.batches.held_out
+    return evaluate_held_out(run.engine, source, run.loss, run.config.learning) if source else None
+
+
+def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share], is_profiled: bool) -> None:
+    start_s = time.perf_counter()
+    share = next_share()
+    wait_s = time.perf_counter() - start_s
+    run.positions.add(share)
+    rate = learning_rate(run.config, step, run.num_steps)
+    torch.manual_seed(_step_seed(run, step))
+    outcome, update_s, communication = _update(run, share, rate, is_profiled)
+    run.watchdog.has_stepped()
+    _stop_if_diverged(run, step, outcome)
+    _save_if_due(run, step)
+    evaluation = _evaluate_if_due(run, step)
+    run.journal.progress(step, outcome.loss)
+    if evaluation or run.journal.is_due(step):
+        metrics = {"loss": outcome.loss, "learning_rate": rate, "grad_norm": outcome.grad_norm, **outcome.metrics}
+        metrics |= {**outcome.measured, **run.batches.metrics(step, update_s)}
+        rates = throughput(run.engine, share, wait_s + update_s, wait_s, run.peak)
+        run.journal.log(step, {**metrics, **rates, **communication, **evaluation})
+
+
+def _update(
+    run: TrainingRun, share: Share, rate: float, is_profiled: bool
+) -> tuple[StepOutcome, float, dict[str, float]]:
+    """What the optimizer step did, how long it took, and how much of that was communication, if that was measured."""
+    with profile() if is_profiled else nullcontext() as profiled:
+        start_s = time.perf_counter()
+        micro_batches = with_divergence(run.engine, share.micro_batches)
+        outcome = run.engine.train_step(micro_batches, run.loss, rate, run.config.max_grad_norm)
+        update_s = time.perf_counter() - start_s
+    if profiled is None:
+        return outcome, update_s, {}
+    return outcome, update_s, {"communication_fraction": communication_fraction(profiled, update_s)}
+
+
+def _shares(run: TrainingRun, steps: range) -> Generator[Share]:
+    def load(step: int) -> Share:
+        return measure_share(run.batches.micro_batches(step), run.engine.flops)
+
+    return prefetched(load, steps) if run.batches.made_ahead else (load(step) for step in steps)
+
+
+def _stop_if_diverged(run: TrainingRun, step: int, outcome: StepOutcome) -> None:
+    if math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm):
+        return
+    run.checkpoints.wait()  # what is being written is of an earlier step, and sound
+    raise TrainingError(
+        f"step {step}: the loss is {outcome.loss} and the gradient norm {outcome.grad_norm}, both should be finite "
+        "numbers; lower learning_rate, lengthen warmup_steps, lower max_grad_norm, or look at the data of this step"
+    )
+
+
+def _save_if_due(run: TrainingRun, step: int) -> None:
+    run.checkpoints.poll()
+    if run.trial is None and (step % run.checkpoint_every_steps == 0 or step == run.num_steps):
+        run.watchdog.begins(f"the checkpoint of step {step}")
+        run.checkpoints.save(step)
+
+
+def _evaluate_if_due(run: TrainingRun, step: int) -> dict[str, float]:
+    every_steps = run.config.execution.evaluate_every_steps
+    if not every_steps or step % every_steps or step == run.num_steps:
+        return {}
+    run.watchdog.begins(f"the evaluation after step {step}")
+    means = evaluate(run)
+    if means:
+        _save_if_best(run, step, means.loss)
+    return evaluation_metrics(means) if means else {}
+
+
+def _save_if_best(run: TrainingRun, step: int, loss: float) -> None:
+    lowest, _ = run.journal.lowest_evaluation(step - 1)
+    if run.config.keep == "best" and run.trial is None and run.engine.broadcast_from_rank0(loss < lowest):
+        run.checkpoints.save_best(step)
+
+
+def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | None:
+    """Go back to the best step if the recipe wants it, else warn where the held-out loss has risen again; returns the
+    evaluation of the weights that are left."""
+    lowest, step = run.journal.lowest_evaluation(run.last_step)
+    if final is None or run.trial or not run.engine.broadcast_from_rank0(final.loss > lowest):
+        return final
+    compared = f"the held-out loss is {final.loss:.4g} after the last step, and was {lowest:.4g} at step {step}"
+    if run.config.keep == "best":
+        run.journal.milestone(f"{compared}: keeping that step's weights")
+        run.watchdog.begins(f"the checkpoint of step {step}")
+        run.checkpoints.load(int(run.engine.broadcast_from_rank0(step)))
+        return evaluate(run)
+    if final.loss > lowest * RISEN:
+        run.journal.warn(f"{compared}: it has risen again. Train for fewer steps, or say `keep: best`")
+    return final
+
+
+def evaluation_metrics(means: LossMeans) -> dict[str, float]:
+    """Metrics of the held-out rows, under names of their own."""
+    return {f"evaluation_{name}": value for name, value in {"loss": means.loss, **means.metrics}.items()}
+
+
+def _step_seed(run: TrainingRun, step: int) -> int:
+    """Of dropout and the like; differs between processes that see different data."""
+    return int(np.random.SeedSequence([run.config.seed, step, run.engine.data_rank]).generate_state(1)[0])

@@ -1,0 +1,118 @@
+"""Contrastive preference optimization: DPO without a reference model, beside SFT on the better answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stages.core.numbers import HELD_IN_FP32, NonNegativeFp32, PositiveFp32
+from stages.core.strict import StrictModel
+from stages.kinds.train.methods.method import Method
+from stages.kinds.train.methods.pairs import METRICS, NLL, chosen_nll, num_chosen_tokens, pair_metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stages.data.batch import Batch
+    from stages.engines.loss import Counts, Parts, Totals
+
+CpoLossType = Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"]
+OF_MEANS: tuple[CpoLossType, ...] = ("ipo", "simpo", "alphapo")
+"""Those that are of means over an answer's tokens, not of sums."""
+WITH_MARGIN: tuple[CpoLossType, ...] = ("simpo", "alphapo")
+SMOOTHED: tuple[CpoLossType, ...] = ("sigmoid", "simpo", "alphapo")
+
+
+class CpoConfig(StrictModel):
+    """Contrastive preference optimization (Xu et al. 2024) and its relatives, named as in TRL."""
+
+    beta: PositiveFp32 = Field(0.1, description="Scale of the rewards.")
+    loss_type: CpoLossType = Field(
+        "sigmoid",
+        description="sigmoid is CPO itself, hinge is SLiC; simpo: CPO-SimPO; alphapo: simpo with `cpo_alpha` 0.",
+    )
+    cpo_alpha: NonNegativeFp32 = Field(
+        1.0, description="Weight of the negative log-likelihood of the preferred answers."
+    )
+    label_smoothing: NonNegativeFp32 = Field(
+        0.0, lt=0.5, description=f"Share of pairs assumed to be the wrong way round ({', '.join(SMOOTHED)})."
+    )
+    simpo_gamma: NonNegativeFp32 = Field(
+        0.5, description="By how much the reward of the preferred answer is to be higher (simpo, alphapo)."
+    )
+    alpha: Annotated[float, Field(allow_inf_nan=False), HELD_IN_FP32] = Field(
+        0.0, description="Shape of the reward, (1 - p^-α) / α of an answer of probability p (AlphaPO); 0: log p."
+    )
+
+    @property
+    def nll_weight(self) -> float:
+        """Of the likelihood of the preferred answers."""
+        return 0.0 if self.loss_type == "alphapo" else self.cpo_alpha
+
+    @model_validator(mode="after")
+    def _options_of_the_loss_only(self) -> Self:
+        if self.label_smoothing and self.loss_type not in SMOOTHED:
+            raise ValueError(
+                f"`label_smoothing` does nothing to {self.loss_type}, only to {', '.join(SMOOTHED)}; remove it"
+            )
+        if self.simpo_gamma != 0.5 and self.loss_type not in WITH_MARGIN:
+            raise ValueError(f"`simpo_gamma` does nothing to {self.loss_type}, only to simpo and alphapo; remove it")
+        if "cpo_alpha" in self.model_fields_set and self.loss_type == "alphapo" and self.cpo_alpha:
+            raise ValueError(
+                f"`cpo_alpha` is {self.cpo_alpha}, and alphapo has none: expected 0, or `loss_type: simpo`"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class CpoLoss:
+    """Mean over pairs of -log σ(β (r_chosen - r_rejected)) or a relative of it, and `cpo_alpha` times the mean over
+    preferred tokens of -log π: Xu et al. 2024, equation 3; r is log π, or AlphaPO's (Gupta et al. 2025).
+    """
+
+    config: CpoConfig
+    metric_names: ClassVar[tuple[str, ...]] = (*METRICS, *NLL)
+
+    def counts(self, batch: Batch) -> Counts:
+        """Pairs, and target tokens of preferred documents."""
+        return {"pairs": batch.num_documents // 2, "chosen tokens": num_chosen_tokens(batch)}
+
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """Loss and metrics; rewards are β r."""
+        rewards = self._rewards(token_log_probabilities, batch)
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        nll = chosen_nll(token_log_probabilities, batch, totals)
+        loss = self._losses(chosen - rejected).sum() / totals["pairs"] + self.config.nll_weight * nll
+        return loss, {**pair_metrics(chosen, rejected, totals), "nll_loss": nll.detach()}
+
+    def _rewards(self, token_log_probabilities: Tensor, batch: Batch) -> Tensor:
+        """β r, float32 [documents]."""
+        values, alpha = batch.log_probabilities(token_log_probabilities), self.config.alpha
+        if self.config.loss_type in OF_MEANS:
+            values = values / batch.document_sums(batch.has_target.float())
+        return self.config.beta * ((1 - (-alpha * values).exp()) / alpha if alpha else values)
+
+    def _losses(self, margins: Tensor) -> Tensor:
+        """Of each pair; `margins` are β (r_chosen - r_rejected)."""
+        from torch.nn.functional import logsigmoid
+
+        config = self.config
+        if config.loss_type == "hinge":
+            return (1 - margins).relu()
+        if config.loss_type == "ipo":
+            return (margins / config.beta - 1 / (2 * config.beta)) ** 2
+        logits = margins - config.simpo_gamma if config.loss_type in WITH_MARGIN else margins
+        return -(1 - config.label_smoothing) * logsigmoid(logits) - config.label_smoothing * logsigmoid(-logits)
+
+
+CPO = Method(
+    name="cpo",
+    rows="pairs",
+    build_loss=CpoLoss,
+    options=CpoConfig,
+    metrics={**METRICS, **NLL},
+    averaged_over="pairs and preferred tokens",
+    headline=("preference_accuracy",),
+)

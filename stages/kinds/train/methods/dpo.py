@@ -1,0 +1,169 @@
+"""Direct preference optimization: of two answers the better becomes likelier, relative to a reference model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stages.core.fields import AddedLater
+from stages.core.numbers import NonNegativeFp32, PositiveFp32
+from stages.core.strict import StrictModel
+from stages.kinds.train.methods.method import BatchChange, Method
+from stages.kinds.train.methods.pairs import METRICS, chosen_nll, num_chosen_tokens, pair_metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stages.data.batch import Batch
+    from stages.engines.loss import Counts, Parts, Totals
+    from stages.kinds.train.methods.dpo_losses import Pairs
+
+LossType = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "ipo",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "aot",
+    "aot_unpaired",
+    "sft",
+]
+SMOOTHED: tuple[LossType, ...] = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
+"""Those that `label_smoothing` means something to."""
+
+
+class DpoConfig(StrictModel):
+    """Direct preference optimization and its relatives, named as in TRL; formulas and papers: `dpo_losses.py`."""
+
+    beta: PositiveFp32 = Field(0.1, description="Strength of the pull towards the reference model.")
+    loss_type: LossType | tuple[LossType, ...] = Field(
+        "sigmoid",
+        description="sigmoid is DPO itself, hinge is SLiC, sft the negative log-likelihood of the preferred answers; "
+        "of a list of them, the weighted sum is minimised.",
+    )
+    loss_weights: Annotated[tuple[PositiveFp32, ...] | None, AddedLater()] = Field(
+        None, description="Of each loss type, in their order; default: 1 each."
+    )
+    label_smoothing: NonNegativeFp32 = Field(
+        0.0, lt=0.5, description=f"Share of pairs assumed to be the wrong way round ({', '.join(SMOOTHED)})."
+    )
+    discopop_tau: Annotated[PositiveFp32, AddedLater()] = Field(0.05, description="Temperature of discopop.")
+    rpo_alpha: Annotated[PositiveFp32 | None, AddedLater()] = Field(
+        None, description="Weight of `sft` beside the other losses, as in RPO; the same as naming it with this weight."
+    )
+    ld_alpha: Annotated[NonNegativeFp32 | None, AddedLater()] = Field(
+        None,
+        le=1,
+        description="LD-DPO: how much the tokens count by which an answer is longer than the other one; default: "
+        "like the others.",
+    )
+    reference: Annotated[Literal["start", "none"], AddedLater()] = Field(
+        "start",
+        description="What rewards are relative to: the model that training starts from, or none (answers all alike).",
+    )
+
+    @property
+    def loss_types(self) -> tuple[LossType, ...]:
+        """One or several."""
+        return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Loss type → weight."""
+        found: dict[str, float] = dict(
+            zip(self.loss_types, self.loss_weights or [1.0] * len(self.loss_types), strict=True)
+        )
+        return {**found, "sft": self.rpo_alpha} if self.rpo_alpha else found
+
+    @model_validator(mode="after")
+    def _options_of_the_losses_only(self) -> Self:
+        names = self.loss_types
+        if len(set(names)) != len(names) or not names:
+            raise ValueError(f"`loss_type` is {list(names)}; expected different losses, at least one")
+        if self.loss_weights and len(self.loss_weights) != len(names):
+            raise ValueError(f"`loss_weights` has {len(self.loss_weights)} numbers for {len(names)} losses")
+        if self.label_smoothing and not set(names) & set(SMOOTHED):
+            raise ValueError(
+                f"`label_smoothing` does nothing to {', '.join(names)}, only to {', '.join(SMOOTHED)}; remove it"
+            )
+        if "exo_pair" in names and not self.label_smoothing:
+            raise ValueError("`loss_type: exo_pair` needs `label_smoothing` above 0; its authors use 1.0e-3")
+        if self.rpo_alpha and "sft" in names:
+            raise ValueError("`rpo_alpha` is the weight of `sft`, which `loss_type` names, too; say it in one place")
+        if self.discopop_tau != 0.05 and "discopop" not in names:
+            raise ValueError(f"`discopop_tau` does nothing to {', '.join(names)}; remove it")
+        return self
+
+
+@dataclass(frozen=True)
+class DpoLoss:
+    """Mean over pairs; of `sft` over the targets of preferred documents."""
+
+    config: DpoConfig
+    metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
+
+    def counts(self, batch: Batch) -> Counts:
+        """Pairs, and target tokens of preferred documents."""
+        return {"pairs": batch.num_documents // 2, "chosen tokens": num_chosen_tokens(batch)}
+
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """Loss and metrics; rewards are β log π/π_ref."""
+        from stages.kinds.train.methods.dpo_losses import PAIR_LOSSES, Options  # torch: a recipe is read without it
+
+        pairs = self._pairs(token_log_probabilities, batch)
+        options = Options(self.config.beta, self.config.label_smoothing, self.config.discopop_tau)
+        losses = [
+            weight * chosen_nll(token_log_probabilities, batch, totals)
+            if name == "sft"
+            else weight * PAIR_LOSSES[name](pairs, options).sum() / totals["pairs"]
+            for name, weight in self.config.weights.items()
+        ]
+        return sum(losses[1:], losses[0]), pair_metrics(self.config.beta * pairs.c, self.config.beta * pairs.r, totals)
+
+    def _pairs(self, token_log_probabilities: Tensor, batch: Batch) -> Pairs:
+        from stages.kinds.train.methods.dpo_losses import Pairs
+
+        sums, reference = batch.log_probabilities(token_log_probabilities), batch.reference_log_probabilities
+        if reference is None:
+            reference = sums.new_zeros(sums.shape)
+        tokens = batch.document_sums(batch.has_target.float())
+        return Pairs(
+            chosen=sums[0::2],
+            rejected=sums[1::2],
+            reference_chosen=reference[0::2],
+            reference_rejected=reference[1::2],
+            chosen_tokens=tokens[0::2],
+            rejected_tokens=tokens[1::2],
+            rows=batch.document_rows[0::2],
+        )
+
+
+def _tail_weights(config: DpoConfig) -> BatchChange | None:
+    if config.ld_alpha is None:
+        return None
+    from stages.kinds.train.methods.targets import TailWeights
+
+    return TailWeights(config.ld_alpha)
+
+
+DPO = Method(
+    name="dpo",
+    rows="pairs",
+    build_loss=DpoLoss,
+    options=DpoConfig,
+    needs_reference=lambda config: config.reference == "start",
+    batch_change=_tail_weights,
+    metrics=METRICS,
+    averaged_over="pairs",
+    headline=("preference_accuracy",),
+    is_null_in_identity=True,  # in stores that exist, the identity of an SFT stage holds `dpo: null`
+)

@@ -1,0 +1,238 @@
+"""Group-relative policy optimization: of several completions of a prompt, those with a higher reward become likelier.
+
+Rewards of a group → advantages (`group_advantages`); what a batch's `rollouts` say → loss (`GrpoLoss`). Where
+completions and rewards come from, and how often one is learned from, is left to others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stages.core.numbers import NonNegativeFp32, PositiveFp32
+from stages.kinds.train.methods.method import Method
+from stages.kinds.train.methods.rollouts import RolloutOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stages.data.batch import Batch
+    from stages.engines.loss import Counts, Parts, Totals
+
+ScaleRewards = Literal["group", "batch", "none"]
+ADDED_TO_DEVIATION = 1e-4
+"""As in TRL: what a deviation of rewards is larger by, when they are divided by it."""
+
+METRICS = {
+    "kl": "estimated divergence from the reference model, in nats",
+    "entropy": "estimated entropy of a token: the mean -log π of those that were sampled, in nats",
+    "clipped_low_fraction": "share that was clipped since the model gives bad completions less than 1 - ε",
+    "clipped_high_fraction": "share that was clipped since the model gives good completions more than 1 + ε",
+    "server_difference": "mean |Δ log-probability| between the server and the engine that trains, in nats",
+    "importance_weight": "mean weight that makes up for that difference",
+    "importance_cut_fraction": "share of those weights that were above `importance_sampling_clip_max`",
+}
+
+
+class GrpoConfig(RolloutOptions):
+    """Group-relative policy optimization (Shao et al. 2024) and its relatives, named as in TRL."""
+
+    beta: NonNegativeFp32 = Field(
+        0.0,
+        description="Weight of the divergence from the model that training starts from. 0, as in TRL, needs no "
+        "reference, and rewards that a program checks rarely need one; the paper and ms-swift have 0.04, DeepSeek-R1 "
+        "0.001.",
+    )
+    use_bias_correction_kl: bool = Field(
+        True, description="Weigh the divergence by π/π_old, so that its gradient is that of the reverse KL."
+    )
+    epsilon: NonNegativeFp32 = Field(0.2, lt=1, description="How far π/π_old may fall below 1 before it is clipped.")
+    epsilon_high: NonNegativeFp32 | None = Field(
+        None, description="How far it may rise above 1; default: `epsilon`. DAPO has 0.28."
+    )
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = Field(
+        "dapo",
+        description="What is averaged: grpo each completion's mean over its tokens, so that long ones count less a "
+        "token; dapo and bnpo all tokens of the global batch alike (in TRL bnpo those of a micro-batch, which depends "
+        "on the layout); dr_grpo their sum over `max_completion_length` a completion.",
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        "token", description="What π/π_old is of: a token, or the geometric mean over a completion (GSPO)."
+    )
+    scale_rewards: ScaleRewards = Field(
+        "group",
+        description="Divide advantages by the deviation of the group's rewards, of the batch's, or by nothing "
+        "(Dr. GRPO).",
+    )
+    importance_sampling_correction: bool = Field(
+        True, description="Weigh by the probability that the trainer gives over that which the server says it gave."
+    )
+    importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        "token_truncate",
+        description="Of a token or of a whole completion; larger weights become `importance_sampling_clip_max`, or 0. "
+        "TRL has sequence_mask, which of long completions in bf16 drops many; verl and the authors of the correction "
+        "truncate tokens.",
+    )
+    importance_sampling_clip_max: PositiveFp32 = Field(3.0, description="The largest such weight; verl has 2.")
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        return group_advantages(rewards, self.num_generations, self.scale_rewards)
+
+    @model_validator(mode="after")
+    def _options_that_do_something(self) -> Self:
+        if not self.importance_sampling_correction:
+            for name in ("importance_sampling_mode", "importance_sampling_clip_max"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"`{name}` does nothing without `importance_sampling_correction`; remove it")
+        if not self.beta and not self.use_bias_correction_kl:
+            raise ValueError("`use_bias_correction_kl` does nothing while `beta` is 0; remove it")
+        return self
+
+
+def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards) -> Tensor:
+    """By how much each reward is above the mean of its group, in deviations: float32 [completions], of the same.
+
+    Completions of a prompt follow each other. Shao et al. 2024, section 4.1.2. One without a reward (NaN) counts in no
+    mean or deviation, and has advantage 0.
+    """
+    groups = rewards.view(-1, num_generations)
+    advantages = groups - groups.nanmean(1, keepdim=True)
+    if scale_rewards == "group":
+        advantages = advantages / (_deviation(groups) + ADDED_TO_DEVIATION)
+    if scale_rewards == "batch":
+        advantages = advantages / (_deviation(rewards.view(1, -1)) + ADDED_TO_DEVIATION)
+    return advantages.flatten().nan_to_num(nan=0.0)
+
+
+def _deviation(groups: Tensor) -> Tensor:
+    """Unbiased standard deviation of each row, without NaN: [groups, 1]; 0 for a single number."""
+    numbers = (~groups.isnan()).sum(1, keepdim=True)
+    squares = (groups - groups.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
+    return (squares / (numbers - 1).clamp(min=1)).sqrt()
+
+
+@dataclass(frozen=True)
+class GrpoLoss:
+    """-min(w A, clip(w, 1 - ε, 1 + ε_high) A), w = π/π_old, and β times the divergence from the reference: Shao et al.
+    2024, equation 3; what is averaged: Yu et al. 2025 (dapo), Liu et al. 2025 (dr_grpo); w of sequences: Zheng et al.
+    2025 (GSPO), equation 7. The server's own probabilities: Yao et al. 2025.
+    """
+
+    config: GrpoConfig
+    metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
+
+    def counts(self, batch: Batch) -> Counts:
+        """Completions, their tokens, and those that the server has given log-probabilities of."""
+        assert batch.rollouts is not None
+        said = batch.rollouts.server_log_probabilities
+        return {
+            "completions": batch.num_documents,
+            "tokens": int(batch.has_target.sum()),
+            "server tokens": 0 if said is None else int((batch.has_target & ~said.isnan()).sum()),
+        }
+
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """Loss and metrics."""
+        assert batch.rollouts is not None
+        ratios, advantages = self._ratios(token_log_probabilities, batch)
+        lowest, highest = self._bounds
+        clipped = ratios.clamp(lowest, highest)
+        losses = _on_tokens(-(ratios * advantages).minimum(clipped * advantages), batch)
+        weights, server_metrics = self._correction(batch, totals)
+        if weights is not None:
+            losses = losses * _on_tokens(weights, batch)
+        divergences = self._divergences(token_log_probabilities, ratios, batch)
+        losses = losses + self.config.beta * divergences if self.config.beta else losses
+        metrics = {
+            "kl": _mean(divergences.detach(), batch, totals),
+            "entropy": _mean(-token_log_probabilities.detach(), batch, totals),
+            "clipped_low_fraction": _mean(((ratios < lowest) & (advantages < 0)).float(), batch, totals),
+            "clipped_high_fraction": _mean(((ratios > highest) & (advantages > 0)).float(), batch, totals),
+            **server_metrics,
+        }
+        return self._mean_loss(losses, batch, totals), metrics
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        config = self.config
+        return 1 - config.epsilon, 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
+
+    def _ratios(self, token_log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """π/π_old and advantages: [rows, sequence] each, or of completions [num_documents]."""
+        assert batch.rollouts is not None
+        advantages = batch.rollouts.advantages
+        changes = (token_log_probabilities - batch.rollouts.old_log_probabilities).where(batch.has_target, 0.0)
+        if self.config.importance_sampling_level == "token":
+            return changes.exp(), batch.of_tokens(advantages)
+        return (batch.document_sums(changes) / _num_tokens(batch)).exp(), advantages
+
+    def _divergences(self, token_log_probabilities: Tensor, ratios: Tensor, batch: Batch) -> Tensor:
+        """π_ref/π - log π_ref/π - 1 of each token, [rows, sequence]: Schulman 2020; NaN without a reference."""
+        assert batch.rollouts is not None
+        reference = batch.rollouts.reference_log_probabilities
+        if reference is None:
+            return token_log_probabilities.new_full(token_log_probabilities.shape, float("nan"))
+        changes = (reference - token_log_probabilities).where(batch.has_target, 0.0)
+        found = changes.exp() - changes - 1
+        return found * _on_tokens(ratios, batch) if self.config.use_bias_correction_kl else found
+
+    def _correction(self, batch: Batch, totals: Totals) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Weights for what the server makes different, [rows, sequence] or of completions; and metrics of them."""
+        config, rollouts = self.config, batch.rollouts
+        assert rollouts is not None
+        names = ("server_difference", "importance_weight", "importance_cut_fraction")
+        nothing = {name: rollouts.advantages.new_tensor(float("nan")) for name in names}
+        if rollouts.server_log_probabilities is None:
+            return None, nothing
+        differences = rollouts.old_log_probabilities - rollouts.server_log_probabilities
+        differences = differences.where(batch.has_target, 0.0).nan_to_num(nan=0.0)
+        known = {**nothing, "server_difference": differences.abs().sum() / totals["server tokens"]}
+        if not config.importance_sampling_correction:
+            return None, known
+        by_sequence = config.importance_sampling_mode.startswith("sequence")
+        weights = (batch.document_sums(differences) if by_sequence else differences).exp()
+        is_cut = weights > config.importance_sampling_clip_max
+        kept = weights.where(
+            ~is_cut, config.importance_sampling_clip_max if config.importance_sampling_mode.endswith("truncate") else 0
+        )
+        known["importance_weight"] = _mean(kept, batch, totals)
+        return kept, {**known, "importance_cut_fraction": _mean(is_cut.float(), batch, totals)}
+
+    def _mean_loss(self, losses: Tensor, batch: Batch, totals: Totals) -> Tensor:
+        """Of what each token gives, [rows, sequence]."""
+        of_completions = batch.document_sums(losses.where(batch.has_target, 0.0))
+        if self.config.loss_type == "grpo":
+            return (of_completions / _num_tokens(batch)).sum() / totals["completions"]
+        if self.config.loss_type == "dr_grpo":
+            return of_completions.sum() / (totals["completions"] * self.config.max_completion_length)
+        return of_completions.sum() / max(1.0, totals["tokens"])
+
+
+def _num_tokens(batch: Batch) -> Tensor:
+    """Of each completion, at least 1: float32 [num_documents]. None of one that was cut off may be learned."""
+    return batch.document_sums(batch.has_target.float()).clamp(min=1)
+
+
+def _on_tokens(values: Tensor, batch: Batch) -> Tensor:
+    """[rows, sequence], of the same or of a number a completion."""
+    return batch.of_tokens(values) if values.dim() == 1 else values
+
+
+def _mean(values: Tensor, batch: Batch, totals: Totals) -> Tensor:
+    """The micro-batch's part of a mean over tokens, or over completions if `values` are [num_documents]."""
+    if values.dim() == 1:
+        return values.sum() / totals["completions"]
+    return values.where(batch.has_target, 0.0).sum() / max(1.0, totals["tokens"])
+
+
+GRPO = Method(
+    name="grpo",
+    rows="prompts",
+    build_loss=GrpoLoss,
+    options=GrpoConfig,
+    needs_reference=lambda config: config.beta > 0,
+    needs_rollouts=True,
+    metrics=METRICS,
+)

@@ -1,0 +1,86 @@
+"""Kahneman-Tversky optimization: answers that are good or bad, without pairs, relative to a reference model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from stages.core.numbers import PositiveFp32
+from stages.core.strict import StrictModel
+from stages.kinds.train.methods.method import Method
+from stages.kinds.train.methods.pairs import METRICS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stages.data.batch import Batch
+    from stages.engines.loss import Counts, Parts, Totals
+
+OWN_METRICS = {
+    **{name: METRICS[name] for name in ("reward_chosen", "reward_rejected", "reward_margin")},
+    "kl": "estimated divergence from the reference model, in nats",
+}
+
+
+class KtoConfig(StrictModel):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024), named as in TRL; divergence over the global batch."""
+
+    beta: PositiveFp32 = Field(0.1, description="Strength of the pull towards the reference model.")
+    loss_type: Literal["kto", "apo_zero_unpaired"] = Field(
+        "kto", description="apo_zero_unpaired: APO-zero of single answers, without an estimate of the divergence."
+    )
+    desirable_weight: PositiveFp32 = Field(1.0, description="Of good answers, to balance unequal numbers.")
+    undesirable_weight: PositiveFp32 = Field(1.0, description="Of bad answers.")
+
+
+@dataclass(frozen=True)
+class KtoLoss:
+    """Mean over documents of λ (1 - σ(±β (log π/π_ref - z))), + for good answers, z the divergence: Ethayarajh et al.
+    2024, equation 8. Of apo_zero_unpaired z is 0.
+    """
+
+    config: KtoConfig
+    metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
+
+    def counts(self, batch: Batch) -> Counts:
+        """Documents, good and bad ones."""
+        assert batch.is_good is not None
+        num_good = int(batch.is_good.sum())
+        return {"documents": batch.num_documents, "good": num_good, "bad": batch.num_documents - num_good}
+
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """Loss and metrics; rewards are β log π/π_ref."""
+        assert batch.is_good is not None
+        assert batch.reference_log_probabilities is not None
+        config, kl = self.config, batch.kl or 0.0
+        ratios = batch.log_probabilities(token_log_probabilities) - batch.reference_log_probabilities
+        signs, weights = (
+            batch.is_good * (good - bad) + bad
+            for good, bad in ((1.0, -1.0), (config.desirable_weight, config.undesirable_weight))
+        )
+        losses = weights * (1 - (signs * config.beta * (ratios - kl)).sigmoid())
+        rewards = config.beta * ratios.detach()
+        chosen = (rewards * batch.is_good).sum() / totals["good"]
+        rejected = (rewards * ~batch.is_good).sum() / totals["bad"]
+        metrics = {
+            "reward_chosen": chosen,
+            "reward_rejected": rejected,
+            "reward_margin": chosen - rejected,
+            "kl": rewards.new_tensor(kl * batch.num_documents / totals["documents"]),
+        }
+        return losses.sum() / totals["documents"], metrics
+
+
+KTO = Method(
+    name="kto",
+    rows="labelled",
+    build_loss=KtoLoss,
+    options=KtoConfig,
+    needs_reference=lambda _: True,
+    needs_divergence=lambda config: config.loss_type == "kto",
+    metrics=OWN_METRICS,
+    averaged_over="documents",
+    headline=("reward_margin",),
+)

@@ -1,0 +1,93 @@
+"""Odds ratio preference optimization: SFT on the better answer, and its odds raised above those of the other one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from stages.core.numbers import PositiveFp32
+from stages.core.strict import StrictModel
+from stages.kinds.train.methods.method import BatchChange, Method
+from stages.kinds.train.methods.pairs import METRICS, NLL, chosen_nll, num_chosen_tokens, pair_metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stages.data.batch import Batch
+    from stages.engines.loss import Counts, Parts, Totals
+
+OWN_METRICS = {
+    **METRICS,
+    **NLL,
+    "log_odds_chosen": "mean log of the odds of the preferred answer over those of the other one",
+    "log_odds_ratio": "mean log σ of that, the term that β weighs",
+}
+
+
+class OrpoConfig(StrictModel):
+    """Odds ratio preference optimization (Hong et al. 2024), named as in TRL."""
+
+    beta: PositiveFp32 = Field(0.1, description="Weight of the odds ratio beside the likelihood; λ in the paper.")
+
+
+@dataclass(frozen=True)
+class OrpoLoss:
+    """-log π of the preferred texts - β log σ(log odds_chosen / odds_rejected): Hong et al. 2024, equations 6 and 7.
+
+    As in TRL, the first is a mean over all tokens of the preferred texts, prompts included; the probability P of odds
+    P / (1 - P) is the geometric mean over an answer's tokens.
+    """
+
+    config: OrpoConfig
+    metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
+
+    def counts(self, batch: Batch) -> Counts:
+        """Pairs, and tokens of preferred texts."""
+        return {"pairs": batch.num_documents // 2, "chosen tokens": num_chosen_tokens(batch)}
+
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """Loss and metrics; rewards are β log P."""
+        from torch.nn.functional import logsigmoid
+
+        assert batch.target_weights is not None, "they tell answers from prompts"
+        means = batch.log_probabilities(token_log_probabilities) / batch.document_sums(batch.target_weights)
+        chosen, rejected = means[0::2], means[1::2]
+        log_odds = _log_odds(chosen) - _log_odds(rejected)
+        ratio = logsigmoid(log_odds)
+        nll = chosen_nll(token_log_probabilities, batch, totals)
+        metrics = {
+            **pair_metrics(self.config.beta * chosen, self.config.beta * rejected, totals),
+            "nll_loss": nll.detach(),
+            "log_odds_chosen": log_odds.detach().sum() / totals["pairs"],
+            "log_odds_ratio": ratio.detach().sum() / totals["pairs"],
+        }
+        return nll - self.config.beta * ratio.sum() / totals["pairs"], metrics
+
+
+def _log_odds(log_probability: Tensor) -> Tensor:
+    """log P / (1 - P) of log P; of an answer that is certain, those of the largest P below 1."""
+    import torch
+
+    certain = -torch.finfo(log_probability.dtype).eps
+    kept = log_probability.clamp(max=certain)
+    return kept - torch.log(-torch.expm1(kept))
+
+
+def _with_prompts(_: OrpoConfig) -> BatchChange:
+    from stages.kinds.train.methods.targets import ChosenPrompts
+
+    return ChosenPrompts()
+
+
+ORPO = Method(
+    name="orpo",
+    rows="pairs",
+    build_loss=OrpoLoss,
+    options=OrpoConfig,
+    batch_change=_with_prompts,
+    metrics=OWN_METRICS,
+    averaged_over="pairs and preferred tokens",
+    headline=("preference_accuracy",),
+)

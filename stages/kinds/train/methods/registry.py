@@ -1,0 +1,37 @@
+"""The training methods there are. A new method is a module beside this file and one line here."""
+
+from __future__ import annotations
+
+from stages.kinds.train.methods.cpo import CPO
+from stages.kinds.train.methods.distill import DISTILL
+from stages.kinds.train.methods.dpo import DPO
+from stages.kinds.train.methods.grpo import GRPO
+from stages.kinds.train.methods.kto import KTO
+from stages.kinds.train.methods.method import Method
+from stages.kinds.train.methods.orpo import ORPO
+from stages.kinds.train.methods.reward import REWARD
+from stages.kinds.train.methods.sft import SFT
+from stages.kinds.train.methods.simpo import SIMPO
+
+METHODS: dict[str, Method] = {
+    method.name: method for method in (SFT, DPO, SIMPO, ORPO, CPO, KTO, REWARD, DISTILL, GRPO)
+}
+
+
+def loss_meaning() -> str:
+    """What the metric `loss` means, with the methods of which it is not so."""
+    names: dict[str, list[str]] = {}
+    for method in METHODS.values():
+        names.setdefault(method.averaged_over, []).append(method.name.upper())
+    exceptions = "; ".join(f"{', '.join(names[what])}: over {what}" for what in names if what != SFT.averaged_over)
+    return f"mean over the {SFT.averaged_over} of a global batch, in nats ({exceptions})"
+
+
+def metric_meanings() -> dict[str, str]:
+    """Metrics that only some methods have, and what they mean, with the methods: `DPO: mean reward of …`."""
+    meanings = {name: meaning for method in METHODS.values() for name, meaning in method.metrics.items()}
+    assert all(method.metrics.items() <= meanings.items() for method in METHODS.values()), "a name means one thing"
+    return {
+        name: f"{', '.join(one.name.upper() for one in METHODS.values() if name in one.metrics)}: {meaning}"
+        for name, meaning in meanings.items()
+    }

@@ -1,0 +1,66 @@
+"""Reward models: one number an answer, higher for the better one of a pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from stages.core.numbers import PositiveFp32
+from stages.core.strict import StrictModel
+from stages.kinds.train.methods.method import Method
+from stages.kinds.train.methods.pairs import METRICS, pair_metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stages.data.batch import Batch
+    from stages.engines.loss import Counts, Parts, Totals
+
+
+class RewardConfig(StrictModel):
+    """Reward modelling (Bradley-Terry), named as in TRL. Rows may have a `margin`, by which rewards are to differ."""
+
+    center_rewards_coefficient: PositiveFp32 | None = Field(
+        None, description="Pull of the rewards towards a mean of 0; its authors advise 0.01. Default: none."
+    )
+
+
+@dataclass(frozen=True)
+class RewardLoss:
+    """Mean over pairs of -log σ(r_chosen - r_rejected - margin): Ouyang et al. 2022, equation 1, and, where rows have a
+    margin, Touvron et al. 2023, equation 2; and of (r_chosen + r_rejected)² times `center_rewards_coefficient`:
+    Eisenstein et al. 2023, equation 2.
+    """
+
+    config: RewardConfig
+    metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
+
+    def counts(self, batch: Batch) -> Counts:
+        """Pairs."""
+        return {"pairs": batch.num_documents // 2}
+
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """Loss and metrics; `token_log_probabilities` are scores: of each document at one token, 0 at the others."""
+        from torch.nn.functional import logsigmoid
+
+        rewards = batch.document_sums(token_log_probabilities)
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        losses = -logsigmoid(chosen - rejected - (0.0 if batch.margins is None else batch.margins))
+        if self.config.center_rewards_coefficient:
+            losses = losses + self.config.center_rewards_coefficient * (chosen + rejected) ** 2
+        return losses.sum() / totals["pairs"], pair_metrics(chosen, rejected, totals)
+
+
+REWARD = Method(
+    name="reward",
+    rows="pairs",
+    build_loss=RewardLoss,
+    options=RewardConfig,
+    needs_score_head=True,
+    reads_margins=True,
+    metrics=METRICS,
+    averaged_over="pairs",
+    headline=("preference_accuracy",),
+)

@@ -1,0 +1,32 @@
+"""Supervised fine-tuning: the likelihood of the target tokens is raised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from stages.kinds.train.methods.method import Method
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stages.data.batch import Batch
+    from stages.engines.loss import Counts, Parts, Totals
+
+
+@dataclass(frozen=True)
+class SftLoss:
+    """Cross-entropy in nats, over target tokens."""
+
+    metric_names: ClassVar[tuple[str, ...]] = ()
+
+    def counts(self, batch: Batch) -> Counts:
+        """Target tokens."""
+        return {"targets": int(batch.has_target.sum())}
+
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """Negative log-likelihood; no metrics beside."""
+        return -token_log_probabilities.sum() / totals["targets"], {}
+
+
+SFT = Method(name="sft", rows="examples", build_loss=lambda _: SftLoss(), is_likelihood=True)

@@ -1,0 +1,61 @@
+"""Simple preference optimization: DPO without a reference model, by the mean log-probability of an answer's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from stages.core.numbers import NonNegativeFp32, PositiveFp32
+from stages.core.strict import StrictModel
+from stages.kinds.train.methods.method import Method
+from stages.kinds.train.methods.pairs import METRICS, pair_metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stages.data.batch import Batch
+    from stages.engines.loss import Counts, Parts, Totals
+
+
+class SimpoConfig(StrictModel):
+    """Simple preference optimization (Meng et al. 2024); defaults are its authors', as in ms-swift."""
+
+    beta: PositiveFp32 = Field(2.0, description="Scale of the rewards; TRL's default is that of DPO, 0.1.")
+    gamma: NonNegativeFp32 = Field(
+        1.0, description="By how much the reward of the preferred answer is to be higher; TRL's `simpo_gamma` is 0.5."
+    )
+
+
+@dataclass(frozen=True)
+class SimpoLoss:
+    """Mean over pairs of -log σ(β (p_chosen - p_rejected) - γ), p of means over tokens: Meng et al. 2024, (6)."""
+
+    config: SimpoConfig
+    metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
+
+    def counts(self, batch: Batch) -> Counts:
+        """Pairs."""
+        return {"pairs": batch.num_documents // 2}
+
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """Loss and metrics over pairs; rewards are β p."""
+        from torch.nn.functional import logsigmoid
+
+        tokens = batch.document_sums(batch.has_target.float())
+        rewards = self.config.beta * batch.document_sums(token_log_probabilities) / tokens
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        losses = -logsigmoid(chosen - rejected - self.config.gamma)
+        return losses.sum() / totals["pairs"], pair_metrics(chosen, rejected, totals)
+
+
+SIMPO = Method(
+    name="simpo",
+    rows="pairs",
+    build_loss=SimpoLoss,
+    options=SimpoConfig,
+    metrics=METRICS,
+    averaged_over="pairs",
+    headline=("preference_accuracy",),
+)

@@ -1,0 +1,57 @@
+"""Running out of memory, as an error that says what was expected and which settings lower it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from stages.core.errors import ResourceError
+from stages.kinds.train.config import TrainConfig
+from stages.parallel.layout import describe_layout
+
+CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""In the message of the plain RuntimeError that torch raises on a CPU."""
+
+
+@contextmanager
+def explained_out_of_memory(config: TrainConfig, predicted_gib: float | None) -> Iterator[None]:
+    """Turn the error of an allocator into a ResourceError; all other errors pass.
+
+    predicted_gib: memory of the fullest process under the layout, if it was predicted.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        predicted = f"; predicted {predicted_gib:.1f} GiB a process" if predicted_gib is not None else ""
+        reason = str(error).partition("\n")[0] or "the host refused more"  # Python's own MemoryError is mute
+        raise ResourceError(
+            f"rank {os.environ.get('RANK', '0')} ran out of memory under the layout "
+            f"{describe_layout(config.engine, config.layout)}{predicted}: {reason}. "
+            f"To need less: {', '.join(_settings(config))}"
+        ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_ALLOCATOR in str(error)
+
+
+def _settings(config: TrainConfig) -> Iterator[str]:
+    """What can still be turned, that with the least cost in speed first."""
+    layout = config.layout
+    if layout.micro_batch_size > 1:
+        yield f"lower layout.micro_batch_size (now {layout.micro_batch_size})"
+    if layout.recompute != "full":
+        yield f"layout.recompute: full (now {layout.recompute})"
+    adds_up_shards = config.engine == "fsdp" and not config.optimizer.bf16_stochastic_round
+    if adds_up_shards and layout.accumulate != "sharded" and config.micro_batches_per_step > 1:
+        yield f"layout.accumulate: sharded (now {layout.accumulate})"
+    degrees = ("dp_shard", "tp", "pp", "cp") if config.engine == "megatron" else ("dp_shard",)
+    yield f"raise {' or '.join(f'layout.{name} (now {getattr(layout, name)})' for name in degrees)}"
+    if config.engine == "fsdp" and not layout.cpu_offload:
+        yield "layout.cpu_offload: true"
+    yield f"lower data.sequence_length (now {config.data.sequence_length})"

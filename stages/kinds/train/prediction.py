@@ -1,0 +1,117 @@
+"""Before a model is built: the planner's prediction for this layout here, and whether there is memory enough for it.
+
+A run that cannot fit is refused before its first minute; one that the planner cannot predict (a model or a device that
+it has no description of) is run all the same, with a warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from stages.core.contract import StageContext, is_main_process
+from stages.core.errors import ModelError
+from stages.core.files import write_atomically
+from stages.kinds.train.config import TrainConfig
+from stages.models.model_config import read_config, shape_of_config
+from stages.models.shape import ModelShape
+from stages.parallel.accelerator import device_name, free_bytes
+from stages.parallel.layout import Layout
+from stages.parallel.processes import gathered
+from stages.planner.hardware import Hardware
+from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.prediction import (
+    alternatives,
+    as_json,
+    check_memory,
+    check_teacher_memory,
+    predicted_metrics,
+    teacher_memory_gib,
+)
+from stages.planner.search import Candidate, SearchRequest, estimate
+
+HARDWARE_VARIABLE = "LIFECYCLE_HARDWARE"
+"""Names the YAML file that describes the devices; the built-in descriptions serve where there is none."""
+PREDICTION_FILE = "prediction.json"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted metrics by name, and tags that say what they were predicted from."""
+
+    layout: Layout
+    """As it is to run: what it leaves to the planner is decided, if there is a prediction."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+def predict_run(
+    config: TrainConfig, context: StageContext, shape: ModelShape | None, device: torch.device
+) -> Prediction:
+    """Predict, check memory, and leave `prediction.json` with the layout's parts and its alternatives. Collective.
+
+    Raises LayoutError on every process when even the emptiest device has too little memory free.
+    """
+    available_gib = min(gathered(_available_memory_gib(device)))
+    hardware = _hardware(config, context, device)
+    if shape is None or hardware is None:
+        return Prediction(config.layout)
+    request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)
+    candidate = estimate(request, config.engine, config.layout)
+    check_memory(request, candidate, available_gib)
+    of_teacher = _check_teacher(config, context, request, candidate, available_gib)
+    if is_main_process():
+        _write(context.work / PREDICTION_FILE, request, candidate)
+    tags = {
+        "model_shape": shape.to_json(),
+        "workload": config.workload.to_json(),
+        "planner_hardware": hardware.name,
+    }
+    return Prediction(candidate.layout, {**predicted_metrics(candidate), **of_teacher}, tags)
+
+
+def _check_teacher(
+    config: TrainConfig, context: StageContext, request: SearchRequest, candidate: Candidate, available_gib: float
+) -> dict[str, float]:
+    """Its predicted memory, if a stage's model is the teacher, and its sizes are known."""
+    if config.teacher is None:
+        return {}
+    try:
+        shape = shape_of_config(read_config(context.inputs[config.teacher] / "model"))
+    except ModelError:
+        return {}
+    teacher_gib = teacher_memory_gib(dataclasses.replace(request, shape=shape), candidate)
+    check_teacher_memory(teacher_gib, candidate, available_gib, stays=config.on_policy is not None)
+    return {"predicted_teacher_memory_gib": teacher_gib}
+
+
+def _hardware(config: TrainConfig, context: StageContext, device: torch.device) -> Hardware | None:
+    name = device_name(device)
+    described = os.environ.get(HARDWARE_VARIABLE)
+    hardware = hardware_at_hand(name, config.processes, Path(described) if described else None)
+    if hardware is None:
+        context.warn(f"memory and step time are not predicted: no description of a {name}; give one as YAML")
+    return hardware
+
+
+def _write(path: Path, request: SearchRequest, candidate: Candidate) -> None:
+    document = {
+        "hardware": dataclasses.asdict(request.hardware),
+        "predicted": as_json(candidate),
+        "alternatives": [as_json(one) for one in alternatives(request)],
+    }
+    write_atomically(path, json.dumps(document, indent=1))
+
+
+def _available_memory_gib(device: torch.device) -> float:
+    """Of this process's GPU; of the host, its share among the processes there."""
+    if device.type != "cpu":
+        return free_bytes(device) / GIB
+    kib = next(line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)
+    return int(kib) * 1024 / GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,0 +1,124 @@
+"""Log-probabilities that the untrained model gives to the documents: computed once, cached by content.
+
+So only one model is held. Cached are the sums of each document's targets, under a name made of everything that decides
+them: the model's weights, the packed data, the rows, the precision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from stages.core.contract import StageContext, is_main_process
+from stages.data.batch import Batch
+from stages.data.cache import content_key, file_digest, is_intact, is_sealed, write_seal
+from stages.data.dataset import PackedDataset
+from stages.engines.engine import Engine
+from stages.kinds.train.methods.method import BatchChange
+from stages.kinds.train.order import even_micro_batches
+from stages.kinds.train.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class ReferenceRows:
+    """Rows of a dataset with the log-probabilities of their documents."""
+
+    documents: NDArray[np.int64]
+    """int64 [documents], sorted: their numbers in the dataset"""
+    log_probabilities: NDArray[np.float32]
+    """float32 [documents]"""
+
+    def attach(self, batch: Batch, documents: NDArray[np.int64]) -> Batch:
+        """The batch with the reference of its documents."""
+        found = np.searchsorted(self.documents, documents)
+        return batch.with_reference(torch.from_numpy(self.log_probabilities[found]))
+
+
+@dataclass(frozen=True)
+class ReferenceModel:
+    """The model that the engine holds before training: with an adapter that it goes on with, as TRL has it."""
+
+    engine: Engine
+    weights_digest: str
+    """Of the model folder that was loaded; see `model_digest`."""
+    micro_batch_size: int
+    context: StageContext
+    watchdog: Watchdog
+
+    def rows(
+        self,
+        dataset: PackedDataset,
+        rows: Sequence[int],
+        change: BatchChange | None = None,
+        *,
+        mismatched: bool = False,
+    ) -> ReferenceRows:
+        """Log-probabilities of the documents of `rows` (sorted, without repetitions), in batches that `change` makes.
+
+        mismatched: of their answers to other prompts. Collective.
+        """
+        documents = dataset.row_documents(rows)
+        identity: dict[str, JsonValue] = {
+            "weights": self.weights_digest,
+            "data": dataset.key,
+            "documents": hashlib.sha256(documents.tobytes()).hexdigest(),
+            "compute_dtype": str(self.engine.compute_dtype),
+        }
+        if change:
+            identity["change"] = repr(change)
+        if mismatched:
+            identity["mismatched"] = True
+        path = self.context.cache / "reference" / f"{content_key(identity)}.npy"
+        is_usable = is_intact(path)
+        if self.engine.broadcast_from_rank0(float(is_usable)):
+            return ReferenceRows(documents, np.load(path))
+        if is_sealed(path) and not is_usable:
+            self.context.warn(f"reference log-probabilities: {path} held other bytes than were written: computed again")
+        values = self._compute(dataset, rows, dataset.mismatched if mismatched else dataset.batch, change)
+        if is_main_process():
+            _save(path, values)
+        return ReferenceRows(documents, values)
+
+    def _compute(
+        self,
+        dataset: PackedDataset,
+        rows: Sequence[int],
+        make: Callable[[Sequence[int], int], Batch],
+        change: BatchChange | None,
+    ) -> NDArray[np.float32]:
+        """float32 [documents], the same on every process."""
+        engine = self.engine
+        positions = np.cumsum([0, *(len(dataset.row_documents([row])) for row in rows)]).tolist()
+        values = torch.zeros(positions[-1], dtype=torch.float64)
+        shares = list(even_micro_batches(len(rows), self.micro_batch_size, engine.data_rank, engine.data_parallel_size))
+        for index, share in enumerate(shares):
+            self.watchdog.begins(f"micro-batch {index + 1} of {len(shares)} of the reference log-probabilities")
+            batch = make([rows[position] for position in share], self.micro_batch_size)
+            result = engine.document_log_probabilities(change(batch) if change else batch)
+            if share:
+                values[positions[share[0]] : positions[share[-1] + 1]] = result
+            self.context.progress(index + 1, len(shares), "micro-batches", "reference log-probabilities")
+        return engine.sum_over_data(values).float().numpy()
+
+
+def model_digest(*folders: Path) -> str:
+    """Identifies the weights and config of a Hugging Face folder, and of an adapter's, by content."""
+    names = ("config.json", "adapter_config.json", "*.safetensors")
+    paths = [path for folder in folders for name in names for path in folder.glob(name)]
+    return content_key({path.name: file_digest(path) for path in paths})
+
+
+def _save(path: Path, values: NDArray[np.float32]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.npy")
+    np.save(temporary, values)
+    temporary.replace(path)
+    write_seal(path)

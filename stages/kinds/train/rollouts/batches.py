@@ -1,0 +1,209 @@
+"""Rounds of completions → the micro-batches of each optimizer step. See `stages.kinds.train.batches.Batches`.
+
+A round: the server gets the weights as they are, which is checked; rank 0 samples and judges, and writes what came of
+it to a file; every process reads that, packs its share, and has the engine say what it gives to the completions. The
+steps of a round learn from it in parts, `num_iterations` times over.
+
+A file is kept until a checkpoint has been made after its round: a run that goes on from a checkpoint finds the round
+that was sampled by the very weights of that checkpoint. Later rounds of an attempt that was killed are sampled again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from stages.core.contract import StageContext, is_main_process
+from stages.data.batch import Batch
+from stages.engines.engine import Engine
+from stages.kinds.train.batches import BatchSource
+from stages.kinds.train.checkpoints import complete_checkpoints
+from stages.kinds.train.methods.rollouts import RolloutOptions
+from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing
+from stages.kinds.train.rollouts.metrics import RoundSamples, round_metrics
+from stages.kinds.train.rollouts.probe import BOUNDS_NATS, check_difference
+from stages.kinds.train.rollouts.rounds import Round, RoundPlan
+from stages.kinds.train.rollouts.sample_file import COMPLETIONS_FILE
+from stages.kinds.train.rollouts.sampling import Sampler
+from stages.kinds.train.rollouts.synced import SyncedServer
+from stages.kinds.train.watchdog import Watchdog
+from stages.parallel.processes import gathered
+from stages.rewards.judging import Judge, judging
+from stages.rewards.reward import RewardContext
+from stages.rollouts.prompts import AskedPrompt
+
+
+class RolloutBatches:
+    """To be closed: it has a server."""
+
+    made_ahead: ClassVar[bool] = False
+    held_out: ClassVar[BatchSource | None] = None
+    files: ClassVar[Sequence[str]] = (COMPLETIONS_FILE,)
+
+    def __init__(
+        self,
+        context: StageContext,
+        options: RolloutOptions,
+        engine: Engine,
+        watchdog: Watchdog,
+        prompts: Sequence[AskedPrompt],
+        plan: RoundPlan,
+        packing: Packing,
+        server: SyncedServer,
+        reference: Engine | None,
+    ) -> None:
+        """reference: what training starts from, if the loss measures how far it is from that."""
+        self._context = context
+        self._options = options
+        self._engine = engine
+        self._watchdog = watchdog
+        self._prompts = prompts
+        self._plan = plan
+        self._packing = packing
+        self._reference = reference
+        self._folder = context.scratch / "rollouts"
+        self._server = server
+        self._resources = ExitStack()
+        self._resources.callback(self._server.close)
+        self._judge: Judge | None = None
+        self._samples = RoundSamples(context, prompts)
+        self._parts: list[list[Batch]] = []
+        self._measured: dict[str, float] = {}
+        self._is_first = True
+
+    @property
+    def steps_together(self) -> int:
+        return self._plan.steps_per_round
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        if self._plan.staleness(step) == 0:
+            self._parts = self._new_round(step)
+            self._watchdog.begins_step(step)
+        return self._parts[self._plan.part(step)]
+
+    def metrics(self, step: int, update_s: float) -> dict[str, float]:
+        num_tokens = sum(int(batch.has_target.sum()) for batch in self._parts[self._plan.part(step)])
+        return {
+            **self._measured,
+            "staleness_steps": float(self._plan.staleness(step)),
+            "train_s": update_s,
+            "train_tokens_per_s": num_tokens / update_s,
+        }
+
+    def recorded(self) -> tuple[Batch, torch.Tensor | None]:
+        return self._server.recorded()
+
+    def close(self) -> None:
+        self._resources.close()
+
+    def _new_round(self, step: int) -> list[list[Batch]]:
+        path = self._folder / f"step-{step}.json"
+        if is_main_process():
+            self._clear(path)
+        is_kept = bool(self._engine.broadcast_from_rank0(float(path.is_file())))
+        sync_s = 0.0 if is_kept else self._sample(step, path)
+        found = Round.read(path)
+        began_s = time.perf_counter()
+        documents = self._documents(found)
+        parts = self._parts_of(documents)
+        differences = self._differences(parts)
+        if self._options.top_p == 1:  # else the server says what a token had among the likeliest only
+            if is_kept and differences["mismatch_mean"] > BOUNDS_NATS[self._server.bound_dtype]:
+                self._context.warn(
+                    f"the completions that were kept for step {step} are of other weights: sampled again"
+                )
+                path.unlink(missing_ok=True)
+                return self._new_round(step)
+            check_difference(
+                differences["mismatch_mean"], self._server.bound_dtype, f"at step {step}, the server that samples"
+            )
+        self._server.take_probe(documents)
+        self._measured = {
+            **round_metrics(found),
+            **differences,
+            "sync_s": sync_s,
+            "old_log_probabilities_s": time.perf_counter() - began_s,
+        }
+        self._samples.write(found)
+        return parts
+
+    def _sample(self, step: int, path: Path) -> float:
+        """Leaves the round's file; returns the seconds that the server's new weights took."""
+        sync_s = self._server.give_weights(step)
+        self._watchdog.begins(f"the completions for step {step}")
+        if is_main_process():
+            sampler = Sampler(self._server.server, self._open_judge(), self._prompts, self._options, self._plan)
+            sampler.sample(step).write(path)
+        self._engine.broadcast_from_rank0(0.0)  # until now, there may be no file
+        return sync_s
+
+    def _open_judge(self) -> Judge:
+        """Of the rewards, which may need processes or servers of their own: once."""
+        if self._judge is None:
+            kept = self._context.work / "rewards"
+            context = RewardContext(self._context.inputs, kept, self._context.warn)
+            self._judge = self._resources.enter_context(judging(self._options.rewards, context))
+        return self._judge
+
+    def _clear(self, path: Path) -> None:
+        """Remove rounds that no run can begin with any more; and, in a new attempt, what another has left."""
+        checkpoints = complete_checkpoints(self._context.scratch / "checkpoints")
+        latest = checkpoints[0][0] if checkpoints else 0
+        for other in self._folder.glob("step-*.json"):
+            if other != path and (self._is_first or int(other.stem.removeprefix("step-")) <= latest):
+                other.unlink()
+        self._is_first = False
+
+    def _documents(self, found: Round) -> list[AnsweredPrompt]:
+        rewards = torch.tensor([one.reward for one in found.completions], dtype=torch.float64)  # as they are weighted
+        advantages = self._options.advantages(rewards)
+        number = iter(advantages.tolist())
+        return [
+            AnsweredPrompt(
+                self._prompts[group.prompt].token_ids,
+                one.token_ids,
+                one.log_probabilities,
+                next(number),
+                is_learned=not (one.truncated and self._options.mask_truncated_completions),
+            )
+            for group in found.groups
+            for one in group.completions
+        ]
+
+    def _parts_of(self, documents: Sequence[AnsweredPrompt]) -> list[list[Batch]]:
+        """This process's share of what each step learns from, with the engine's log-probabilities."""
+        self._watchdog.begins("what the weights that sampled give to the completions")
+        engine, size = self._engine, len(documents) // self._options.steps_per_generation
+        shares = [
+            self._packing.share(documents[first : first + size], engine.data_rank, engine.data_parallel_size)
+            for first in range(0, len(documents), size)
+        ]
+        return [[self._with_log_probabilities(batch) for batch in share] for share in shares]
+
+    def _with_log_probabilities(self, batch: Batch) -> Batch:
+        assert batch.rollouts
+        reference = self._reference.target_log_probabilities(batch) if self._reference else None
+        rollouts = replace(
+            batch.rollouts,
+            old_log_probabilities=self._engine.target_log_probabilities(batch),
+            reference_log_probabilities=reference,
+        )
+        return replace(batch, rollouts=rollouts)
+
+    def _differences(self, parts: Sequence[Sequence[Batch]]) -> dict[str, float]:
+        """Between server and engine, of all tokens that were sampled, in nats."""
+        found = [torch.zeros(1)]
+        for batch in (batch for part in parts for batch in part):
+            assert batch.rollouts and batch.rollouts.server_log_probabilities is not None
+            change = batch.rollouts.old_log_probabilities - batch.rollouts.server_log_probabilities
+            found.append(change[batch.has_target].abs())
+        of_tokens = torch.cat(found).double()
+        sums = torch.stack([of_tokens.sum(), torch.tensor(float(len(of_tokens) - 1), dtype=torch.float64)])
+        total, count = self._engine.sum_over_data(sums).tolist()
+        return {"mismatch_mean": total / max(1.0, count), "mismatch_max": max(gathered(of_tokens.max().item()))}

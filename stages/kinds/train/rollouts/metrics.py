@@ -1,0 +1,66 @@
+"""What a round of completions shows: metrics, warnings, and some of the completions for people to read."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from stages.core.contract import StageContext, is_main_process
+from stages.kinds.train.rollouts.rounds import Round, deviation
+from stages.kinds.train.rollouts.sample_file import NUM_SHOWN, SampleFile
+from stages.rollouts.prompts import AskedPrompt
+
+
+def round_metrics(found: Round) -> dict[str, float]:
+    """Of rewards, completions and the sampling."""
+    completions = found.completions
+    by_name = {name: [one.rewards[name] for one in completions] for name in completions[0].rewards}
+    totals = [one.reward for one in completions]
+    return {
+        "reward": statistics.fmean(totals),
+        "reward_spread": deviation(totals),
+        **{f"reward_{name}": statistics.fmean(values) for name, values in by_name.items()},
+        **{f"reward_{name}_spread": deviation(values) for name, values in by_name.items()},
+        "no_signal_share": statistics.fmean(not group.has_signal for group in found.groups),
+        "completion_tokens": statistics.fmean(len(one.token_ids) for one in completions),
+        "truncated_share": statistics.fmean(one.truncated for one in completions),
+        **found.measured,
+    }
+
+
+class RoundSamples:
+    """Writes a few completions of each round, and warns of rewards that tell none apart; on rank 0 alone."""
+
+    def __init__(self, context: StageContext, prompts: Sequence[AskedPrompt]) -> None:
+        self._context = context
+        self._prompts = prompts
+        self._warned: set[str] = set()
+        self._file = SampleFile(context) if is_main_process() else None
+
+    def write(self, found: Round) -> None:
+        if self._file is None:
+            return
+        for name in found.completions[0].rewards:
+            values = {one.rewards[name] for one in found.completions}
+            if len(values) == 1 and name not in self._warned:
+                self._warned.add(name)
+                self._context.warn(
+                    f"step {found.first_step}: the reward {name} is {values.pop():g} for all "
+                    f"{len(found.completions)} completions: it tells none apart"
+                )
+        self._file.write(found.first_step, self._lines(found))
+
+    def _lines(self, found: Round) -> Iterator[dict[str, object]]:
+        for group in found.groups[:NUM_SHOWN]:
+            prompt = self._prompts[group.prompt]
+            for one in group.completions[:NUM_SHOWN]:
+                yield {
+                    "row": str(prompt.place),
+                    "prompt": prompt.text,
+                    "reference": prompt.prompt.reference,
+                    "text": one.text,
+                    "num_tokens": len(one.token_ids),
+                    "truncated": one.truncated,
+                    "rewards": one.rewards,
+                    "reward": one.reward,
+                }

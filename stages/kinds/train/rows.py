@@ -1,0 +1,178 @@
+"""Rows of a dataset as what a run learns from: prepared, checked, and dealt out to the processes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import chain, count, islice
+from pathlib import Path
+
+from stages.core.contract import StageContext
+from stages.core.errors import DataError
+from stages.data.batch import Batch
+from stages.data.dataset import PackedDataset
+from stages.data.lengths import Lengths, count_lengths
+from stages.data.prepare import PreparedData
+from stages.data.prepare_mixture import prepare_mixture
+from stages.data.tool_prompt import ToolPrompt
+from stages.engines.engine import Engine
+from stages.kinds.train.batches import Batches, BatchSource, RowBatches, first_batches
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.mixture import repeated_too_often, shares_asked, slots_of, steps_of_epochs
+from stages.kinds.train.order import DataOrder
+from stages.kinds.train.reference import ReferenceModel, model_digest
+from stages.kinds.train.teacher import BuildEngine, RowsOf, Taught, ask_teacher
+from stages.kinds.train.watchdog import Watchdog
+
+NOTHING_TAUGHT = Taught()
+
+
+@dataclass(frozen=True)
+class RowData:
+    """See `stages.kinds.train.batches.TrainingData`."""
+
+    config: TrainConfig
+    context: StageContext
+    prepared: PreparedData
+    teaching: Taught = NOTHING_TAUGHT
+
+    @classmethod
+    def read(cls, config: TrainConfig, context: StageContext, model_folder: Path) -> RowData:
+        """Raises DataError and ModelError as `prepare` does, and where a dataset would be learned too often."""
+        prepared = prepare_mixture(
+            context.inputs,
+            config.data,
+            model_folder,
+            rows=config.learning.rows,
+            cache=context.cache,
+            report=context,
+            work=context.work,
+        )
+        if prepared.training.about.has_margins and not config.learning.reads_margins:
+            context.warn(f"the rows have a `margin`, which `method: {config.method}` makes no use of")
+        for place, error in repeated_too_often(config, prepared.training):
+            raise DataError(f"data.{place}: {error}")
+        return cls(config, context, prepared)
+
+    @property
+    def longest_document(self) -> int:
+        return self.prepared.longest_document
+
+    @property
+    def conversations(self) -> bool:
+        return self.prepared.training.about.conversations
+
+    @property
+    def tool_prompts(self) -> tuple[ToolPrompt, ...]:
+        return self.prepared.training.about.tool_prompts
+
+    @property
+    def counts(self) -> dict[str, float]:
+        training = self.prepared.training
+        return {
+            "num_rows": float(len(training)),
+            "num_documents": float(training.num_documents),
+            "num_tokens": float(training.num_tokens),
+            "num_target_tokens": float(training.num_target_tokens),
+            **({} if training.padding_fraction is None else {"padding_fraction": training.padding_fraction}),
+            **self._counts_by_dataset,
+        }
+
+    @property
+    def lengths(self) -> Lengths:
+        training = self.prepared.training
+        members = training.members or {"": training}
+        return count_lengths({name: one.document_lengths for name, one in members.items()})
+
+    @property
+    def _counts_by_dataset(self) -> dict[str, float]:
+        """Of a mixture, with the share that the recipe wants of each."""
+        training = self.prepared.training
+        asked = shares_asked(self.config.data, training) if training.members else {}
+        found: dict[str, float] = {}
+        for name, dataset in training.members.items():
+            found |= {f"num_rows.{name}": float(len(dataset)), f"num_tokens.{name}": float(dataset.num_tokens)}
+            found[f"share_asked.{name}"] = asked[name]
+        return found
+
+    @property
+    def steps_of_epochs(self) -> int:
+        return steps_of_epochs(self.config, self.prepared.training)
+
+    def taught(self, build: BuildEngine, watchdog: Watchdog, stays: ExitStack) -> RowData:
+        """Of the rows that are learned from, unless the model answers all of them itself, and of those held out."""
+        config, context = self.config, self.context
+        if not config.teacher_tokens:
+            return self
+        last_step = context.trial.steps if context.trial else config.steps or self.steps_of_epochs
+        wanted: list[RowsOf] = []
+        if config.on_policy is None or config.on_policy.share < 1:
+            wanted.append((self.prepared.training, self._order(0, 1).rows(last_step)))
+        if self._held_out:
+            wanted.append((self._held_out, range(len(self._held_out))))
+        start_digest = _start_digest(config, context)
+        return replace(self, teaching=ask_teacher(config, context, wanted, start_digest, watchdog, build, stays))
+
+    def first_batches(self, least_targets: int) -> list[Batch]:
+        """In the order of training, the same on all processes; raises DataError as the function of this name does."""
+        training, order = self.prepared.training, self._order(0, 1)
+        rows = chain.from_iterable(map(order.global_batch, count(1)))
+        return first_batches(training, islice(rows, len(training)), least_targets)
+
+    def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
+        """With the reference's log-probabilities of all rows that are learned from until `last_step`."""
+        config, context, training = self.config, self.context, self.prepared.training
+        micro_batch_size = config.layout.micro_batch_size
+        order = self._order(engine.data_rank, engine.data_parallel_size)
+        reference = (
+            ReferenceModel(engine, _start_digest(config, context), micro_batch_size, context, watchdog)
+            if config.needs_reference
+            else None
+        )
+        change = config.learning.batch_change(config.method_options)
+
+        def source(dataset: PackedDataset, rows: list[int]) -> BatchSource:
+            found = reference.rows(dataset, rows, change) if reference else None
+            other = reference.rows(dataset, rows, mismatched=True) if reference and config.needs_divergence else None
+            return BatchSource(dataset, micro_batch_size, change, found, other, self.teaching.rows.get(dataset))
+
+        held_out = self._held_out
+        batches = RowBatches(
+            order=order,
+            training=source(training, order.rows(last_step)),
+            held_out=source(held_out, list(range(len(held_out)))) if held_out else None,
+            data=config.data,
+        )
+        if config.adapter and not context.trial:
+            recorded, _ = batches.recorded()
+            untrained = engine.target_log_probabilities(recorded)[recorded.has_target]
+            batches = replace(batches, untrained=untrained)
+        if config.on_policy is None:
+            return batches
+        from stages.kinds.train.rollouts.on_policy import on_policy_batches
+
+        return on_policy_batches(config, context, config.on_policy, engine, watchdog, batches, self.teaching)
+
+    @property
+    def _held_out(self) -> PackedDataset | None:
+        return None if self.context.trial else self.prepared.evaluation
+
+    def _order(self, data_rank: int, data_parallel_size: int) -> DataOrder:
+        config, training = self.config, self.prepared.training
+        return DataOrder(
+            len(training),
+            config.global_batch_size,
+            config.layout.micro_batch_size,
+            data_rank,
+            data_parallel_size,
+            config.seed,
+            slots_of(config.data, training, config.seed),
+        )
+
+
+def _start_digest(config: TrainConfig, context: StageContext) -> str:
+    """Identifies the weights that training starts from: what the reference's log-probabilities are of."""
+    start = [context.inputs[config.model] / "adapter"] if config.base else []
+    precision = config.adapter and config.adapter.base_precision
+    digest = model_digest(context.inputs[config.base or config.model] / "model", *start)
+    return f"{digest} {precision} {config.adapter.init}" if config.adapter and precision else digest

@@ -1,0 +1,300 @@
+"""The train stage: a model and a dataset → a trained model in `model/`, with its metrics and its loss curve."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from stages.adapters.adapter import Adapter
+from stages.adapters.effect import Changing, changing, has_effect, idle_layers
+from stages.adapters.experts import ChangedParameters, idle_experts
+from stages.adapters.files import NUM_NAMED, read_adapter
+from stages.adapters.headers import ADAPTER_FOLDER
+from stages.core.contract import StageContext, StageResult, is_main_process
+from stages.core.errors import LayoutError, ModelError, ResourceError
+from stages.core.files import write_atomically
+from stages.data.config import DEFAULT_DATE
+from stages.data.lengths import LENGTHS_FILE
+from stages.engines.engine import Engine, LossMeans
+from stages.engines.recorded import record_log_probabilities
+from stages.kinds.train.batches import TrainingData
+from stages.kinds.train.check_model import check_lengths, check_model
+from stages.kinds.train.check_teacher import check_teacher
+from stages.kinds.train.checkpoints import Checkpoints, check_free_disk
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.journal import Journal
+from stages.kinds.train.loop import TrainingRun, evaluation_metrics, train
+from stages.kinds.train.metrics import forget_peak_memory, peak_memory
+from stages.kinds.train.out_of_memory import explained_out_of_memory
+from stages.kinds.train.plot import plot_loss
+from stages.kinds.train.prediction import Prediction, predict_run
+from stages.kinds.train.rows import RowData
+from stages.kinds.train.start import data_with_template
+from stages.kinds.train.watchdog import Watchdog
+from stages.models.model_config import read_config
+from stages.models.model_folder import check_model_folder
+from stages.models.shape import ModelShape
+from stages.models.start_up import hide_unused_packages
+from stages.models.tokenizer_probe import check_tokenizer
+from stages.models.trained_on import note_trained_on
+from stages.parallel.accelerator import check_precision, type_at_hand
+from stages.parallel.device_types import check_device
+from stages.parallel.devices import Peak, device_peak
+from stages.parallel.eight_bits import missing_package
+from stages.parallel.layout import describe_layout
+from stages.parallel.processes import collective_timeout, joined_processes
+
+LOSS_PLOT = "plots/loss.png"
+
+
+def run(config: TrainConfig, context: StageContext) -> StageResult:
+    """Check what can be checked, prepare the data, train, export; `TrainConfig` says what can be asked for.
+
+    Raises a `LifecycleError` when the model, the data, the layout or the machine do not allow it, or training diverges.
+    """
+    hide_unused_packages()
+    model_folder = context.inputs[config.base or config.model] / "model"
+    config = config.model_copy(update={"data": data_with_template(config.data, context.inputs[config.model])})
+    _check_machine(config)
+    tokenizer_notes = check_tokenizer(model_folder, read_config(model_folder))
+    for unusual in [*check_model_folder(model_folder), *tokenizer_notes]:
+        context.warn(unusual)
+    shape = check_model(config, context, model_folder)
+    for problem in check_teacher(config, context.inputs, model_folder):
+        raise problem
+    if config.sampling and config.sampling.server:
+        from stages.kinds.train.rollouts.named_server import named_server_problems  # and aiohttp
+
+        for problem in named_server_problems(config, model_folder, context):
+            raise problem
+    data = _read_data(config, context, model_folder, shape)
+    check_lengths(data.longest_document, context, model_folder)
+    with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
+        prediction = predict_run(config, context, shape, device)
+        config = config.model_copy(update={"layout": prediction.layout})
+        with (
+            explained_out_of_memory(config, prediction.metrics.get("predicted_memory_gib")),
+            Watchdog(
+                context.work, config.execution.hang_timeout_s, learns_step_times=config.has_even_steps
+            ) as watchdog,
+            ExitStack() as teacher_stays,
+        ):
+            data = data.taught(
+                lambda other, folder, of: _build_engine(other, context, folder, of, device, data),
+                watchdog,
+                teacher_stays,
+            )
+            engine = _build_engine(config, context, model_folder, shape, device, data)
+            forget_peak_memory(device)
+            with closing(_assemble(config, context, engine, data, watchdog)) as training_run:
+                evaluation = train(training_run)
+                measured_at_end = peak_memory(engine.device, every_rank=True) | training_run.positions.metrics(engine)
+                if context.trial is None:
+                    watchdog.begins("writing the model")
+                    measured_at_end |= _write(training_run, data, context, model_folder)
+    if is_main_process() and context.trial is None:
+        _note_use(config, data, context.work / config.product)
+        plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
+        if data.lengths:
+            write_atomically(context.work / LENGTHS_FILE, data.lengths.model_dump_json())
+    return _result(training_run, data, evaluation, measured_at_end, prediction)
+
+
+def _check_machine(config: TrainConfig) -> None:
+    """Whether as many processes were started as the layout has, and what computes here can do what is asked for."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != config.layout.world_size:
+        layout = describe_layout(config.engine, config.layout)
+        raise LayoutError(
+            f"the layout needs {config.layout.world_size} processes ({layout}), {started} were started; start as many, "
+            "or change the layout"
+        )
+    found = type_at_hand()
+    check_device(found, config.engine, config.layout, config.precision)
+    check_precision(found, config.precision)
+    if missing := missing_package(config.engine, config.precision):
+        raise ResourceError(missing)
+
+
+def _read_data(
+    config: TrainConfig, context: StageContext, model_folder: Path, shape: ModelShape | None
+) -> TrainingData:
+    if config.rollouts is None:
+        return RowData.read(config, context, model_folder)
+    from stages.kinds.train.rollouts.data import RolloutData
+
+    build_reference = partial(_build_engine, config, context, model_folder, shape)
+    return RolloutData.read(config, context, config.rollouts, model_folder, build_reference)
+
+
+def _build_engine(
+    config: TrainConfig,
+    context: StageContext,
+    model_folder: Path,
+    shape: ModelShape | None,
+    device: torch.device,
+    data: TrainingData,
+) -> Engine:
+    """An engine's imports are heavy: only those of the one that is used."""
+    start = context.inputs[config.model] / "adapter" if config.base else None
+    if config.engine == "fsdp":
+        from stages.engines.fsdp.engine import FsdpEngine
+        from stages.engines.fsdp.eva import InputRows
+
+        rows = None
+        if config.adapter and config.adapter.init == "eva":
+            if not isinstance(data, RowData):
+                raise ModelError(
+                    f"adapter.init is eva, and `method: {config.method}` has no rows that it could start from"
+                )
+            rows = InputRows(data.first_batches(config.adapter.highest_rank), context.scratch / "eva.safetensors")
+        engine = FsdpEngine(model_folder, config.engine_settings, device, None if rows else start, rows)
+        if is_main_process():
+            for note in (rows.described() if rows else None, engine.note):
+                if note:
+                    context.milestone(note)
+        return engine
+    from stages.engines.megatron.compat import prepare_megatron
+
+    prepare_megatron()
+    from stages.engines.megatron.engine import MegatronEngine
+
+    assert shape is not None, "check_model refuses a model whose sizes are not known"
+    return MegatronEngine(model_folder, config.engine_settings, device, shape, start)
+
+
+def _assemble(
+    config: TrainConfig, context: StageContext, engine: Engine, data: TrainingData, watchdog: Watchdog
+) -> TrainingRun:
+    trial = context.trial
+    checkpoints_folder = context.scratch / "checkpoints"
+    if is_main_process() and trial is None:
+        num_files = config.execution.checkpoints_kept + 1 + (config.keep == "best")
+        check_free_disk(context.scratch, num_files * engine.checkpoint_bytes, f"{num_files} checkpoints")
+    num_steps = _num_steps(config, context, data)
+    last_step = trial.steps if trial else num_steps
+    return TrainingRun(
+        config=config,
+        engine=engine,
+        loss=config.learning.build_loss(config.method_options),
+        batches=data.batches(engine, last_step, watchdog),
+        num_steps=max(num_steps, last_step),
+        checkpoints=Checkpoints(checkpoints_folder, engine, config.execution.checkpoints_kept),
+        journal=Journal(context, last_step, 1 if trial else config.execution.log_every_steps),
+        peak=_peak(engine, config),
+        watchdog=watchdog,
+        trial=trial,
+    )
+
+
+def _num_steps(config: TrainConfig, context: StageContext, data: TrainingData) -> int:
+    num_steps = config.steps or data.steps_of_epochs
+    if config.warmup_steps > num_steps:
+        context.warn(
+            f"warmup_steps {config.warmup_steps} is more than the {num_steps} steps: learning_rate is not reached"
+        )
+    return num_steps
+
+
+def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
+    if engine.device.type == "cpu" and not config.execution.measure_matmul_rate:
+        return None
+    return device_peak(engine.device, engine.compute_dtype)
+
+
+def _write(training_run: TrainingRun, data: TrainingData, context: StageContext, base: Path) -> dict[str, float]:
+    """Write what was trained, and what it gives to a few documents; returns metrics of what training changed of that.
+
+    base: the model folder that an adapter is of. An adapter that is written, but of no use, is refused.
+    """
+    config, engine = training_run.config, training_run.engine
+    for problem in engine.export(context.work / config.product, getattr(torch, config.export_dtype)):
+        context.refuse(problem)
+    change: dict[str, float] = {}
+    if not config.learning.needs_score_head:
+        change = record_log_probabilities(engine, *training_run.batches.recorded(), context.work, data.tool_prompts)
+    if config.adapter and is_main_process():
+        try:
+            _judge_adapter(config, context, base)
+        except ModelError as error:
+            context.refuse(error)
+    return change
+
+
+def _judge_adapter(config: TrainConfig, context: StageContext, base: Path) -> None:
+    """Refuse an adapter of which nothing is left once it is merged; warn of layers and experts that learned nothing."""
+    start = read_adapter(context.inputs[config.model] / ADAPTER_FOLDER) if config.base else None
+    adapter = read_adapter(context.work / config.product)
+    if idle := idle_layers(adapter):
+        context.warn(
+            f"{len(idle)} of {len(adapter.layers)} adapted layers have learned nothing, their B is 0 "
+            f"({', '.join(idle[:NUM_NAMED])}); leave them out of adapter.target_modules, or raise learning_rate or the "
+            "steps"
+        )
+    if unusual := idle_experts(adapter):
+        context.warn(unusual)
+    changes = _changing(adapter, config, base)
+    before = "with the adapter that training started from" if start else "without the adapter"
+    if not has_effect(changes, _changing(start, config, base) if start else {}, base):
+        context.refuse(
+            ModelError(
+                f"the adapter does nothing: once it is merged into {base.parent.name}, no element of {len(changes)} "
+                f"weights is another number, in the dtype of its file, than {before}; raise learning_rate, the steps "
+                "or adapter.alpha"
+            )
+        )
+
+
+def _changing(adapter: Adapter, config: TrainConfig, base: Path) -> Changing:
+    if not adapter.parameters:
+        return changing(adapter, None)
+    from stages.adapters.check import model_without_weights  # and PEFT, which this process has loaded for experts
+
+    causal_lm = model_without_weights(base, trust_remote_code=config.trust_remote_code)
+    return changing(adapter, ChangedParameters(adapter, causal_lm))
+
+
+def _note_use(config: TrainConfig, data: TrainingData, folder: Path) -> None:
+    """What was trained with is what the model is to be used with."""
+    own_date = config.data.template_date if config.data.template_date != DEFAULT_DATE else None
+    note_trained_on(folder, conversations=data.conversations, template_date=own_date)
+    if config.data.chat_template:
+        shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
+
+
+def _result(
+    training_run: TrainingRun,
+    data: TrainingData,
+    evaluation: LossMeans | None,
+    measured_at_end: dict[str, float],
+    prediction: Prediction,
+) -> StageResult:
+    config, engine, peak = training_run.config, training_run.engine, training_run.peak
+    held_out = evaluation_metrics(evaluation) if evaluation else {}
+    tags = {
+        "engine": config.engine,
+        "layout": describe_layout(config.engine, config.layout),
+        "device": engine.device.type,
+        **prediction.tags,
+    }
+    if peak:
+        tags |= {
+            "device_name": peak.device_name,
+            "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}",
+        }
+    metrics = {**training_run.journal.summary(), **measured_at_end, **prediction.metrics, **held_out, **data.counts}
+    headline = (
+        "evaluation_loss",
+        *(f"evaluation_{name}" for name in config.learning.headline),
+        "reward",
+        "real_tokens_per_s",
+        "mfu",
+    )
+    first = {name: metrics[name] for name in headline if name in metrics}
+    files = [] if training_run.trial else [LOSS_PLOT, *training_run.batches.files]
+    return StageResult(metrics={**first, **metrics}, tags=tags, files=files)

@@ -1,0 +1,83 @@
+"""A curation that is interrupted, wherever that is, goes on and gives the bytes of one that was not."""
+
+import json
+
+import pytest
+
+from stages.core.contract import StageContext
+from stages.kinds.curate import reading, run
+from stages.kinds.curate.config import CurateConfig
+from tests.planted_rows import planted_duplicates
+
+KEEP_EVERY, NUM_ROWS = 30, 200
+STEPS = {
+    "patterns": {"exclude": ["w77 "]},
+    "redact": ["email"],
+    "exact_duplicates": True,
+    "near_duplicates": {},
+    "held_out": {"fraction": 0.1},
+    "on_bad_rows": "drop",
+    "max_bad_row_fraction": 0.5,
+}
+
+
+class Interrupted(BaseException):
+    """As by Ctrl-C, at a moment that is chosen."""
+
+
+class Impatient(StageContext):
+    """Is interrupted when it has reported so often."""
+
+    def progress(self, done, total, unit, message=""):
+        object.__setattr__(self, "left", getattr(self, "left", NEVER) - 1)
+        if not self.left:
+            raise Interrupted
+        super().progress(done, total, unit, message)
+
+
+NEVER = 10**6
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("datasets")
+    rows = [json.dumps({"text": one}) for one in planted_duplicates(NUM_ROWS).texts]
+    rows[3] = '{"text": 5}'
+    rows[5] = json.dumps({"text": "Write to me@example.com about the seven seas."})
+    rows[90] = "no JSON"
+    for name, own in (("first", rows[:110]), ("second", rows[110:])):
+        (folder / name / "data").mkdir(parents=True)
+        (folder / name / "data" / "train.jsonl").write_text("\n".join(own) + "\n")
+    return folder
+
+
+def curated(work, datasets, interrupted_after=NEVER):
+    config = CurateConfig.model_validate({"kind": "curate", "datasets": ["first", "second"], **STEPS})
+    inputs = {name: datasets / name for name in ("first", "second")}
+    work.mkdir(exist_ok=True)
+    context = Impatient(work, "curated", "0" * 12, inputs, {}, work / "cache")
+    object.__setattr__(context, "left", interrupted_after)
+    return run.run(config, context)
+
+
+def written(work):
+    return {
+        path.name: path.read_bytes()
+        for path in [*work.glob("*.json*"), *(work / "data").iterdir()]
+        if path.name != "events.jsonl"
+    }
+
+
+@pytest.mark.parametrize("moment", [1, 5, 12, 25, 40])
+def test_it_goes_on_where_it_was(tmp_path, datasets, monkeypatch, moment):
+    monkeypatch.setattr(run, "KEEP_EVERY", KEEP_EVERY)
+    for module in (run, reading):
+        monkeypatch.setattr(module, "PROGRESS_EVERY", 10)
+    whole = curated(tmp_path / "whole", datasets)
+    with pytest.raises(Interrupted):
+        curated(tmp_path / "work", datasets, moment)
+    again = curated(tmp_path / "work", datasets)
+    assert again == whole
+    assert written(tmp_path / "work") == written(tmp_path / "whole")
+    events = (tmp_path / "work" / "events.jsonl").read_text()
+    assert ("continuing after" in events) == (moment > KEEP_EVERY // 10 + 1)

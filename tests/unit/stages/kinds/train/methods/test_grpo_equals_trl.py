@@ -1,0 +1,266 @@
+"""GRPO: advantages, loss, gradient and metrics are those of TRL's trainer, on completions that it recorded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import Dataset
+from pydantic import ValidationError
+from trl import GRPOConfig as TrlConfig
+from trl import GRPOTrainer
+
+from stages.data.batch import IGNORED, Batch, Rollouts
+from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss, group_advantages
+from tests.unit.stages.kinds.train.methods.against_trl import (
+    ARGUMENTS,
+    gradient,
+    log_probabilities,
+    make_model,
+    make_tokenizer,
+    packed,
+)
+
+NUM_GENERATIONS, END = 4, 0
+PROMPTS = [[1, 2, 3], [30]]
+COMPLETIONS = [[4, 5, 6, END], [7, END], [8, 9], [10, 11, 12, 13, END], [14, END], [15, 16, END], [17], [18, END]]
+"""Of each prompt `NUM_GENERATIONS`; those without an end were cut off."""
+REWARDS = [1.0, 0.0, 0.25, 1.0, 0.5, None, 0.0, 1.0]
+"""One could not be scored."""
+SERVER_NOISE, DRIFT = 0.3, 0.05
+"""Standard deviations: of the server's log-probabilities, of weights between sampling and the step."""
+NAMES_OF_TRL = {
+    "kl": "kl",
+    "clipped_low_fraction": "clip_ratio/low_mean",
+    "clipped_high_fraction": "clip_ratio/high_mean",
+    "server_difference": "sampling/sampling_logp_difference/mean",
+    "importance_weight": "sampling/importance_sampling_ratio/mean",
+}
+TRL_DEFAULT = {"importance_sampling_mode": "sequence_mask"}
+NOT_IN_TRL = {"apply_chat_template", "max_draws", "reference", "rewards", "server", "serving", "stop", "system"}
+COMBINATIONS = [
+    {},
+    TRL_DEFAULT,
+    {"loss_type": "grpo"},
+    {"loss_type": "bnpo", "epsilon": 0.02, "epsilon_high": 0.05},
+    {"loss_type": "dr_grpo", "scale_rewards": "none", "max_completion_length": 7},
+    {"loss_type": "dapo", "epsilon_high": 0.28, "mask_truncated_completions": True, "scale_rewards": "batch"},
+    {"loss_type": "grpo", "beta": 0.04, "mask_truncated_completions": True},
+    {"loss_type": "bnpo", "beta": 0.5, "use_bias_correction_kl": False, "epsilon": 0.01},
+    {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 0.003, "epsilon_high": 0.004},
+    {"importance_sampling_level": "sequence", "beta": 0.1, "epsilon": 0.003, "mask_truncated_completions": True},
+    *(
+        {"importance_sampling_mode": f"{level}_{how}", "importance_sampling_clip_max": 1.1}
+        for level in ("token", "sequence")
+        for how in ("truncate", "mask")
+    ),
+    {"importance_sampling_correction": False, "loss_type": "dr_grpo", "num_iterations": 2},
+]
+
+
+def make_trainer(folder, config):
+    """TRL's trainer, whose completions are recorded and whose server is as far from it as ours may be."""
+    names = set(GrpoConfig.model_fields) & set(TrlConfig.__dataclass_fields__) - {"num_generations"}
+    arguments = TrlConfig(
+        output_dir=str(folder),
+        **ARGUMENTS | {"per_device_train_batch_size": len(COMPLETIONS)},
+        **{name: getattr(config, name) for name in names},
+        **{
+            f"vllm_{name}": value
+            for name, value in config
+            if name.startswith("importance_sampling_") and "level" not in name
+        },
+        num_generations=NUM_GENERATIONS,
+    )
+    make_model(1).save_pretrained(folder / "reference")
+    model = make_model(0)
+    model.config._name_or_path = str(folder / "reference")  # where the trainer loads its reference from
+    trainer = GRPOTrainer(
+        model,
+        lambda completion_ids, **_: REWARDS,
+        arguments,
+        train_dataset=Dataset.from_dict({"prompt": ["t1", "t2"]}),
+        processing_class=make_tokenizer(),
+        rollout_func=lambda prompts, trainer: {
+            "prompt_ids": [prompt for prompt in PROMPTS for _ in range(NUM_GENERATIONS)],
+            "completion_ids": COMPLETIONS,
+            "logprobs": said_by_server(trainer.model),
+        },
+    )
+    trainer.use_vllm, trainer._last_loaded_step = True, 0
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def said_by_server(model):
+    """Log-probabilities of each completion's tokens, a little off; of one it says nothing."""
+    batch = make_batch(GrpoConfig())
+    with torch.no_grad():
+        values = log_probabilities(model, batch)[batch.has_target]
+    torch.manual_seed(5)
+    said = (values + SERVER_NOISE * torch.randn(values.shape)).tolist()
+    said[1] = None
+    lengths = [len(completion) for completion in COMPLETIONS]
+    return [[said.pop(0) for _ in range(length)] for length in lengths]
+
+
+def make_batch(config) -> Batch:
+    """The completions as one packed row."""
+    texts = [PROMPTS[number // NUM_GENERATIONS] + answer for number, answer in enumerate(COMPLETIONS)]
+    batch = packed(
+        [torch.tensor(text) for text in texts],
+        [torch.arange(len(text)) >= len(text) - len(answer) for text, answer in zip(texts, COMPLETIONS, strict=True)],
+    )
+    cut_off = torch.tensor([answer[-1] != END for answer in COMPLETIONS])
+    if not config.mask_truncated_completions:
+        return batch
+    return replace(batch, targets=batch.targets.where(~cut_off[batch.document_ids], IGNORED))
+
+
+def make_rollouts(config, batch, model, reference, advantages) -> Rollouts:
+    everywhere = make_batch(GrpoConfig())
+    server = torch.zeros(batch.targets.shape)
+    said = [value for values in said_by_server(model) for value in values]
+    server[everywhere.has_target] = torch.tensor([float("nan") if value is None else value for value in said])
+    with torch.no_grad():
+        return Rollouts(
+            advantages,
+            log_probabilities(model, batch),
+            server.where(batch.has_target, 0.0),
+            log_probabilities(reference, batch) if config.beta else None,
+        )
+
+
+def cut(batch: Batch, documents: range) -> Batch:
+    """Some of the documents of a packed row, as a row of their own."""
+    assert batch.rollouts is not None
+    of_documents = (batch.document_ids >= documents.start) & (batch.document_ids < documents.stop)
+
+    def kept(values):
+        return values if values is None else values[of_documents][None]
+
+    rollouts = batch.rollouts
+    return replace(
+        batch,
+        **{name: kept(getattr(batch, name)) for name in ("input_ids", "targets", "position_ids")},
+        document_ids=kept(batch.document_ids) - documents.start,
+        num_documents=len(documents),
+        document_lengths=[batch.document_lengths[number] for number in documents],
+        rollouts=Rollouts(
+            rollouts.advantages[documents.start : documents.stop],
+            kept(rollouts.old_log_probabilities),
+            kept(rollouts.server_log_probabilities),
+            kept(rollouts.reference_log_probabilities),
+        ),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+@pytest.mark.parametrize("fields", COMBINATIONS, ids=str)
+def test_grpo_and_its_relatives(tmp_path, fields):
+    config = GrpoConfig(**fields)
+    trainer = make_trainer(tmp_path, config)
+    recorded = trainer._generate_and_score_completions([{"prompt": "t1"}] * len(COMPLETIONS))
+    rewards = torch.tensor([float("nan") if reward is None else reward for reward in REWARDS])
+    advantages = group_advantages(rewards, NUM_GENERATIONS, config.scale_rewards)
+    torch.testing.assert_close(advantages, recorded["advantages"], rtol=1e-5, atol=1e-6)
+
+    batch = make_batch(config)
+    batch = replace(batch, rollouts=make_rollouts(config, batch, trainer.model, make_model(1), advantages))
+    torch.manual_seed(7)
+    for weight in trainer.model.parameters():
+        weight.data += DRIFT * torch.randn(weight.shape)
+    expected = trainer.compute_loss(trainer.model, recorded)
+    expected_gradient = gradient(trainer.model, expected)
+    assert expected_gradient.norm() > 0
+    loss = GrpoLoss(config)
+    shares = [cut(batch, range(5)), cut(batch, range(5, len(COMPLETIONS)))]
+    counts = [loss.counts(share) for share in shares]
+    totals = {name: sum(one[name] for one in counts) for name in counts[0]}
+    assert totals == loss.counts(batch)
+    for parts in ([batch], shares):
+        results = [loss(log_probabilities(trainer.model, part), part, totals) for part in parts]
+        found = sum(result for result, _ in results)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert (gradient(trainer.model, found) - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
+        metrics = {name: sum(metrics[name].item() for _, metrics in results) for name in loss.metric_names}
+        logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+        ours = {NAMES_OF_TRL[name]: value for name, value in metrics.items() if name in NAMES_OF_TRL}
+        shared = {name for name in ours if name in logged}
+        assert {name: ours[name] for name in shared} == pytest.approx(
+            {name: logged[name] for name in shared}, rel=1e-5, abs=1e-6
+        )
+    if config.epsilon < 0.2:
+        assert metrics["clipped_low_fraction"] + metrics["clipped_high_fraction"] > 0, "or nothing is compared"
+
+
+def test_weights_above_the_cap_are_counted():
+    batch = make_batch(GrpoConfig())
+    server = torch.where(batch.has_target, -1.0, 0.0)
+    server[0, 2] = -3.0
+    old = torch.where(batch.has_target, -1.0, 0.0)
+    batch = replace(batch, rollouts=Rollouts(torch.ones(batch.num_documents), old, server))
+    loss = GrpoLoss(GrpoConfig())
+    _, metrics = loss(old, batch, loss.counts(batch))
+    num_tokens = sum(len(completion) for completion in COMPLETIONS)
+    assert metrics["importance_cut_fraction"].item() == pytest.approx(1 / num_tokens)
+    assert metrics["importance_weight"].item() == pytest.approx((num_tokens + 2) / num_tokens)
+    assert metrics["server_difference"].item() == pytest.approx(2 / num_tokens)
+    assert metrics["entropy"].item() == pytest.approx(1)
+    assert metrics["kl"].isnan()
+
+
+def test_rollouts_go_where_their_batch_goes():
+    batch = make_batch(GrpoConfig())
+    rollouts = Rollouts(torch.ones(batch.num_documents), torch.zeros(batch.targets.shape))
+    moved = replace(batch, rollouts=rollouts).to("meta").rollouts
+    assert moved.advantages.is_meta
+    assert moved.old_log_probabilities.is_meta
+    assert moved.server_log_probabilities is None
+    assert len(rollouts.without_documents().advantages) == 0
+
+
+def test_a_batch_of_which_no_completion_may_be_learned_gives_nothing():
+    batch = make_batch(GrpoConfig())
+    nothing = torch.zeros(batch.targets.shape)
+    batch = replace(
+        batch,
+        targets=torch.full_like(batch.targets, IGNORED),
+        rollouts=Rollouts(torch.ones(batch.num_documents), nothing),
+    )
+    values = nothing.clone().requires_grad_()
+    for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"):
+        loss = GrpoLoss(GrpoConfig(loss_type=loss_type))
+        found, _ = loss(values, batch, loss.counts(batch))
+        found.backward()
+        assert found.item() == 0
+        assert not values.grad.any()
+
+
+def test_defaults_are_those_of_trl(tmp_path):
+    theirs = TrlConfig(output_dir=str(tmp_path), **ARGUMENTS | {"per_device_train_batch_size": 8})
+    names = {
+        name: f"vllm_{name}" if name.startswith("importance_sampling_") and "level" not in name else name
+        for name in GrpoConfig.model_fields.keys() - NOT_IN_TRL
+    }
+    found = {name: getattr(theirs, names[name]) for name in names}
+    own = GrpoConfig().model_dump(include=set(names))
+    assert {**own, **TRL_DEFAULT} == found, "but for what the description says"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"importance_sampling_correction": False, "importance_sampling_clip_max": 2.0},
+            "`importance_sampling_clip_max` does",
+        ),
+        ({"use_bias_correction_kl": False}, "`use_bias_correction_kl` does nothing while `beta` is 0"),
+        ({"loss_type": "ppo"}, "loss_type"),
+        ({"epsilon": 1.5}, "less than 1"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        GrpoConfig(**fields)

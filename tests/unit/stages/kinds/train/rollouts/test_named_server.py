@@ -1,0 +1,291 @@
+"""A server that others started: it is refused where it cannot be given weights, and waited for when it goes.
+
+What the server here answers is what vLLM 0.32 answered; tests/pipeline/test_grpo.py asks a real one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from stages.core.contract import StageInput
+from stages.core.errors import RecipeError, ServerError, TransientError
+from stages.kinds.train.check import check
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.rollouts import named_server
+from stages.kinds.train.rollouts.named_server import NamedServer
+from stages.kinds.train.rollouts.server import RolloutServer
+from tests.http_server import serving
+from tests.train_stage import make_artifacts, make_config
+
+KEY = "a-key-that-is-secret"
+MODEL = "learner"
+OPTIONS: dict[str, Any] = {
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "rewards": {"like": {"type": "regex", "pattern": "e"}},
+}
+CONFIGURED = {
+    "dtype": "torch.float32",
+    "max_model_len": 64,
+    "generation_config": "vllm",
+    "logprobs_mode": "processed_logprobs",
+}
+
+
+@dataclass
+class Served:
+    """configured: what it says of its model. loaded: folders, as it was asked to. num_failing: requests of a kind
+    (`completions`, `health`, …) that it is yet to fail."""
+
+    url: str = ""
+    configured: dict[str, Any] = field(default_factory=lambda: dict(CONFIGURED))
+    has_routes: bool = True
+    sees_files: bool = True
+    loaded: list[str] = field(default_factory=list)
+    num_failing: dict[str, int] = field(default_factory=dict)
+
+    def answer(self, path: str, asked: Any, key: str | None) -> tuple[int, Any]:
+        name = path.partition("?")[0].rpartition("/")[2]
+        if path.startswith("/v1/") and key != f"Bearer {KEY}":
+            return 401, {"error": f"not with {key}"}
+        if self.num_failing.get(name, 0):
+            self.num_failing[name] -= 1
+            return 400 if name == "completions" else 503, {"error": "broken"}
+        if name == "models":
+            return 200, {"data": [{"id": MODEL}]}
+        if name == "completions":
+            return 200, {"choices": [{"text": "x"}]}
+        if name == "health":
+            return 200, {}
+        if not self.has_routes:
+            return 404, {"detail": "Not Found"}
+        if name == "server_info":
+            return 200, {"vllm_config": {"model_config": self.configured, "device_config": {"device": "cuda"}}}
+        if name == "collective_rpc":
+            folder = asked["kwargs"]["weights_path"]
+            if not (self.sees_files and list(Path(folder).glob("*.safetensors"))):
+                return 500, {"error": f"Cannot find any model weights with {folder}"}
+            if asked["kwargs"].get("is_checkpoint_format", True):
+                self.loaded.append(Path(folder).name)
+        return 200, {}
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_artifacts(tmp_path_factory.mktemp("artifacts"))
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    state, lock = Served(), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            with lock:
+                status, content = state.answer(self.path, json.loads(body or "{}"), self.headers["Authorization"])
+            answer = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Handler) as state.url:
+        yield state
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMPLER_KEY", KEY)
+    monkeypatch.setattr(named_server, "POLL_INTERVAL_S", 0.01)
+
+
+def config_of(url: str, method: str = "grpo", /, **changed: Any) -> TrainConfig:
+    """changed: of what is said of the server."""
+    server = {"url": f"{url}/v1", "served_model": MODEL, "key_variable": "SAMPLER_KEY", **changed}
+    data = {"dataset": "problems", "sequence_length": 64}
+    execution = {"ready_timeout_s": 0.2, "rollout_timeout_s": 5}
+    if method == "grpo":
+        return make_config("grpo", data=data, grpo={**OPTIONS, "server": server}, execution=execution)
+    distill = {"loss_top_k": 8, "lmbda": 0.5, "sampling": {"max_completion_length": 8, "server": server}}
+    return make_config(method, data=data, teacher="base", distill=distill, execution=execution)
+
+
+def found(config: TrainConfig, artifacts: dict[str, Path], folder: Path) -> list[tuple[str, Any]]:
+    """What the check of inputs says."""
+    said = config.model_dump(mode="json")
+    stage_input = StageInput(name="x", kind="train", version="0", config=said, inputs=artifacts, cache=folder)
+    return list(check(stage_input))
+
+
+@pytest.mark.parametrize("method", ["grpo", "distill"])
+def test_a_server_that_does_all_is_no_problem(
+    served: Served, artifacts: dict[str, Path], tmp_path: Path, method: str
+) -> None:
+    assert found(config_of(served.url, method), artifacts, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("configured", "message"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, "its logprobs-mode is raw_logprobs; start it with `--logprobs-mode proc"),
+        ({"generation_config": "auto"}, "its generation-config is auto; start it with `--generation-config vllm`"),
+        ({"dtype": "torch.bfloat16"}, "computes in bfloat16, where float32 is asked for; start it with `--dtype float"),
+        ({"max_model_len": 32}, "takes 32 tokens .* there may be 64; start it with `--max-model-len 64`, or say"),
+    ],
+)
+def test_what_it_was_started_without_is_named(
+    served: Served, artifacts: dict[str, Path], tmp_path: Path, configured: dict[str, Any], message: str
+) -> None:
+    served.configured |= configured
+    ((name, problem),) = found(config_of(served.url), artifacts, tmp_path)
+    assert name == "grpo.server"
+    with pytest.raises(ServerError, match=message):
+        raise problem
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"served_model": "other"}, ServerError, "serves learner, not other; name one of these"),
+        ({"key_variable": "NOT_SET"}, RecipeError, "no NOT_SET, which `distill.sampling.server.key_variable` names"),
+        ({"key_variable": "SAMPLER"}, ServerError, "answered 401"),
+        ({"url": "http://127.0.0.1:9/v1"}, TransientError, "does not answer: .*, or correct `distill.sampling.server."),
+    ],
+)
+def test_what_cannot_be_asked_is_named(
+    served: Served,
+    artifacts: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.setenv("SAMPLER", "another-secret")  # whose name does not say that it is one
+    ((name, problem),) = found(config_of(served.url, "distill", **changed), artifacts, tmp_path)
+    assert name == "distill.sampling.server"
+    assert "secret" not in str(problem)
+    with pytest.raises(error, match=message):
+        raise problem
+
+
+def test_a_server_without_the_routes_is_told_how_to_start(
+    served: Served, artifacts: dict[str, Path], tmp_path: Path
+) -> None:
+    served.has_routes = False
+    ((_, problem),) = found(config_of(served.url), artifacts, tmp_path)
+    assert "start it with `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm" in str(problem)
+
+
+def test_a_server_that_does_not_see_the_folder_is_no_use(
+    served: Served, artifacts: dict[str, Path], tmp_path: Path
+) -> None:
+    named = NamedServer.of(config_of(served.url), artifacts["base"] / "model")
+    named.check(tmp_path / "seen")
+    assert served.loaded == [], "that changed no weights"
+    served.sees_files = False
+    with pytest.raises(ServerError, match="must have the same one under the same path"):
+        named.check(tmp_path / "unseen")
+
+
+@pytest.fixture
+def rollouts(served: Served, artifacts: dict[str, Path]) -> Iterator[tuple[RolloutServer, list[str]]]:
+    """With what it warned of."""
+    config, warned = config_of(served.url), []
+    host = NamedServer.of(config, artifacts["base"] / "model")
+    yield RolloutServer(host, config.execution, warned.append, is_adapter=False), warned
+
+
+def weights(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    (folder / name / "model.safetensors").write_bytes(b"")
+    return folder / name
+
+
+def test_a_server_that_was_away_gets_the_same_weights_and_is_asked_again(
+    served: Served, rollouts: tuple[RolloutServer, list[str]], tmp_path: Path
+) -> None:
+    server, warned = rollouts
+    server.take(weights(tmp_path, "first"))
+    server.take(weights(tmp_path, "second"))
+    assert not (tmp_path / "first").exists()
+    served.num_failing = {"completions": 1, "health": 3}
+    answers: dict[int, Any] = {}
+    server.ask(
+        [(number, {"prompt": [1]}) for number in range(3)], lambda number, _, answer: answers.update({number: answer})
+    )
+    assert sorted(answers) == [0, 1, 2]
+    assert served.loaded == ["first", "second", "second"]
+    (warning,) = warned
+    assert "is waited for, and given the same weights again: " in warning
+    server.close()
+    assert server._host.client.is_healthy(), "it goes on"
+
+
+def test_a_refused_request_of_a_healthy_server_is_an_error(
+    served: Served, rollouts: tuple[RolloutServer, list[str]], tmp_path: Path
+) -> None:
+    server, warned = rollouts
+    server.take(weights(tmp_path, "first"))
+    served.num_failing = {"completions": 1}
+    with pytest.raises(ServerError, match="broken"):
+        server.ask([(0, {"prompt": [1]})], lambda *_: None)
+    assert warned == []
+
+
+def test_a_server_that_does_not_come_back_is_transient(
+    served: Served, rollouts: tuple[RolloutServer, list[str]], tmp_path: Path
+) -> None:
+    server, _ = rollouts
+    server.take(weights(tmp_path, "first"))
+    served.num_failing = {"completions": 1, "health": 1000}
+    with pytest.raises(TransientError, match=r"has not answered for 0\.2 s \(execution.ready_timeout_s\); start it ag"):
+        server.ask([(0, {"prompt": [1]})], lambda *_: None)
+
+
+def test_weights_that_it_refuses_twice_are_an_error(
+    served: Served, rollouts: tuple[RolloutServer, list[str]], tmp_path: Path
+) -> None:
+    server, warned = rollouts
+    server.take(weights(tmp_path, "first"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ServerError, match="Cannot find any model weights"):
+        server.take(tmp_path / "empty")
+    assert len(warned) == 1
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    server = {"url": "http://host:8000/v1", "served_model": MODEL}
+    with pytest.raises(ValidationError, match=r"grpo\.server: is given whole weights, and an adapter learns"):
+        make_config("grpo", data={"dataset": "problems"}, grpo={**OPTIONS, "server": server}, adapter={})
+    with pytest.raises(ValidationError, match="should match pattern"):
+        config_of("http://key@host")
+
+
+def test_the_stage_has_no_devices_engine_or_options_for_it() -> None:
+    config = config_of("http://host")
+    assert config.devices == 1
+    assert config.resolve_outside() == {}
+    idle = dict(config.idle_fields())
+    assert "was started by others" in idle["grpo.serving.tensor_parallel_size"]
+    assert not {"grpo.serving.dtype", "grpo.serving.max_model_len", "execution.rollout_timeout_s"} & idle.keys()
+    alone = make_config("grpo", data={"dataset": "problems"}, grpo=OPTIONS)
+    assert "server" not in alone.identity()["grpo"], "or versions would change"

@@ -1,0 +1,53 @@
+"""What a training reports of itself: padding as its batches had it, and the rate of real tokens first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from stages.core.contract import StageResult
+from stages.kinds.train.run import run
+from tests.train_stage import logged, make_artifacts, make_config, make_context
+
+ROWS = [*({"text": f"1 + {number} = 2"} for number in range(3)), {"text": "1 + 1 = 2" * 5}]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StageResult]:
+    """A training of three steps on batches of all four rows, one of them much longer, without packing."""
+    folder = tmp_path_factory.mktemp("measured")
+    artifacts = make_artifacts(folder)
+    (artifacts["problems"] / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    config = make_config(
+        data={"dataset": "problems", "format": "text", "sequence_length": 64, "packing": False},
+        steps=3,
+        layout={"micro_batch_size": 4},
+        execution={"measure_matmul_rate": False},
+    )
+    return folder / "work", run(config, make_context(folder / "work", artifacts, config))
+
+
+def test_padding_without_packing_is_what_the_batches_had(trained: tuple[Path, StageResult]) -> None:
+    work, result = trained
+    last = logged(work)[-1]
+    padding = result.metrics["padding_fraction"]
+    assert padding == pytest.approx(1 - last["real_tokens_per_s"] / last["tokens_per_s"])
+    tokenizer = AutoTokenizer.from_pretrained(work.parent / "base" / "model")
+    lengths = [len(tokenizer(row["text"]).input_ids) + 1 for row in ROWS]  # and the end of the text
+    assert sum(lengths) == result.metrics["num_tokens"]
+    assert padding == pytest.approx(1 - sum(lengths) / (len(lengths) * max(lengths)))
+
+
+def test_the_rate_that_people_are_shown_is_of_real_tokens(trained: tuple[Path, StageResult]) -> None:
+    work, result = trained
+    assert next(iter(result.metrics)) == "real_tokens_per_s"
+    assert "tokens_per_s" in result.metrics
+    messages = [json.loads(line).get("message", "") for line in (work / "events.jsonl").read_text().splitlines()]
+    rates = [
+        float(one.split(", ")[1].removesuffix(" tokens/s").replace(",", "")) for one in messages if " tokens/s" in one
+    ]
+    real = [row["real_tokens_per_s"] for row in logged(work)]
+    assert rates and all(any(abs(rate - one) <= 1 for one in real) for rate in rates)
