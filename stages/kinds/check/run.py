@@ -1,7 +1,7 @@
 """The check of inputs: what stages would say of their data, tasks and templates hours later, said before any training.
 
-Each kind looks for itself: `check(stage_input)` in `stages/kinds/<kind>/check.py` gives dotted fields and errors, or instead
-of an error, as text, what there was no time to look at.
+Each kind looks for itself: `check(stage_input)` in `stages/kinds/<kind>/check.py` gives dotted fields and errors, or
+instead of an error, as text, what there was no time to look at.
 """
 
 from __future__ import annotations
