@@ -65,7 +65,7 @@ benchmarks: environments .venv/.test-ready
 	for benchmark in $(BENCHMARKS); do .venv/bin/python $$benchmark || exit 1; done
 
 # Without what they share, and the trainer that one of them compares with.
-BENCHMARKS := $(filter-out %/workload.py %/planner_runs.py %/trl_sft.py %/gpu.py %/gpu_part.py %/gpu_rates.py %/gpu_steps.py,$(wildcard tests/benchmarks/*.py))
+BENCHMARKS := $(filter-out %/workload.py %/planner_runs.py %/published_runs.py %/predict_table.py %/trl_sft.py %/gpu.py %/gpu_part.py %/gpu_rates.py %/gpu_steps.py,$(wildcard tests/benchmarks/*.py))
 
 # For a machine with a GPU, Python 3.12, torch and Transformers, but no network: what it lacks, in one folder.
 GPU_KIT := .gpu-kit

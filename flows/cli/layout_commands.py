@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,7 +10,7 @@ from flows.cli.answers import JSON_OPTION, print_json
 
 
 @click.command()
-@click.argument("model", required=False, metavar="[RECIPE|MODEL_CONFIG]")
+@click.argument("model", required=False, metavar="RECIPE|MODEL_CONFIG")
 @click.option("--stage", metavar="NAME", help="Train stage of the recipe; default: its first.")
 @click.option("--gpus", "num_gpus", type=int, help="How many devices, those of a server that samples included.")
 @click.option("--gpu", default="h100-80gb", show_default=True, metavar="NAME|YAML", help="Which devices.")
@@ -24,25 +23,18 @@ from flows.cli.answers import JSON_OPTION, print_json
 @click.option("--engine", type=click.Choice(["fsdp", "megatron"]), help="Default: both.")
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Layouts to show.")
 @click.option("--explain", metavar="LAYOUT", help='Only this one, in full: "dp_shard=2 tp=4 pp=2".')
-@click.option("--predict", type=click.Path(path_type=Path), metavar="CSV", help="Predict the runs of a table instead.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="CSV", help="Where the table with predictions goes.")
 @JSON_OPTION
 def layouts(
     model: str | None,
     num_gpus: int | None,
     explain: str | None,
-    predict: Path | None,
-    out: Path | None,
     top: int,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Rank all layouts of a model on a cluster by predicted step time, with memory, and say why."""
-    if predict is not None:
-        _predict(predict, out, as_json)
-        return
     if model is None or num_gpus is None:
-        raise click.UsageError("expected a recipe or config.json, and --gpus (or --predict IN.csv --out OUT.csv)")
+        raise click.UsageError("expected a recipe, a config.json or the name of a model, and --gpus NUMBER")
     from flows.cli import layout_table
     from flows.planning.layout_advice import LayoutOptions, explained, ranked, search_request
 
@@ -54,21 +46,3 @@ def layouts(
         ranking = ranked(request, top)
         shown = layout_table.ranked_as_json(ranking) if as_json else layout_table.ranked_as_text(ranking)
     (print_json if as_json else click.echo)(shown)
-
-
-def _predict(table: Path, out: Path | None, as_json: bool) -> None:
-    from stages.planner.predict_table import predict_table
-
-    if out is None:
-        raise click.UsageError("--predict needs --out OUT.csv")
-    summary = predict_table(table, out)
-    if as_json:
-        unknown = [{"line": line, "reason": reason} for line, reason in summary.unknown]
-        rows = {"rows": summary.num_rows, "predicted": summary.num_predicted, "not_predicted": unknown}
-        print_json({**rows, "out": str(out)})
-    else:
-        click.echo(f"{summary.num_predicted} of {summary.num_rows} rows predicted → {out}")
-        for assumption, count in summary.assumed:
-            click.echo(f"  assumed {assumption} ({count} rows)")
-        for line, reason in summary.unknown:
-            click.echo(f"  line {line} not predicted: {reason}")

@@ -201,6 +201,6 @@ def _of_config(model: str) -> ModelShape:
     if known.latent:
         raise ModelError(
             f"looking for layouts of {model!r}: no engine here trains latent attention; others' runs of this model are "
-            "predicted from a table (--predict)"
+            "predicted from a table (tests/benchmarks/predict_table.py)"
         )
     return known

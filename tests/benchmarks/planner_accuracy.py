@@ -3,7 +3,7 @@
 python tests/benchmarks/planner_accuracy.py                  # with the constants in the code
 python tests/benchmarks/planner_accuracy.py --fit            # fit them again, on the sources of FIT only
 python tests/benchmarks/planner_accuracy.py --leave-one-out  # fit on all sources of FIT but one, for each
-python tests/benchmarks/planner_accuracy.py --tables *.csv   # by other tables of published runs (columns: published.py)
+python tests/benchmarks/planner_accuracy.py --tables *.csv   # by other tables of published runs (see published_runs.py)
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from planner_runs import Measured, all_runs, runs_of
 from scipy.stats import spearmanr
 
 from stages.planner import compute
 from stages.planner.hardware import Efficiency
-from stages.planner.predict_table import predicted_memory_gib
 from stages.planner.search import memory_fit
+from tests.benchmarks.predict_table import predicted_memory_gib
 
 FIT = ("MPT a100-80gb", "vTrain 1024 wide", "Narayanan 2021", "Megatron-LM 2020")
 """Sources that the constants are fitted to; the others are other clusters, models, GPUs or programs."""

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from stages.planner.hardware import Efficiency
 from stages.planner.memory import memory
-from stages.planner.predict_table import predicted_memory_gib, predicted_step_time_s
-from stages.planner.published import PublishedRun, read_table
-from stages.planner.published_software import BF16_BEFORE_FLASH
+from tests.benchmarks.predict_table import predicted_memory_gib, predicted_step_time_s
+from tests.benchmarks.published_runs import BF16_BEFORE_FLASH, PublishedRun, read_table
 
 DATA = Path(__file__).parent / "data"
 SOURCES = {

@@ -1,8 +1,7 @@
-"""`lifecycle layouts`: ranks, explains, predicts tables, and says what is wrong with the command line."""
+"""`lifecycle layouts`: ranks, explains, and says what is wrong with the command line."""
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from flows.cli.main import main
 from flows.compare.layouts import read_layouts
 from flows.planning.layout_advice import parse_layout
-from stages.core.errors import DataError, LayoutError, ModelError, RecipeError
+from stages.core.errors import LayoutError, ModelError, RecipeError
 from tests.unit.flows.compare.test_layouts import make_stage
 
 CONFIG = {
@@ -143,14 +142,6 @@ def test_what_a_recipe_says_of_its_adapter_counts(layouts, tmp_path):
     assert states_gib("{rank: 8}") == states_gib(None, "--lora-rank", 8) < states_gib(None) / 2
 
 
-def test_a_table_is_predicted(layouts, tmp_path):
-    header = "model,layers,hidden,heads,seq,gbs,mbs,tp,pp,dp,gpus,gpu"
-    (tmp_path / "in.csv").write_text(f"{header}\nLlama-3-8B,,,,8192,16,1,1,1,8,8,H100\n")
-    code, out, _ = layouts("--predict", tmp_path / "in.csv", "--out", tmp_path / "out.csv")
-    assert code == 0 and "1 of 1 rows" in out and "assumed" in out
-    with (tmp_path / "out.csv").open() as file:
-        assert float(next(csv.DictReader(file))["pred_step_time_s"]) > 0
-
 
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
@@ -180,12 +171,6 @@ def test_text_that_is_no_config_is_refused(layouts, config):
     config.write_text("{")
     assert layouts(config, "--gpus", 8)[0] == ModelError.exit_code
 
-
-def test_a_table_with_text_in_a_number_is_refused(layouts, tmp_path):
-    header = "model,layers,hidden,heads,seq,gbs,mbs,tp,pp,dp,gpus,gpu"
-    (tmp_path / "in.csv").write_text(f"{header}\nLlama-3-8B,,,,8192,lots,1,1,1,8,8,H100\n")
-    code, _, err = layouts("--predict", tmp_path / "in.csv", "--out", tmp_path / "out.csv")
-    assert code == DataError.exit_code and "line 2, column gbs: 'lots'" in err
 
 
 def test_without_a_model_the_usage_is_shown(layouts):
@@ -219,4 +204,4 @@ def test_a_layout_that_does_not_use_all_gpus_is_told_what_to_write(line, remedy)
 def test_a_model_that_no_engine_trains_is_refused_by_what_it_has(layouts):
     code, _, err = layouts("deepseekv3", "--gpus", "64")
     assert code == ModelError.exit_code
-    assert "no engine here trains latent attention" in err and "--predict" in err
+    assert "no engine here trains latent attention" in err and "predict_table.py" in err

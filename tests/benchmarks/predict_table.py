@@ -1,28 +1,55 @@
-"""A table of runs → the same table with what is predicted of them."""
+"""Predict step time and memory of the training runs in a CSV table: the same table with `pred_…` columns.
+
+python tests/benchmarks/predict_table.py runs.csv --out predicted.csv
+
+`published_runs.py` lists the columns that are read.
+"""
 
 from __future__ import annotations
 
+import argparse
 import csv
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.core.errors import DataError
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from stages.core.errors import DataError, LifecycleError
 from stages.planner.memory import memory
-from stages.planner.published import FIRST_LINE, PublishedRun, UnknownRun, read_table
 from stages.planner.time import step_time
+from tests.benchmarks.published_runs import FIRST_LINE, PublishedRun, UnknownRun, read_table
 
 PREDICTED = ("pred_step_time_s", "pred_memory_gb", "pred_tok_s_gpu", "pred_oom", "pred_assumed")
 
 
+def main() -> None:
+    """Read the command line, write the table, print what was assumed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", type=Path, metavar="CSV")
+    parser.add_argument("--out", type=Path, required=True, metavar="CSV", help="where the table with predictions goes")
+    arguments = parser.parse_args()
+    try:
+        summary = predict_table(arguments.table, arguments.out)
+    except LifecycleError as error:
+        sys.exit(str(error))
+    print(f"{summary.num_predicted} of {summary.num_rows} rows predicted → {arguments.out}")
+    for assumption, count in summary.assumed:
+        print(f"  assumed {assumption} ({count} rows)")
+    for line, reason in summary.unknown:
+        print(f"  line {line} not predicted: {reason}")
+
+
 @dataclass(frozen=True)
 class Summary:
-    """What became of a table."""
+    """Counts of a predicted table."""
 
     num_rows: int
     num_predicted: int
     assumed: tuple[tuple[str, int], ...]
-    """What was assumed, with the number of rows, most frequent first."""
+    """Assumptions with the number of their rows, most frequent first."""
     unknown: tuple[tuple[int, str], ...]
     """Line and reason of each row without a prediction."""
 
@@ -49,7 +76,7 @@ def predict_table(table: Path, out: Path) -> Summary:
 
 
 def predicted_cells(run: PublishedRun | UnknownRun) -> dict[str, str]:
-    """The columns `PREDICTED` of a row."""
+    """Return the columns `PREDICTED` of a row."""
     if isinstance(run, UnknownRun):
         return {**dict.fromkeys(PREDICTED, ""), "pred_assumed": f"not predicted: {run.reason}"}
     peak_gib = predicted_memory_gib(run)
@@ -61,13 +88,17 @@ def predicted_cells(run: PublishedRun | UnknownRun) -> dict[str, str]:
 
 
 def predicted_step_time_s(run: PublishedRun) -> float:
-    """Seconds of an optimizer step."""
+    """Return the predicted seconds of an optimizer step."""
     estimate = step_time(run.shape, run.engine, run.layout, run.workload, run.hardware, software=run.software)
     return estimate.step_time_s
 
 
 def predicted_memory_gib(run: PublishedRun) -> float:
-    """GiB of the fullest rank."""
+    """Return the predicted peak GiB of the fullest rank."""
     efficiency = run.hardware.efficiency
     needed = memory(run.shape, run.engine, run.layout, run.workload, software=run.software, efficiency=efficiency)
     return needed.peak_gib
+
+
+if __name__ == "__main__":
+    main()

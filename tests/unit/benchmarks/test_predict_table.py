@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from stages.core.errors import DataError
 from stages.models.known_models import KNOWN, known_model
 from stages.planner.memory import memory
-from stages.planner.predict_table import PREDICTED, predict_table, predicted_memory_gib, predicted_step_time_s
-from stages.planner.published import VTRAIN_COLUMNS, read_table
 from stages.planner.search import memory_fit
+from tests.benchmarks.predict_table import PREDICTED, predict_table, predicted_memory_gib, predicted_step_time_s
+from tests.benchmarks.published_runs import VTRAIN_COLUMNS, read_table
 
 COLUMNS = (
     "model,params_b,layers,hidden,heads,kv_heads,ffn,vocab,seq,gbs,mbs,tp,pp,dp,shard,recompute,gpus,gpu,precision"
@@ -30,6 +33,21 @@ def predicted(tmp_path, file):
     summary = predict_table(file, tmp_path / "out.csv")
     with (tmp_path / "out.csv").open() as opened:
         return summary, list(csv.DictReader(opened))
+
+
+def test_the_script_writes_the_table_or_names_the_bad_cell(tmp_path):
+    def run(gbs):
+        header = "model,layers,hidden,heads,seq,gbs,mbs,tp,pp,dp,gpus,gpu"
+        file = table(tmp_path, f"Llama-3-8B,,,,8192,{gbs},1,1,1,8,8,H100", header=header)
+        script = Path(__file__).parents[3] / "tests/benchmarks/predict_table.py"
+        command = [sys.executable, str(script), str(file), "--out", str(tmp_path / "out.csv")]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done, refused = run("16"), run("lots")
+    assert done.returncode == 0 and "1 of 1 rows" in done.stdout and "assumed" in done.stdout
+    with (tmp_path / "out.csv").open() as opened:
+        assert float(next(csv.DictReader(opened))["pred_step_time_s"]) > 0
+    assert refused.returncode and "line 2, column gbs: 'lots'" in refused.stderr
 
 
 def test_predictions_stand_beside_what_the_table_said(tmp_path):
