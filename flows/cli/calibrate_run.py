@@ -26,9 +26,7 @@ from flows.tracking.logged_runs import LoggedRun, find_runs
 from flows.tracking.measured_runs import measured_runs
 from stages.core.errors import RecipeError
 from stages.core.files import write_atomically
-from stages.planner.hardware import Hardware
-from stages.planner.hardware_file import from_yaml
-from stages.planner.local_hardware import cpu_of, named_like
+from stages.planner.hardware import Hardware, cpu_of, from_yaml, named_like
 
 LEAST_RUNS = 3
 

@@ -15,8 +15,7 @@ from flows.tracking.logged_runs import LoggedRun
 from stages.kinds.train.methods.registry import METHODS
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout, describe_layout
-from stages.planner.hardware import Hardware
-from stages.planner.local_hardware import shared_cpu
+from stages.planner.hardware import Hardware, shared_cpu
 from stages.planner.search import Candidate, SearchRequest, estimate
 from stages.planner.workload import Workload
 

@@ -13,7 +13,7 @@ from stages.core.errors import ResourceError
 from stages.kinds.train.config import TrainConfig
 from stages.parallel.device_types import device_type
 from stages.parallel.eight_bits import missing_package
-from stages.planner.local_hardware import named_like
+from stages.planner.hardware import named_like
 
 VISIBLE_DEVICES = device_type("cuda").visible_devices or ""
 """Of the GPUs that `gpus` finds."""

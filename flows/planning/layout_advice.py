@@ -24,10 +24,8 @@ from stages.models.model_config import CONFIG_FILE, read_config, shape_of_config
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.parallel.legality import layout_errors, layout_warnings, model_errors
-from stages.planner.hardware import Hardware
-from stages.planner.hardware_file import built_in, from_yaml, load_hardware
-from stages.planner.local_hardware import shared_cpu
-from stages.planner.low_rank import LowRank
+from stages.planner.adapted import LowRank
+from stages.planner.hardware import Hardware, built_in, from_yaml, load_hardware, shared_cpu
 from stages.planner.search import ENGINES, Candidate, SearchRequest, SearchResult, estimate, safest_first, search
 from stages.planner.workload import Precision, Workload
 

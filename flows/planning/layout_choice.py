@@ -17,8 +17,7 @@ from stages.core.errors import LayoutError, ResourceError, TransientError
 from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
 from stages.parallel.layout import AutoLayout
-from stages.planner.hardware import Hardware
-from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.hardware import Hardware, hardware_at_hand
 from stages.planner.prediction import NUM_ALTERNATIVES
 from stages.planner.search import ENGINES, Candidate, SearchRequest, fitting_layouts
 

@@ -19,7 +19,7 @@ from flows.store.content import LOG_FILE
 from flows.store.record import Index
 from flows.tracking.pages import page_of
 from stages.core.redaction import redact
-from stages.planner.hardware_file import from_yaml
+from stages.planner.hardware import from_yaml
 
 LOG_LINES = 40
 LOG_BYTES = 16_384

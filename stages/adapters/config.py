@@ -18,7 +18,7 @@ from stages.core.fields import AddedLater
 from stages.core.numbers import NonNegativeFp32, PositiveFp32
 from stages.core.patterns import LIMIT_S, is_endless_on_names
 from stages.core.strict import StrictModel
-from stages.planner.low_rank import LowRank
+from stages.planner.adapted import LowRank
 
 BasePrecision = Literal["bf16", "fp32", "nf4", "int8"]
 Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", "olora", "eva"]

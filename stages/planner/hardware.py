@@ -6,9 +6,14 @@ Those built in are in `devices`; others come from a YAML file with the same fiel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import difflib
+import os
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from stages.core.errors import RecipeError
 from stages.parallel.layout import EngineName, Layout
 from stages.planner.workload import PlannedPrecision, Software, our_software
 
@@ -105,3 +110,237 @@ class Hardware:
         """The peak that a long run can come near."""
         gain = self.sustained_gain_eight_bits if precision in ("fp8", "fp4") else 1.0
         return gain * self.sustained * self.peak_flops_per_s(precision)
+
+
+PCIE_5_GB_PER_S = 50
+NVLINK_C2C_GB_PER_S = 450
+"""Between a Blackwell GPU and the Grace CPU that it shares a module with."""
+
+HARDWARE = {
+    hardware.name: hardware
+    for hardware in (
+        Hardware("v100-32gb", 125, 15.7, None, 31.7, 900, 80, 16, 150, 12.5),
+        Hardware("a100-40gb", 312, 19.5, None, 39.4, 1555, 108, 8, 300, 25),
+        Hardware("a100-80gb", 312, 19.5, None, 79.2, 2039, 108, 8, 300, 25),
+        Hardware("a800-80gb", 312, 19.5, None, 79.2, 2039, 108, 8, 200, 25),
+        Hardware(
+            "h100-80gb", 989, 67, 1979, 79.1, 3350, 132, 8, 450, 50,
+            sustained=0.75, host_gb_per_s=PCIE_5_GB_PER_S,
+        ),
+        Hardware("h200", 989, 67, 1979, 139.8, 4800, 132, 8, 450, 50, sustained=0.77, host_gb_per_s=PCIE_5_GB_PER_S),
+        Hardware(
+            "h800-80gb", 989, 67, 1979, 79.1, 3350, 132, 8, 200, 50,
+            sustained=0.75, host_gb_per_s=PCIE_5_GB_PER_S,
+        ),
+        Hardware("h20", 148, 44, 296, 95.1, 4000, 78, 8, 450, 50, host_gb_per_s=PCIE_5_GB_PER_S),
+        Hardware(
+            "b200", 2250, 75, 4500, 178.4, 8000, 148, 8, 900, 50,
+            fp4_tflops=9000, sustained=0.6, sustained_gain_eight_bits=1.2, host_gb_per_s=PCIE_5_GB_PER_S,
+        ),
+        Hardware(
+            "b300", 2250, 75, 4500, 267.7, 8000, 148, 8, 900, 100,
+            fp4_tflops=13500, sustained=0.6, sustained_gain_eight_bits=1.42, host_gb_per_s=PCIE_5_GB_PER_S,
+        ),
+        Hardware(
+            "gb200", 2500, 80, 5000, 184.0, 8000, 152, 72, 900, 50,
+            fp4_tflops=10000, sustained=0.6, sustained_gain_eight_bits=1.2, host_gb_per_s=NVLINK_C2C_GB_PER_S,
+        ),
+        Hardware(
+            "gb300", 2500, 80, 5000, 276.0, 8000, 152, 72, 900, 100,
+            fp4_tflops=15000, sustained=0.6, sustained_gain_eight_bits=1.42, host_gb_per_s=NVLINK_C2C_GB_PER_S,
+        ),
+        Hardware("l40s", 362, 91.6, 733, 44.4, 864, 142, 8, 25, 12.5, sustained=0.75),
+        Hardware("l4", 121, 30.3, 242, 22.5, 300, 58, 8, 25, 12.5),
+        Hardware("a10", 125, 31.2, None, 22.5, 600, 72, 8, 25, 12.5),
+        Hardware("t4", 65, 8.1, None, 14.6, 320, 40, 4, 12.5, 6.25),
+        # GeForce drivers let no device read another's memory: what is sent goes through the host's. The rates of
+        # matrix products are those with sums in fp32, half of what is advertised.
+        Hardware("rtx-3090", 71, 35.6, None, 23.7, 936, 82, 4, 12.5, 1.25),
+        Hardware("rtx-4090", 165, 82.6, 330, 23.6, 1008, 128, 4, 12.5, 1.25),
+        Hardware("rtx-5090", 209.5, 104.8, 419, 31.4, 1792, 170, 4, 25, 1.25),
+        # One of an MI250X's two dies, which programs see as a device of its own.
+        Hardware("mi250x", 191.5, 47.9, None, 63.9, 1638, 110, 8, 50, 12.5, sustained=0.6),
+        # One chip with 750 and with 1,000 W, its successor with 1,000 and 1,400 W: power is what sustains.
+        Hardware(
+            "mi300x", 1307, 163, 2615, 191.5, 5300, 304, 8, 448, 50,
+            sustained=0.6, sustained_gain_eight_bits=0.8, host_gb_per_s=PCIE_5_GB_PER_S,
+        ),
+        Hardware(
+            "mi325x", 1307, 163, 2615, 253.5, 6000, 304, 8, 448, 50,
+            sustained=0.71, sustained_gain_eight_bits=0.8, host_gb_per_s=PCIE_5_GB_PER_S,
+        ),
+        Hardware(
+            "mi350x", 2307, 144, 4614, 285.1, 8000, 256, 8, 538, 50,
+            fp4_tflops=9227, sustained=0.71, sustained_gain_eight_bits=0.8, host_gb_per_s=PCIE_5_GB_PER_S,
+        ),
+        Hardware(
+            "mi355x", 2517, 157, 5033, 285.1, 8000, 256, 8, 538, 50,
+            fp4_tflops=10066, sustained=0.79, sustained_gain_eight_bits=0.8, host_gb_per_s=PCIE_5_GB_PER_S,
+        ),
+        # By what the vendors say; nothing was measured on them. Of a Max 1550 one of two tiles, which programs see as a
+        # device of its own; of an M3 Max the one with 40 cores, and three quarters of 64 GB, which Metal may take.
+        Hardware("ascend910b2", 376, 94, None, 61.0, 1600, 24, 8, 28, 25, sustained=0.6),
+        Hardware("max-1550", 419, 26, None, 64.0, 1638, 64, 8, 53, 25, sustained=0.6),
+        Hardware("m3-max", 28, 14, None, 48.0, 400, 40, 1, 1, 1),
+        # A whole machine of two cores; a process without any model holds 0.43 GiB: the interpreter, torch.
+        Hardware(
+            "cpu", 0.1, 0.2, None, 16, 20, 2, 4, 2, 1, 1.0, 1e-3, 1e-3, True,
+            Efficiency(launch_s=100e-6, overlapped=0.0, runtime_gib=0.43, communicator_gib=0.04, fragmentation=0.05),
+        ),
+    )
+}  # fmt: skip
+
+
+def built_in(name: str) -> Hardware:
+    """The built-in description of this name; RecipeError names those there are."""
+    key = name.lower().replace("_", "-").replace(" ", "-")
+    if key in HARDWARE:
+        return HARDWARE[key]
+    close = difflib.get_close_matches(key, HARDWARE, 1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise RecipeError(
+        f"looking for hardware {name!r}: known: {', '.join(HARDWARE)}{hint} (or describe it in a YAML file)"
+    )
+
+
+def load_hardware(name: str, gpus_per_node: int | None = None) -> Hardware:
+    """A built-in description by name, or one from a YAML file by path, with this many devices a node."""
+    hardware = from_yaml(Path(name)) if name.endswith((".yaml", ".yml")) else built_in(name)
+    if gpus_per_node is None:
+        return hardware
+    if gpus_per_node < 1:
+        raise RecipeError(f"GPUs per node is {gpus_per_node}; expected a positive number")
+    return replace(hardware, gpus_per_node=gpus_per_node)
+
+
+def from_yaml(path: Path) -> Hardware:
+    """Read a description: `like: NAME` takes what is not given from a built-in one.
+
+    Raises RecipeError for a file that cannot be read, and for unknown, missing and non-positive fields, by name.
+    """
+    import yaml
+
+    try:
+        given = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise RecipeError(f"reading hardware from {path}: {error}") from error
+    if not isinstance(given, dict):
+        raise RecipeError(f"reading hardware from {path}: expected fields with values, as in `bf16_tflops: 989`")
+    base = given.pop("like", None)
+    start = {f.name: getattr(built_in(base), f.name) for f in fields(Hardware)} if base else {}
+    efficiency = _checked(path, Efficiency, given.pop("efficiency", None) or {})
+    software = _software(path, given.pop("software", None) or {})
+    merged = {**start, "name": path.stem, **_checked(path, Hardware, given)}
+    missing = [f.name for f in fields(Hardware) if f.name not in merged and f.default is MISSING]
+    if missing:
+        raise RecipeError(f"reading hardware from {path}: {', '.join(missing)} missing; or say `like: h100-80gb`")
+    hardware = Hardware(**merged)
+    software = {**dict(hardware.software), **software}
+    return replace(
+        hardware, efficiency=replace(hardware.efficiency, **efficiency), software=tuple(sorted(software.items()))
+    )
+
+
+def _software(path: Path, given: Any) -> dict[str, Any]:
+    """`given`, if its fields are those of `Software`, each as its default is: true or false, or a number."""
+    if not isinstance(given, dict):
+        raise RecipeError(f"reading hardware from {path}: software is {given!r}; expected fields with values")
+    known = {field.name: field.default for field in fields(Software)}
+    for name, value in given.items():
+        if name not in known:
+            raise RecipeError(f"reading hardware from {path}: unknown software {name!r}; known: {', '.join(known)}")
+        is_switch = isinstance(known[name], bool)
+        if isinstance(value, bool) != is_switch or not isinstance(value, int | float) or value < 0:
+            expected = "true or false" if is_switch else "a number, at least 0"
+            raise RecipeError(f"reading hardware from {path}: software.{name} is {value!r}; expected {expected}")
+    return given
+
+
+def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
+    """`given`, if its fields are those of `kind` and its numbers positive."""
+    if not isinstance(given, dict):
+        raise RecipeError(f"reading hardware from {path}: expected fields of {kind.__name__}, found {given!r}")
+    known = [field.name for field in fields(kind)]
+    given = {name: _number(value) for name, value in given.items()}
+    for name, value in given.items():
+        if name not in known:
+            raise RecipeError(f"reading hardware from {path}: unknown field {name!r}; known: {', '.join(known)}")
+        if expected := _lacks(name, value):
+            raise RecipeError(f"reading hardware from {path}: {name} is {value!r}; expected {expected}")
+    return given
+
+
+def _lacks(name: str, value: Any) -> str | None:
+    """What a field's value should be, if it is not."""
+    if name == "name" or (name in ("fp8_tflops", "fp4_tflops", "price_per_device_hour") and value is None):
+        return None
+    if name == "host_is_device":
+        return None if isinstance(value, bool) else "true or false"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if is_number and value > 0 else "a positive number"
+
+
+def _number(value: Any) -> Any:
+    """YAML takes `8e-6`, without a point, for text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Names in `/proc/cpuinfo` of x86 and, the last, of ARM."""
+BF16_UNITS_GAIN = 4.0
+"""Rate of bf16 products over that of fp32 ones: 0.80 and 0.21 TFLOP/s were measured on two cores with AVX512-BF16."""
+
+
+def hardware_at_hand(device_name: str | None, processes: int, file: Path | None) -> Hardware | None:
+    """What each of this machine's `processes` runs on; None for an accelerator without a description.
+
+    device_name: the accelerator's, None on a CPU. file: the description, if it is there.
+    Raises RecipeError when the file cannot be read.
+    """
+    if file and file.is_file():
+        hardware: Hardware | None = from_yaml(file)
+    else:
+        hardware = named_like(device_name) if device_name else cpu_of(len(os.sched_getaffinity(0)))
+    return shared_cpu(hardware, processes) if hardware and device_name is None else hardware
+
+
+def named_like(device_name: str) -> Hardware | None:
+    """The built-in description whose name's parts are all words of the device's: `NVIDIA A100-SXM4-80GB`."""
+    words = device_name.lower().replace("-", " ").replace("_", " ").split()
+    known = [name for name in HARDWARE if set(name.split("-")) <= set(words)]
+    return HARDWARE[max(known, key=len)] if known else None
+
+
+def cpu_of(num_cores: int) -> Hardware:
+    """Describe a machine of this many cores, each like those of the built-in description but for its units of bf16."""
+    cpu = built_in("cpu")
+    factor = num_cores / cpu.num_processors
+    bf16_tflops = BF16_UNITS_GAIN * cpu.fp32_tflops if has_bf16_units() else cpu.bf16_tflops
+    return replace(
+        cpu, bf16_tflops=factor * bf16_tflops, fp32_tflops=factor * cpu.fp32_tflops, num_processors=num_cores
+    )
+
+
+@cache
+def has_bf16_units() -> bool:
+    """Return whether this machine's CPU multiplies bf16 by instructions of its own, as far as Linux names them."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.is_file() else []
+    features = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
+    return not BF16_FEATURES.isdisjoint(next(features, ()))
+
+
+def shared_cpu(machine: Hardware, processes: int) -> Hardware:
+    """One process's share of a machine without accelerators."""
+    return replace(
+        machine,
+        bf16_tflops=machine.bf16_tflops / processes,
+        fp32_tflops=machine.fp32_tflops / processes,
+        memory_gib=machine.memory_gib / processes,
+        memory_gb_per_s=machine.memory_gb_per_s / processes,
+        num_processors=max(1, machine.num_processors // processes),
+        gpus_per_node=processes,
+    )

@@ -15,17 +15,124 @@ from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
 from stages.planner.activations import recomputed_products_share
-from stages.planner.adapted import adapted_flops
+from stages.planner.adapted import adapted_flops, frozen_bytes, gathered_layer_bytes
 from stages.planner.compute import LayerTime, Pass, head_time, layer_time, memory_rate
-from stages.planner.data_parallel import (
-    StepCase,
-    data_parallel_s,
-    exposed_s,
-    forward_gather_s,
-)
 from stages.planner.hardware import Hardware
-from stages.planner.partition import PipelineStage, optimizer_parameters, pipeline_stages, stage_shape
-from stages.planner.workload import Software, Workload
+from stages.planner.partition import (
+    PipelineStage,
+    optimizer_parameters,
+    outside_parameters,
+    pipeline_stages,
+    rank_parameters,
+    stage_shape,
+)
+from stages.planner.step_case import StepCase
+from stages.planner.workload import Software, Workload, gathers_gradients
+
+
+@dataclass(frozen=True)
+class TimedCase(StepCase):
+    """A step on a cluster."""
+
+    hardware: Hardware
+
+
+def exposed_s(case: TimedCase, communication_s: float, compute_s: float) -> float:
+    """What is left of communication beside this much compute."""
+    return communication_s - case.hardware.efficiency.overlapped * min(communication_s, compute_s)
+
+
+def data_parallel_s(case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float) -> float:
+    """What of it is not hidden beside compute."""
+    if case.engine == "fsdp":
+        return _fsdp_s(case, stage, layer, head, recompute_s)
+    return _gradient_reduction_s(case, stage, layer)
+
+
+def forward_gather_s(case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:
+    """What of gathering a layer for a forward pass is not hidden beside it; 0 where layers are whole anyway."""
+    if case.engine != "fsdp" or case.layout.pp > 1:
+        return 0.0
+    gather_s = network.gather_s(case.hardware, network.shard_group(case.layout), _gathered_layer_bytes(case, stage))
+    return exposed_s(case, gather_s, layer.both.forward_s)
+
+
+def _gradient_reduction_s(case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:
+    """Gradients are reduced beside the last backward pass; parameters are gathered beside the next forward pass."""
+    layout, hardware = case.layout, case.hardware
+    if layout.data_parallel_size * layout.cp == 1:
+        return 0.0
+    held = case.trained(stage)
+    gradient_bytes = 4 if case.workload.precision == "fp32" else case.software.gradient_bytes
+    shards = network.shard_group(layout)
+    experts = network.expert_replica_group(layout)
+    reduce_s = network.gather_s(hardware, shards, gradient_bytes * held.dense)
+    reduce_s += network.gather_s(hardware, experts, gradient_bytes * held.expert)
+    gather_bytes = case.workload.compute_bytes if layout.optimizer_shards > 1 else gradient_bytes
+    gather_s = network.gather_s(hardware, shards, gather_bytes * held.dense)
+    gather_s += network.gather_s(hardware, experts, gather_bytes * held.expert)
+    replicas_s = network.all_reduce_s(
+        hardware, network.replica_group(layout), gradient_bytes * held.dense / layout.optimizer_shards
+    )
+    if layout.dp_replicate > 1 and layout.optimizer_shards == 1:
+        return _hidden_s(case, 2 * reduce_s + replicas_s, stage.num_layers * layer.both.backward_s)
+    hidden_gather_s = _hidden_s(case, gather_s, stage.num_layers * layer.both.forward_s)
+    return _hidden_s(case, reduce_s + replicas_s, stage.num_layers * layer.both.backward_s) + hidden_gather_s
+
+
+def _hidden_s(case: TimedCase, communication_s: float, compute_s: float) -> float:
+    return exposed_s(case, communication_s, compute_s) if case.software.overlaps_gradients else communication_s
+
+
+def _fsdp_s(case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float) -> float:
+    """Every micro-batch gathers each layer twice (once if kept), and reduces its gradients (or the last one does).
+
+    Under a pipeline, where micro-batches of both passes alternate, layers stay gathered and gradients whole for a step.
+    """
+    layout, hardware = case.layout, case.hardware
+    group = network.shard_group(layout)
+    size = case.workload.compute_bytes
+    outside = outside_parameters(case.shape, stage, layout.tp)
+    outside_reduced = outside if case.workload.adapter is None else 0.0
+    reduced = (case.trained(stage).total - outside_reduced) / stage.num_layers
+    gather_s = network.gather_s(hardware, group, _gathered_layer_bytes(case, stage))
+    reduce_s = network.gather_s(hardware, group, 4 * reduced)
+    replicas_s = network.all_reduce_s(hardware, network.replica_group(layout), 4 * reduced / layout.optimizer_shards)
+    forward_s = exposed_s(case, gather_s, layer.both.forward_s)
+    backward_s = layer.both.backward_s + recompute_s
+    again_s = gather_s if layout.reshard_after_forward and layout.pp == 1 else 0.0
+    with_gradients_s = exposed_s(case, again_s + reduce_s + replicas_s, backward_s)
+    without_s = exposed_s(case, again_s, backward_s)
+    gatherings = case.micro_batches if layout.pp == 1 else 1.0
+    reductions = 1.0 if gathers_gradients(layout, case.software) or layout.pp > 1 else case.micro_batches
+    root_s = network.gather_s(hardware, group, size * outside) + network.gather_s(hardware, group, 4 * outside_reduced)
+    root_s = exposed_s(case, root_s, (head.forward_s + head.backward_s))
+    layers_s = gatherings * (forward_s + without_s) + reductions * (with_gradients_s - without_s)
+    return stage.num_layers * layers_s + reductions * root_s + _offload_s(case)
+
+
+def _gathered_layer_bytes(case: TimedCase, stage: PipelineStage) -> float:
+    workload, layout = case.workload, case.layout
+    if workload.adapter:
+        return gathered_layer_bytes(case.shape, workload.adapter, workload.compute_bytes)
+    outside = outside_parameters(case.shape, stage, layout.tp)
+    return (
+        (1 if workload.in_few_bits and not case.software.casts_at_products else workload.compute_bytes)
+        * (rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total - outside)
+        / stage.num_layers
+    )
+
+
+def _offload_s(case: TimedCase) -> float:
+    """Shards come from host memory for every gathering, gradients go there once."""
+    if not case.layout.cpu_offload:
+        return 0.0
+    workload = case.workload
+    stored: float = 4 * case.shape.num_parameters
+    if workload.adapter:
+        stored = frozen_bytes(case.shape, workload.adapter, workload.compute_bytes)
+    shard_bytes = stored / case.layout.dp_shard
+    return (2 * case.micro_batches + 1) * shard_bytes / (case.hardware.host_gb_per_s * 1e9)
 
 
 @dataclass(frozen=True)
@@ -96,7 +203,7 @@ def step_time(
 ) -> TimeEstimate:
     """Estimate one optimizer step of `workload` on `layout.world_size` devices."""
     shape = workload.trained_shape(shape)
-    case = StepCase(shape, engine, layout, workload, software or hardware.software_of(engine, layout), hardware)
+    case = TimedCase(shape, engine, layout, workload, software or hardware.software_of(engine, layout), hardware)
     parts = _parts(case)
     num_devices = layout.world_size
     flops = _model_flops(case).training([workload.sequence_length], workload.sequence_length)
@@ -110,7 +217,7 @@ def step_time(
     )
 
 
-def _parts(case: StepCase) -> TimeParts:
+def _parts(case: TimedCase) -> TimeParts:
     """A micro-batch on the slowest stage, times their number, plus what happens once a step."""
     layout, micro_batches = case.layout, case.micro_batches
     stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
@@ -137,21 +244,21 @@ def _parts(case: StepCase) -> TimeParts:
     )
 
 
-def _staged(case: StepCase, stage: PipelineStage) -> StepCase:
+def _staged(case: TimedCase, stage: PipelineStage) -> TimedCase:
     """A mixture's dense layers cost where they lie; adapters know layers by their place in the whole model."""
     if case.workload.adapter is not None:
         return case
     return replace(case, shape=stage_shape(case.shape, stage, case.layout.vpp))
 
 
-def _layer_cost(case: StepCase) -> _LayerCost:
+def _layer_cost(case: TimedCase) -> _LayerCost:
     """Of the mean layer."""
     layer = layer_time(case.work, case.software, case.hardware)
     tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
     return _LayerCost(layer, tensor, context, expert, _recompute_s(case, layer))
 
 
-def _forward_pass_s(case: StepCase) -> float:
+def _forward_pass_s(case: TimedCase) -> float:
     """Over a step's rows, without gradients: micro-batches follow each other through a pipeline."""
     layout, cost = case.layout, _layer_cost(case)
     layer_s = sum(one.forward_s for one in (cost.layer.both, cost.tensor, cost.context, cost.expert))
@@ -160,11 +267,11 @@ def _forward_pass_s(case: StepCase) -> float:
     return (case.micro_batches + layout.pp - 1) * model_s / layout.pp
 
 
-def _head(case: StepCase) -> Pass:
+def _head(case: TimedCase) -> Pass:
     return Pass(0.0, 0.0) if case.workload.scores_documents else head_time(case.work, case.hardware)
 
 
-def _model_flops(case: StepCase) -> ModelFlops:
+def _model_flops(case: TimedCase) -> ModelFlops:
     """As training counts them."""
     adapter = case.workload.adapter
     flops = adapted_flops(case.shape, adapter) if adapter else case.shape.flops()
@@ -180,7 +287,7 @@ def _ends(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
     return stages if len(stages) < 3 else (stages[0], stages[1], stages[-1])
 
 
-def _recompute_s(case: StepCase, layer: LayerTime) -> float:
+def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
     """Forward work of one layer done again, reductions of tensor parallelism not included."""
     recompute = case.layout.recompute
     if recompute == "full":
@@ -192,7 +299,7 @@ def _recompute_s(case: StepCase, layer: LayerTime) -> float:
     return layer.elementwise.forward_s + recomputed_products_share(case.shape, case.software) * layer.products.forward_s
 
 
-def _tensor_parallel(case: StepCase) -> Pass:
+def _tensor_parallel(case: TimedCase) -> Pass:
     """Two all-reduces a pass, or as much in all-gathers and reduce-scatters with sequence parallelism."""
     if case.layout.tp == 1:
         return Pass(0.0, 0.0)
@@ -202,7 +309,7 @@ def _tensor_parallel(case: StepCase) -> Pass:
     return Pass(seconds * exposed, seconds * exposed)
 
 
-def _context_parallel(case: StepCase, layer: LayerTime) -> Pass:
+def _context_parallel(case: TimedCase, layer: LayerTime) -> Pass:
     """Keys and values go around the ring while attention works on those before them; their gradients too."""
     cp = case.layout.cp
     if cp == 1:
@@ -217,7 +324,7 @@ def _context_parallel(case: StepCase, layer: LayerTime) -> Pass:
     )
 
 
-def _expert_parallel(case: StepCase, layer: LayerTime) -> Pass:
+def _expert_parallel(case: TimedCase, layer: LayerTime) -> Pass:
     """Tokens go to their experts and back."""
     if case.layout.ep == 1:
         return Pass(0.0, 0.0)
@@ -233,7 +340,7 @@ def _expert_parallel(case: StepCase, layer: LayerTime) -> Pass:
     return Pass(mixture * forward_s, mixture * exposed_s(case, seconds, layer.products.backward_s))
 
 
-def _pipeline_messages_s(case: StepCase) -> float:
+def _pipeline_messages_s(case: TimedCase) -> float:
     """A hidden state forward and its gradient backward, for every micro-batch (and chunk, where half is hidden)."""
     layout = case.layout
     if layout.pp == 1:
@@ -245,7 +352,7 @@ def _pipeline_messages_s(case: StepCase) -> float:
     return (case.micro_batches * layout.vpp + layout.pp - 1) * seconds * hidden
 
 
-def _optimizer_s(case: StepCase, stage: PipelineStage) -> float:
+def _optimizer_s(case: TimedCase, stage: PipelineStage) -> float:
     """Adam reads and writes master weights and two moments, reads gradients twice (their norm), writes weights."""
     layout = case.layout
     parameters = optimizer_parameters(case.trained(stage), layout, case.engine)

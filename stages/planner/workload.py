@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
-from stages.planner.low_rank import LowRank
+from stages.planner.adapted import LowRank
 
 Precision = Literal["fp32", "bf16", "fp8"]
 """What the engines train in."""

@@ -31,7 +31,7 @@ from stages.models.start_up import hide_unused_packages
 from stages.parallel.accelerator import device_name, free_bytes, peak_bytes
 from stages.parallel.devices import device_peak
 from stages.parallel.processes import joined_processes
-from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.hardware import hardware_at_hand
 from stages.planner.search import Candidate, SearchRequest, estimate, memory_fit
 
 SIZES = {  # of Qwen3: width, feed-forward width, layers, heads, key/value heads, head width, vocabulary, tied

@@ -32,7 +32,7 @@ from stages.kinds.train.methods.sft import SftLoss
 from stages.models.model_config import read_config, shape_of_config
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import joined_processes
-from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.hardware import hardware_at_hand
 from stages.planner.search import SearchRequest, estimate
 
 LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -18,9 +18,8 @@ from stages.core.errors import DataError
 from stages.models.known_models import gpt, known_model
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
-from stages.planner.devices import HARDWARE
-from stages.planner.hardware import Hardware
-from stages.planner.low_rank import LowRank
+from stages.planner.adapted import LowRank
+from stages.planner.hardware import HARDWARE, Hardware
 from stages.planner.memory import memory
 from stages.planner.workload import OURS, Passes, PlannedPrecision, Software, Workload
 

@@ -24,7 +24,7 @@ from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.model_config import read_config, shape_of_config
 from stages.parallel.processes import gathered, joined_processes
-from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.hardware import hardware_at_hand
 from stages.planner.search import SearchRequest, estimate
 
 NUM_STEPS = 2

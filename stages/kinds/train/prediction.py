@@ -23,8 +23,7 @@ from stages.models.shape import ModelShape
 from stages.parallel.accelerator import device_name, free_bytes
 from stages.parallel.layout import Layout
 from stages.parallel.processes import gathered
-from stages.planner.hardware import Hardware
-from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.hardware import Hardware, hardware_at_hand
 from stages.planner.prediction import (
     alternatives,
     as_json,

@@ -17,7 +17,7 @@ from flows.cli.main import cli
 from flows.recipe.recipe import load_stages
 from stages.engines.megatron.families import FAMILIES
 from stages.kinds.registry import KINDS
-from stages.planner.devices import HARDWARE
+from stages.planner.hardware import HARDWARE
 from tests.pages import (
     MEASURED,
     PAGES,

@@ -16,9 +16,8 @@ from flows.compare.calibration import (
 from flows.tracking.logged_runs import LoggedRun
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
-from stages.planner.hardware_file import from_yaml
-from stages.planner.local_hardware import cpu_of
-from stages.planner.low_rank import LowRank
+from stages.planner.adapted import LowRank
+from stages.planner.hardware import cpu_of, from_yaml
 from stages.planner.workload import Passes, Workload
 
 START = cpu_of(4)

@@ -13,8 +13,7 @@ from flows.tracking.measured_runs import measured_runs
 from stages.core.errors import RecipeError
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
-from stages.planner.hardware_file import from_yaml
-from stages.planner.local_hardware import named_like
+from stages.planner.hardware import from_yaml, named_like
 from stages.planner.search import SearchRequest, estimate
 from stages.planner.workload import Workload
 

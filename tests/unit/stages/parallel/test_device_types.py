@@ -15,7 +15,7 @@ from stages.models.shape import ModelShape
 from stages.parallel import accelerator
 from stages.parallel.device_types import DEVICE_TYPES, DeviceType, check_capability, check_device, device_type
 from stages.parallel.layout import Layout
-from stages.planner.local_hardware import hardware_at_hand
+from stages.planner.hardware import hardware_at_hand
 from stages.planner.search import SearchRequest, estimate
 from stages.planner.workload import Workload
 

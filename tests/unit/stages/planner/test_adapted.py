@@ -14,13 +14,13 @@ from stages.models.model_config import shape_of_config
 from stages.models.transformers_flops import model_flops
 from stages.parallel.layout import Layout
 from stages.planner.adapted import (
+    LowRank,
     adapted_flops,
     frozen_bytes,
     gathered_layer_bytes,
     learning_parameters,
     trained_parameters,
 )
-from stages.planner.low_rank import LowRank
 from stages.planner.partition import pipeline_stages
 
 ROTARY = {

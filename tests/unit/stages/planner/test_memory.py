@@ -10,8 +10,7 @@ from stages.models.known_models import KNOWN, gpt
 from stages.parallel.layout import Layout
 from stages.planner.activations import kept_bytes_per_token, recomputed_products_share
 from stages.planner.adapted import LowRank, trained_parameters
-from stages.planner.devices import HARDWARE
-from stages.planner.hardware import Efficiency
+from stages.planner.hardware import HARDWARE, Efficiency
 from stages.planner.memory import GIB, memory
 from stages.planner.partition import pipeline_stages
 from stages.planner.time import step_time

@@ -8,7 +8,7 @@ from stages.core.errors import LayoutError
 from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
-from stages.planner.hardware_file import built_in
+from stages.planner.hardware import built_in
 from stages.planner.prediction import (
     alternatives,
     check_memory,

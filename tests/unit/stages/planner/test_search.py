@@ -11,8 +11,8 @@ from stages.core.errors import LayoutError
 from stages.models.known_models import KNOWN
 from stages.parallel.layout import Layout
 from stages.parallel.legality import is_legal
-from stages.planner.devices import HARDWARE
 from stages.planner.explain import near_misses, what_limits
+from stages.planner.hardware import HARDWARE
 from stages.planner.search import SearchRequest, estimate, fitting_layouts, legal_layouts, search
 from stages.planner.workload import Workload
 

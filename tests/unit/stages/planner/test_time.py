@@ -11,7 +11,7 @@ from stages.parallel.layout import Layout
 from stages.planner import network
 from stages.planner.activations import kept_bytes_per_token
 from stages.planner.compute import LayerWork, head_time, layer_time, matmul_s, memory_rate
-from stages.planner.devices import HARDWARE
+from stages.planner.hardware import HARDWARE
 from stages.planner.memory import GIB, memory
 from stages.planner.time import step_time
 from stages.planner.workload import OURS, Passes, Workload
