@@ -1,9 +1,9 @@
-"""Bytes of activations that a token takes on a rank: kept for the backward pass, and in the layer at work. Pure.
+"""Bytes of activations per token on one rank: kept for the backward pass, and in use in the layer at work.
 
-Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models", equations 1 to 5), written
-for grouped queries, gated feed-forward layers and mixtures of experts. With its GPT (s tokens, b rows, h wide, a heads,
-t-way tensor parallel) that paper's s·b·h·(10 + 24/t + 5·a·s/(h·t)) comes out. A frozen product needs its input only
-where an adapter takes it, too, and a frozen norm only what came in.
+The equations 1 to 5 of Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models"),
+extended to grouped queries, gated feed-forward layers and mixtures of experts. For that paper's GPT (s tokens, b rows,
+h wide, a heads, t-way tensor parallelism) they give its s·b·h·(10 + 24/t + 5·a·s/(h·t)). A frozen matrix product keeps
+its input only for an adapter, and a frozen norm keeps only its input.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from stages.planner.adapted import adapted_layers, dispatched_share, input_share
 from stages.planner.workload import Software, Workload
 
 UNPACKING_BYTES = {"nf4": 6, "int8": 6}
-"""Of a weight while it is made of its bits: in fp32, beside half an index (nf4), or what it is rounded to."""
+"""Bytes per weight while it is dequantized: fp32, beside half an index (nf4) or the rounded value."""
 
 
 def kept_bytes_per_token(
     shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload, software: Software
 ) -> float:
-    """Bytes a token leaves in one layer for the backward pass, on one rank. In fp8, products keep their inputs so."""
+    """Return the bytes that a token keeps in one layer for the backward pass, on one rank. In fp8, products keep fp8
+    inputs."""
     size, hidden = workload.compute_bytes, shape.hidden_size
     along_sequence = layout.tp if layout.sequence_parallel else 1
     checkpoint = hidden * size / (layout.tp if software.shards_checkpoints else along_sequence)
@@ -57,7 +58,7 @@ def kept_bytes_per_token(
 def workspace_per_token(
     shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload, software: Software
 ) -> float:
-    """Bytes a token takes in the layer at work: what was not kept of it, and the widest gradients."""
+    """Return the bytes of a token in the layer at work: recomputed activations and the widest gradients."""
     nothing_recomputed = layout.model_copy(update={"recompute": "none"}) if layout.recompute != "none" else layout
     whole = kept_bytes_per_token(shape, engine, nothing_recomputed, workload, software)
     kept = kept_bytes_per_token(shape, engine, layout, workload, replace(software, recomputed_share=1.0))
@@ -67,7 +68,7 @@ def workspace_per_token(
 
 
 def weight_workspace(shape: ModelShape, workload: Workload) -> float:
-    """Bytes of the widest layer's weight while it is made of its bits, or (DoRA) of its sum with the adapter."""
+    """Return the bytes of the widest layer's weight while it is dequantized, or (DoRA) summed with its adapter."""
     adapter = workload.adapter
     linears = [one for layer in adapted_layers(shape, adapter) for one in layer] if adapter else []
     if adapter is None or not linears:
@@ -79,20 +80,23 @@ def weight_workspace(shape: ModelShape, workload: Workload) -> float:
 
 
 def merged_experts_bytes(shape: ModelShape, engine: EngineName, workload: Workload) -> float:
-    """Of one layer's experts with their adapter in them: PEFT adds it to the weights, so FSDP computes with the sum,
-    and keeps it for the backward pass. Megatron adds it to what comes out."""
+    """Return the bytes of one layer's experts summed with their adapter.
+
+    PEFT adds the adapter to the weights, so FSDP keeps the sum for the backward pass. Megatron adds the adapter's
+    output instead.
+    """
     return workload.compute_bytes * sum(merged_experts(shape, engine, workload.adapter)) / shape.num_layers
 
 
 def merged_experts_workspace(shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload) -> float:
-    """Bytes of a gradient of that sum, and of the sum itself where it is not kept but made again."""
+    """Return the bytes of that sum's gradient, and of the sum itself if recomputation makes it again."""
     sums = merged_experts(shape, engine, workload.adapter)
     again = merged_experts_bytes(shape, engine, workload) if layout.recompute != "none" else 0.0
     return workload.compute_bytes * max(sums, default=0) + again
 
 
 def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
-    """Share of the layers that keep the input of a place; under dropout each adapter keeps one of its own."""
+    """Return for each place the share of layers that keep its input; with dropout, adapters keep their own instead."""
     if workload.adapter is None:
         return dict.fromkeys(Place, 1.0)
     return dict.fromkeys(Place, 0.0) if workload.adapter.dropout else input_shares(shape, workload.adapter)
@@ -101,8 +105,10 @@ def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
 def _adapters_per_token(
     shape: ModelShape, engine: EngineName, workload: Workload, *, keeps_results: bool = False
 ) -> float:
-    """What adapters themselves keep of a layer: A x, with DoRA both products that a length scales, with dropout what
-    each of them drops of its input and what is left of it."""
+    """Return the bytes per token that adapters keep in one layer.
+
+    These are A x; with DoRA both products that a length scales; with dropout each adapter's mask and dropped input.
+    """
     adapter = workload.adapter
     if adapter is None:
         return 0.0
@@ -117,17 +123,17 @@ def _adapters_per_token(
 
 
 def recomputed_products_share(shape: ModelShape, software: Software) -> float:
-    """Of the FLOPs of a layer's products, those of products whose results selective recomputation (fsdp) drops."""
+    """Return the share of a layer's product FLOPs that selective recomputation (fsdp) repeats."""
     dropped = _products(shape)[1::2] if software.keeps_every_second_product else ()
     flops = sum(inputs * outputs for inputs, outputs in _products(shape))
     return sum(inputs * outputs for inputs, outputs in dropped) / flops
 
 
 def _kept_results(shape: ModelShape, layout: Layout, software: Software) -> float:
-    """Numbers a token leaves in results of products and of attention, which selective recomputation (fsdp) keeps.
+    """Return the numbers per token in the results that selective recomputation (fsdp) keeps, of products and attention.
 
-    The last product's is for the next layer alone, which has it in its own checkpoint: a compiled layer finds that out
-    and does not keep it, an eager one does.
+    The last product's result is needed by the next layer only, which keeps it as its own input: a compiled layer drops
+    it, an eager one keeps it.
     """
     products = _products(shape)
     step = 2 if software.keeps_every_second_product else 1
@@ -138,7 +144,7 @@ def _kept_results(shape: ModelShape, layout: Layout, software: Software) -> floa
 
 @lru_cache(maxsize=256)
 def _products(shape: ModelShape) -> tuple[tuple[float, float], ...]:
-    """(inputs, outputs) of a layer's products, in their order: queries, keys, values, out, gate, up, down."""
+    """Return (inputs, outputs) of a layer's products in order: queries, keys, values, out, gate, up, down."""
     ffn = _ffn_width(shape)
     into_attention = [(shape.hidden_size, width) for width in (shape.query_width, shape.kv_width, shape.kv_width)]
     into_ffn = [(shape.hidden_size, ffn)] * (2 if shape.gated_ffn else 1)
@@ -146,7 +152,7 @@ def _products(shape: ModelShape) -> tuple[tuple[float, float], ...]:
 
 
 def _ffn_width(shape: ModelShape) -> float:
-    """Feed-forward width that a token goes through, averaged over layers."""
+    """Return the feed-forward width that a token passes through, averaged over layers."""
     mixture = shape.num_mixture_layers / shape.num_layers
     return (1 - mixture) * shape.ffn_size + mixture * shape.experts_per_token * shape.expert_ffn_size
 
@@ -154,7 +160,7 @@ def _ffn_width(shape: ModelShape) -> float:
 def _ffn_bytes_per_token(
     shape: ModelShape, size: int, into_products: int, inputs: float, software: Software, workload: Workload
 ) -> float:
-    """What comes out of the first product, what goes into the second, and tokens dispatched to experts and back."""
+    """Return the bytes per token of both feed-forward products, and of tokens dispatched to experts and back."""
     into_activation = 1 if software.fp8_activation_inputs else size
     kept: float = into_activation * (2 if shape.gated_ffn else 1) + (0 if software.fused_elementwise else size)
     kept += into_products * inputs

@@ -1,7 +1,9 @@
-"""What learns when an adapter is trained, and what its frozen base is kept in: by layer, counted. Pure.
+"""Adapters in the planner: the parameters that LoRA trains, and the bytes of the frozen base, counted layer by layer.
 
-Targets are named and chosen as PEFT does it, in the words of the Transformers model (Hu et al. 2021, section 4.1): a
-layer of `inputs` and `outputs` gets A [rank, inputs] and B [outputs, rank]; of stacked experts, each gets its own.
+Targets are chosen by PEFT's rules, with the names of the Transformers model (Hu et al. 2021, section 4.1): a linear
+layer of `inputs` and `outputs` gets A [rank, inputs] and B [outputs, rank]; each of stacked experts gets its own. Names
+mean ends of module names, or a pattern of whole names, or all. For mixtures of experts known to PEFT, former names of
+experts' linear layers mean the stacked parameters that Transformers has today.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ FORMER_NAMES = {
     "qwen3_moe": {"gate": "mlp.gate.weight", "gate_proj": "mlp.experts.gate_up_proj",
                   "up_proj": "mlp.experts.gate_up_proj", "down_proj": "mlp.experts.down_proj"},
 }  # fmt: skip
-"""Family → name of a linear layer, as PEFT still takes it → end of the parameter's name."""
+"""Former names of linear layers that PEFT still accepts, by model family, with the end of today's parameter name."""
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """The fields of a recipe's `adapter:` that decide memory or time, meant as there."""
+    """Fields of a recipe's `adapter:` that decide memory or time, with the same meaning."""
 
     rank: int
     target_modules: str | tuple[str, ...] = "all-linear"
@@ -49,11 +51,11 @@ class LowRank:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether frozen linear layers are kept as bytes of which weights are made when they are used."""
+        """Frozen linear layers are stored in 4 or 8 bits and dequantized for use."""
         return self.base_precision in ("nf4", "int8")
 
     def targets(self, name: str, layer: int, family: str = "llama") -> bool:
-        """Whether PEFT adapts the linear layer of this name."""
+        """Return whether PEFT adapts the linear layer of this name."""
         if _ends(name, self.exclude_modules) or self.saves(name) or not self._transforms(layer):
             return False
         former = FORMER_NAMES.get(family, {})
@@ -64,7 +66,10 @@ class LowRank:
         return _ends(name, tuple(one for one in self.target_modules if one.rpartition(".")[2] not in former))
 
     def rank_on(self, parameter: StackedParameter, layer: int, family: str) -> int:
-        """Rank of the adapter that PEFT puts on this parameter: of names that were several layers' the sum; 0: none."""
+        """Return the rank of the adapter that PEFT puts on a stacked parameter; 0: none.
+
+        A parameter that replaced several linear layers (gate and up) gets the sum of their ranks.
+        """
         module = parameter.name.rpartition(".")[0]
         excluded = _ends(parameter.name, self.exclude_modules) or _ends(module, self.exclude_modules)
         if excluded or self.saves(module) or not self._transforms(layer):
@@ -75,7 +80,7 @@ class LowRank:
         return self.rank if _ends(parameter.name, self.target_parameters) else 0
 
     def saves(self, name: str) -> bool:
-        """Whether the module of this name learns as a whole, by itself or in one that does."""
+        """Return whether the module, or one that contains it, is trained as a whole (`modules_to_save`)."""
         parts = name.split(".")
         modules = (".".join(parts[: index + 1]) for index in range(len(parts)))
         return any(module.endswith(end) for module in modules for end in self.modules_to_save)
@@ -84,7 +89,7 @@ class LowRank:
         return self.layers_to_transform is None or layer in self.layers_to_transform
 
     def _names_former(self, old: str, parameter: StackedParameter, module: str) -> bool:
-        """Whether the linear layer `old`, of which the parameter is made, is named."""
+        """Return whether `target_modules` names `old`, a former linear layer that the parameter replaced."""
         if self.target_modules == "all-linear":
             return True
         if isinstance(self.target_modules, str):
@@ -94,18 +99,18 @@ class LowRank:
 
 
 def _ends(name: str, ends: tuple[str, ...]) -> bool:
-    """As PEFT compares them: equal, or the last parts."""
+    """Return whether the name equals one of the ends or ends in its dotted parts, as PEFT compares them."""
     return any(f".{name}".endswith(f".{end}") for end in ends)
 
 
 NF4_BLOCK = 64
-"""Weights along a row that share a scale of a byte; see `stages.adapters.quantized`."""
+"""Weights of a row that share a one-byte scale; see `stages.adapters.quantized`."""
 ROW_SCALE_BYTES = 4
 
 
 @lru_cache(maxsize=256)
 def adapted_layers(shape: ModelShape, adapter: LowRank) -> tuple[tuple[Linear, ...], ...]:
-    """Linear layers that have an adapter, by the layer of the model."""
+    """Return the adapted linear layers of each layer of the model."""
     layers = (linear_layers(shape, layer) for layer in range(shape.num_layers))
     return tuple(
         tuple(one for one in linears if adapter.targets(one.name, layer, shape.family))
@@ -115,7 +120,7 @@ def adapted_layers(shape: ModelShape, adapter: LowRank) -> tuple[tuple[Linear, .
 
 @lru_cache(maxsize=256)
 def adapted_parameters(shape: ModelShape, adapter: LowRank) -> tuple[tuple[tuple[StackedParameter, int], ...], ...]:
-    """Parameters of mixtures of experts that have an adapter, each with its rank, by the layer of the model."""
+    """Return the adapted parameters of mixtures of experts with their ranks, for each layer of the model."""
     found = []
     for layer in range(shape.num_layers):
         ranks = ((one, adapter.rank_on(one, layer, shape.family)) for one in stacked_parameters(shape, layer))
@@ -127,7 +132,10 @@ def adapted_parameters(shape: ModelShape, adapter: LowRank) -> tuple[tuple[tuple
 def trained_parameters(
     shape: ModelShape, adapter: LowRank, engine: EngineName, stage: PipelineStage, tp: int, vpp: int
 ) -> float:
-    """That learn, of one rank of a pipeline stage, before data parallelism shards them; without adapters of experts."""
+    """Count the trainable parameters of one pipeline rank, before data-parallel sharding.
+
+    `trained_expert_parameters` counts adapters of experts.
+    """
     layers, share = _layers_of(shape, stage, vpp)
     factors = sum(_layer_parameters(shape, adapter, engine, layer, tp) for layer in layers)
     return share * factors + saved_parameters(shape, adapter)
@@ -137,7 +145,7 @@ def trained_parameters(
 def trained_expert_parameters(
     shape: ModelShape, adapter: LowRank, stage: PipelineStage, vpp: int, ep: int, etp: int
 ) -> float:
-    """As `trained_parameters`, of the adapters of experts, which lie with their experts."""
+    """Count the trainable parameters of one pipeline rank in adapters of experts, placed with their experts."""
     layers, share = _layers_of(shape, stage, vpp)
     adapted = adapted_parameters(shape, adapter)
     return share * sum(
@@ -150,8 +158,10 @@ def trained_expert_parameters(
 
 @lru_cache(maxsize=256)
 def merged_experts(shape: ModelShape, engine: EngineName, adapter: LowRank | None) -> tuple[int, ...]:
-    """Weights of each parameter of experts, in all layers, that is added up with its adapter before it is used: PEFT
-    does so, under FSDP. Megatron adds what the adapter makes of the input."""
+    """Return the sizes of the experts' parameters whose adapter is added to the weights before use, in all layers.
+
+    PEFT does so under FSDP. Megatron adds the adapter's output instead.
+    """
     if engine == "megatron" or adapter is None:
         return ()
     adapted = (one for layer in adapted_parameters(shape, adapter) for one, _ in layer if not one.is_router)
@@ -160,7 +170,7 @@ def merged_experts(shape: ModelShape, engine: EngineName, adapter: LowRank | Non
 
 @lru_cache(maxsize=256)
 def adapted_flops(shape: ModelShape, adapter: LowRank) -> ModelFlops:
-    """Of the model with its adapter, counted as for a model that is there: of experts those that a token meets."""
+    """Return the FLOPs of the model with its adapter; only the experts that a token visits count."""
     added, saved = 0.0, 0.0
     for layer in range(shape.num_layers):
         stacked = stacked_parameters(shape, layer)
@@ -183,7 +193,7 @@ def adapted_flops(shape: ModelShape, adapter: LowRank) -> ModelFlops:
 def learning_parameters(
     shape: ModelShape, engine: EngineName, layout: Layout, adapter: LowRank | None, stage: PipelineStage
 ) -> RankParameters:
-    """All that learn, of one rank of a pipeline stage, before data parallelism shards them."""
+    """Count all trainable parameters of one pipeline rank, before data-parallel sharding."""
     if adapter is None:
         return rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp)
     experts = trained_expert_parameters(shape, adapter, stage, layout.vpp, layout.ep, layout.etp)
@@ -191,7 +201,7 @@ def learning_parameters(
 
 
 def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range, float]:
-    """Layers of a stage, and its share of them: interleaved ones have the average."""
+    """Return a pipeline stage's layers and its share of them; interleaved stages have the average layer."""
     if vpp > 1:
         return range(shape.num_layers), stage.num_layers / shape.num_layers
     return range(stage.first_layer, stage.first_layer + stage.num_layers), 1.0
@@ -199,8 +209,10 @@ def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range
 
 @lru_cache(maxsize=65536)
 def joined_bytes(shape: ModelShape, adapter: LowRank, stage: PipelineStage, tp: int, compute_bytes: int) -> float:
-    """Where Megatron joins several layers (queries, keys, values; gate, up), the mask that says which A a row of B
-    belongs to, and the product of both: [rows, joined × rank] each."""
+    """Count bytes of masks and factors where Megatron joins layers (queries, keys, values; gate, up).
+
+    The mask says which A a row of B belongs to; mask and its product with B are [rows, joined × rank] each.
+    """
     total = 0
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):
         for place in {one.place for one in adapted}:
@@ -211,7 +223,7 @@ def joined_bytes(shape: ModelShape, adapter: LowRank, stage: PipelineStage, tp: 
 
 @lru_cache(maxsize=256)
 def saved_parameters(shape: ModelShape, adapter: LowRank) -> int:
-    """Of modules that learn as a whole."""
+    """Count the parameters of modules that are trained as a whole."""
     if not adapter.modules_to_save:
         return 0
     return sum(size for name, size in module_parameters(shape).items() if adapter.saves(name))
@@ -219,7 +231,7 @@ def saved_parameters(shape: ModelShape, adapter: LowRank) -> int:
 
 @lru_cache(maxsize=256)
 def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
-    """Share of the model's layers in which a linear layer of a place learns, so that its input is kept."""
+    """Return for each place the share of the model's layers that train there, and so keep the input of that place."""
     learn = []
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):
         saved = {one.place for one in linear_layers(shape, layer) if adapter.saves(one.name)}
@@ -230,14 +242,14 @@ def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
 
 @lru_cache(maxsize=256)
 def dispatched_share(shape: ModelShape, adapter: LowRank) -> float:
-    """Share of the mixture layers in which what is dispatched to the experts is kept, since they learn from it."""
+    """Return the share of mixture layers whose experts are trained, and so keep the tokens dispatched to them."""
     learn = [any(map(_is_dispatched_to, _learning_stacks(shape, adapter, layer))) for layer in range(shape.num_layers)]
     return sum(learn) / max(1, shape.num_mixture_layers)
 
 
 @lru_cache(maxsize=256)
 def stacked_ranks(shape: ModelShape, engine: EngineName, adapter: LowRank) -> float:
-    """Numbers that a token leaves in the adapters of experts and routers (A x), in all layers."""
+    """Return the numbers that a token leaves in adapters of experts and routers (A x), over all layers."""
     if engine == "fsdp":  # added to the weights, an adapter meets no token
         return 0.0
     adapted = (one for layer in adapted_parameters(shape, adapter) for one in layer)
@@ -255,7 +267,7 @@ def _is_dispatched_to(one: StackedParameter) -> bool:
 
 @lru_cache(maxsize=256)
 def first_learning_layer(shape: ModelShape, adapter: LowRank) -> int:
-    """Number of the first layer through which gradients go back: those before it keep nothing for that."""
+    """Return the index of the first layer with a gradient; earlier ones keep nothing for the backward pass."""
     if adapter.modules_to_save:  # such as the embedding, before them all
         return 0
     layers = zip(adapted_layers(shape, adapter), adapted_parameters(shape, adapter), strict=True)
@@ -264,7 +276,7 @@ def first_learning_layer(shape: ModelShape, adapter: LowRank) -> int:
 
 @lru_cache(maxsize=256)
 def frozen_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> float:
-    """Of the whole base, as the FSDP engine keeps it: what does not learn."""
+    """Return the bytes of the whole frozen base, as the FSDP engine stores it."""
     other_bytes = {"bf16": 2, "fp32": 4}.get(adapter.base_precision or "", compute_bytes)
     linears = [one for layer in range(shape.num_layers) for one in linear_layers(shape, layer)]
     frozen = [one for one in linears if not adapter.saves(one.name)]
@@ -274,7 +286,7 @@ def frozen_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> flo
 
 @lru_cache(maxsize=256)
 def gathered_layer_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> float:
-    """Of a layer with its adapter, whole, as the FSDP engine computes with it: 4 or 8 bits stay what they are."""
+    """Return the bytes of one whole layer with its adapter, as the FSDP engine gathers it; 4 and 8 bits stay packed."""
     frozen = frozen_bytes(
         shape, adapter if adapter.is_quantized else replace(adapter, base_precision=None), compute_bytes
     )
@@ -297,14 +309,17 @@ def _layer_parameters(shape: ModelShape, adapter: LowRank, engine: EngineName, l
 
 
 def _factor_parameters(one: Linear | StackedParameter, rank: int, tp: int) -> float:
-    """Of A and B on one rank: the factor on the side that tensor parallelism cuts is cut with it."""
+    """Count the parameters of LoRA's A and B on one rank.
+
+    Tensor parallelism shards B of a column-parallel layer and A of a row-parallel one.
+    """
     if one.place.cuts_inputs:
         return rank * (one.inputs / tp + one.outputs)
     return rank * (one.inputs + one.outputs / tp)
 
 
 def _stored_bytes(linear: Linear, precision: str | None, other_bytes: int) -> float:
-    """Of the frozen weight: in 4 or 8 bits with their scales, else `other_bytes` a weight."""
+    """Return the bytes of a frozen weight: in 4 or 8 bits with their scales, else `other_bytes` a weight."""
     if precision == "nf4":
         return linear.outputs * (linear.inputs / 2 + linear.inputs / NF4_BLOCK + ROW_SCALE_BYTES)
     if precision == "int8":

@@ -1,10 +1,10 @@
-"""Time of one rank's kernels for one layer, and for the head, in one micro-batch: an achievable-rate model. Pure.
+"""Time of one rank's kernels for one layer, and for the head, in one micro-batch: an achievable-rate model.
 
-A matrix product runs at the peak times a constant, less where its output has few tiles for the processors, where the
+A matrix product runs at a constant share of the peak: less where its output has few tiles for the processors, where the
 summed dimension is short, and where a dimension is no multiple of what tensor cores load at once (NVIDIA, "Matrix
 multiplication background user's guide"); or at the rate of memory, if that is slower (the roofline of Williams et al.
-2009). Fused attention does its causal half of the scores at a rate of its own (Dao 2023). Everything else streams.
-Where kernels are short, the host that launches them sets the pace.
+2009). Fused attention computes the causal half of the scores at a rate of its own (Dao 2023). All other kernels stream
+through memory. Where kernels are short, the host that launches them limits the rate.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from stages.planner.workload import PlannedPrecision, Software
 TILE = 128
 """Rows and columns of the output that one processor computes at a time."""
 ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.92), (8, 0.75), (4, 0.2), (2, 0.15), (1, 0.12))
-"""Largest power of two in an inner dimension → share of the rate; under 16 bytes tensor cores cannot load it."""
+"""Share of the rate by the largest power of two in an inner dimension; tensor cores cannot load less than 16 bytes."""
 BACKWARD_ATTENTION = 2.5
-"""Products of the fused backward pass over those of the forward pass: five for two (Dao 2023, section 3.1)."""
+"""Products of the fused backward pass relative to the forward pass: five for two (Dao 2023, section 3.1)."""
 KERNELS = {"fused": 30, "eager": 45, "experts": 40}
-"""Launches of one layer's forward pass, and what a mixture of experts adds."""
+"""Kernel launches of one layer's forward pass, and of a mixture of experts in addition."""
 LAUNCHES_OF_A_COLLECTIVE = 3
-"""What calling one costs the host: the kernel, and events by which streams wait for each other."""
+"""Host time of calling a collective, in kernel launches: the kernel, and events by which streams wait."""
 CASTS = {"fp8": 2.5, "fp4": 4.5}
-"""Memory traffic of making a product's input one of few bits, over reading it once in 16: it is read, and written twice
-in 8 bits; in 4 bits it is read for its scales and for its values, as it is and rotated (NVIDIA 2025, 2509.25149)."""
+"""Memory traffic of casting a product's input to few bits, relative to one read in 16 bits.
+
+fp8: read once, written twice. fp4: read for its scales and for its values, plain and rotated (NVIDIA 2025, 2509.25149).
+"""
 EAGER_PASSES = {"layer norm": 2, "rms norm": 3}
-"""Memory traffic of elementwise operations that are not fused, over that of fused ones: RMSNorm and rotations are
-written as chains of operations in fp32, LayerNorm is one kernel."""
+"""Memory traffic of unfused elementwise operations relative to fused ones.
+
+RMSNorm and rotary embedding are chains of fp32 operations in Transformers; LayerNorm is one kernel.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,13 @@ class Pass:
         return Pass(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
 
     def times(self, factor: float) -> Pass:
-        """Both, `factor` times."""
+        """Return both passes multiplied by `factor`."""
         return Pass(self.forward_s * factor, self.backward_s * factor)
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What one rank computes of a layer, for one micro-batch."""
+    """Sizes of one layer's computation on one rank, for one micro-batch."""
 
     shape: ModelShape
     rows: int
@@ -64,7 +68,7 @@ class LayerWork:
     etp: int = 1
     sequence_parallel: bool = False
     is_frozen: bool = False
-    """Gradients are of activations and of an adapter only."""
+    """Weights are frozen: gradients are those of activations and of an adapter."""
 
     @property
     def tokens(self) -> float:
@@ -85,13 +89,16 @@ class LayerTime:
     products: Pass
     elementwise: Pass
     host_s: float
-    """Launching one forward pass."""
+    """Host time to launch the kernels of one forward pass."""
     host_is_device: bool = False
 
     @cached_property
     def both(self) -> Pass:
-        """All of the layer. The host launches ahead of the device, but not without waiting: the slower of both costs
-        most, and the other some of its time (a root of squares). Where both are one processor, they add up."""
+        """Seconds of both passes of the layer, kernel launches included.
+
+        The host launches ahead of the device but sometimes waits for it, so the slower of the two dominates and the
+        faster adds some of its time (root of the sum of squares). On a CPU both are one processor, and add up.
+        """
         busy = self.attention_core + self.products + self.elementwise
         if self.host_is_device:
             return busy + Pass(self.host_s, 2 * self.host_s)
@@ -100,7 +107,7 @@ class LayerTime:
 
 @lru_cache(maxsize=65536)
 def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> LayerTime:
-    """Average over the model's layers (dense and mixtures)."""
+    """Return the seconds of a layer, averaged over the model's dense and mixture layers."""
     shape = work.shape
     mixture = shape.num_mixture_layers / shape.num_layers
     experts = work
@@ -123,7 +130,7 @@ def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> Layer
 
 
 def _collective_launches(work: LayerWork) -> int:
-    """Of tensor parallelism's two all-reduces, which sequence parallelism splits in two each."""
+    """Return the host's launches for tensor parallelism's two all-reduces; sequence parallelism splits each in two."""
     if work.tp == 1:
         return 0
     return LAUNCHES_OF_A_COLLECTIVE * (4 if work.sequence_parallel else 2)
@@ -131,7 +138,7 @@ def _collective_launches(work: LayerWork) -> int:
 
 @lru_cache(maxsize=16384)
 def head_time(work: LayerWork, hardware: Hardware) -> Pass:
-    """The product with the vocabulary (filled up to whole tiles), and the cross-entropy of its logits in fp32."""
+    """Return the seconds of the product with the vocabulary (padded to whole tiles) and of its fp32 cross-entropy."""
     columns = TILE * math.ceil(work.shape.vocab_size / work.tp / TILE)
     precision: PlannedPrecision = "fp32" if work.precision == "fp32" else "bf16"
     product = _product(hardware, precision, work.tokens, work.shape.hidden_size, columns, work.is_frozen)
@@ -140,12 +147,12 @@ def head_time(work: LayerWork, hardware: Hardware) -> Pass:
 
 
 def memory_rate(hardware: Hardware) -> float:
-    """Bytes/s of kernels that stream."""
+    """Return the bytes/s of streaming kernels."""
     return hardware.memory_gb_per_s * 1e9 * hardware.efficiency.memory
 
 
 def matmul_s(hardware: Hardware, precision: PlannedPrecision, rows: float, depth: float, columns: float) -> float:
-    """Seconds of [rows, depth] × [depth, columns]."""
+    """Return the seconds of [rows, depth] × [depth, columns]."""
     if not rows or not columns:
         return 0.0
     efficiency = hardware.efficiency
@@ -168,7 +175,7 @@ def _aligned(dimension: float) -> float:
 def _product(
     hardware: Hardware, precision: PlannedPrecision, rows: float, depth: float, columns: float, frozen: bool = False
 ) -> Pass:
-    """A product and its gradients: of the input, and unless its weights are `frozen` of these."""
+    """Return the seconds of a product and of its gradients: of the input, and of the weights unless `frozen`."""
     forward_s = matmul_s(hardware, precision, rows, depth, columns)
     return Pass(forward_s, (1 if frozen else 2) * forward_s)
 
@@ -196,7 +203,7 @@ def _dense_ffn(work: LayerWork, hardware: Hardware) -> Pass:
 
 
 def _experts(work: LayerWork, hardware: Hardware) -> Pass:
-    """A rank's experts as one grouped product, every expert's rows filled up to whole tiles; tokens moved there."""
+    """Return the seconds of a rank's experts as one grouped product, rows padded to tiles, and of moving the tokens."""
     shape = work.shape
     held = shape.num_experts / work.ep
     tokens = work.tokens * shape.experts_per_token * work.etp / work.tp
@@ -225,7 +232,8 @@ def _flash(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
 
 
 def _unfused_attention(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
-    """Two batched products over all scores, which are written and read by softmax and dropout in between."""
+    """Return the seconds of unfused attention: two batched products, and softmax and dropout over all scores between
+    them."""
     shape = work.shape
     scores = work.tokens * work.sequence_length * shape.num_heads / work.tp
     rate = hardware.sustained_flops_per_s("fp32" if work.precision == "fp32" else "bf16") * hardware.efficiency.matmul
@@ -237,7 +245,7 @@ def _unfused_attention(work: LayerWork, software: Software, hardware: Hardware) 
 
 
 def _elementwise(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
-    """Norms and residuals read and write the hidden state ten times, activations and rotations their inputs."""
+    """Return the seconds of norms and residuals (ten passes over hidden states), activations, rotations, casts."""
     shape = work.shape
     whole = (10 * shape.hidden_size + 2 * shape.latent_width) / (work.tp if work.sequence_parallel else 1)
     mixture = shape.num_mixture_layers / shape.num_layers

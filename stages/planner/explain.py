@@ -1,4 +1,4 @@
-"""Why a layout is the best, and what rules others out: estimates → sentences. Pure."""
+"""Sentences that explain a layout: what its step is spent on, and what rules out other layouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stages.planner.search import UNCERTAINTY, Candidate, SearchResult
 
 NUM_NEAR_MISSES = 5
 LARGE_SHARE = 0.05
-"""Of a step, from which a part of it is worth naming."""
+"""Share of a step from which a part is named."""
 MEANING = {
     "compute": "compute",
     "recompute": "recomputation",
@@ -27,7 +27,7 @@ MEANING = {
 
 
 def what_limits(candidate: Candidate) -> str:
-    """What most of a step goes into, and how much memory is left."""
+    """Return the largest parts of a step and the memory left, as a sentence."""
     parts, total_s = asdict(candidate.time.parts), candidate.time.step_time_s
     by_size = sorted(parts, key=lambda name: parts[name], reverse=True)
     large = [name for name in by_size if parts[name] >= LARGE_SHARE * total_s]
@@ -36,7 +36,7 @@ def what_limits(candidate: Candidate) -> str:
 
 
 def near_misses(result: SearchResult) -> list[str]:
-    """A sentence for each of the best layouts of other degrees: what it lacks in memory, or loses in time."""
+    """Return a sentence for each best layout of other degrees: the memory it lacks, or the time it loses."""
     best = result.best
     if best is None:
         return [_too_large(candidate, None) for candidate in _of_other_degrees(result.too_large, [])]
@@ -89,7 +89,7 @@ def _slower(candidate: Candidate, best: Candidate) -> str:
 
 
 def _of_other_degrees(candidates: Sequence[Candidate], seen: Sequence[Candidate]) -> list[Candidate]:
-    """The first of each combination of degrees that is not among `seen`."""
+    """Return the first candidate of each combination of degrees that is not in `seen`."""
     met = {_degrees(one.engine, one.layout) for one in seen}
     found = []
     for candidate in candidates:

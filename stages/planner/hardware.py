@@ -1,7 +1,9 @@
-"""Devices and the links between them: data-sheet numbers, and the few constants that say what is achieved of them.
+"""Devices as the planner sees them: data-sheet numbers, the share of them that programs achieve, and this machine's
+own.
 
-Those built in are in `devices`; others come from a YAML file with the same fields (`hardware_file`). The constants in
-`Efficiency` are fitted to published runs by `tests/benchmarks/planner_accuracy.py`.
+A device is one of the built-in table, or described by a YAML file with the same fields (`lifecycle calibrate` writes
+one). `tests/benchmarks/planner_accuracy.py` fits the constants of `Efficiency` to published runs. A CPU is described as
+one device that all processes of the machine share evenly; of accelerators, each process has one.
 """
 
 from __future__ import annotations
@@ -20,38 +22,39 @@ from stages.planner.workload import PlannedPrecision, Software, our_software
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What programs achieve of the data sheet, for all devices of a kind alike."""
+    """Shares of the data sheet that programs achieve, the same for all devices of a kind."""
 
     matmul: float = 0.80
-    """Of the peak, by a product that is large in every dimension."""
+    """Share of the peak reached by a matrix product that is large in every dimension."""
     matmul_half_waves: float = 1.125
-    """Waves of output tiles over the device's processors at which half of that is reached."""
+    """Waves of output tiles (tiles over processors) at which a product reaches half of `matmul`."""
     matmul_half_depth: float = 109.0
-    """Length of the summed dimension at which half of that is reached."""
+    """Length of the summed dimension at which a product reaches half of `matmul`."""
     grouped: float = 0.62
-    """Rate of the experts' grouped products over that of dense ones."""
+    """Rate of grouped products of experts, relative to dense products."""
     attention: float = 0.5
-    """Of the peak, by a fused attention kernel."""
+    """Share of the peak reached by a fused attention kernel."""
     attention_in_eight_bits: float = 1.25
-    """Rate of that kernel with products in 8 bits over that in 16: what is between them is in fp32 either way."""
+    """Rate of fused attention with 8-bit products, relative to 16-bit ones; softmax is in fp32 either way."""
     first_flash_attention: float = 0.31
-    """Of the peak, by the first version of such a kernel."""
+    """Share of the peak reached by the first version of FlashAttention."""
     memory: float = 0.93
-    """Of the memory bandwidth, by kernels that stream."""
+    """Share of the memory bandwidth reached by streaming kernels."""
     intra_link: float = 0.765
-    """Of the bandwidth within a node, by collectives."""
+    """Share of the bandwidth within a node reached by collectives."""
     inter_link: float = 0.7
-    """Of the bandwidth between nodes, by collectives."""
+    """Share of the bandwidth between nodes reached by collectives."""
     overlapped: float = 0.61
-    """Of communication that can run beside compute, the part that does."""
+    """Share of communication hidden by compute that runs at the same time."""
     launch_s: float = 31.3e-6
-    """Host time of one kernel launch from an eager program."""
+    """Host time to launch one kernel from an eager program."""
     runtime_gib: float = 1.5
-    """Held by the driver and libraries."""
+    """Device memory held by the driver and libraries."""
     communicator_gib: float = 1.0
-    """Held by the buffers of each group that communicates."""
+    """Device memory held by the buffers of each communicating group."""
     fragmentation: float = 0.13
-    """Of what comes and goes within a step, as much again lies idle between tensors; what stays leaves no gaps."""
+    """Idle gaps between tensors, relative to the memory allocated and freed within a step; long-lived tensors leave
+    none."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Hardware:
 
     name: str
     bf16_tflops: float
-    """Dense peak of matrix products."""
+    """Dense peak of bf16 matrix products."""
     fp32_tflops: float
     fp8_tflops: float | None
     memory_gib: float
@@ -69,34 +72,34 @@ class Hardware:
     """Streaming multiprocessors, compute units or cores."""
     gpus_per_node: int
     intra_node_gb_per_s: float
-    """Of one device to the others of its node, one direction."""
+    """Bandwidth from one device to the others of its node, one direction."""
     inter_node_gb_per_s: float
-    """Of one device's share of its node's network, one direction."""
+    """One device's share of its node's network bandwidth, one direction."""
     sustained: float = 1.0
-    """Share of the peak that power and clocks allow a long run, relative to an A100."""
+    """Share of the peak that power and clocks allow in a long run, relative to an A100."""
     intra_node_latency_s: float = 8e-6
-    """Of one collective."""
+    """Latency of one collective within a node."""
     inter_node_latency_s: float = 20e-6
     host_is_device: bool = False
-    """Whether what launches kernels also runs them, as on a CPU: neither then goes on beside the other."""
+    """Kernels are launched and run by the same processor, as on a CPU: launching and computing add up."""
     efficiency: Efficiency = Efficiency()
     sustained_gain_eight_bits: float = 1.0
-    """How much more of its peak a product in 8 bits sustains: it draws less power for it."""
+    """Factor on `sustained` for 8-bit products, which draw less power."""
     price_per_device_hour: float | None = None
-    """In any currency; reports say what a refresh has cost by it."""
+    """Price in any currency; reports state the cost of a refresh by it."""
     fp4_tflops: float | None = None
     host_gb_per_s: float = 25.0
-    """Between a device and its host's memory, one direction (PCIe 4; 50: PCIe 5; more: one that is part of the GPU)."""
+    """Bandwidth between a device and its host's memory, one direction: 25 for PCIe 4, 50 for PCIe 5, more for Grace."""
     software: tuple[tuple[str, bool | int | float], ...] = ()
-    """Fields of `Software` in which what trains here differs from our engines."""
+    """Fields of `Software` in which the training program here differs from our engines."""
 
     def software_of(self, engine: EngineName, layout: Layout) -> Software:
-        """Of an engine under a layout, as it runs here."""
+        """Return the training program of an engine under a layout on this hardware."""
         changes: dict[str, Any] = dict(self.software)
         return replace(our_software(engine, layout), **changes)
 
     def peak_flops_per_s(self, precision: PlannedPrecision) -> float:
-        """Dense peak of matrix products; a device without fp4 does them in fp8, and without fp8 in bf16."""
+        """Return the dense peak of matrix products. Devices without fp4 use fp8, those without fp8 use bf16."""
         eight_bits = self.fp8_tflops or self.bf16_tflops
         tflops = {
             "fp32": self.fp32_tflops,
@@ -107,14 +110,14 @@ class Hardware:
         return tflops[precision] * 1e12
 
     def sustained_flops_per_s(self, precision: PlannedPrecision) -> float:
-        """The peak that a long run can come near."""
+        """Return the FLOP/s that power and clocks sustain in a long run."""
         gain = self.sustained_gain_eight_bits if precision in ("fp8", "fp4") else 1.0
         return gain * self.sustained * self.peak_flops_per_s(precision)
 
 
 PCIE_5_GB_PER_S = 50
 NVLINK_C2C_GB_PER_S = 450
-"""Between a Blackwell GPU and the Grace CPU that it shares a module with."""
+"""Bandwidth between a Blackwell GPU and the Grace CPU of its module."""
 
 HARDWARE = {
     hardware.name: hardware
@@ -192,7 +195,7 @@ HARDWARE = {
 
 
 def built_in(name: str) -> Hardware:
-    """The built-in description of this name; RecipeError names those there are."""
+    """Return the built-in device of this name. Raises RecipeError that lists the known names."""
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key in HARDWARE:
         return HARDWARE[key]
@@ -204,7 +207,7 @@ def built_in(name: str) -> Hardware:
 
 
 def load_hardware(name: str, gpus_per_node: int | None = None) -> Hardware:
-    """A built-in description by name, or one from a YAML file by path, with this many devices a node."""
+    """Return a built-in device by name, or one described by a YAML file, with `gpus_per_node` devices a node."""
     hardware = from_yaml(Path(name)) if name.endswith((".yaml", ".yml")) else built_in(name)
     if gpus_per_node is None:
         return hardware
@@ -214,7 +217,7 @@ def load_hardware(name: str, gpus_per_node: int | None = None) -> Hardware:
 
 
 def from_yaml(path: Path) -> Hardware:
-    """Read a description: `like: NAME` takes what is not given from a built-in one.
+    """Read a device from a YAML file; `like: NAME` takes missing fields from a built-in one.
 
     Raises RecipeError for a file that cannot be read, and for unknown, missing and non-positive fields, by name.
     """
@@ -242,7 +245,7 @@ def from_yaml(path: Path) -> Hardware:
 
 
 def _software(path: Path, given: Any) -> dict[str, Any]:
-    """`given`, if its fields are those of `Software`, each as its default is: true or false, or a number."""
+    """Return `given` after checking that its keys are fields of `Software` with values of their type."""
     if not isinstance(given, dict):
         raise RecipeError(f"reading hardware from {path}: software is {given!r}; expected fields with values")
     known = {field.name: field.default for field in fields(Software)}
@@ -257,7 +260,7 @@ def _software(path: Path, given: Any) -> dict[str, Any]:
 
 
 def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
-    """`given`, if its fields are those of `kind` and its numbers positive."""
+    """Return `given` after checking that its keys are fields of `kind` and its numbers positive."""
     if not isinstance(given, dict):
         raise RecipeError(f"reading hardware from {path}: expected fields of {kind.__name__}, found {given!r}")
     known = [field.name for field in fields(kind)]
@@ -271,7 +274,7 @@ def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
 
 
 def _lacks(name: str, value: Any) -> str | None:
-    """What a field's value should be, if it is not."""
+    """Return what a field's value should be, or None if the value is valid."""
     if name == "name" or (name in ("fp8_tflops", "fp4_tflops", "price_per_device_hour") and value is None):
         return None
     if name == "host_is_device":
@@ -281,7 +284,7 @@ def _lacks(name: str, value: Any) -> str | None:
 
 
 def _number(value: Any) -> Any:
-    """YAML takes `8e-6`, without a point, for text."""
+    """Return a number written as text: YAML reads `8e-6`, without a point, as a string."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -289,16 +292,16 @@ def _number(value: Any) -> Any:
 
 
 BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Names in `/proc/cpuinfo` of x86 and, the last, of ARM."""
+"""Flags in `/proc/cpuinfo` for bf16 instructions on x86 and, the last one, ARM."""
 BF16_UNITS_GAIN = 4.0
-"""Rate of bf16 products over that of fp32 ones: 0.80 and 0.21 TFLOP/s were measured on two cores with AVX512-BF16."""
+"""Rate of bf16 products relative to fp32 ones: 0.80 and 0.21 TFLOP/s, measured on two cores with AVX512-BF16."""
 
 
 def hardware_at_hand(device_name: str | None, processes: int, file: Path | None) -> Hardware | None:
-    """What each of this machine's `processes` runs on; None for an accelerator without a description.
+    """Return the hardware of each of this machine's `processes`; None for an accelerator without a description.
 
-    device_name: the accelerator's, None on a CPU. file: the description, if it is there.
-    Raises RecipeError when the file cannot be read.
+    device_name: the accelerator's name, None on a CPU. file: the YAML description, read if it exists. Raises
+    RecipeError when the file cannot be read.
     """
     if file and file.is_file():
         hardware: Hardware | None = from_yaml(file)
@@ -308,14 +311,14 @@ def hardware_at_hand(device_name: str | None, processes: int, file: Path | None)
 
 
 def named_like(device_name: str) -> Hardware | None:
-    """The built-in description whose name's parts are all words of the device's: `NVIDIA A100-SXM4-80GB`."""
+    """Return the built-in device whose name's parts are all words of `device_name`: `NVIDIA A100-SXM4-80GB`."""
     words = device_name.lower().replace("-", " ").replace("_", " ").split()
     known = [name for name in HARDWARE if set(name.split("-")) <= set(words)]
     return HARDWARE[max(known, key=len)] if known else None
 
 
 def cpu_of(num_cores: int) -> Hardware:
-    """Describe a machine of this many cores, each like those of the built-in description but for its units of bf16."""
+    """Return the built-in CPU scaled to `num_cores`, with this machine's bf16 rate."""
     cpu = built_in("cpu")
     factor = num_cores / cpu.num_processors
     bf16_tflops = BF16_UNITS_GAIN * cpu.fp32_tflops if has_bf16_units() else cpu.bf16_tflops
@@ -326,7 +329,7 @@ def cpu_of(num_cores: int) -> Hardware:
 
 @cache
 def has_bf16_units() -> bool:
-    """Return whether this machine's CPU multiplies bf16 by instructions of its own, as far as Linux names them."""
+    """Return whether this machine's CPU has bf16 instructions, as far as Linux lists them."""
     about = Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.is_file() else []
     features = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
@@ -334,7 +337,7 @@ def has_bf16_units() -> bool:
 
 
 def shared_cpu(machine: Hardware, processes: int) -> Hardware:
-    """One process's share of a machine without accelerators."""
+    """Return one process's share of a machine without accelerators."""
     return replace(
         machine,
         bf16_tflops=machine.bf16_tflops / processes,

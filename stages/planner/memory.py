@@ -1,4 +1,9 @@
-"""Peak device memory of a rank, by pipeline stage and by part: those of `states` and `activations`, added up. Pure."""
+"""Peak device memory of a rank, by pipeline stage and by part.
+
+Weights, gradients and optimizer states follow Rajbhandari et al. 2020 (ZeRO, section 3.1); `activations` counts what a
+layer keeps. With an adapter the base is frozen: it has neither gradients nor optimizer state, and is stored as
+`adapter.base_precision` says.
+"""
 
 from __future__ import annotations
 
@@ -32,107 +37,27 @@ from stages.planner.partition import (
 from stages.planner.step_case import StepCase
 from stages.planner.workload import Software, Workload, gathers_gradients, our_software
 
-
-def model_states(case: StepCase, stage: PipelineStage) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer."""
-    layout, workload = case.layout, case.workload
-    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
-    trained = case.trained(stage)
-    sharded = optimizer_parameters(trained, layout, case.engine)
-    if case.engine == "fsdp":
-        return _fsdp_states(case, stage, optimizer_parameters(held, layout, case.engine), sharded)
-    weight_bytes = 4 if workload.precision == "fp32" else 2  # in 8 and 4 bits: as they are, and transposed
-    optimizer_bytes = 8 if workload.precision == "fp32" else case.software.optimizer_bytes
-    in_precision = case.software.gradient_bytes + case.software.gradient_copy_bytes
-    gradient_bytes = 4 if workload.precision == "fp32" else in_precision
-    if workload.adapter is None:
-        return held.total * weight_bytes, trained.total * gradient_bytes, sharded * optimizer_bytes
-    in_eight_bits = workload.in_few_bits and case.software.keeps_frozen_in_fp8
-    weights = held.total * (1 if in_eight_bits else weight_bytes) + trained.total * workload.compute_bytes
-    weights += joined_bytes(case.shape, workload.adapter, stage, layout.tp, workload.compute_bytes)
-    return weights, trained.total * gradient_bytes, sharded * optimizer_bytes
-
-
-def host_bytes(case: StepCase, stage: PipelineStage) -> float:
-    """What a rank keeps in its host's memory instead of the device's: all of these, where they are offloaded."""
-    if not case.layout.cpu_offload:
-        return 0.0
-    return sum(model_states(replace(case, layout=case.layout.model_copy(update={"cpu_offload": False})), stage))
-
-
-def _fsdp_states(case: StepCase, stage: PipelineStage, held: float, learning: float) -> tuple[float, float, float]:
-    """All sharded. held, learning: parameters of a shard, where the model learns."""
-    if case.layout.cpu_offload:
-        return 0.0, 0.0, 0.0
-    adapter, shards, size = case.workload.adapter, case.layout.dp_shard, case.workload.state_bytes
-    if adapter is None:
-        matrices = _muon_matrices(case, stage) / shards
-        return size.weight * held, size.weight * learning, size.moments * learning - 4 * matrices
-    trained = case.trained(stage).total / shards
-    frozen = frozen_bytes(case.shape, adapter, case.workload.compute_bytes) / shards
-    return frozen + 4 * trained, 4 * trained, size.moments * trained
-
-
-def _muon_matrices(case: StepCase, stage: PipelineStage) -> float:
-    """Parameters of which Muon keeps one moment: all but embeddings, the head and vectors."""
-    if case.workload.optimizer != "muon":
-        return 0.0
-    shape, layout = case.shape, case.layout
-    held = rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp).total
-    norms = shape.norm_parameters * (2 * stage.num_layers + stage.has_head)
-    positions = shape.position_parameters * stage.has_embedding
-    return held - outside_parameters(shape, stage, layout.tp) - norms - positions
-
-
-def fsdp_buffers(case: StepCase, stage: PipelineStage) -> float:
-    """Gathered parameters (the root's stay; of layers a few at a time), and one layer's whole gradients.
-
-    Under a pipeline all layers of the stage stay gathered, and their gradients whole, until the step is over.
-    """
-    layout, size = case.layout, case.workload.compute_bytes
-    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total
-    outside = outside_parameters(case.shape, stage, layout.tp)
-    keeps_layers = not layout.reshard_after_forward or layout.pp > 1
-    alive = stage.num_layers if keeps_layers else min(stage.num_layers, 2 + layout.prefetch_layers)
-    if case.workload.adapter is not None:
-        # What arrives is in one piece, and copied to where it is used; a process alone gathers nothing ahead.
-        is_alone = layout.optimizer_shards == 1
-        alive = min(alive, 2) if is_alone and not keeps_layers else alive + (not is_alone)
-        if is_alone and not keeps_layers and any(merged_experts(case.shape, case.engine, case.workload.adapter)):
-            alive = 1  # the copy is gone before the sum of experts and their adapter is made, which is as large
-        layer = gathered_layer_bytes(case.shape, case.workload.adapter, size)
-        return alive * layer + size * outside
-    if layout.optimizer_shards == 1:
-        return (size * held) if size < 4 else 0.0
-    layer = (held - outside) / stage.num_layers
-    gathered = size * (alive * layer + outside)
-    keeps_gradients = int(case.micro_batches) > 1 and (gathers_gradients(layout, case.software) or layout.pp > 1)
-    # Shards of gradients take the place of whole ones, a layer at a time; on the device they count among the states.
-    shards = 0.0 if layout.cpu_offload else held / layout.dp_shard
-    return gathered + 4 * (held - shards if keeps_gradients else layer) + size * layer
-
-
 GIB = 2**30
 LOGITS_CHUNK = 2**27
-"""Logits alive at a time where they are chunked; see `stages.engines.log_probabilities`."""
+"""Logits computed at a time where they are chunked; see `stages.engines.log_probabilities`."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """GiB of one rank of a pipeline stage."""
+    """GiB of one rank of a pipeline stage, by part."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    """Kept for the backward pass, by all micro-batches in flight."""
+    """Activations kept for the backward pass, of all micro-batches in flight."""
     workspace: float
-    """Of the layer at work: recomputed activations, gradients of activations."""
+    """Recomputed activations and gradients of activations in the layer at work."""
     logits: float
     communication: float
-    """Gathered parameters, buffers of messages."""
+    """Gathered parameters and message buffers."""
     runtime: float
-    """Driver, libraries, communicators, fragmentation."""
+    """Driver, libraries, communicators and fragmentation."""
 
     @property
     def total(self) -> float:
@@ -142,20 +67,20 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """GiB by pipeline stage: all of them, or only the first and the last, which one of is the fullest."""
+    """GiB of each pipeline stage, or only of the first and last ones, which include the fullest."""
 
     stages: tuple[StageMemory, ...]
     host_gib: float = 0.0
-    """Of the host's memory, by each rank: what is offloaded to it."""
+    """Host memory that each rank uses for offloading."""
 
     @property
     def worst(self) -> StageMemory:
-        """The fullest stage."""
+        """Fullest stage."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
     def peak_gib(self) -> float:
-        """Memory of the fullest stage's ranks."""
+        """GiB of a rank of the fullest stage."""
         return self.worst.total
 
 
@@ -169,7 +94,7 @@ def memory(
     efficiency: Efficiency | None = None,
     every_stage: bool = True,
 ) -> MemoryEstimate:
-    """Estimate the peak of every pipeline stage (`every_stage=False`: of the first and the last)."""
+    """Estimate the peak of every pipeline stage (`every_stage=False`: only of the first and last, faster)."""
     case = StepCase(workload.trained_shape(shape), engine, layout, workload, software or our_software(engine, layout))
     stages = pipeline_stages(shape.num_layers, layout.pp, case.software.balances_head)
     chosen = stages if every_stage or len(stages) < 3 else _fullest(stages)
@@ -178,7 +103,7 @@ def memory(
 
 
 def _fullest(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
-    """Stages one of which is the fullest: early ones hold most micro-batches, the last one logits."""
+    """Return the stages that may be the fullest: the first hold most micro-batches, the last one logits."""
     if stages[0].num_layers >= stages[1].num_layers:
         return stages[0], stages[-1]
     return stages[0], stages[1], stages[-1]
@@ -214,14 +139,14 @@ def _kept_activations(case: StepCase, stage: PipelineStage) -> float:
 
 
 def _share_with_gradients(case: StepCase, stage: PipelineStage) -> float:
-    """Of the stage's layers, those through which gradients go back."""
+    """Return the share of the stage's layers that keep activations for the backward pass."""
     if case.engine == "megatron" or case.workload.adapter is None:  # whose embedding asks for gradients
         return 1.0
     return 1 - first_learning_layer(case.shape, case.workload.adapter) / stage.num_layers
 
 
 def _layers_in_flight(case: StepCase, stage: PipelineStage) -> float:
-    """Layers × micro-batches that wait for their backward pass: 1F1B, or interleaved (Narayanan et al. 2021)."""
+    """Count layers × micro-batches waiting for their backward pass: 1F1B, or interleaved (Narayanan et al. 2021)."""
     layout, micro_batches = case.layout, int(case.micro_batches)
     after = layout.pp - stage.index - 1
     if layout.vpp == 1:
@@ -231,7 +156,7 @@ def _layers_in_flight(case: StepCase, stage: PipelineStage) -> float:
 
 
 def _logits(case: StepCase) -> float:
-    """Logits, their fp32 copy and its gradient; where they are chunked, three fp32 chunks and the head's gradient."""
+    """Return the bytes of logits, an fp32 copy and its gradient; chunked: 3 fp32 chunks and the head's gradient."""
     if case.workload.scores_documents:
         return 0.0
     logits = case.tokens * case.shape.vocab_size / case.layout.tp
@@ -247,3 +172,86 @@ def _communication(case: StepCase, stage: PipelineStage) -> float:
     message = case.tokens * case.shape.hidden_size * case.workload.compute_bytes
     messages = 4 * message * (case.layout.pp > 1) + 2 * message * (case.layout.tp > 1)
     return messages + (fsdp_buffers(case, stage) if case.engine == "fsdp" else 0.0)
+
+
+def model_states(case: StepCase, stage: PipelineStage) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and optimizer on one rank."""
+    layout, workload = case.layout, case.workload
+    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
+    trained = case.trained(stage)
+    sharded = optimizer_parameters(trained, layout, case.engine)
+    if case.engine == "fsdp":
+        return _fsdp_states(case, stage, optimizer_parameters(held, layout, case.engine), sharded)
+    weight_bytes = 4 if workload.precision == "fp32" else 2  # in 8 and 4 bits: as they are, and transposed
+    optimizer_bytes = 8 if workload.precision == "fp32" else case.software.optimizer_bytes
+    in_precision = case.software.gradient_bytes + case.software.gradient_copy_bytes
+    gradient_bytes = 4 if workload.precision == "fp32" else in_precision
+    if workload.adapter is None:
+        return held.total * weight_bytes, trained.total * gradient_bytes, sharded * optimizer_bytes
+    in_eight_bits = workload.in_few_bits and case.software.keeps_frozen_in_fp8
+    weights = held.total * (1 if in_eight_bits else weight_bytes) + trained.total * workload.compute_bytes
+    weights += joined_bytes(case.shape, workload.adapter, stage, layout.tp, workload.compute_bytes)
+    return weights, trained.total * gradient_bytes, sharded * optimizer_bytes
+
+
+def host_bytes(case: StepCase, stage: PipelineStage) -> float:
+    """Return the bytes that a rank offloads to its host: with `cpu_offload` all weights, gradients and optimizer
+    states."""
+    if not case.layout.cpu_offload:
+        return 0.0
+    return sum(model_states(replace(case, layout=case.layout.model_copy(update={"cpu_offload": False})), stage))
+
+
+def _fsdp_states(case: StepCase, stage: PipelineStage, held: float, learning: float) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and optimizer of an FSDP shard on the device.
+
+    held, learning: parameters of the shard, and the trainable ones of them.
+    """
+    if case.layout.cpu_offload:
+        return 0.0, 0.0, 0.0
+    adapter, shards, size = case.workload.adapter, case.layout.dp_shard, case.workload.state_bytes
+    if adapter is None:
+        matrices = _muon_matrices(case, stage) / shards
+        return size.weight * held, size.weight * learning, size.moments * learning - 4 * matrices
+    trained = case.trained(stage).total / shards
+    frozen = frozen_bytes(case.shape, adapter, case.workload.compute_bytes) / shards
+    return frozen + 4 * trained, 4 * trained, size.moments * trained
+
+
+def _muon_matrices(case: StepCase, stage: PipelineStage) -> float:
+    """Count the parameters with one Muon moment: all but embeddings, the head and vectors."""
+    if case.workload.optimizer != "muon":
+        return 0.0
+    shape, layout = case.shape, case.layout
+    held = rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp).total
+    norms = shape.norm_parameters * (2 * stage.num_layers + stage.has_head)
+    positions = shape.position_parameters * stage.has_embedding
+    return held - outside_parameters(shape, stage, layout.tp) - norms - positions
+
+
+def fsdp_buffers(case: StepCase, stage: PipelineStage) -> float:
+    """Return the bytes of gathered parameters (the root's, and a few layers') and of one layer's whole gradients.
+
+    Under a pipeline, all layers of the stage stay gathered, and their gradients whole, until the step ends.
+    """
+    layout, size = case.layout, case.workload.compute_bytes
+    held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total
+    outside = outside_parameters(case.shape, stage, layout.tp)
+    keeps_layers = not layout.reshard_after_forward or layout.pp > 1
+    alive = stage.num_layers if keeps_layers else min(stage.num_layers, 2 + layout.prefetch_layers)
+    if case.workload.adapter is not None:
+        # What arrives is in one piece, and copied to where it is used; a process alone gathers nothing ahead.
+        is_alone = layout.optimizer_shards == 1
+        alive = min(alive, 2) if is_alone and not keeps_layers else alive + (not is_alone)
+        if is_alone and not keeps_layers and any(merged_experts(case.shape, case.engine, case.workload.adapter)):
+            alive = 1  # the copy is gone before the sum of experts and their adapter is made, which is as large
+        layer = gathered_layer_bytes(case.shape, case.workload.adapter, size)
+        return alive * layer + size * outside
+    if layout.optimizer_shards == 1:
+        return (size * held) if size < 4 else 0.0
+    layer = (held - outside) / stage.num_layers
+    gathered = size * (alive * layer + outside)
+    keeps_gradients = int(case.micro_batches) > 1 and (gathers_gradients(layout, case.software) or layout.pp > 1)
+    # Shards of gradients take the place of whole ones, a layer at a time; on the device they count among the states.
+    shards = 0.0 if layout.cpu_offload else held / layout.dp_shard
+    return gathered + 4 * (held - shards if keeps_gradients else layer) + size * layer

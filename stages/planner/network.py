@@ -1,8 +1,8 @@
-"""Time of messages between devices: volume over bandwidth, plus latency, by where the ranks of a group lie. Pure.
+"""Time of messages between devices: bytes over bandwidth plus latency, by the placement of a group's ranks.
 
-Ranks are numbered with tensor parallelism fastest, then context, data and pipeline parallelism, so that a group is
-described by its size and by its stride, the distance of neighbours. A group that spans nodes moves its volume over the
-network cards of all its devices of a node at once (as NCCL's rings do), and within the nodes at the same time.
+Ranks are numbered with tensor parallelism fastest, then context, data and pipeline parallelism, so a group is described
+by its size and its stride, the distance of neighbours. A group that spans nodes uses the network cards of all its
+devices of a node at once (as NCCL's rings do), and the links within the nodes at the same time.
 """
 
 from __future__ import annotations
@@ -17,48 +17,49 @@ from stages.planner.partition import expert_replicas
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: how many, and how far apart."""
+    """Ranks that communicate: their number, and the distance of neighbours."""
 
     size: int
     stride: int
 
     def ranks_per_node(self, hardware: Hardware) -> int:
-        """Of this group, on one node."""
+        """Return the number of the group's ranks on one node."""
         return min(self.size, max(1, hardware.gpus_per_node // self.stride))
 
 
 def tensor_group(layout: Layout) -> Group:
-    """Neighbours."""
+    """Return the group of tensor parallelism: adjacent ranks."""
     return Group(layout.tp, 1)
 
 
 def context_group(layout: Layout) -> Group:
-    """Beside tensor parallelism."""
+    """Return the group of context parallelism, whose stride is `tp`."""
     return Group(layout.cp, layout.tp)
 
 
 def shard_group(layout: Layout) -> Group:
-    """Ranks that shard optimizer state (or, under FSDP, everything); context parallelism takes part in it."""
+    """Return the ranks that shard optimizer state (under FSDP everything), context parallelism included."""
     return Group(layout.optimizer_shards, layout.tp)
 
 
 def replica_group(layout: Layout) -> Group:
-    """Replicas of what the shard group holds."""
+    """Return the replicas of a shard."""
     return Group(layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
 
 
 def expert_group(layout: Layout) -> Group:
-    """Ranks that exchange tokens between experts; inside them, an expert's own tensor parallelism."""
+    """Return the ranks that exchange tokens between experts; an expert's own tensor parallelism lies inside them."""
     return Group(layout.ep, layout.etp)
 
 
 def expert_replica_group(layout: Layout) -> Group:
-    """Ranks that hold the same expert, over which its gradients are reduced."""
+    """Return the ranks that hold the same expert and reduce its gradients."""
     return Group(expert_replicas(layout), layout.ep * layout.etp)
 
 
 def gather_s(hardware: Hardware, group: Group, num_bytes: float) -> float:
-    """All-gather or reduce-scatter of `num_bytes` in all (Thakur et al. 2005, ring algorithms)."""
+    """Return the seconds of an all-gather or reduce-scatter of `num_bytes` in all (Thakur et al. 2005, ring
+    algorithms)."""
     if group.size == 1:
         return 0.0
     per_node = group.ranks_per_node(hardware)
@@ -69,13 +70,16 @@ def gather_s(hardware: Hardware, group: Group, num_bytes: float) -> float:
 
 
 def all_reduce_s(hardware: Hardware, group: Group, num_bytes: float) -> float:
-    """A reduce-scatter and an all-gather."""
+    """Return the seconds of an all-reduce: a reduce-scatter and an all-gather."""
     return 2 * gather_s(hardware, group, num_bytes)
 
 
 def dispatch_s(hardware: Hardware, group: Group, num_bytes: float, experts_per_token: int) -> float:
-    """Tokens of `num_bytes` go to their experts, evenly spread over the group: once to each other node that has any of
-    these (DeepSeek-AI 2024, section 3.2.2), over the rank's own network card, and on to the ranks within the node."""
+    """Return the seconds to send tokens of `num_bytes` to their experts, spread evenly over the group.
+
+    A token is sent once to each other node that has one of its experts (DeepSeek-AI 2024, section 3.2.2), over the
+    rank's own network card, and on to the ranks within that node.
+    """
     if group.size == 1:
         return 0.0
     per_node = group.ranks_per_node(hardware)
@@ -86,19 +90,19 @@ def dispatch_s(hardware: Hardware, group: Group, num_bytes: float, experts_per_t
 
 
 def neighbour_s(hardware: Hardware, stride: int, num_bytes: float) -> float:
-    """A message to the rank `stride` away: between nodes if that is beyond one."""
+    """Return the seconds of a message to the rank `stride` away, over the network if that leaves the node."""
     if stride < hardware.gpus_per_node:
         return num_bytes / intra_rate(hardware) + hardware.intra_node_latency_s
     return num_bytes / inter_rate(hardware) + hardware.inter_node_latency_s
 
 
 def intra_rate(hardware: Hardware) -> float:
-    """Bytes/s of one device within its node."""
+    """Return the bytes/s of one device within its node."""
     return hardware.intra_node_gb_per_s * 1e9 * hardware.efficiency.intra_link
 
 
 def inter_rate(hardware: Hardware) -> float:
-    """Bytes/s of one device's share of the network."""
+    """Return the bytes/s of one device's share of the network."""
     return hardware.inter_node_gb_per_s * 1e9 * hardware.efficiency.inter_link
 
 

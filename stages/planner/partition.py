@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds, and how many parameters of them one rank does. Pure."""
+"""Layers of a pipeline stage, and the number of their parameters on one rank."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from stages.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """One of `pp` stages."""
+    """One of `pp` pipeline stages."""
 
     index: int
     num_layers: int
     has_embedding: bool
     has_head: bool
     first_layer: int = 0
-    """Of consecutive ones; interleaved stages have some of every part of the model."""
+    """First of the stage's consecutive layers; interleaved stages hold layers from all parts of the model."""
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of one rank before data parallelism shards them."""
+    """Parameters of one rank before data-parallel sharding."""
 
     dense: float
-    """Replicated over data and context parallelism."""
+    """Parameters that are replicated over data and context parallelism."""
     expert: float
-    """Replicated over what expert parallelism leaves of data and context parallelism."""
+    """Parameters of experts, replicated over the ranks that hold the same expert."""
 
     @property
     def total(self) -> float:
-        """Both kinds."""
+        """Dense and expert parameters."""
         return self.dense + self.expert
 
 
 @lru_cache(maxsize=4096)
 def pipeline_stages(num_layers: int, pp: int, balances_head: bool = False) -> tuple[PipelineStage, ...]:
-    """Layers spread evenly; where that is uneven (or `balances_head`), the last and the first stage get fewer."""
+    """Spread layers evenly over stages; if uneven (or with `balances_head`), the last and the first stage get fewer."""
     if pp == 1:
         return (PipelineStage(0, num_layers, True, True),)
     most = -(-(num_layers + (2 if balances_head else 0)) // pp)
@@ -52,7 +52,7 @@ def pipeline_stages(num_layers: int, pp: int, balances_head: bool = False) -> tu
 
 @lru_cache(maxsize=4096)
 def stage_shape(shape: ModelShape, stage: PipelineStage, vpp: int) -> ModelShape:
-    """The model as a stage has it: of a mixture's dense layers those that lie there (interleaved ones: the average)."""
+    """Return the model as a stage has it: the dense layers of a mixture that lie there (interleaved: the average)."""
     if vpp > 1 or not shape.dense_layers or stage.num_layers == shape.num_layers:
         return shape
     dense = range(sum(0 <= layer - stage.first_layer < stage.num_layers for layer in shape.dense_layers))
@@ -61,7 +61,7 @@ def stage_shape(shape: ModelShape, stage: PipelineStage, vpp: int) -> ModelShape
 
 @lru_cache(maxsize=65536)
 def rank_parameters(shape: ModelShape, stage: PipelineStage, tp: int, ep: int, etp: int) -> RankParameters:
-    """Matrices are split over tp (experts over ep × etp); norms and the router are whole everywhere."""
+    """Count the parameters of one rank. tp splits matrices, ep × etp experts; norms and routers stay whole."""
     mixture = shape.num_mixture_layers / shape.num_layers
     norms = 2 * shape.norm_parameters + mixture * shape.router_parameters
     per_layer = shape.attention_parameters / tp + (1 - mixture) * shape.ffn_parameters / tp + norms
@@ -76,12 +76,12 @@ def rank_parameters(shape: ModelShape, stage: PipelineStage, tp: int, ep: int, e
 
 
 def outside_parameters(shape: ModelShape, stage: PipelineStage, tp: int) -> float:
-    """Of the embedding and the head, so far as this stage has them, on one rank."""
+    """Count the parameters of embedding and head on one rank, where the stage has them."""
     return (stage.has_embedding * shape.embedding_parameters + stage.has_head * shape.head_parameters) / tp
 
 
 def optimizer_parameters(held: RankParameters, layout: Layout, engine: str) -> float:
-    """Of the parameters of a rank, how many it keeps the optimizer state of."""
+    """Count the parameters whose optimizer state a rank keeps."""
     shards = expert_shards = layout.optimizer_shards
     if engine == "megatron" and shards > 1:
         expert_shards = max(1, shards * layout.tp // (layout.ep * layout.etp))
@@ -89,5 +89,5 @@ def optimizer_parameters(held: RankParameters, layout: Layout, engine: str) -> f
 
 
 def expert_replicas(layout: Layout) -> int:
-    """Ranks that hold the same expert: their gradients are reduced over these."""
+    """Return the number of ranks that hold the same expert and reduce its gradients."""
     return max(1, layout.data_parallel_size * layout.cp * layout.tp // (layout.ep * layout.etp))

@@ -1,4 +1,4 @@
-"""What is predicted of a train stage's layout: its metrics, what goes into the record, whether it is refused. Pure."""
+"""Predictions of a train stage's layout: metrics, record, and the refusal of layouts that lack memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_PARTS_NAMED = 3
 
 
 def predicted_metrics(candidate: Candidate) -> dict[str, float]:
-    """Under the names of the measured ones."""
+    """Return the predicted metrics, named after the measured ones."""
     metrics = {
         "predicted_step_time_s": candidate.time.step_time_s,
         "predicted_memory_gib": candidate.memory.peak_gib,
@@ -27,8 +27,7 @@ def predicted_metrics(candidate: Candidate) -> dict[str, float]:
 
 
 def check_memory(request: SearchRequest, candidate: Candidate, available_gib: float) -> None:
-    """Raises LayoutError when the layout needs more than each device has available, by more than the margin, with the
-    closest one that fits."""
+    """Raise LayoutError if the layout lacks memory even at 10% less than predicted; the message names one that fits."""
     needed_gib = candidate.memory.peak_gib
     if memory_fit(needed_gib, available_gib) != "does not fit":
         return
@@ -42,9 +41,9 @@ def check_memory(request: SearchRequest, candidate: Candidate, available_gib: fl
 
 
 def teacher_memory_gib(request: SearchRequest, candidate: Candidate) -> float:
-    """Of a model that is only asked, under a layout: its weights, and one micro-batch without gradients.
+    """Return the GiB of a model that is only evaluated under a layout: weights, and a micro-batch without gradients.
 
-    request: of the teacher's shape.
+    request: has the teacher's shape.
     """
     whole = replace(request.workload, adapter=None)
     estimated = memory(request.shape, candidate.engine, candidate.layout, whole)
@@ -52,7 +51,7 @@ def teacher_memory_gib(request: SearchRequest, candidate: Candidate) -> float:
 
 
 def check_teacher_memory(teacher_gib: float, candidate: Candidate, available_gib: float, *, stays: bool) -> None:
-    """Raises LayoutError when the teacher does not fit; stays: beside the model that learns."""
+    """Raise LayoutError if the teacher does not fit; stays: beside the model that is trained."""
     needed_gib = teacher_gib + (candidate.memory.peak_gib if stays else 0)
     if memory_fit(needed_gib, available_gib) != "does not fit":
         return
@@ -65,12 +64,12 @@ def check_teacher_memory(teacher_gib: float, candidate: Candidate, available_gib
 
 
 def alternatives(request: SearchRequest) -> tuple[Candidate, ...]:
-    """The fastest layouts that fit."""
+    """Return the fastest layouts that fit."""
     return fitting_layouts(request)[:NUM_ALTERNATIVES]
 
 
 def as_json(candidate: Candidate) -> dict[str, Any]:
-    """A layout with what is predicted of it."""
+    """Return a layout and its predictions as JSON."""
     return {
         "layout": candidate.text,
         "step_time_s": candidate.time.step_time_s,
@@ -81,7 +80,7 @@ def as_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def closest(candidate: Candidate, fitting: Sequence[Candidate]) -> Candidate:
-    """The one that differs in the fewest fields; the fastest of those."""
+    """Return the layout that differs in the fewest fields, and the fastest of those."""
     own = candidate.layout.model_dump()
 
     def distance(one: Candidate) -> int:

@@ -1,8 +1,8 @@
-"""All legal layouts of a model on a number of devices, ranked by predicted step time. Pure.
+"""Search of all legal layouts of a model on a number of devices, ranked by predicted step time.
 
-Memory is estimated first, since it is cheap and rules most layouts out; the time of a layout that does not fit is only
-estimated for those that come near, to say what they would have won. Layouts that are never better than another of the
-same degrees are left out: tensor parallelism without sequence parallelism or beyond a node, uneven interleaving.
+Memory is estimated first, since it is cheap and rules most layouts out. The time of a layout that does not fit is
+estimated only if it comes near, to state what it would have gained. Dominated layouts are skipped: tensor parallelism
+without sequence parallelism or across nodes, uneven interleaving.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
 LARGEST_MICRO_BATCH_TOKENS = 65536
 INTERLEAVINGS = (1, 2, 3, 4, 5, 6, 8)
 NEAR_MISS = 1.6
-"""Memory over what there is, up to which a layout's time is estimated all the same."""
+"""Predicted over available memory, up to which the time of a layout that does not fit is estimated."""
 ENGINES: tuple[EngineName, ...] = ("fsdp", "megatron")
 UNCERTAINTY = 0.1
-"""Share by which a prediction of memory may be too low or too high."""
+"""Relative error of predicted memory, either way."""
 MemoryFit = Literal["fits", "tight", "does not fit"]
 
 
 def memory_fit(peak_gib: float, available_gib: float) -> MemoryFit:
-    """Whether a predicted peak is there for sure, perhaps, or for sure not."""
+    """Compare predicted with available memory: it fits or lacks memory even if the prediction is 10% off, else it is
+    tight."""
     if peak_gib <= (1 - UNCERTAINTY) * available_gib:
         return "fits"
     return "tight" if (1 - UNCERTAINTY) * peak_gib <= available_gib else "does not fit"
@@ -51,30 +52,30 @@ class Candidate:
 
     @property
     def memory_fit(self) -> MemoryFit:
-        """Whether the fullest rank's memory is there, with the margin by which predictions are off."""
+        """Fit of the fullest rank's memory, with the margin of the prediction's error."""
         return memory_fit(self.memory.peak_gib, self.available_gib)
 
     @property
     def text(self) -> str:
-        """Engine and what differs from the default layout."""
+        """Engine and the fields that differ from the default layout."""
         return describe_layout(self.engine, self.layout)
 
     @property
     def fits(self) -> bool:
-        """Whether it is for sure."""
+        """The layout fits even if the prediction is 10% too low."""
         return self.memory_fit == "fits"
 
 
 def safest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Those that fit for sure before those that are tight, else in the order that they have."""
+    """Sort layouts that fit before tight ones, keeping the order within both."""
     return tuple(sorted(candidates, key=lambda one: not one.fits))
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Those that fit (or are tight), fastest first, and those that would be faster but do not, fastest first.
+    """Layouts that fit or are tight, and faster ones that lack memory; both fastest first.
 
-    Where nothing fits, `too_large` has the layouts of least memory first; one of the two is never empty.
+    If nothing fits, `too_large` holds all layouts, least memory first. One of the two is never empty.
     """
 
     fitting: tuple[Candidate, ...]
@@ -83,13 +84,13 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits for sure; where none does, of those that are tight."""
+        """Fastest layout that fits; if none does, the fastest tight one; else None."""
         return next(iter(safest_first(self.fitting)), None)
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What a layout is searched for."""
+    """Model, workload and devices that a layout is searched for."""
 
     shape: ModelShape
     workload: Workload
@@ -98,29 +99,29 @@ class SearchRequest:
     engines: tuple[EngineName, ...] = ENGINES
     software: Software | None = None
     available_gib: float | None = None
-    """Of each device's memory; default: all that the hardware has."""
+    """Available memory of each device; default: the hardware's."""
 
     @property
     def memory_gib(self) -> float:
-        """Of each device."""
+        """Memory of each device."""
         return self.available_gib or self.hardware.memory_gib
 
     @property
     def constraints(self) -> RunConstraints:
-        """As `legality` takes it."""
+        """Nodes, processes and batch, as `stages.parallel.legality` takes them."""
         per_node = min(self.num_gpus, self.hardware.gpus_per_node)
         rows = self.workload.global_batch_size
         return RunConstraints(-(-self.num_gpus // per_node), per_node, self.workload.sequence_length, rows)
 
 
 def search(request: SearchRequest) -> SearchResult:
-    """Rank all legal layouts. Raises LayoutError where there is none, naming the nearest number that has one."""
+    """Rank all legal layouts. Raises LayoutError if there is none, naming the nearest number of devices with one."""
     found = _search(request, NEAR_MISS)
     return found if found.fitting or found.too_large else _search(request, math.inf)
 
 
 def fitting_layouts(request: SearchRequest) -> tuple[Candidate, ...]:
-    """Those that fit, fastest first, then those that are tight; none where no layout is legal."""
+    """Return the layouts that fit, fastest first, then tight ones; nothing if no layout is legal."""
     try:
         return safest_first(search(request).fitting)
     except LayoutError:
@@ -128,14 +129,15 @@ def fitting_layouts(request: SearchRequest) -> tuple[Candidate, ...]:
 
 
 def estimate(request: SearchRequest, engine: EngineName, layout: Layout) -> Candidate:
-    """One layout's time, and the memory of all its pipeline stages, whether or not it fits.
+    """Return the time of one layout and the memory of all its pipeline stages, whether it fits or not.
 
-    Where whole gradients do not fit, `accumulate: auto` has become `sharded` in it."""
+    `accumulate: auto` becomes `sharded` in the result if whole gradients do not fit.
+    """
     return _with_time(request, engine, *_with_memory(request, engine, layout, every_stage=True))
 
 
 def legal_layouts(request: SearchRequest) -> Iterator[tuple[EngineName, Layout]]:
-    """Every legal layout worth looking at."""
+    """Yield every legal layout except dominated ones."""
     for engine in request.engines:
         for variants in _groups(request, engine):
             yield from ((engine, layout) for layout in variants)
@@ -167,7 +169,8 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
 def _with_memory(
     request: SearchRequest, engine: EngineName, layout: Layout, *, every_stage: bool
 ) -> tuple[Layout, MemoryEstimate]:
-    """The layout as it would run, and what it needs: of two ways to add up gradients the faster one that fits."""
+    """Return the layout as it would run and its memory: `accumulate: auto` becomes `sharded` if whole gradients do not
+    fit."""
     needed = _memory(request, engine, layout, every_stage=every_stage)
     is_asked = engine == "fsdp" and layout.accumulate == "auto"
     adds_up_in_fp32 = request.workload.state_bytes.weight == 4
@@ -196,7 +199,7 @@ def _with_time(request: SearchRequest, engine: EngineName, layout: Layout, neede
 
 
 def _groups(request: SearchRequest, engine: EngineName) -> Iterator[list[Layout]]:
-    """Legal layouts that differ in the micro-batch only, smallest (of least memory) first."""
+    """Yield groups of legal layouts that differ in the micro-batch only, smallest first."""
     constraints = request.constraints
     for degrees in _fsdp(request) if engine == "fsdp" else _megatron(request):
         shares = degrees["dp_shard"] * degrees.get("dp_replicate", 1)
@@ -245,7 +248,7 @@ def _megatron_variants(request: SearchRequest, degrees: dict, shares: int) -> It
 
 
 def _micro_batch_sizes(request: SearchRequest, shares: int) -> list[int]:
-    """Powers of two that divide a data-parallel share of the batch."""
+    """Return powers of two that divide one rank's share of the batch."""
     rows, rest = divmod(request.workload.global_batch_size, shares)
     if rest:
         return []

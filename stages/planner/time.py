@@ -1,9 +1,11 @@
-"""Time of an optimizer step under a layout, by part. Pure.
+"""Time of an optimizer step under a layout, by part.
 
-The pipeline is paced by its slowest stage and idles for (pp - 1) / vpp micro-batches (Narayanan et al. 2021, section
-2.2); tensor parallelism reduces twice in a layer's forward and twice in its backward pass (Shoeybi et al. 2020);
-context parallelism passes keys and values around (Liu et al. 2023); FSDP gathers every layer in both passes of every
-micro-batch (Zhao et al. 2023). Communication that can run beside compute is hidden but for a fixed share.
+The slowest stage paces the pipeline, which idles for (pp - 1) / vpp micro-batches (Narayanan et al. 2021, section 2.2).
+Tensor parallelism reduces twice in a layer's forward and twice in its backward pass (Shoeybi et al. 2020). Context
+parallelism passes keys and values around a ring (Liu et al. 2023). FSDP gathers every layer in both passes of every
+micro-batch (Zhao et al. 2023); Megatron's distributed optimizer reduces gradients once a step and gathers updated
+weights (Rajbhandari et al. 2020). Communication that can overlap with compute is hidden except for a fixed share, since
+it takes memory bandwidth and processors from compute.
 """
 
 from __future__ import annotations
@@ -31,26 +33,255 @@ from stages.planner.workload import Software, Workload, gathers_gradients
 
 
 @dataclass(frozen=True)
+class TimeParts:
+    """Seconds of a step by part; communication counts only where compute does not hide it."""
+
+    compute: float
+    recompute: float
+    tensor_parallel: float
+    context_parallel: float
+    expert_parallel: float
+    pipeline_messages: float
+    bubble: float
+    data_parallel: float
+    optimizer: float
+    method_passes: float
+    """Forward passes that the method takes in each step beside the learning one."""
+
+    @property
+    def total(self) -> float:
+        """Sum of the parts."""
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Predicted time of a step with the rates that follow from it."""
+
+    parts: TimeParts
+    tokens_per_s_per_gpu: float
+    mfu: float
+    """Model FLOPs (`stages.models.flops`) over the peak in bf16 (fp32 in fp32)."""
+    bubble_fraction: float
+    reference_pass_s: float
+    """Forward passes over a step's rows before training, such as a reference's; 0 without one."""
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of an optimizer step."""
+        return self.parts.total
+
+
+@dataclass(frozen=True)
 class TimedCase(StepCase):
-    """A step on a cluster."""
+    """A step to predict on a cluster."""
 
     hardware: Hardware
 
 
+@dataclass(frozen=True)
+class _LayerCost:
+    """Seconds of one layer for one micro-batch, by part."""
+
+    layer: LayerTime
+    tensor: Pass
+    context: Pass
+    expert: Pass
+    recompute_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of both passes of all parts."""
+        communication = _sum(self.tensor) + _sum(self.context) + _sum(self.expert)
+        return _sum(self.layer.both) + self.recompute_s + communication
+
+
+def step_time(
+    shape: ModelShape,
+    engine: EngineName,
+    layout: Layout,
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    software: Software | None = None,
+) -> TimeEstimate:
+    """Estimate one optimizer step of `workload` on `layout.world_size` devices."""
+    shape = workload.trained_shape(shape)
+    case = TimedCase(shape, engine, layout, workload, software or hardware.software_of(engine, layout), hardware)
+    parts = _parts(case)
+    num_devices = layout.world_size
+    flops = _model_flops(case).training([workload.sequence_length], workload.sequence_length)
+    peak = hardware.peak_flops_per_s("fp32" if workload.precision == "fp32" else "bf16")
+    return TimeEstimate(
+        parts=parts,
+        tokens_per_s_per_gpu=workload.tokens_per_step / parts.total / num_devices,
+        mfu=model_flops_utilization(flops * workload.global_batch_size, parts.total, peak, num_devices),
+        bubble_fraction=parts.bubble / parts.total,
+        reference_pass_s=workload.passes.before_training * _forward_pass_s(case),
+    )
+
+
+def _parts(case: TimedCase) -> TimeParts:
+    """Return the step's parts: micro-batches times the slowest pipeline stage, and what happens once a step."""
+    layout, micro_batches = case.layout, case.micro_batches
+    stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
+    head = _head(case)
+    costs = {stage: _layer_cost(_staged(case, stage)) for stage in _ends(stages)}
+    stage_s = {stage: stage.num_layers * cost.total_s + stage.has_head * _sum(head) for stage, cost in costs.items()}
+    slowest = max(stage_s, key=lambda stage: stage_s[stage])
+    staged, cost = _staged(case, slowest), costs[slowest]
+    mean_s = (case.shape.num_layers * _layer_cost(case).total_s + _sum(head)) / layout.pp
+    compute_s = slowest.num_layers * _sum(cost.layer.both) + slowest.has_head * _sum(head)
+    bubble_s = (layout.pp - 1) / layout.vpp * mean_s
+    per_layer = micro_batches * slowest.num_layers
+    return TimeParts(
+        compute=micro_batches * compute_s,
+        recompute=per_layer * cost.recompute_s,
+        tensor_parallel=per_layer * _sum(cost.tensor),
+        context_parallel=per_layer * _sum(cost.context),
+        expert_parallel=per_layer * _sum(cost.expert),
+        pipeline_messages=_pipeline_messages_s(case),
+        bubble=bubble_s,
+        data_parallel=data_parallel_s(staged, slowest, cost.layer, head, cost.recompute_s),
+        optimizer=_optimizer_s(staged, slowest),
+        method_passes=case.workload.passes.each_step * _forward_pass_s(case),
+    )
+
+
+def _staged(case: TimedCase, stage: PipelineStage) -> TimedCase:
+    """Return the case with only the stage's own layers; adapters need the whole model, since they choose layers by
+    number."""
+    if case.workload.adapter is not None:
+        return case
+    return replace(case, shape=stage_shape(case.shape, stage, case.layout.vpp))
+
+
+def _layer_cost(case: TimedCase) -> _LayerCost:
+    """Return the cost of a layer, averaged over the model."""
+    layer = layer_time(case.work, case.software, case.hardware)
+    tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
+    return _LayerCost(layer, tensor, context, expert, _recompute_s(case, layer))
+
+
+def _forward_pass_s(case: TimedCase) -> float:
+    """Return the seconds of a forward pass without gradients over a step's rows; micro-batches fill the pipeline."""
+    layout, cost = case.layout, _layer_cost(case)
+    layer_s = sum(one.forward_s for one in (cost.layer.both, cost.tensor, cost.context, cost.expert))
+    layer_s += forward_gather_s(case, pipeline_stages(case.shape.num_layers, layout.pp)[0], cost.layer)
+    model_s = case.shape.num_layers * layer_s + _head(case).forward_s
+    return (case.micro_batches + layout.pp - 1) * model_s / layout.pp
+
+
+def _head(case: TimedCase) -> Pass:
+    return Pass(0.0, 0.0) if case.workload.scores_documents else head_time(case.work, case.hardware)
+
+
+def _model_flops(case: TimedCase) -> ModelFlops:
+    """Return the model's FLOPs as training counts them."""
+    adapter = case.workload.adapter
+    flops = adapted_flops(case.shape, adapter) if adapter else case.shape.flops()
+    return replace(flops, head_parameters=0) if case.workload.scores_documents else flops
+
+
+def _sum(both: Pass) -> float:
+    return both.forward_s + both.backward_s
+
+
+def _ends(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
+    """Return one stage of each kind: first, inner, last."""
+    return stages if len(stages) < 3 else (stages[0], stages[1], stages[-1])
+
+
+def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
+    """Return the seconds of one layer's recomputation, without the reductions of tensor parallelism."""
+    recompute = case.layout.recompute
+    if recompute == "full":
+        return case.software.recomputed_share * (layer.both.forward_s + _tensor_parallel(case).forward_s)
+    if recompute == "none":
+        return 0.0
+    if case.engine == "megatron":
+        return layer.attention_core.forward_s
+    return layer.elementwise.forward_s + recomputed_products_share(case.shape, case.software) * layer.products.forward_s
+
+
+def _tensor_parallel(case: TimedCase) -> Pass:
+    """Return the exposed seconds of two all-reduces a pass (or their all-gathers and reduce-scatters)."""
+    if case.layout.tp == 1:
+        return Pass(0.0, 0.0)
+    message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes
+    seconds = 2 * network.all_reduce_s(case.hardware, network.tensor_group(case.layout), message)
+    exposed = 1 - case.hardware.efficiency.overlapped if case.software.overlaps_layers else 1.0
+    return Pass(seconds * exposed, seconds * exposed)
+
+
+def _context_parallel(case: TimedCase, layer: LayerTime) -> Pass:
+    """Return the exposed seconds of passing keys and values around the ring, and their gradients back."""
+    cp = case.layout.cp
+    if cp == 1:
+        return Pass(0.0, 0.0)
+    message = 2 * case.work.tokens * case.shape.kv_width / case.layout.tp * case.workload.compute_bytes
+    reach = case.layout.tp * cp
+    seconds = (cp - 1) * network.neighbour_s(case.hardware, reach - case.layout.tp, message)
+    core = layer.attention_core
+    return Pass(
+        exposed_s(case, seconds, core.forward_s * (cp - 1) / cp),
+        exposed_s(case, 2 * seconds, core.backward_s * (cp - 1) / cp),
+    )
+
+
+def _expert_parallel(case: TimedCase, layer: LayerTime) -> Pass:
+    """Return the exposed seconds of dispatching tokens to their experts and back."""
+    if case.layout.ep == 1:
+        return Pass(0.0, 0.0)
+    shape = case.shape
+    token_bytes = shape.hidden_size * case.workload.compute_bytes
+    num_tokens = case.work.tokens / case.layout.tp
+    group = network.expert_group(case.layout)
+    seconds = 2 * network.dispatch_s(case.hardware, group, num_tokens * token_bytes, shape.experts_per_token)
+    mixture = shape.num_mixture_layers / shape.num_layers
+    if not case.software.overlaps_experts:
+        return Pass(mixture * seconds, mixture * seconds)
+    forward_s = exposed_s(case, seconds, layer.products.forward_s)
+    return Pass(mixture * forward_s, mixture * exposed_s(case, seconds, layer.products.backward_s))
+
+
+def _pipeline_messages_s(case: TimedCase) -> float:
+    """Return the exposed seconds of messages between stages: a hidden state forward and its gradient back, for every
+    micro-batch (and chunk; with chunks half is hidden)."""
+    layout = case.layout
+    if layout.pp == 1:
+        return 0.0
+    message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes / layout.tp
+    stride = layout.world_size // layout.pp
+    seconds = 2 * network.neighbour_s(case.hardware, stride, message)
+    hidden = 1 - case.hardware.efficiency.overlapped if layout.vpp > 1 else 1.0
+    return (case.micro_batches * layout.vpp + layout.pp - 1) * seconds * hidden
+
+
+def _optimizer_s(case: TimedCase, stage: PipelineStage) -> float:
+    """Return the seconds of Adam: it reads and writes master weights and moments, reads gradients twice, writes
+    weights."""
+    layout = case.layout
+    parameters = optimizer_parameters(case.trained(stage), layout, case.engine)
+    bytes_each = 24 + 2 * 4 + case.workload.compute_bytes
+    rate = case.hardware.host_gb_per_s * 1e9 if layout.cpu_offload else memory_rate(case.hardware)
+    return parameters * bytes_each / rate
+
+
 def exposed_s(case: TimedCase, communication_s: float, compute_s: float) -> float:
-    """What is left of communication beside this much compute."""
+    """Return the seconds of communication that this much compute does not hide."""
     return communication_s - case.hardware.efficiency.overlapped * min(communication_s, compute_s)
 
 
 def data_parallel_s(case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float) -> float:
-    """What of it is not hidden beside compute."""
+    """Return the seconds of data-parallel communication that compute does not hide."""
     if case.engine == "fsdp":
         return _fsdp_s(case, stage, layer, head, recompute_s)
     return _gradient_reduction_s(case, stage, layer)
 
 
 def forward_gather_s(case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:
-    """What of gathering a layer for a forward pass is not hidden beside it; 0 where layers are whole anyway."""
+    """Return the seconds of gathering a layer for a forward pass that compute does not hide; 0 without FSDP."""
     if case.engine != "fsdp" or case.layout.pp > 1:
         return 0.0
     gather_s = network.gather_s(case.hardware, network.shard_group(case.layout), _gathered_layer_bytes(case, stage))
@@ -58,7 +289,10 @@ def forward_gather_s(case: TimedCase, stage: PipelineStage, layer: LayerTime) ->
 
 
 def _gradient_reduction_s(case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:
-    """Gradients are reduced beside the last backward pass; parameters are gathered beside the next forward pass."""
+    """Return the exposed seconds of Megatron's gradient reduction and of gathering updated weights.
+
+    Gradients are reduced during the last backward pass; weights are gathered during the next forward pass.
+    """
     layout, hardware = case.layout, case.hardware
     if layout.data_parallel_size * layout.cp == 1:
         return 0.0
@@ -85,9 +319,11 @@ def _hidden_s(case: TimedCase, communication_s: float, compute_s: float) -> floa
 
 
 def _fsdp_s(case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float) -> float:
-    """Every micro-batch gathers each layer twice (once if kept), and reduces its gradients (or the last one does).
+    """Return the exposed seconds of FSDP's gathering, gradient reduction and offloading in a step.
 
-    Under a pipeline, where micro-batches of both passes alternate, layers stay gathered and gradients whole for a step.
+    Every micro-batch gathers each layer twice (once if `reshard_after_forward` is off); gradients are reduced after
+    each micro-batch or after the last. Under a pipeline, where passes of micro-batches alternate, layers stay gathered
+    and gradients whole for a step.
     """
     layout, hardware = case.layout, case.hardware
     group = network.shard_group(layout)
@@ -124,7 +360,7 @@ def _gathered_layer_bytes(case: TimedCase, stage: PipelineStage) -> float:
 
 
 def _offload_s(case: TimedCase) -> float:
-    """Shards come from host memory for every gathering, gradients go there once."""
+    """Return the seconds of copying shards from the host for every gathering, and gradients to it once a step."""
     if not case.layout.cpu_offload:
         return 0.0
     workload = case.workload
@@ -133,229 +369,3 @@ def _offload_s(case: TimedCase) -> float:
         stored = frozen_bytes(case.shape, workload.adapter, workload.compute_bytes)
     shard_bytes = stored / case.layout.dp_shard
     return (2 * case.micro_batches + 1) * shard_bytes / (case.hardware.host_gb_per_s * 1e9)
-
-
-@dataclass(frozen=True)
-class TimeParts:
-    """Seconds of a step; communication only so far as compute does not hide it."""
-
-    compute: float
-    recompute: float
-    tensor_parallel: float
-    context_parallel: float
-    expert_parallel: float
-    pipeline_messages: float
-    bubble: float
-    data_parallel: float
-    optimizer: float
-    method_passes: float
-    """Forward passes that the method takes in each step beside the one that learns."""
-
-    @property
-    def total(self) -> float:
-        """Sum of the parts."""
-        return sum(vars(self).values())
-
-
-@dataclass(frozen=True)
-class TimeEstimate:
-    """A step, and what follows from it."""
-
-    parts: TimeParts
-    tokens_per_s_per_gpu: float
-    mfu: float
-    """Model FLOPs (`stages.models.flops`) over the peak in bf16 (fp32 in fp32)."""
-    bubble_fraction: float
-    reference_pass_s: float
-    """Forward passes over a step's rows before training, such as for their reference log-probabilities, if any."""
-
-    @property
-    def step_time_s(self) -> float:
-        """Seconds of an optimizer step."""
-        return self.parts.total
-
-
-@dataclass(frozen=True)
-class _LayerCost:
-    """What one micro-batch costs in one layer."""
-
-    layer: LayerTime
-    tensor: Pass
-    context: Pass
-    expert: Pass
-    recompute_s: float
-
-    @property
-    def total_s(self) -> float:
-        """Both passes of all parts."""
-        communication = _sum(self.tensor) + _sum(self.context) + _sum(self.expert)
-        return _sum(self.layer.both) + self.recompute_s + communication
-
-
-def step_time(
-    shape: ModelShape,
-    engine: EngineName,
-    layout: Layout,
-    workload: Workload,
-    hardware: Hardware,
-    *,
-    software: Software | None = None,
-) -> TimeEstimate:
-    """Estimate one optimizer step of `workload` on `layout.world_size` devices."""
-    shape = workload.trained_shape(shape)
-    case = TimedCase(shape, engine, layout, workload, software or hardware.software_of(engine, layout), hardware)
-    parts = _parts(case)
-    num_devices = layout.world_size
-    flops = _model_flops(case).training([workload.sequence_length], workload.sequence_length)
-    peak = hardware.peak_flops_per_s("fp32" if workload.precision == "fp32" else "bf16")
-    return TimeEstimate(
-        parts=parts,
-        tokens_per_s_per_gpu=workload.tokens_per_step / parts.total / num_devices,
-        mfu=model_flops_utilization(flops * workload.global_batch_size, parts.total, peak, num_devices),
-        bubble_fraction=parts.bubble / parts.total,
-        reference_pass_s=workload.passes.before_training * _forward_pass_s(case),
-    )
-
-
-def _parts(case: TimedCase) -> TimeParts:
-    """A micro-batch on the slowest stage, times their number, plus what happens once a step."""
-    layout, micro_batches = case.layout, case.micro_batches
-    stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
-    head = _head(case)
-    costs = {stage: _layer_cost(_staged(case, stage)) for stage in _ends(stages)}
-    stage_s = {stage: stage.num_layers * cost.total_s + stage.has_head * _sum(head) for stage, cost in costs.items()}
-    slowest = max(stage_s, key=lambda stage: stage_s[stage])
-    staged, cost = _staged(case, slowest), costs[slowest]
-    mean_s = (case.shape.num_layers * _layer_cost(case).total_s + _sum(head)) / layout.pp
-    compute_s = slowest.num_layers * _sum(cost.layer.both) + slowest.has_head * _sum(head)
-    bubble_s = (layout.pp - 1) / layout.vpp * mean_s
-    per_layer = micro_batches * slowest.num_layers
-    return TimeParts(
-        compute=micro_batches * compute_s,
-        recompute=per_layer * cost.recompute_s,
-        tensor_parallel=per_layer * _sum(cost.tensor),
-        context_parallel=per_layer * _sum(cost.context),
-        expert_parallel=per_layer * _sum(cost.expert),
-        pipeline_messages=_pipeline_messages_s(case),
-        bubble=bubble_s,
-        data_parallel=data_parallel_s(staged, slowest, cost.layer, head, cost.recompute_s),
-        optimizer=_optimizer_s(staged, slowest),
-        method_passes=case.workload.passes.each_step * _forward_pass_s(case),
-    )
-
-
-def _staged(case: TimedCase, stage: PipelineStage) -> TimedCase:
-    """A mixture's dense layers cost where they lie; adapters know layers by their place in the whole model."""
-    if case.workload.adapter is not None:
-        return case
-    return replace(case, shape=stage_shape(case.shape, stage, case.layout.vpp))
-
-
-def _layer_cost(case: TimedCase) -> _LayerCost:
-    """Of the mean layer."""
-    layer = layer_time(case.work, case.software, case.hardware)
-    tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
-    return _LayerCost(layer, tensor, context, expert, _recompute_s(case, layer))
-
-
-def _forward_pass_s(case: TimedCase) -> float:
-    """Over a step's rows, without gradients: micro-batches follow each other through a pipeline."""
-    layout, cost = case.layout, _layer_cost(case)
-    layer_s = sum(one.forward_s for one in (cost.layer.both, cost.tensor, cost.context, cost.expert))
-    layer_s += forward_gather_s(case, pipeline_stages(case.shape.num_layers, layout.pp)[0], cost.layer)
-    model_s = case.shape.num_layers * layer_s + _head(case).forward_s
-    return (case.micro_batches + layout.pp - 1) * model_s / layout.pp
-
-
-def _head(case: TimedCase) -> Pass:
-    return Pass(0.0, 0.0) if case.workload.scores_documents else head_time(case.work, case.hardware)
-
-
-def _model_flops(case: TimedCase) -> ModelFlops:
-    """As training counts them."""
-    adapter = case.workload.adapter
-    flops = adapted_flops(case.shape, adapter) if adapter else case.shape.flops()
-    return replace(flops, head_parameters=0) if case.workload.scores_documents else flops
-
-
-def _sum(both: Pass) -> float:
-    return both.forward_s + both.backward_s
-
-
-def _ends(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
-    """One stage of each kind."""
-    return stages if len(stages) < 3 else (stages[0], stages[1], stages[-1])
-
-
-def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
-    """Forward work of one layer done again, reductions of tensor parallelism not included."""
-    recompute = case.layout.recompute
-    if recompute == "full":
-        return case.software.recomputed_share * (layer.both.forward_s + _tensor_parallel(case).forward_s)
-    if recompute == "none":
-        return 0.0
-    if case.engine == "megatron":
-        return layer.attention_core.forward_s
-    return layer.elementwise.forward_s + recomputed_products_share(case.shape, case.software) * layer.products.forward_s
-
-
-def _tensor_parallel(case: TimedCase) -> Pass:
-    """Two all-reduces a pass, or as much in all-gathers and reduce-scatters with sequence parallelism."""
-    if case.layout.tp == 1:
-        return Pass(0.0, 0.0)
-    message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes
-    seconds = 2 * network.all_reduce_s(case.hardware, network.tensor_group(case.layout), message)
-    exposed = 1 - case.hardware.efficiency.overlapped if case.software.overlaps_layers else 1.0
-    return Pass(seconds * exposed, seconds * exposed)
-
-
-def _context_parallel(case: TimedCase, layer: LayerTime) -> Pass:
-    """Keys and values go around the ring while attention works on those before them; their gradients too."""
-    cp = case.layout.cp
-    if cp == 1:
-        return Pass(0.0, 0.0)
-    message = 2 * case.work.tokens * case.shape.kv_width / case.layout.tp * case.workload.compute_bytes
-    reach = case.layout.tp * cp
-    seconds = (cp - 1) * network.neighbour_s(case.hardware, reach - case.layout.tp, message)
-    core = layer.attention_core
-    return Pass(
-        exposed_s(case, seconds, core.forward_s * (cp - 1) / cp),
-        exposed_s(case, 2 * seconds, core.backward_s * (cp - 1) / cp),
-    )
-
-
-def _expert_parallel(case: TimedCase, layer: LayerTime) -> Pass:
-    """Tokens go to their experts and back."""
-    if case.layout.ep == 1:
-        return Pass(0.0, 0.0)
-    shape = case.shape
-    token_bytes = shape.hidden_size * case.workload.compute_bytes
-    num_tokens = case.work.tokens / case.layout.tp
-    group = network.expert_group(case.layout)
-    seconds = 2 * network.dispatch_s(case.hardware, group, num_tokens * token_bytes, shape.experts_per_token)
-    mixture = shape.num_mixture_layers / shape.num_layers
-    if not case.software.overlaps_experts:
-        return Pass(mixture * seconds, mixture * seconds)
-    forward_s = exposed_s(case, seconds, layer.products.forward_s)
-    return Pass(mixture * forward_s, mixture * exposed_s(case, seconds, layer.products.backward_s))
-
-
-def _pipeline_messages_s(case: TimedCase) -> float:
-    """A hidden state forward and its gradient backward, for every micro-batch (and chunk, where half is hidden)."""
-    layout = case.layout
-    if layout.pp == 1:
-        return 0.0
-    message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes / layout.tp
-    stride = layout.world_size // layout.pp
-    seconds = 2 * network.neighbour_s(case.hardware, stride, message)
-    hidden = 1 - case.hardware.efficiency.overlapped if layout.vpp > 1 else 1.0
-    return (case.micro_batches * layout.vpp + layout.pp - 1) * seconds * hidden
-
-
-def _optimizer_s(case: TimedCase, stage: PipelineStage) -> float:
-    """Adam reads and writes master weights and two moments, reads gradients twice (their norm), writes weights."""
-    layout = case.layout
-    parameters = optimizer_parameters(case.trained(stage), layout, case.engine)
-    bytes_each = 24 + 2 * 4 + case.workload.compute_bytes
-    rate = case.hardware.host_gb_per_s * 1e9 if layout.cpu_offload else memory_rate(case.hardware)
-    return parameters * bytes_each / rate

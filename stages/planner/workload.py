@@ -1,4 +1,4 @@
-"""What is trained, and how the training program goes about it: what layouts are compared for. Pure."""
+"""Training work to plan for: rows, precision, method (`Workload`), and habits of the training program (`Software`)."""
 
 from __future__ import annotations
 
@@ -12,63 +12,63 @@ from stages.parallel.layout import EngineName, Layout
 from stages.planner.adapted import LowRank
 
 Precision = Literal["fp32", "bf16", "fp8"]
-"""What the engines train in."""
+"""Precisions that the engines train in."""
 PlannedPrecision = Precision | Literal["fp4"]
-"""And what others do."""
+"""Precisions that can be predicted, also of other programs' runs."""
 OptimizerName = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What a training method computes beside learning from each row: forward passes of the model, over all rows."""
+    """Forward passes that a training method computes beside learning, over all rows."""
 
     before_training: int = 0
-    """Of each row once, such as a reference's."""
+    """Forward passes over each row before training, such as DPO's reference."""
     each_step: float = 0
-    """Of a step's rows, before the model learns from them; a share where only some steps have it."""
+    """Forward passes over a step's rows before the model learns from them; a fraction if only some steps have one."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What FSDP2 keeps of a parameter that AdamW trains."""
+    """Bytes that FSDP2 keeps for a parameter trained by AdamW."""
 
     weight: int = 4
-    """Bytes of the weight, and of its gradient once that is sharded."""
+    """Bytes of a weight, and of its gradient once sharded."""
     moments: int = 8
-    """Bytes of both moments."""
+    """Bytes of both moments together."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One optimizer step: rows of tokens, in a precision."""
+    """Work of one optimizer step, and of the whole training."""
 
     sequence_length: int
     global_batch_size: int
     """Rows of one optimizer step, over all processes."""
     precision: PlannedPrecision = "bf16"
-    """bf16: master weights in fp32; fp8: bf16, with matrix products of the layers in 8 bits; fp4: in 4 bits."""
+    """bf16: master weights in fp32. fp8 and fp4: as bf16, with the layers' matrix products in 8 or 4 bits."""
     passes: Passes = Passes()
-    """Beside the one that learns."""
+    """Forward passes of the method beside the learning one."""
     scores_documents: bool = False
-    """The head gives one number, where a language model's has the vocabulary: a reward model."""
+    """The model ends in a score, not in logits over the vocabulary: a reward model."""
     adapter: LowRank | None = None
-    """What is trained instead of the model, which is frozen."""
+    """Adapter that is trained on the frozen model; None: the whole model is trained."""
     optimizer: OptimizerName = "adamw"
-    """muon: matrices of layers have one moment, not two (fsdp)."""
+    """muon keeps one moment, not two, for matrices of layers (fsdp)."""
     state_bytes: StateBytes = StateBytes()
-    """Of each parameter that learns (fsdp)."""
+    """Bytes of weight and moments of each trained parameter (fsdp)."""
     freezes_routers: bool = False
-    """Of a mixture of experts: they have neither gradients nor optimizer state."""
+    """Routers of a mixture of experts have neither gradients nor optimizer state."""
     total_tokens: float | None = None
     """Tokens of the whole training."""
 
     @classmethod
     def from_json(cls, text: str) -> Workload:
-        """What `to_json` wrote."""
+        """Read the line written by `to_json`."""
         return TypeAdapter(cls).validate_json(text)
 
     def to_json(self) -> str:
-        """One line, without what is default."""
+        """Return one line of JSON without default values."""
         return TypeAdapter(Workload).dump_json(self, exclude_defaults=True).decode()
 
     @property
@@ -83,81 +83,81 @@ class Workload:
 
     @property
     def in_few_bits(self) -> bool:
-        """Whether the layers' matrix products are in 8 or 4 bits."""
+        """The layers' matrix products are in 8 or 4 bits."""
         return self.precision in ("fp8", "fp4")
 
     def trained_shape(self, shape: ModelShape) -> ModelShape:
-        """Of the model as it is trained: a head of scores has next to no parameters."""
+        """Return the shape as trained: a score head has next to no parameters, so the embedding counts as tied."""
         return replace(shape, tied_embeddings=True) if self.scores_documents else shape
 
 
 @dataclass(frozen=True)
 class Software:
-    """What a training program does that neither its layout nor its hardware says."""
+    """Habits of a training program that neither layout nor hardware describe."""
 
     flash_attention: bool = True
-    """Attention never writes its scores (Dao et al. 2022)."""
+    """Attention never writes its scores to memory (Dao et al. 2022)."""
     first_flash_attention: bool = False
-    """Its first version, about half as fast as what followed (Dao 2023, section 4)."""
+    """Attention is FlashAttention 1, about half as fast as its successors (Dao 2023, section 4)."""
     fused_elementwise: bool = True
-    """Norms, activations and residuals in one pass over memory each."""
+    """Norms, activations and residuals take one pass over memory each."""
     dropout: bool = False
     fp8_attention: bool = False
-    """Products of fused attention are in 8 bits, too."""
+    """Matrix products inside fused attention are in 8 bits."""
     keeps_frozen_in_fp8: bool = False
-    """Weights that do not learn are a byte each (in fp8), not two."""
+    """In fp8, frozen weights are stored in one byte each, not two."""
     gradient_bytes: int = 4
-    """Bytes of a gradient as it is added up and reduced."""
+    """Bytes of a gradient as it is accumulated and reduced."""
     gradient_copy_bytes: int = 0
-    """Bytes of each gradient that are kept beside that."""
+    """Bytes of a second copy of each gradient, such as bf16 beside fp32."""
     optimizer_bytes: int = 12
-    """Bytes of a parameter's master weight and moments (and what else is sharded with them), unless trained in fp32."""
+    """Bytes of a parameter's master weight and moments, and of anything sharded with them, unless trained in fp32."""
     overlaps_gradients: bool = True
-    """Gradients are reduced while the backward pass goes on."""
+    """Gradients are reduced during the backward pass."""
     overlaps_layers: bool = False
-    """Communication of tensor parallelism runs beside the matrix products it belongs to."""
+    """Tensor-parallel communication overlaps with the matrix products next to it."""
     overlaps_experts: bool = False
-    """Tokens go to their experts and back beside matrix products."""
+    """Dispatch of tokens to experts and back overlaps with matrix products."""
     chunked_logits: bool = True
-    """Logits exist for a chunk of tokens at a time."""
+    """Logits are computed for a chunk of tokens at a time."""
     fused_cross_entropy: bool = False
-    """Where they are not, they are kept in 16 bits alone, in which their gradient takes their place."""
+    """Unchunked logits are kept in 16 bits only, and their gradient overwrites them."""
     gathers_gradients: bool = True
-    """FSDP reduces gradients with the last micro-batch only, and holds them whole until then, where `accumulate` of the
-    layout is auto."""
+    """FSDP with `accumulate: auto` keeps whole gradients and reduces them with the last micro-batch."""
     keeps_every_second_product: bool = False
-    """Selective recomputation (fsdp) keeps the results of these only, not of all matrix products."""
+    """Selective recomputation (fsdp) keeps the results of every second matrix product, not of all."""
     recomputed_share: float = 1.0
-    """Of the layers, those that full recomputation is of."""
+    """Share of the layers that full recomputation covers."""
     offloaded_share: float = 0.0
-    """Of the layers, those whose activations wait in the host's memory, which is near enough not to be waited for."""
+    """Share of the layers whose activations are offloaded to the host's memory, at no cost in time."""
     fp8_activation_inputs: bool = False
-    """What goes into activation functions is kept in fp8."""
+    """Inputs of activation functions are kept in fp8."""
     casts_at_products: bool = False
-    """In few bits, dense products cast what they are given: it is kept and gathered in 16, and experts multiply so."""
+    """In fp8 or fp4, dense products cast their inputs, which are kept and gathered in 16 bits; experts compute in bf16.
+    """
     cuda_graphs: bool = False
-    """Kernels are launched from a recording of a step: the host sets no pace."""
+    """Steps are replayed from CUDA graphs, so kernel launches take no host time."""
     fragments_states: bool = False
-    """Weights, gradients and optimizer are a tensor each (not flat buffers, as in Megatron since it has its distributed
-    optimizer), and lie between what comes and goes, with its gaps."""
+    """Weights, gradients and optimizer states are one tensor each, so gaps form around them. Megatron's distributed
+    optimizer uses flat buffers instead."""
     shards_checkpoints: bool = False
-    """Under tensor parallelism, what full recomputation keeps is spread over the ranks."""
+    """Tensor-parallel ranks share the layer inputs that full recomputation keeps."""
     balances_head: bool = False
-    """Pipeline stages with the embedding or the head get fewer layers, also where layers divide evenly."""
+    """Pipeline stages with the embedding or the head get fewer layers even where layers divide evenly."""
 
 
 OURS: dict[EngineName, Software] = {
     "fsdp": Software(fused_elementwise=False, fragments_states=True, casts_at_products=True),
     "megatron": Software(chunked_logits=False, gathers_gradients=False),
 }
-"""The engines of this project. FSDP runs the layers of Transformers, whose norms are chains of operations."""
+"""Training programs of this project. FSDP runs Transformers' layers, whose norms are chains of unfused operations."""
 
 
 def our_software(engine: EngineName, layout: Layout) -> Software:
-    """This project's engine under a layout; a compiled layer's chains are fused."""
+    """Return this project's program for an engine and a layout; compiling layers fuses their elementwise operations."""
     return replace(OURS[engine], fused_elementwise=True) if layout.compile else OURS[engine]
 
 
 def gathers_gradients(layout: Layout, software: Software) -> bool:
-    """Whether FSDP holds gradients whole between micro-batches."""
+    """Return whether FSDP keeps whole gradients between micro-batches."""
     return software.gathers_gradients if layout.accumulate == "auto" else layout.accumulate == "whole"
