@@ -142,7 +142,6 @@ def test_what_a_recipe_says_of_its_adapter_counts(layouts, tmp_path):
     assert states_gib("{rank: 8}") == states_gib(None, "--lora-rank", 8) < states_gib(None) / 2
 
 
-
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -170,7 +169,6 @@ def test_a_config_that_lacks_something_is_refused_by_name(layouts, config):
 def test_text_that_is_no_config_is_refused(layouts, config):
     config.write_text("{")
     assert layouts(config, "--gpus", 8)[0] == ModelError.exit_code
-
 
 
 def test_without_a_model_the_usage_is_shown(layouts):
