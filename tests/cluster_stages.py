@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flows.launch.job_folder import JobFolder
+from flows.launch.cluster_job import JobFolder
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages

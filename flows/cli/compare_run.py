@@ -10,7 +10,7 @@ from typing import TextIO
 from flows.cli.run_command import ready_servers, view_of
 from flows.compare.metrics import Row
 from flows.compare.plan import ComparisonRequest, plan_comparison
-from flows.launch import choice
+from flows.launch import stage_process
 from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
 from flows.running.refresh_run import RefreshRun
@@ -23,7 +23,7 @@ from stages.core.lines import say
 NOT_IN_FILE_NAMES = r"[^\w.-]"
 
 
-def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launcher = choice.start) -> RefreshRun:
+def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launcher = stage_process.start) -> RefreshRun:
     """Run a comparison to its end; what happens is shown on `stream` as it happens.
 
     Raises what keeps it from starting: a bad recipe, a bad layout, servers that do not answer. What goes wrong later is

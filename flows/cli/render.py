@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flows.launch.cluster import order_of
-from flows.launch.job_folder import HEARTBEAT_PATIENCE_S
+from flows.launch.cluster_job import HEARTBEAT_PATIENCE_S
 from flows.launch.manifests import Manifest, job_manifests
 from flows.launch.serving_manifests import Replicas, serving_manifests
 from flows.ledger.home import home

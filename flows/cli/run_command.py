@@ -10,7 +10,7 @@ from typing import Any
 from flows.cli.answers import print_json
 from flows.cli.live import PlainView, TerminalView, View
 from flows.cli.show import entry_as_json, find_refresh, state_of
-from flows.launch import choice
+from flows.launch import stage_process
 from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import close_interrupted, ledgers
@@ -44,7 +44,11 @@ ANSWERED_FIELDS = ("kind", "version", "state", "seconds", "artifact", "mlflow_ru
 
 
 def run_refresh(
-    request: RefreshRequest, *, quiet: bool, retried: RefreshRecord | None = None, launch: Launcher = choice.start
+    request: RefreshRequest,
+    *,
+    quiet: bool,
+    retried: RefreshRecord | None = None,
+    launch: Launcher = stage_process.start,
 ) -> RefreshRecord:
     """Run a refresh to its end; `quiet` keeps stdout free (all that is said goes to stderr).
 
@@ -66,7 +70,7 @@ def run_refresh(
     return run.record
 
 
-def retry_refresh(name: str | None, *, quiet: bool, launch: Launcher = choice.start) -> RefreshRecord:
+def retry_refresh(name: str | None, *, quiet: bool, launch: Launcher = stage_process.start) -> RefreshRecord:
     """Go on with a refresh that failed, was cancelled or killed (default: the latest), in the same ledger.
 
     Raises `StoreError` when there is nothing to go on with, and what `run_refresh` raises.

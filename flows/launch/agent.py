@@ -17,9 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn, Protocol
 
+from flows.launch.cluster_job import Failed, Finished, Interrupted, JobFolder, JobOrder, JobOutcome, Running, Waiting
 from flows.launch.failures import leave_error
-from flows.launch.job_folder import JobFolder, JobOrder
-from flows.launch.job_outcome import Failed, Finished, Interrupted, JobOutcome, Running, Waiting
 from stages.core.errors import LifecycleError, StageTimeoutError, TransientError
 
 TICK_S = 0.5

@@ -10,19 +10,20 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config import ConfigException
 from urllib3.exceptions import HTTPError
 
-from flows.launch.job_folder import JobFolder, JobOrder
-from flows.launch.job_outcome import Failed, JobOutcome, Running, Waiting
-from flows.launch.kubernetes_outcome import outcome
+from flows.launch.cluster_job import Failed, Finished, Interrupted, JobFolder, JobOrder, JobOutcome, Running, Waiting
 from flows.launch.manifests import JOB_LABEL, Manifest, job_manifests
+from flows.launch.node_task import INTERRUPTED
 from stages.core.errors import RecipeError, ResourceError, StageCrashError, TransientError
 
+STARTING = frozenset({"ContainerCreating", "PodInitializing"})
+"""Reasons of containers that are about to run."""
 REQUEST_TIMEOUT_S = 30.0
 DELETE_PATIENCE_S = 60.0
 POLL_INTERVAL_S = 0.5
@@ -142,6 +143,60 @@ class KubernetesJobs:
         if not 200 <= response.status < 300:
             raise ApiException(status=response.status, reason=response.reason, body=content.decode(errors="replace"))
         return json.loads(content)
+
+
+def outcome(job: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome | Waiting | Running:
+    """job: with `status.conditions`; pods: all that the job has at the moment."""
+    if _condition(job, "Complete") or _condition(job, "SuccessCriteriaMet"):
+        return Finished(0)
+    failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
+    if failed:
+        return _failure(failed, pods, order)
+    reasons = [reason for pod in pods if (reason := _reason_to_wait(pod))]
+    if reasons:
+        return Waiting(reasons[0])
+    return Running() if pods else Waiting("it has no pods yet")
+
+
+def _failure(failed: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome:
+    disrupted = [found for pod in pods if (found := _condition(pod, "DisruptionTarget"))]
+    if disrupted:
+        return Interrupted(f"the loss of a pod ({disrupted[0].get('reason', 'disruption')})")
+    ended = [(pod["metadata"]["name"], state) for pod in pods for state in _terminations(pod)]
+    for name, state in ended:
+        if state.get("reason") == "OOMKilled":
+            remedy = "raise execution.kubernetes.memory_gib_per_node, or lower layout.micro_batch_size"
+            return Failed(ResourceError(f"the pod {name} of {order.stage} took more memory than it may; {remedy}"))
+    # The pods that were asked to end, because another one had failed, have nothing to say.
+    codes = sorted((state["exitCode"] for _, state in ended if state["exitCode"]), key=lambda code: code == INTERRUPTED)
+    if codes:
+        return Finished(codes[0])
+    said = f"{failed.get('reason', 'Failed')}: {failed.get('message', '')}"
+    return Failed(StageCrashError(f"the job {order.job} of {order.stage} failed before its first process ran: {said}"))
+
+
+def _reason_to_wait(pod: Manifest) -> str | None:
+    """Why a pod does not run yet, unless it is about to."""
+    scheduled = _condition(pod, "PodScheduled", status="False")
+    if scheduled:
+        return scheduled.get("message") or scheduled.get("reason", "Unschedulable")
+    for container in pod.get("status", {}).get("containerStatuses", []):
+        waiting = container.get("state", {}).get("waiting")
+        if waiting and waiting.get("reason") not in STARTING:
+            return f"{waiting.get('reason')}: {waiting.get('message', '')}"
+    return None
+
+
+def _terminations(pod: Manifest) -> Iterator[dict[str, Any]]:
+    for container in pod.get("status", {}).get("containerStatuses", []):
+        terminated = container.get("state", {}).get("terminated")
+        if terminated:
+            yield terminated
+
+
+def _condition(thing: Manifest, kind: str, status: str = "True") -> Manifest | None:
+    conditions = thing.get("status", {}).get("conditions") or []
+    return next((one for one in conditions if one["type"] == kind and one["status"] == status), None)
 
 
 @contextmanager

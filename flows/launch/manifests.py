@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flows.launch.job_folder import JobFolder, JobOrder
+from flows.launch.cluster_job import JobFolder, JobOrder
 from stages.core.clusters import KubernetesOptions
 
 Manifest = dict[str, Any]

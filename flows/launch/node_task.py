@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flows.launch import local
+from flows.launch.cluster_job import JobEnd, JobFolder, JobOrder, Pulse
 from flows.launch.failures import leave_error
-from flows.launch.job_folder import JobEnd, JobFolder, JobOrder, Pulse
 from flows.launch.network import Place, check_reachable, is_loopback, place_of
 from flows.store.content import LOG_FILE
 from stages.core.errors import ResourceError

@@ -17,8 +17,8 @@ import sys
 import threading
 from pathlib import Path
 
+from flows.launch.cluster_job import JobEnd, JobFolder, JobOrder
 from flows.launch.failures import leave_error
-from flows.launch.job_folder import JobEnd, JobFolder, JobOrder
 from flows.launch.network import FIRST_MACHINE, address_of, this_machine
 from stages.core.errors import ResourceError
 

@@ -11,10 +11,10 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from flows.launch.failures import failure_of, read_result
-from flows.launch.memory_kills import MemoryKills, out_of_memory_message
+from flows.launch import cluster, local
+from flows.launch.failures import MemoryKills, failure_of, out_of_memory_message, read_result
 from flows.planning.plan import PlannedStage
-from stages.core.contract import StageResult
+from stages.core.contract import StageConfig, StageResult
 from stages.core.errors import RefreshStoppedError, ResourceError, StageTimeoutError
 from stages.core.redaction import redact_files, secrets_in
 
@@ -32,6 +32,13 @@ class Process(Protocol):
 
     def stop(self) -> None:
         """End it and all its descendants; returns when none is left."""
+
+
+def start(work: Path, config: StageConfig) -> Process:
+    """Start the stage whose `config.json` lies in `work` where its `execution.launcher` says."""
+    if config.execution.launcher == "local":
+        return local.start(work, config)
+    return cluster.start(work, config)
 
 
 def watch(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from flows.launch import choice
+from flows.launch import stage_process
 from flows.ledger.events import (
     AnyEvent,
     FlowRunKnown,
@@ -53,7 +53,7 @@ COMPARISON_CLOSE_TIMEOUT_S = 120.0
 class RefreshRun:
     """A refresh as planned. What happens is written to its ledger, and `record` follows."""
 
-    def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = choice.start):
+    def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = stage_process.start):
         """Begin the refresh; default of its name: a new one. One that has a ledger goes on in it: this is a retry."""
         close_interrupted()
         recipe = planned.plan.recipe

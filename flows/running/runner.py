@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from flows.launch import choice, hook
+from flows.launch import hook, stage_process
 from flows.launch.stage_process import Process, watch
 from flows.ledger.record import final_result
 from flows.planning.plan import PlannedStage
@@ -105,7 +105,7 @@ def run_stage(
     *,
     attempt: int = 1,
     stop: threading.Event | None = None,
-    launch: Launcher = choice.start,
+    launch: Launcher = stage_process.start,
 ) -> Built:
     """Return the stage's artifact: a cached one when it stands on the same content, else a newly built one.
 

@@ -11,8 +11,8 @@ from typing import Any
 import tiny
 
 from flows.launch import cluster
-from flows.launch.cluster_process import ClusterProcess
-from flows.launch.job_folder import HEARTBEAT_PATIENCE_S
+from flows.launch.cluster import ClusterProcess
+from flows.launch.cluster_job import HEARTBEAT_PATIENCE_S
 from flows.planning.plan import PlannedStage
 from flows.running.runner import Built, run_stage
 from flows.store.store import Store

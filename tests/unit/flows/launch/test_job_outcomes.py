@@ -6,13 +6,11 @@ import pytest
 
 from flows.launch import node_task
 from flows.launch.cluster import MACHINES_OWN, order_of
-from flows.launch.job_folder import JobEnd, JobFolder
-from flows.launch.job_outcome import Failed, Finished, Interrupted, Running, Waiting
-from flows.launch.kubernetes_outcome import outcome as kubernetes_outcome
+from flows.launch.cluster_job import Failed, Finished, Interrupted, JobEnd, JobFolder, Running, Waiting
+from flows.launch.kubernetes_jobs import outcome as kubernetes_outcome
 from flows.launch.network import Place
-from flows.launch.slurm_client import JobView, parse_job
+from flows.launch.slurm_jobs import JobView, parse_job, sbatch_arguments
 from flows.launch.slurm_jobs import outcome as slurm_outcome
-from flows.launch.slurm_jobs import sbatch_arguments
 from flows.recipe.recipe import load_stages
 from stages.core.errors import RecipeError, ResourceError, StageCrashError, StageTimeoutError
 from stages.kinds.registry import KINDS

@@ -12,7 +12,7 @@ import pytest
 
 from flows.launch import slurm_batch
 from flows.launch.cluster import order_of
-from flows.launch.job_folder import JobFolder
+from flows.launch.cluster_job import JobFolder
 from flows.launch.network import Place, address_of, check_reachable, place_of, this_machine
 from stages.core.errors import ResourceError
 from stages.kinds.registry import KINDS

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import pytest
 
 from flows.cli.show import refresh_as_text
-from flows.launch import choice
+from flows.launch import stage_process
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages
 from flows.running import validation
@@ -67,7 +67,7 @@ def refresh_of(tmp_path, monkeypatch, artifacts, request):
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def make(launch=choice.start, **changes):
+    def make(launch=stage_process.start, **changes):
         tree = {name: {**TREE.get(name, {}), **changes.get(name, {})} for name in {**TREE, **changes}}
         recipe = load_stages("small", request.config.rootpath, tree)
         store = Store(tmp_path / "store")
@@ -186,7 +186,7 @@ def test_an_adapter_that_is_there_stands_for_no_model_but_has_its_chat_template(
 
 def test_a_check_that_dies_stops_nothing(refresh_of, caplog):
     def killed(work, config):
-        process = choice.start(work, config)
+        process = stage_process.start(work, config)
         os.kill(process.pid, signal.SIGKILL)
         return process
 
