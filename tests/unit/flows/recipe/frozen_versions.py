@@ -1,0 +1,131 @@
+"""Generate the configs whose versions and resume keys are frozen in `frozen_versions.json`.
+
+`python -m tests.unit.flows.recipe.frozen_versions` writes the file. Its diff may have new lines. A line that changes is
+an artifact of every home that is built again: raise a `STAGE_VERSION` for that, or mark the new field `AddedLater`.
+"""
+
+import functools
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flows.recipe.version import identity_of, resume_key_of, version_of
+from stages.core.contract import StageConfig
+from stages.kinds.registry import KINDS
+from tests.unit.flows.recipe.test_version import EXAMPLES, UPSTREAM, inside, paths, variants
+
+FROZEN = Path(__file__).with_name("frozen_versions.json")
+OUTSIDE = {"task_folder": "f" * 64, "revision": "recorded"}
+VALUES_PER_FIELD = 2
+"""Values kept of a field that takes any text or number. All are kept of a field that is one of a few words."""
+ANY_TEXT = ('"x"', '"https://x/v1"', '"hf://org/name"')
+"""Values that a field takes if it takes texts that are not listed."""
+LAYOUTS = (
+    {"dp_shard": 4},
+    {"dp_replicate": 2, "dp_shard": 2, "accumulate": "sharded"},
+    {"dp_shard": 2, "tp": 4, "sequence_parallel": True},
+    {"cp": 2, "dp_shard": 2, "recompute": "full"},
+    {"pp": 4, "vpp": 2, "micro_batch_size": 2},
+    {"ep": 4, "etp": 2, "tp": 2, "dp_shard": 4},
+)
+ADAPTERS = (
+    {"rank": 4},
+    {"use_dora": True},
+    {"init": "pissa"},
+    {"base_precision": "nf4"},
+    {"stack": "merge", "modules_to_save": ["lm_head"]},
+    {"target_parameters": ["mlp.experts.gate_up_proj"]},
+)
+BASES = {
+    "train": [
+        *({**example, "engine": engine} for example in EXAMPLES["train"] for engine in ("fsdp", "megatron")),
+        *(
+            {**EXAMPLES["train"][number], "engine": engine, "layout": layout}
+            for number, engine, layout in product((0, 1), ("fsdp", "megatron"), LAYOUTS)
+        ),
+        *(
+            {**EXAMPLES["train"][number], "engine": engine, "adapter": adapter}
+            for number, engine, adapter in product((0, 1), ("fsdp", "megatron"), ADAPTERS)
+        ),
+        {**EXAMPLES["train"][1], "dpo": {"loss_type": "exo_pair", "label_smoothing": 0.1}},
+        {**EXAMPLES["train"][1], "method": "cpo", "cpo": {"loss_type": "alphapo"}},
+        {**EXAMPLES["train"][0], "data": {"dataset": "problems", "format": "text", "packing": "cut"}},
+    ],
+    "curate": [{**EXAMPLES["curate"][0], "redact": ["email", "phone", "ip_address", "credit_card", "iban"]}],
+    "quantize": [
+        {"kind": "quantize", "model": "base", "method": method, **weights, "calibration": {"dataset": "problems"}}
+        for method in ("awq", "gptq", "int8", "fp8", "gguf")
+        for weights in ({}, {"gguf_type": "q4_k_m"}, {"gguf_type": "q8_0"})
+    ],
+}
+
+
+def config_of(kind: str, base: dict, path: str, value: object) -> StageConfig:
+    """Return the config of a base, which is as a recipe says it, with the field at `path` set; "" changes none."""
+    config = KINDS[kind].model_validate(base)
+    if not path:
+        return config
+    tree = config.model_dump(mode="json")
+    *parents, field = path.split("/")
+    functools.reduce(inside, parents, tree)[field] = value
+    return KINDS[kind].model_validate(tree)
+
+
+def digests_of(config: StageConfig) -> list[str]:
+    """Return the version and the resume key of a config on constant upstream stages and outside content."""
+    return [version_of(identity_of(config, UPSTREAM, OUTSIDE)), resume_key_of(config, UPSTREAM, OUTSIDE)]
+
+
+def valid_bases(kind: str) -> Iterator[dict]:
+    """Yield the configs of a kind in which fields are varied, or which are frozen as they are."""
+    for base in (*EXAMPLES[kind], *BASES.get(kind, ())):
+        try:
+            KINDS[kind].model_validate(base)
+        except ValidationError:
+            continue
+        yield base
+
+
+def changes(kind: str) -> Iterator[tuple[int, str, object]]:
+    """Yield number of the example, path and value of each change of one field that gives a valid config."""
+    examples = [KINDS[kind].model_validate(example) for example in EXAMPLES[kind]]
+    for path in paths(kind):
+        if path[0] == "execution":
+            continue
+        found = {}
+        for example, other in variants(kind, path):
+            value = functools.reduce(inside, path[:-1], other.model_dump(mode="json"))[path[-1]]
+            found.setdefault(json.dumps(value), (examples.index(example), "/".join(path), value))
+        takes_any_text = any(text in found for text in ANY_TEXT)
+        words = [change for change in found.values() if isinstance(change[2], str) and not takes_any_text]
+        others = [change for change in found.values() if change not in words]
+        yield from (*words, *others[:VALUES_PER_FIELD])
+
+
+def frozen() -> dict:
+    """Return all that the file holds: by kind its bases, and `[base's number, path, value, version, resume key]`."""
+    kinds = {}
+    for kind in KINDS:
+        bases = [*valid_bases(kind)]
+        rows = [*((number, "", None) for number in range(len(bases))), *changes(kind)]
+        digests = [[*row, *digests_of(config_of(kind, bases[row[0]], *row[1:]))] for row in rows]
+        kinds[kind] = {"bases": bases, "digests": digests}
+    return kinds
+
+
+def write(path: Path) -> None:
+    """Write the file with a line for each config, so that its diff names what changed."""
+    lists = {
+        f"{kind} {name}": ",\n".join(f"   {json.dumps(row)}" for row in rows)
+        for kind, held in frozen().items()
+        for name, rows in held.items()
+    }
+    text = ",\n".join(f'  "{name}": [\n{lines}\n  ]' for name, lines in lists.items())
+    path.write_text(f"{{\n{text}\n}}\n")
+
+
+if __name__ == "__main__":
+    write(FROZEN)

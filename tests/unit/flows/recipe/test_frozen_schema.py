@@ -1,0 +1,47 @@
+"""`lifecycle schema` stays what it was, but for the texts that explain it.
+
+After a field was added, `python -m tests.unit.flows.recipe.test_frozen_schema` writes `frozen_schema.json` again. Where
+its diff changes or removes a definition or a property, recipes that people have are refused.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from flows.recipe.recipe import json_schema
+
+FROZEN = Path(__file__).with_name("frozen_schema.json")
+
+
+def without_texts(tree):
+    """Return a schema without `description` and `title`, unless they are names of properties."""
+    if isinstance(tree, dict):
+        texts = {key for key in ("description", "title") if isinstance(tree.get(key), str)}
+        return {key: without_texts(value) for key, value in tree.items() if key not in texts}
+    return [without_texts(item) for item in tree] if isinstance(tree, list) else tree
+
+
+def digest(tree):
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def digests():
+    """Return `DEFINITION.PROPERTY` → digest, and `DEFINITION` → digest of what it says beside its properties."""
+    schema = without_texts(json_schema())
+    definitions = {**schema.pop("$defs"), "RecipeFile": schema}
+    found = {}
+    for name, definition in sorted(definitions.items()):
+        properties = definition.pop("properties", {})
+        found[name] = digest(definition)
+        found |= {f"{name}.{field}": digest(said) for field, said in properties.items()}
+    return found
+
+
+def test_the_schema_of_recipes_is_the_frozen_one_but_for_its_texts():
+    now, frozen = digests(), json.loads(FROZEN.read_text())
+    changed = {name for name in now.keys() | frozen.keys() if now.get(name) != frozen.get(name)}
+    assert sorted(changed) == [], "these differ from the frozen schema"
+
+
+if __name__ == "__main__":
+    FROZEN.write_text(json.dumps(digests(), indent=0) + "\n")
