@@ -1,0 +1,133 @@
+"""Names of modules and functions that are written outside the process stay what they are.
+
+Deployments in Prefect's database, compose files, manifests, units of systemd, queued Slurm jobs and running processes
+of an earlier version name them: a module that moves breaks what was started, or queued, before the upgrade.
+"""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND_LINES = {
+    "flows.champion.key": "plans of every version that runs beside this one",
+    "flows.champion.promotion": "the stage process of a promotion, and its hook",
+    "flows.launch.agent": "what watches a job of a cluster; it outlives the refresh",
+    "flows.launch.node_task": "Jobs of Kubernetes, and steps of Slurm jobs that are queued",
+    "flows.launch.slurm_batch": "Slurm jobs that are queued",
+    "flows.servers.guarded": "deploy/compose.yaml, and the supervisor",
+    "flows.servers.keyed": "deploy/compose.yaml, and operators",
+    "flows.servers.records": "the supervisor",
+    "flows.servers.supervisor": "`lifecycle up`, which also finds a running one by this name",
+    "flows.service.worker": "deploy/compose.yaml, and the supervisor",
+    "flows.tracking.shipper": "a refresh, which it outlives",
+    "stages": "every stage process",
+    "stages.core.pattern_program": "asked about regular expressions",
+    "stages.data.template_program": "asked about chat templates",
+    "stages.harnesses.evalscope.environment": "the Makefile",
+    "stages.kinds.download.builtin.held_out": "people who write configs/tasks/addition.jsonl again",
+    "stages.kinds.serve": "`lifecycle serve`",
+    "stages.parallel.ranks": "launchers, in Slurm jobs that are queued too",
+    "stages.rewards.code_program": "asked to run code",
+    "stages.rewards.json_schema_program": "asked about JSON",
+    "stages.rewards.math_program": "asked about formulas",
+    "stages.rewards.python_program": "asked to run a person's reward",
+    "stages.serving.proxy_program": "pods of servers",
+}
+"""`python -m MODULE` → who says it. A program that a process asks by a pipe may move with it; the others may not."""
+GONE = {"stages.download.builtin.held_out"}
+"""In a comment of configs/tasks/addition.yaml, whose content is part of the version of every evaluation with it."""
+ENTRYPOINT = "flows.running.refresh.refresh"
+PARAMETERS = ["recipe", "overrides", "until", "force"]
+"""Deployments and runs that are due hold values for these, by name."""
+SETTINGS = {
+    *("LIFECYCLE_COMPLETE", "LIFECYCLE_DATABASE_PASSWORD_FILE", "LIFECYCLE_EVALSCOPE", "LIFECYCLE_FIRST_MACHINE"),
+    *("LIFECYCLE_HARDWARE", "LIFECYCLE_HOME", "LIFECYCLE_LLAMA_CPP", "LIFECYCLE_LMDEPLOY"),
+    *("LIFECYCLE_RENDEZVOUS_FILE", "LIFECYCLE_SERVERS_KEY", "LIFECYCLE_SERVERS_KEY_FILE", "LIFECYCLE_SGLANG"),
+    *("LIFECYCLE_STAGE", "LIFECYCLE_STAGE_TOKEN", "LIFECYCLE_VLLM"),
+}
+"""Variables of the environment: people set them, and processes of an earlier version have set them."""
+STARTED = re.compile(r"""-m["',\s]+((?:flows|stages)\b[\w.]*)""")
+ADDRESS = re.compile(r"(?:flows|stages)(?:\.\w+)+")
+
+
+def texts():
+    """Yield name and text of every file that may start a module."""
+    for folder in ("flows", "stages", "deploy", "configs"):
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".jsonl":
+                yield str(file.relative_to(ROOT)), file.read_text()
+    for name in ("Makefile", "README.md", "pyproject.toml"):
+        yield name, (ROOT / name).read_text()
+
+
+def file_of(module):
+    """Return the file that `python -m` runs, or that is imported; None where there is no such module."""
+    path = ROOT / module.replace(".", "/")
+    candidates = (path / "__main__.py", path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def resolves(address):
+    """Return whether an address is a module, or a name at the top of one."""
+    if file_of(address) or (ROOT / address.replace(".", "/")).is_dir():
+        return True
+    module, _, name = address.rpartition(".")
+    file = file_of(module)
+    defined = {getattr(node, "name", None) for node in ast.parse(file.read_text()).body} if file else set()
+    return name in defined
+
+
+def strings(text):
+    """Yield every text in a Python file that is not a docstring."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@pytest.mark.parametrize("module", COMMAND_LINES)
+def test_each_module_that_is_started_by_name_can_be(module):
+    file = file_of(module)
+    assert file, f"{module} moved, but {COMMAND_LINES[module]}: its address must stay"
+    names = [node.test for node in ast.parse(file.read_text()).body if isinstance(node, ast.If)]
+    assert file.name == "__main__.py" or any(ast.unparse(test) == "__name__ == '__main__'" for test in names)
+
+
+def test_the_list_of_modules_that_are_started_by_name_is_complete():
+    started = {module.rstrip("."): name for name, text in texts() for module in STARTED.findall(text)}
+    assert {module: name for module, name in started.items() if module not in COMMAND_LINES.keys() | GONE} == {}
+
+
+def test_each_address_in_the_code_and_in_deployed_files_resolves():
+    found = {(name, said) for name, text in texts() if name.endswith(".py") for said in strings(text)}
+    found |= {(name, said) for name, text in texts() if name.startswith("deploy/") for said in ADDRESS.findall(text)}
+    addresses = {(name, said) for name, said in found if ADDRESS.fullmatch(said) and not said.endswith((".py", ".md"))}
+    assert len(addresses) > 30
+    assert sorted((name, said) for name, said in addresses if not resolves(said)) == []
+
+
+def test_the_flow_has_the_address_and_the_parameters_that_deployments_name():
+    module, _, name = ENTRYPOINT.rpartition(".")
+    flow = next(node for node in ast.parse(file_of(module).read_text()).body if getattr(node, "name", "") == name)
+    assert [argument.arg for argument in flow.args.args] == PARAMETERS
+    assert f"entrypoint: {ENTRYPOINT}" in (ROOT / "deploy/prefect.yaml").read_text()
+
+
+def test_the_variables_of_the_environment_are_the_frozen_ones():
+    assert set(re.findall(r"LIFECYCLE_[A-Z_]*[A-Z]", "".join(text for _, text in texts()))) == SETTINGS
+
+
+def test_every_file_that_is_no_module_is_installed_with_its_package():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    installed = {}
+    for package, patterns in listed.items():
+        folder = ROOT / package.replace(".", "/")
+        for pattern in patterns:
+            installed[f"{package}: {pattern}"] = {file for file in folder.glob(pattern) if file.suffix != ".py"}
+    assert [pattern for pattern, files in installed.items() if not files] == []
+    needed = {ROOT / name for name, _ in texts() if name.startswith(("flows/", "stages/"))}
+    needed = {file for file in needed if file.suffix not in (".py", ".md")}
+    assert needed - set().union(*installed.values()) == set()
