@@ -1,0 +1,91 @@
+"""Bounds on what makes the text hard to read. Each may only fall: whoever lowers a count lowers its bound."""
+
+import ast
+import re
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BOUNDS = {
+    "flows": {"riddles": 305, "worn phrases": 71, "long files": 1, "import lines a thousand": 109},
+    "stages": {"riddles": 873, "worn phrases": 118, "long files": 0, "import lines a thousand": 101},
+    "tests": {"riddles": 271, "worn phrases": 263, "long files": 0, "import lines a thousand": 86},
+}
+SLACK = {"riddles": 30, "worn phrases": 30, "long files": 3, "import lines a thousand": 5}
+"""How far a count may fall before its bound must follow."""
+MOST_LINES = 600
+RIDDLE = re.compile(r"(Of|That|What|Whether|How|Where|Who|So)\b")
+"""Beginning of a first line that only makes sense beside the code: say what it is, or what the function does."""
+WORN = re.compile(
+    r"\b(told|anew|whoever|heed(s|ed|ing)?|mend(s|ed|ing)?|alike|nobody|in the place of|without a word|to be had|"
+    r"for ever|what came of|word of)\b",
+    re.IGNORECASE,
+)
+EXPLAINING = {"description", "help"}
+"""Arguments whose text a person reads: of a pydantic field, and of a command's option."""
+
+
+DEFINITIONS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def text_of(node):
+    """Return the text of a string, or of a statement that is one; "" for everything else."""
+    value = node.value if isinstance(node, ast.Expr) else node
+    return value.value.strip() if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
+
+
+def explanations(node):
+    """Yield the nodes of texts that explain this one: docstrings, strings below attributes, descriptions, helps."""
+    if isinstance(node, DEFINITIONS):
+        yield from node.body[:1]
+        for before, after in pairwise(node.body):
+            if isinstance(before, ast.Assign | ast.AnnAssign):
+                yield after
+    elif isinstance(node, ast.Call):
+        yield from (keyword.value for keyword in node.keywords if keyword.arg in EXPLAINING)
+
+
+@cache
+def found_in(folder):
+    """Return counts by name, and `FILE:LINE: TEXT` of each riddle and each worn phrase."""
+    counts, places, num_lines, num_imports = Counter(), {"riddles": [], "worn phrases": []}, 0, 0
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        if file == Path(__file__):
+            continue
+        source, name = file.read_text(), file.relative_to(ROOT)
+        tree, lines = ast.parse(source), source.splitlines()
+        counts["long files"] += len(lines) > MOST_LINES
+        num_lines += len(lines)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                num_imports += node.end_lineno - node.lineno + 1
+            for explaining in explanations(node):
+                if RIDDLE.match(text := text_of(explaining)):
+                    places["riddles"].append(f"{name}:{explaining.lineno}: {text.splitlines()[0]}")
+        if WORN.search(source):
+            for line, text in enumerate(lines, 1):
+                places["worn phrases"] += [f"{name}:{line}: {text.strip()}"] * len(WORN.findall(text))
+    counts |= {what: len(where) for what, where in places.items()}
+    counts["import lines a thousand"] = round(1000 * num_imports / num_lines)
+    return counts, places
+
+
+@pytest.mark.parametrize("folder", BOUNDS)
+@pytest.mark.parametrize("what", SLACK)
+def test_the_text_reads_no_worse_than_it_did(folder, what):
+    counts, places = found_in(folder)
+    count, bound = counts[what], BOUNDS[folder][what]
+    shown = "\n".join(places.get(what, ()))
+    assert count <= bound, f"{count} {what} in {folder}, at most {bound} are allowed; take the new ones out:\n{shown}"
+    assert count >= bound - SLACK[what], f"only {count} {what} are left in {folder}: lower its bound, {bound}, to that"
+
+
+if __name__ == "__main__":
+    for name in BOUNDS:
+        counts, places = found_in(name)
+        print(*(f"{what}\t{where}" for what, found in places.items() for where in found), sep="\n")
+        print(f'    "{name}": {{{", ".join(f"{what!r}: {counts[what]}" for what in SLACK)}}},'.replace("'", '"'))
