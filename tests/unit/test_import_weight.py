@@ -7,6 +7,7 @@ for modules that are yet to come, and for whatever they are merged into.
 
 import ast
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -87,6 +88,19 @@ RULES = [
     (r".*", set()),
 ]
 """Pattern of a module's whole name → what it may bring. The first that fits counts, so exceptions stand first."""
+ELSEWHERE = {
+    "stages.data.template_program": {"jinja2"},
+    "stages.harnesses.evalscope.program": {"evalscope"},
+    "stages.serving.llama_cpp.quantize_program": set(),
+    "stages.serving.llama_cpp.server_program": {"xllamacpp"},
+    "stages.serving.lmdeploy.option_check": {"lmdeploy"},
+    "stages.serving.lmdeploy.server_program": {"lmdeploy"},
+    "stages.serving.sglang.option_check": {"sglang"},
+    "stages.serving.sglang.server_program": {"sglang"},
+    "stages.serving.vllm.load_generator": {"vllm"},
+    "stages.serving.vllm.option_check": {"vllm"},
+}
+"""Programs that run in an environment of their own, or in none but Jinja's → every package that they may import."""
 
 
 def own_modules():
@@ -165,6 +179,12 @@ def test_each_rule_is_of_use():
         if allowed - found or not fitting:
             unused[pattern] = sorted(allowed - found) or "no module has such a name"
     assert unused == {}, "nothing brings these any more; take them out of their rules"
+
+
+def test_programs_of_other_environments_import_nothing_that_those_lack():
+    assert ELSEWHERE.keys() <= imports().keys(), "a program has moved"
+    brought = {module: ways_from(module).keys() - imports().keys() - sys.stdlib_module_names for module in ELSEWHERE}
+    assert brought == ELSEWHERE
 
 
 if __name__ == "__main__":
