@@ -7,6 +7,7 @@ way. Prefect's own concurrency slots were measured and dropped, see `slots.py`.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,21 +48,38 @@ def announce_own_schedule() -> None:
 
 
 def announce_schedule(client: SyncPrefectClient, flow_run: FlowRun) -> None:
-    """Emit the event of a scheduled run's first state, which Prefect's scheduler leaves out; see `announce_state`."""
+    """Emit the event of a scheduled run's first state, which Prefect's scheduler leaves out; see `announce_states`."""
     if flow_run.auto_scheduled:
         first = min(client.read_flow_run_states(flow_run.id), key=lambda state: state.timestamp)
-        announce_state(flow_run.id, first)
+        announce_states(client, flow_run, [first])
 
 
-def announce_state(flow_run: UUID, state: State[Any]) -> None:
-    """Emit the event of a state that a flow run had, or has, with the state's own number; again does no harm.
+def announce_states(client: SyncPrefectClient, flow_run: FlowRun, states: Iterable[State[Any]]) -> None:
+    """Emit the events of states that a flow run had, or has, as Prefect's server does; a repeated event does no harm.
 
     Prefect holds an event of a run back until the one of the state before, if that is less than 5 minutes old, has
     come, for 15 minutes at the longest, and with it the notification of how the run ended. What has come it keeps in
     memory: a server that was started again waits for an event that came before.
     """
-    resource = {"prefect.resource.id": f"prefect.flow-run.{flow_run}"}
-    emit_event(f"prefect.flow-run.{state.name}", resource, occurred=state.timestamp, id=state.id)
+    flow = client.read_flow(flow_run.flow_id)
+    # By these an automation knows which flow runs it is for.
+    related = [_resource("flow", flow.id, flow.name)]
+    if flow_run.deployment_id:
+        deployment = client.read_deployment(flow_run.deployment_id)
+        related.append(_resource("deployment", deployment.id, deployment.name))
+    for state in states:
+        resource = {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}", "prefect.state-name": state.name or ""}
+        name = f"prefect.flow-run.{state.name}"
+        # The state's own number and time: an automation that has reacted to this state does not do so again.
+        emit_event(name, resource, occurred=state.timestamp, related=related, id=state.id)
+
+
+def _resource(role: str, number: UUID, name: str) -> dict[str, str]:
+    return {
+        "prefect.resource.id": f"prefect.{role}.{number}",
+        "prefect.resource.role": role,
+        "prefect.resource.name": name,
+    }
 
 
 def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:

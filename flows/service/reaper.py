@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -23,11 +23,12 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.events.filters import EventFilter, EventIDFilter
 from prefect.states import Crashed
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, ledger_of
-from flows.running.due import announce_schedule, announce_state
+from flows.running.due import announce_schedule, announce_states
 from flows.running.flow_runs import WORK_POOL
 from flows.running.refresh import COMPARE, announce, final_state, refresh
 from stages.core.supervisor import marked_processes
@@ -38,6 +39,8 @@ START_TIMEOUT_S = 60.0
 """A worker takes seconds from taking a run to its process."""
 NEVER_STARTED = "its process ended before the refresh began, and nobody could be told; the worker's log may say why"
 STARTING = ("Submitting", "InfrastructurePending")
+ENDED_WITHIN = timedelta(minutes=10)
+"""Refreshes whose last event is looked for. A server is started again in seconds."""
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """In the environment of a process that a worker has started."""
 
@@ -73,6 +76,8 @@ class Reaper:
             for flow_run in self._never_begun(client):
                 announce_schedule(client, flow_run)
                 self._announced.add(flow_run.id)
+            for flow_run in _ended_without_event(client):
+                announce_states(client, flow_run, client.read_flow_run_states(flow_run.id))
         self._seen, self._asks_at_s = running, time.monotonic() + ASK_INTERVAL_S
         return close_interrupted() if died else []
 
@@ -121,10 +126,27 @@ def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     if record.is_copied:  # what Prefect says of it here was put right when the servers of the copy first started
         return
     if record.standing == "dead" and record.prefect_run_count in (None, flow_run.run_count):
-        for state in client.read_flow_run_states(flow_run.id):  # of which a server that was started again knows nothing
-            announce_state(flow_run.id, state)
+        # A server that was started again has forgotten them.
+        announce_states(client, flow_run, client.read_flow_run_states(flow_run.id))
         end = announce(str(flow_run.id), _end_of(record))
         client.set_flow_run_state(flow_run.id, end, force=True)
+
+
+def _ended_without_event(client: SyncPrefectClient) -> list[FlowRun]:
+    """Return refreshes that ended lately, but the event of whose end was lost, and with it the notification.
+
+    Prefect's server commits a state first. It hands on the state's event in memory and stores it within 5 s; a server
+    that is killed in between never does.
+    """
+    ended = client.read_flow_runs(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),
+        flow_run_filter=FlowRunFilter(end_time=FlowRunFilterEndTime(after_=datetime.now(UTC) - ENDED_WITHIN)),
+    )
+    last = {run.state_id: run for run in ended if run.state_id}
+    if not last:
+        return []
+    stored = client.read_events(EventFilter(id=EventIDFilter(id=list(last))), limit=len(last))
+    return [run for state, run in last.items() if state not in {event.id for event in stored.events}]
 
 
 def _end_of(record: RefreshRecord) -> State[Any]:

@@ -6,11 +6,15 @@ import os
 import re
 import signal
 import socketserver
+import sqlite3
 import threading
 import time
 import urllib.error
+from contextlib import closing
+from datetime import UTC, datetime
 from email import message_from_bytes, policy
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from uuid import uuid4
 
 import pytest
 from refreshes import eventually, request, stage
@@ -169,6 +173,38 @@ def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(wo
     eventually(lambda: worker_home.record(run).state == "failed")
     assert time.monotonic() - began < 60
     assert worker_home.lifecycle("schedules", "remove", "mortal").returncode == 0
+    assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
+
+
+def test_a_webhook_is_told_of_an_end_whose_event_died_with_prefects_server(worker_home, receiver, monkeypatch):
+    """Which a server that is killed between its database and its events leaves: a state without an event."""
+    port, received = receiver
+    monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
+    assert worker_home.lifecycle("notify", "add", "webhook", "--url-from", VARIABLE).returncode == 0
+    worker_home.schedule(worker_home.write("unheard", {"rows": stage("ok", "unheard")}))
+    run = worker_home.planned("unheard")[0]
+    ended = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S.%f}"
+    state = {
+        "id": str(uuid4()),
+        "flow_run_id": run["id"],
+        "timestamp": ended,
+        "type": "COMPLETED",
+        "name": "Promoted",
+        "message": "it is better",
+        "state_details": "{}",
+        "data": "null",
+        "created": ended,
+        "updated": ended,
+    }
+    with closing(sqlite3.connect(worker_home.folder / "prefect" / "prefect.db", timeout=30)) as database, database:
+        columns, values = ", ".join(state), ", ".join(f":{column}" for column in state)
+        database.execute(f"INSERT INTO flow_run_state ({columns}) VALUES ({values})", state)
+        change = "state_id = :id, state_type = :type, state_name = :name, state_timestamp = :timestamp"
+        database.execute(f"UPDATE flow_run SET {change}, end_time = :timestamp WHERE id = :flow_run_id", state)
+    eventually(lambda: received)
+    assert [message["subject"] for message in received] == ["unheard: Promoted"]
+    assert "it is better" in received[0]["body"]
+    assert worker_home.lifecycle("schedules", "remove", "unheard").returncode == 0
     assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
 
 
