@@ -1,0 +1,100 @@
+"""Content of the project that is part of what identifies artifacts, or of what made them, stays what it was.
+
+Builtin models and datasets, tasks, chat templates, what judges are asked, and the texts that a model or a template is
+tried with. Where one has to change, raise the version beside it (of the builtin, the stage or the harness), and
+`python -m tests.unit.configs.test_frozen_content` writes `frozen_content.json` again.
+"""
+
+import hashlib
+import importlib
+import json
+import tempfile
+from pathlib import Path
+
+from flows.planning.plan import plan
+from flows.recipe.recipe import load_recipe
+from flows.store.content import hash_path
+from flows.store.record import Index
+from stages.data.documents import PlainText
+from stages.data.prompts import Prompt
+from stages.data.proved_template import PROBE_CALL, PROBES
+from stages.harnesses.judge.harness import VERSION
+from stages.harnesses.question_sets import asked_hashes
+from stages.hubs.builtin.catalog import BUILTINS
+from stages.hubs.builtin.qwen3 import CHAT_TEMPLATE, make_tokenizer
+from stages.kinds.train.teacher_server import PROBE as TEACHER_PROBE
+from stages.rewards.asked_judge import BETTER, RATING, TRIAL, AskedJudge
+from stages.rewards.judge import JudgeReward, PairsConfig, RatingConfig
+
+ROOT = Path(__file__).parents[3]
+FROZEN = Path(__file__).with_name("frozen_content.json")
+FOLDERS = ("configs/tasks", "configs/templates", "configs/everyday")
+JUDGE = {"url": "http://host/v1", "served_model": "wise"}
+JUDGES = {
+    "rating": RatingConfig.model_validate(JUDGE),
+    "pairs": PairsConfig.model_validate(JUDGE),
+    "reward": JudgeReward.model_validate({**JUDGE, "type": "judge", "least": 0, "largest": 5}),
+    "reward that compares": JudgeReward.model_validate({**JUDGE, "type": "judge", "compare": True}),
+}
+QUESTION = Prompt(PlainText("What is 1 + 2?", ""), "3", {"question": "What is 1 + 2?", "answer": "3", "é": 0.5})
+
+
+def digest(value):
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def asked_of(judge, folder):
+    """Return the messages that a judge is asked about the trial completion, and what is remarked on prose."""
+    with AskedJudge.opened(judge, folder / "answers.jsonl") as asked:
+        return [asked._questions(TRIAL), asked._expected]
+
+
+def contents(folder):
+    """Return name → digest of everything that is frozen, or the thing itself where it is short."""
+    found = {}
+    for name in FOLDERS:
+        found[name] = hash_path(ROOT / name)
+        for file in sorted((ROOT / name).iterdir()):
+            found[f"{name}/{file.name}"] = hash_path(file)
+    for name, builtin in BUILTINS.items():
+        found[f"builtin {name}"] = {"version": builtin.version, "sizes": digest(builtin.sizes)}
+        if builtin.product == "dataset":
+            (folder / name).mkdir()
+            importlib.import_module(builtin.module).make(folder / name)
+            found[f"builtin {name}"]["rows"] = hash_path(folder / name)
+    vocabulary = make_tokenizer().get_vocab()
+    found["builtin qwen3-1m"] |= {"vocabulary": digest(vocabulary), "template": digest(CHAT_TEMPLATE)}
+    found |= {f"judge: {name}": digest([judge.asked, asked_of(judge, folder)]) for name, judge in JUDGES.items()}
+    found["judge: reads"] = digest([RATING.pattern, BETTER.pattern])
+    found["judge: version"] = VERSION
+    found["hashes of a question"] = asked_hashes(QUESTION)
+    found["probes"] = digest([TEACHER_PROBE, PROBES, PROBE_CALL])
+    return found
+
+
+def outside_of(config):
+    """Return what a stage takes from outside, but for versions of programs; of other hubs, a constant."""
+    paths = {field: hash_path(path) for field, path in config.outside_paths().items()}
+    if config.kind != "download":
+        return paths
+    is_builtin = config.source.hub == "builtin"
+    return {**paths, **(config.resolve_outside() if is_builtin else {"revision": "recorded"})}
+
+
+def versions():
+    """Return the versions of recipes under `configs/`, with the real content of what the project brings itself."""
+    found = {}
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        recipe = load_recipe(path)
+        planned = plan(recipe, {name: outside_of(config) for name, config in recipe.stages.items()}, Index(()))
+        found[f"versions of {path.stem}"] = {name: stage.version for name, stage in planned.stages.items()}
+    return found
+
+
+def test_content_that_identifies_artifacts_is_the_frozen_one(tmp_path):
+    assert {**contents(tmp_path), **versions()} == json.loads(FROZEN.read_text())
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        FROZEN.write_text(json.dumps({**contents(Path(name)), **versions()}, indent=1) + "\n")
