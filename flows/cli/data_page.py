@@ -8,7 +8,7 @@ from flows.cli.data_text import document_heading, heading, left_out, span, summa
 from flows.ledger.home import home
 from stages.core.files import write_atomically
 from stages.core.lines import visible
-from stages.data.shown import DataLook
+from stages.data.summaries import DataLook
 
 TEMPLATE = Path(__file__).with_name("data_page.html.jinja")
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from stages.core.lines import raw_stream, visible
 from stages.core.numbers import counted
-from stages.data.shown import Bar, DataLook, ShownDocument, ShownPortion, ShownRow
+from stages.data.summaries import Bar, DataLook, ShownDocument, ShownPortion, ShownRow
 
 BEGIN, END = "⟦", "⟧"
 BAR_CHARACTERS = 40

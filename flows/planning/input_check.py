@@ -19,10 +19,10 @@ from flows.store.content import CONTENT_FOLDERS
 from flows.store.record import Index
 from stages.adapters.named_layers import missing_layers
 from stages.core.errors import DataError, LifecycleError, RecipeError
+from stages.data.any_rows import PromptReader
+from stages.data.bad_rows import check_first_rows
 from stages.data.config import DataConfig
 from stages.data.files import find_files
-from stages.data.first_rows import check_first_rows
-from stages.data.prompts import PromptReader
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.train.config import TrainConfig
 from stages.models.model_config import CONFIG_FILE, read_config

@@ -22,14 +22,23 @@ from flows.recipe.version import identity_of, version_of
 from flows.store.store import Store
 from stages.core.errors import DataError, LifecycleError, ModelError, RecipeError
 from stages.core.redaction import quoted
-from stages.data.config import DataConfig, RowKind
-from stages.data.documents import Conversation, Document, PlainText
-from stages.data.files import READERS, BadRow, Part, Place, Row, find_files, name_of, read_part, read_rows
+from stages.data.any_rows import REFERENCE_COLUMNS, PromptReader, is_prompt_alone
+from stages.data.config import DataConfig, DataFormat, RowKind
+from stages.data.files import (
+    READERS,
+    BadRow,
+    Part,
+    Place,
+    Row,
+    find_files,
+    is_held_out,
+    name_of,
+    portions,
+    read_part,
+    read_rows,
+)
 from stages.data.formats import FORMATS, RowReader, likeliest_format, other_format, rename_columns
-from stages.data.messages import RowError, listed
-from stages.data.mixture_config import DataFormat
-from stages.data.portion import is_held_out, portions
-from stages.data.prompts import REFERENCE_COLUMNS, PromptReader, is_prompt_alone
+from stages.data.messages import Conversation, Document, PlainText, RowError, listed
 from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.hubs.registry import hub_of, parse_source
 from stages.kinds.download.config import DownloadConfig
@@ -249,7 +258,7 @@ def _split_of(data: Path) -> tuple[Path, str]:
 
 
 def _data_suffix(path: Path) -> bool:
-    from stages.data.compression import format_suffix
+    from stages.data.files import format_suffix
 
     return not path.name.startswith(".") and format_suffix(path) in READERS
 

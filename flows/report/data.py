@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from flows.ledger.record import RefreshRecord, StageEntry
 from flows.report.model import DataOfTraining, Histogram, Share
-from stages.data.lengths import LENGTHS_FILE, Lengths
+from stages.data.summaries import LENGTHS_FILE, Lengths
 
 ASKED, SEEN = "share_asked.", "share_seen."
 

@@ -28,7 +28,7 @@ from flows.store.store import Store
 from stages.core.contract import Execution, StageInput
 from stages.core.errors import RecipeError, StoreError
 from stages.core.files import write_atomically
-from stages.data.shown import DataLook
+from stages.data.summaries import DataLook
 from stages.hubs.files import requested_files
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.look.config import LOOK_FILE, LookConfig

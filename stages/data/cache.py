@@ -1,7 +1,7 @@
-"""Finished folders, keyed by what they were made from: one process makes an entry, the others wait and find it.
+"""Cache of finished folders, keyed by everything that decides their content: one process makes an entry, others wait.
 
-A disk may give other bytes than were written, and training would learn them. So files and folders of a cache get a
-seal, which is compared when they are read.
+A disk may return other bytes than were written, and training would learn them. So files and folders of a cache get a
+seal (sha256), which is compared when they are read. `key_parts` lists what decides the tokens of a dataset.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 from filelock import FileLock
@@ -17,9 +18,36 @@ from pydantic import JsonValue
 
 from stages.core.cache_entries import note_use
 from stages.core.files import write_atomically
+from stages.data.config import DataConfig, RowKind
+from stages.data.files import Portion
 
 KEY_CHARACTERS = 32
 SEAL = ".sha256"
+PREPARATION_VERSION = 10
+"""Raised when the same input would give other tokens, masks or rows than before."""
+TOKENIZER_FILES = (
+    "config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+)
+TEMPLATE_FILES = ("chat_template*",)
+OPTIONS = {
+    "format",
+    "columns",
+    "template_date",
+    "train_on",
+    "turns",
+    "sequence_length",
+    "special_tokens_in_content",
+    "packing",
+    "over_long",
+    "on_bad_rows",
+    "max_bad_row_fraction",
+}
 
 
 def content_key(parts: dict[str, JsonValue]) -> str:
@@ -32,6 +60,30 @@ def file_digest(path: Path) -> str:
     """sha256 of a file's content."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], make: Callable[[Path], None]) -> Path:
+    """The folder `cache/key`, made by `make` in an empty sibling and renamed, unless it is there and complete.
+
+    What an interrupted or failed `make` left behind is removed, at the latest by the next one.
+    """
+    entry = cache / key
+    if is_complete(entry):
+        return entry
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f".{key}.lock", fallback_to_soft=False):
+        if is_complete(entry):
+            return entry
+        partial = cache / f".{key}.partial"
+        for stale in (partial, entry):
+            shutil.rmtree(stale, ignore_errors=True)
+        partial.mkdir()
+        try:
+            make(partial)
+            partial.rename(entry)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return entry
 
 
 def write_seal(entry: Path) -> None:
@@ -65,25 +117,21 @@ def _digests(entry: Path) -> dict[str, str]:
     return {path.name: file_digest(path) for path in sorted(paths)}
 
 
-def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], make: Callable[[Path], None]) -> Path:
-    """The folder `cache/key`, made by `make` in an empty sibling and renamed, unless it is there and complete.
-
-    What an interrupted or failed `make` left behind is removed, at the latest by the next one.
-    """
-    entry = cache / key
-    if is_complete(entry):
-        return entry
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f".{key}.lock", fallback_to_soft=False):
-        if is_complete(entry):
-            return entry
-        partial = cache / f".{key}.partial"
-        for stale in (partial, entry):
-            shutil.rmtree(stale, ignore_errors=True)
-        partial.mkdir()
-        try:
-            make(partial)
-            partial.rename(entry)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return entry
+def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows: RowKind) -> dict[str, JsonValue]:
+    """All that decides the tokens, the rows and the list of bad rows, but for the data files."""
+    template = config.chat_template
+    tokenizer_files = TOKENIZER_FILES if template else TOKENIZER_FILES + TEMPLATE_FILES
+    return {
+        "preparation": PREPARATION_VERSION,
+        "libraries": {name: version(name) for name in ("tokenizers", "transformers", "numpy")},
+        "portion": [portion.name, portion.fraction],
+        "options": config.model_dump(mode="json", include=OPTIONS),
+        "preference": {"examples": False, "pairs": True}.get(rows, rows),  # as caches that exist have it
+        "tokenizer": {
+            path.name: file_digest(path)
+            for pattern in tokenizer_files
+            for path in sorted(tokenizer_folder.glob(pattern))
+            if path.is_file()
+        },
+        "chat_template": file_digest(template) if template and template.is_file() else None,
+    }

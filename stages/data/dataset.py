@@ -21,7 +21,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.core.contract import StrictModel
 from stages.data.batch import IGNORED, Batch
-from stages.data.tool_prompt import ToolPrompt
+from stages.data.summaries import ToolPrompt
 
 ABOUT = "about.json"
 ARRAYS: dict[str, type[np.generic]] = {

@@ -1,42 +1,42 @@
-"""A dataset's folder → the rows of one split, one at a time. Finds and reads files; what a row means is not known here.
+"""Files of a dataset's folder → rows, one at a time; what a row means is not known here.
 
-Memory stays flat: JSON Lines, JSON lists and CSV, maybe compressed, are read piece by piece, Parquet by batches of a
-row group; so are files that lie elsewhere, with a pointer in their place.
+Finds the files of a split, opens them (compressed, or remote behind a pointer file) and reads JSON Lines, JSON lists,
+CSV and Parquet in pieces, so that memory stays flat. `Portion` selects the rows that are trained on or held out.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
+import hashlib
+import io
 import json
 import math
 import os
 import re
 import stat
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TextIO
 
 from stages.core.errors import DataError
 from stages.core.redaction import quoted
-from stages.data.compression import (
-    COMPRESSIONS,
-    data_stem,
-    format_suffix,
-    is_compressed,
-    open_bytes,
-    open_text,
-    open_with_file,
-)
-from stages.data.json_list import JsonList
-from stages.data.json_values import DECODER, NOT_TEXT, flaw_of
-from stages.data.parquet import as_row, open_parquet
-from stages.remote.pointers import is_pointer, size_bytes, without_pointer
+from stages.data.config import DataConfig
+from stages.data.json_values import DECODER, NOT_TEXT, JsonList, flaw_of
+from stages.remote.pointers import is_pointer, open_file, size_bytes, without_pointer
 
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+
+COMPRESSIONS = (".gz", ".zst")
 BEGINNING_CHARACTERS = 1024
 PARQUET_BATCH_ROWS = 1024
 BLOCK_BYTES = 1 << 20
@@ -51,6 +51,7 @@ METADATA = {"dataset_info.json", "dataset_infos.json", "state.json"}
 NUM_FILES_LISTED = 20
 NO_PYTHON_VALUE = (ValueError, OverflowError, LookupError)
 """What pyarrow raises for dates that no calendar has, and for time zones that are not known."""
+SHARD = re.compile(r"(?P<before>.*?)-(?P<number>\d+)-of-(?P<count>\d+)(?P<after>\..*)")
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,11 @@ def find_files(folder: Path, split: str) -> list[Path]:
     return found
 
 
+def name_of(path: Path, folder: Path) -> str:
+    """What messages call a file of a dataset's folder, wherever it lies."""
+    return str(without_pointer(path).relative_to(folder))
+
+
 def read_rows(folder: Path, files: list[Path]) -> Iterator[Row | BadRow]:
     """All rows of `files` in order, named relative to `folder`. Raises DataError for a file that cannot be read on.
 
@@ -130,11 +136,6 @@ def read_rows(folder: Path, files: list[Path]) -> Iterator[Row | BadRow]:
     """
     for path in files:
         yield from read_part(Part(path, name_of(path, folder)))
-
-
-def name_of(path: Path, folder: Path) -> str:
-    """What messages call a file of a dataset's folder, wherever it lies."""
-    return str(without_pointer(path).relative_to(folder))
 
 
 def read_part(part: Part) -> Iterator[Row | BadRow]:
@@ -169,6 +170,64 @@ def num_places(path: Path) -> int:
         lines = sum(block.count(b"\n") for block in islice(blocks, sampled_bytes // BLOCK_BYTES))
         is_whole = not stream.read(1)
         return (lines if is_whole else lines * size_bytes(path) // file.tell()) + 1
+
+
+@dataclass(frozen=True)
+class Portion:
+    """All rows of a split, or one side of it: the `fraction` of it that is held out, or the rest."""
+
+    name: Literal["training", "evaluation"]
+    split: str
+    fraction: float | None = None
+
+    def select(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
+        """The rows of this portion. Equal rows are on the same side; what cannot be read counts as training data."""
+        if self.fraction is None:
+            yield from rows
+            return
+        for row in rows:
+            held_out = isinstance(row, Row) and is_held_out(row.content, self.fraction)
+            if held_out == (self.name == "evaluation"):
+                yield row
+
+
+def portions(config: DataConfig) -> list[Portion]:
+    """The training portion, and the evaluation portion if the recipe asks for one."""
+    if config.evaluation_split:
+        return [Portion("training", config.split), Portion("evaluation", config.evaluation_split)]
+    if config.evaluation_fraction:
+        return [
+            Portion("training", config.split, config.evaluation_fraction),
+            Portion("evaluation", config.split, config.evaluation_fraction),
+        ]
+    return [Portion("training", config.split)]
+
+
+def is_held_out(content: object, fraction: float) -> bool:
+    """Whether a row of this content is held out, by its hash alone: the same in every run and every order."""
+    canonical = json.dumps(content, sort_keys=True, default=str).encode()
+    digest = hashlib.blake2b(canonical, digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def missing_shards(folder: Path) -> list[str]:
+    """A sentence for each set of shards below `folder` that is not whole, whether it counts from 0 or from 1."""
+    found: dict[tuple[str, int, str], set[int]] = defaultdict(set)
+    for path in sorted(folder.rglob("*")):
+        if shard := SHARD.fullmatch(path.relative_to(folder).as_posix()):
+            found[shard["before"], int(shard["count"]), shard["after"]].add(int(shard["number"]))
+    return [
+        f"of {before}-*-of-{count:05}{after}, {len(there)} of {count} shards are there; missing: "
+        + _missing(there, count)
+        for (before, count, after), there in found.items()
+        if len(there) != count
+    ]
+
+
+def _missing(there: set[int], count: int) -> str:
+    first = 1 if count in there else 0
+    missing = [f"{number:05}" for number in range(first, first + count) if number not in there]
+    return ", ".join(missing[:10]) + (", …" if len(missing) > 10 else "")
 
 
 def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
@@ -333,6 +392,90 @@ def _check_columns(columns: list[str], name: str) -> None:
     repeated = sorted({column for column in columns if columns.count(column) > 1})
     if repeated:
         raise DataError(f"{name} has more than one column {', '.join(map(repr, repeated))}; rename or remove one")
+
+
+def as_row(columns: dict[str, Any]) -> dict[str, Any]:
+    """A table's row without the fields of its objects that are null.
+
+    A table has a field in every object where one has it: a call of one tool would be learned with the arguments of all
+    others, each null. TRL's `remove_none_values` does so too; what was null in truth cannot be told from it.
+    """
+    return {name: _without_nulls(value) for name, value in columns.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[ParquetFile]:
+    """Raises pyarrow's errors for what is none, and what `open_file` raises."""
+    from pyarrow.parquet import ParquetFile
+
+    if not is_pointer(path):
+        with ParquetFile(path) as parquet:
+            yield parquet
+        return
+    with open_file(path) as file, ParquetFile(file) as parquet:
+        yield parquet
+
+
+@contextmanager
+def open_bytes(path: Path, name: str) -> Iterator[BinaryIO]:
+    """The content, decompressed piece by piece; `name` is what errors call it. Raises DataError for a damaged file."""
+    with open_with_file(path, name) as (stream, _):
+        yield stream
+
+
+@contextmanager
+def open_with_file(path: Path, name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The same, and the file that is decompressed: where it is at tells how much of it the content so far has taken."""
+    with open_file(path) as file:
+        if not is_compressed(path):
+            yield file, file
+            return
+        try:
+            with _decompressed(file, without_pointer(path).suffix) as stream:
+                yield stream, file
+        except (EOFError, OSError, zlib.error) as error:
+            raise DataError(f"{name} cannot be decompressed to its end: {error}; fetch it again") from error
+
+
+@contextmanager
+def open_text(path: Path, name: str) -> Iterator[TextIO]:
+    """The same as text, line ends as they are. Raises DataError, and UnicodeDecodeError for what is not UTF-8."""
+    with open_bytes(path, name) as stream, io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
+        yield text
+
+
+def _decompressed(file: BinaryIO, suffix: str) -> BinaryIO:
+    if suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=file))
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
+
+
+def format_suffix(path: Path) -> str:
+    """The suffix that names the format: `.jsonl` of `train.jsonl.zst`."""
+    return _uncompressed(path).suffix
+
+
+def data_stem(path: Path) -> str:
+    """The name without the suffixes of format and compression."""
+    return _uncompressed(path).stem
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether its name says so."""
+    return without_pointer(path).suffix in COMPRESSIONS
+
+
+def _uncompressed(path: Path) -> Path:
+    named = without_pointer(path)
+    return named.with_suffix("") if is_compressed(path) else named
 
 
 READERS: dict[str, Callable[[Part], Iterator[Row | BadRow]]] = {

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.core.errors import DataError
-from stages.data.agent_messages import with_tool_calls
 from stages.data.config import METHODS_FOR, DataFormat, RowKind
-from stages.data.documents import Conversation, Document, PlainText
 from stages.data.messages import (
     SHAREGPT_ROLES,
+    Conversation,
+    Document,
     Message,
+    PlainText,
     RowError,
     as_messages,
     decoded,
@@ -41,6 +42,7 @@ from stages.data.row_fields import (
     template_variables,
     unlearned_turns,
     with_system,
+    with_tool_calls,
 )
 
 WORDS_FOR: dict[RowKind, str] = {

@@ -1,20 +1,23 @@
-"""Conversations as rows hold them → checked messages, tool calls and tool definitions, in the form templates expect.
+"""Conversations of a row: messages, tool calls and tool definitions, checked, in the form that chat templates expect.
 
-A message has a `role` and `content`. An assistant's may also have thoughts (`reasoning_content` or `thinking`, a
-string) and `tool_calls`, a list of {type: function, function: {name, arguments}} with or without the outer object;
-then it may have no content, and messages of the role `tool` hold what the calls gave.
+A message has a `role` and `content`. An assistant's message may also have thoughts (`reasoning_content` or `thinking`,
+a string) and `tool_calls`, a list of {type: function, function: {name, arguments}} with or without the outer object.
+Then it may have no content, and messages of the role `tool` hold the results of the calls.
+
+A row's documents are a `Conversation`, which a chat template renders, or `PlainText`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stages.data.json_values import DECODER, flaw_of
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
-
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "system": "system",
@@ -48,10 +51,61 @@ PART_TYPES = {"text", "reasoning", "tool_call"}
 """Of a message's content, where it is a list of parts; the last two are LLaMA-Factory's."""
 INVISIBLE = "[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]"
 """Characters without width, that no white space is; a pattern."""
+Span = tuple[int, int]
+"""Begin and end, in characters of a text."""
 
 
 class RowError(ValueError):
     """What is wrong with a row, and what was expected; goes on from "train.jsonl:17 "."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to render with a chat template; the first `num_prompt_messages` carry no loss, in whatever role.
+
+    Nor do those at the positions `unlearned`, which count from 0: the row says so.
+    """
+
+    messages: list[Message]
+    num_prompt_messages: int = 0
+    tools: tuple[Tool, ...] = ()
+    unlearned: frozenset[int] = frozenset()
+    variables: dict[str, Any] = field(default_factory=dict)
+    """Of the chat template, such as {"enable_thinking": false}: the row says so."""
+
+    @property
+    def learned_turns(self) -> list[int]:
+        """Positions of the messages that carry loss."""
+        return [
+            number
+            for number, message in enumerate(self.messages)
+            if message["role"] == "assistant" and number >= self.num_prompt_messages and number not in self.unlearned
+        ]
+
+    def before(self, number: int) -> Conversation:
+        """The messages before a position, none of which is learned: what a model is asked there."""
+        return replace(self, messages=self.messages[:number], num_prompt_messages=0, unlearned=frozenset())
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """Text taken as it is, loss on the completion; the end-of-text token follows."""
+
+    prompt: str
+    completion: str
+
+
+Document = Conversation | PlainText
+
+
+def answers_of(document: Document) -> Iterator[str]:
+    """What is learned of it, as the row says it; tool calls left out."""
+    if isinstance(document, PlainText):
+        yield document.completion
+        return
+    for message in document.messages[document.num_prompt_messages :]:
+        if message["role"] == "assistant" and "tool_calls" not in message:
+            yield message["content"]
 
 
 def as_messages(value: object, column: str, role: str) -> list[Message]:
@@ -96,47 +150,6 @@ def ordered(messages: list[Message]) -> list[Message]:
     return messages
 
 
-def parse_tools(row: dict[str, Any]) -> tuple[Tool, ...]:
-    """Return the definitions in the column `tools` as a server renders them. Raises RowError.
-
-    The column has a list of objects, or the same as JSON text: {type: function, function: {name, description,
-    parameters}}, or the inner object alone.
-    """
-    return tuple(_tool(tool, f"tool {number} of `tools`") for number, tool in enumerate(listed_tools(row), 1))
-
-
-def listed_tools(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the objects in the column `tools` as the row has them. Raises RowError."""
-    tools = decoded(row.get("tools"))
-    if tools is None or tools == "":
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f"has {kind_of(tools)} in `tools`; expected a list of objects that define functions")
-    check_json(tools, "`tools`")
-    return tools
-
-
-def _tool(tool: dict[str, Any], name: str) -> Tool:
-    """Wrap and order a definition as vLLM does with what a client sends: fields that it lacks are null, others go.
-
-    A template writes definitions as JSON: with another order of fields, or without the outer object, the model would
-    be asked with another prompt than it was trained with.
-    """
-    function = decoded(tool.get("function", tool))
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
-        raise RowError(
-            f"has no function name in {name}; expected {{type: function, function: {{name, description, parameters}}}}"
-        )
-    description, parameters = function.get("description"), decoded(function.get("parameters"))
-    if not isinstance(description, str | None):
-        raise RowError(f"has {kind_of(description)} as `description` of {name}; expected a string")
-    if not isinstance(parameters, dict | None):
-        raise RowError(f"has {kind_of(parameters)} as `parameters` of {name}; expected an object, or it as JSON text")
-    strict = {} if function.get("strict") is None else {"strict": function["strict"]}
-    definition = {"name": function["name"], "description": description, "parameters": parameters, **strict}
-    return {"type": "function", "function": definition}
-
-
 def parse_text(value: object, column: str) -> str:
     """A string that says something. Raises RowError."""
     if not isinstance(value, str):
@@ -159,6 +172,26 @@ def decoded(value: object) -> object:
     if flaw := flaw_of(found):
         raise RowError(f"{flaw}, within JSON text")
     return found
+
+
+def parse_tools(row: dict[str, Any]) -> tuple[Tool, ...]:
+    """Return the definitions in the column `tools` as a server renders them. Raises RowError.
+
+    The column has a list of objects, or the same as JSON text: {type: function, function: {name, description,
+    parameters}}, or the inner object alone.
+    """
+    return tuple(_tool(tool, f"tool {number} of `tools`") for number, tool in enumerate(listed_tools(row), 1))
+
+
+def listed_tools(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects in the column `tools` as the row has them. Raises RowError."""
+    tools = decoded(row.get("tools"))
+    if tools is None or tools == "":
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(f"has {kind_of(tools)} in `tools`; expected a list of objects that define functions")
+    check_json(tools, "`tools`")
+    return tools
 
 
 def make_message(role: str, content: str) -> Message:
@@ -203,11 +236,12 @@ def listed(columns: dict[str, Any] | tuple[str, ...] | list[str]) -> str:
     return ", ".join(f"`{column}`" for column in columns) or "no columns"
 
 
-def _next_roles(message: Message) -> tuple[str, ...]:
-    """Who may speak after this message."""
-    if message["role"] == "assistant":
-        return ("tool",) if "tool_calls" in message else ("user",)
-    return ("tool", "assistant") if message["role"] == "tool" else ("assistant",)
+def check_json(value: object, name: str) -> None:
+    """Templates write it down as JSON. Raises RowError for what has no words there: NaN, infinity, a Parquet date."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RowError(f"has what is no JSON in {name}: {error}; expected numbers, text, lists and objects") from error
 
 
 def _checked(item: object, name: str, keys: tuple[str, str], roles: dict[str, str]) -> Message:
@@ -230,6 +264,34 @@ def _checked(item: object, name: str, keys: tuple[str, str], roles: dict[str, st
     if not may_be_empty and not content.strip():
         raise RowError(f"has an empty `{content_key}` in {name}; expected text")
     return {**make_message(roles[role], content), **_extras(item, roles[role], name)}
+
+
+def _tool(tool: dict[str, Any], name: str) -> Tool:
+    """Wrap and order a definition as vLLM does with what a client sends: fields that it lacks are null, others go.
+
+    A template writes definitions as JSON: with another order of fields, or without the outer object, the model would
+    be asked with another prompt than it was trained with.
+    """
+    function = decoded(tool.get("function", tool))
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
+        raise RowError(
+            f"has no function name in {name}; expected {{type: function, function: {{name, description, parameters}}}}"
+        )
+    description, parameters = function.get("description"), decoded(function.get("parameters"))
+    if not isinstance(description, str | None):
+        raise RowError(f"has {kind_of(description)} as `description` of {name}; expected a string")
+    if not isinstance(parameters, dict | None):
+        raise RowError(f"has {kind_of(parameters)} as `parameters` of {name}; expected an object, or it as JSON text")
+    strict = {} if function.get("strict") is None else {"strict": function["strict"]}
+    definition = {"name": function["name"], "description": description, "parameters": parameters, **strict}
+    return {"type": "function", "function": definition}
+
+
+def _next_roles(message: Message) -> tuple[str, ...]:
+    """Who may speak after this message."""
+    if message["role"] == "assistant":
+        return ("tool",) if "tool_calls" in message else ("user",)
+    return ("tool", "assistant") if message["role"] == "tool" else ("assistant",)
 
 
 def _without_parts(item: object, content_key: str, name: str) -> object:
@@ -263,16 +325,16 @@ def _without_parts(item: object, content_key: str, name: str) -> object:
 
 def _extras(item: dict[str, Any], role: str, name: str) -> Message:
     """What a message has beside its text. Columns of a table are there, but null, where a message has no such thing."""
-    extras = {field: item[field] for field in (*THOUGHTS, "tool_calls") if item.get(field)}
+    extras = {key: item[key] for key in (*THOUGHTS, "tool_calls") if item.get(key)}
     if extras and role != "assistant":
         raise RowError(f"has {listed(extras)} in {name}, of the role `{role}`; expected it from the assistant only")
-    for field in THOUGHTS:
-        if not isinstance(extras.get(field, ""), str):
-            raise RowError(f"has {kind_of(extras[field])} as `{field}` of {name}; expected a string")
+    for key in THOUGHTS:
+        if not isinstance(extras.get(key, ""), str):
+            raise RowError(f"has {kind_of(extras[key])} as `{key}` of {name}; expected a string")
     if "tool_calls" in extras:
         extras["tool_calls"] = _tool_calls(extras["tool_calls"], name)
     if role == "tool":
-        extras |= {field: item[field] for field in TOOL_ANSWER_FIELDS if isinstance(item.get(field), str)}
+        extras |= {key: item[key] for key in TOOL_ANSWER_FIELDS if isinstance(item.get(key), str)}
     return extras
 
 
@@ -297,11 +359,3 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
     assert isinstance(call, dict)
     identifier = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**identifier, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def check_json(value: object, name: str) -> None:
-    """Templates write it down as JSON. Raises RowError for what has no words there: NaN, infinity, a Parquet date."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise RowError(f"has what is no JSON in {name}: {error}; expected numbers, text, lists and objects") from error

@@ -1,25 +1,68 @@
-"""Where a preparation's pieces come from: kept by an earlier one, or tokenized now, as long as there is time."""
+"""Pieces of all files of a dataset, in order: read from the store, or tokenized now by several processes.
+
+Files are cut into parts: JSON Lines at line ends, Parquet at row groups; a JSON list, CSV and compressed files are one
+part each. A part's digest depends on its content alone, so equal rows are found again in another file or place. Of a
+remote file only the end of a Parquet file is read to know its parts: their digest is of the pointer and the position.
+
+Each tokenizing process is a new interpreter (multiprocessing's `spawn`): a fork of this process would have its locks
+without its threads, and multiprocessing's `forkserver` stays for as long as training, and leaves a folder when this
+process is killed. They end when the process that started them does.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import multiprocessing
+import os
+import signal
+import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
+from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from stages.core.errors import DataError, ResourceError
 from stages.core.numbers import counted
-from stages.data.cache import content_key
-from stages.data.compression import format_suffix
-from stages.data.files import BadRow, Part, Place, Row, name_of, num_places, read_part, read_rows
-from stages.data.keys import key_parts
-from stages.data.parts import parts_of
-from stages.data.pieces import Piece, PieceStore
-from stages.data.tokenizing import CHUNK_ROWS, PartTokenizer, Tokenizing, first_rows_read
-from stages.data.tokenizing_processes import KeyedPart, num_processes, tokenize
-from stages.remote.pointers import size_bytes
+from stages.data.cache import content_key, file_digest, key_parts
+from stages.data.files import (
+    JSON_LINES,
+    LONGEST_LINE_BYTES,
+    BadRow,
+    Part,
+    Place,
+    Row,
+    format_suffix,
+    is_compressed,
+    name_of,
+    num_places,
+    open_parquet,
+    read_part,
+    read_rows,
+)
+from stages.data.tokenizing import CHUNK_ROWS, PartTokenizer, Piece, PieceStore, Tokenizing, first_rows_read
+from stages.remote.pointers import is_pointer, size_bytes
+
+if TYPE_CHECKING:
+    import pyarrow.parquet
+
+
+PART_BYTES = 2 << 20
+"""Of JSON Lines, up to the end of a line, and of Parquet as it is uncompressed, up to the end of a row group."""
+PART_BYTES_ELSEWHERE = 8 * PART_BYTES
+"""Of JSON Lines: up to a buffer more than a part is fetched, to find the end of its last line."""
+MAX_PROCESSES = 64
+BYTES_PER_PROCESS = 4 << 20
+"""Fewer are tokenized before another process has started."""
+PARTS_AHEAD = 4
+"""Of each process, so that none waits for work."""
 
 
 class Report(Protocol):
@@ -158,3 +201,200 @@ class PieceSource:
             places[path] = total, total + count
             total += count
         return places, total
+
+
+def num_processes(num_bytes: int) -> int:
+    """For so much to tokenize: one for each core that the processes of this stage have here, where that is worth it."""
+    threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0))
+    if threads and threads.isdecimal():
+        cores = min(cores, int(threads) * ranks)
+    return max(1, min(cores, MAX_PROCESSES, num_bytes // BYTES_PER_PROCESS))
+
+
+def tokenize(
+    tokenizer: PartTokenizer, store: Path, parts: Sequence[KeyedPart], processes: int
+) -> Generator[tuple[KeyedPart, int]]:
+    """Write the pieces of all parts; each part, in order, and the number of its rows, once they are there.
+
+    Raises what tokenizing the first bad part raises, and ResourceError when a process is killed. When the iterator is
+    closed, no process is left.
+    """
+    context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(processes, context, _begin, (tokenizer, store))
+    waiting: deque[tuple[KeyedPart, Future[int]]] = deque()
+    todo = iter(parts)
+    try:
+        while True:
+            for keyed in todo:
+                waiting.append((keyed, pool.submit(_tokenize, *keyed)))
+                if len(waiting) >= PARTS_AHEAD * processes:
+                    break
+            if not waiting:
+                break
+            keyed, done = waiting.popleft()
+            yield keyed, done.result()
+    except BrokenProcessPool as error:
+        raise ResourceError(
+            "a process that tokenizes was killed, maybe because memory ran out; start again, what is tokenized already "
+            "is kept (`execution: {threads: 1}` takes the least memory)"
+        ) from error
+    finally:
+        if not waiting:
+            pool.shutdown()  # each process ends by itself, and what it has started for its templates with it
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()  # which has nothing to do any more, or works for nobody
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    tokenizer: PartTokenizer
+    store: PieceStore
+
+
+_worker: _Worker
+
+
+def _begin(tokenizer: PartTokenizer, store: Path) -> None:
+    """In a new process, which has nothing to do once the one that asked for it has ended."""
+    global _worker
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker = _Worker(tokenizer, PieceStore(store))
+
+
+def _end_with(process: BaseProcess) -> None:
+    """With the whole process: not by the kernel's signal, which comes when the thread that started this one ends."""
+    process.join()
+    os._exit(1)
+
+
+def _tokenize(one: DataPart, key: str) -> int:
+    """How many rows it has; its pieces are written."""
+    num_rows = 0
+
+    def counted() -> Iterator[Row | BadRow]:
+        nonlocal num_rows
+        for row in read_part(one.part):
+            num_rows += 1
+            yield row
+
+    _worker.store.write(key, _worker.tokenizer.pieces(one.part, counted()))
+    one.state.check(one.part.path, one.part.name)
+    return num_rows
+
+
+@dataclass(frozen=True)
+class FileState:
+    """A file when it was looked at; one that is written to later has another."""
+
+    num_bytes: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        found = path.stat()
+        return cls(found.st_size, found.st_mtime_ns)
+
+    def check(self, path: Path, name: str) -> None:
+        """Raises DataError where the file is not the same any more."""
+        if (now := FileState.of(path)) != self:
+            raise DataError(
+                f"{name} changed while it was read: it had {self.num_bytes:,} bytes and has {now.num_bytes:,} now; "
+                "start again once what writes it is done"
+            )
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """A part, what it holds, and its file at that time. num_bytes: of the file, roughly."""
+
+    part: Part
+    digest: str
+    num_bytes: int
+    state: FileState
+
+
+def parts_of(path: Path, name: str) -> Iterator[DataPart]:
+    """The parts of a file in order, each hashed when it is asked for; at least one."""
+    if format_suffix(path) in JSON_LINES and not is_compressed(path):
+        yield from _of_bytes(path, name) if is_pointer(path) else _of_lines(path, name)
+    elif format_suffix(path) == ".parquet":
+        yield from _of_row_groups(path, name)
+    else:
+        yield _whole(path, name)
+
+
+def _whole(path: Path, name: str) -> DataPart:
+    state = FileState.of(path)
+    return DataPart(Part(path, name), file_digest(path), size_bytes(path), state)
+
+
+def _of_bytes(path: Path, name: str) -> Iterator[DataPart]:
+    """Of what a pointer points to; which line is the first of a part, only all before would tell."""
+    state, pointed = FileState.of(path), file_digest(path)
+    num_bytes = size_bytes(path)
+    for begin in range(0, max(1, num_bytes), PART_BYTES_ELSEWHERE):
+        end = min(begin + PART_BYTES_ELSEWHERE, num_bytes)
+        part = Part(path, f"{name} (from byte {begin})" if begin else name, begin, end)
+        yield DataPart(part, content_key({"pointer": pointed, "bytes": [begin, end]}), end - begin, state)
+
+
+def _of_lines(path: Path, name: str) -> Iterator[DataPart]:
+    state = FileState.of(path)
+    begin = num_lines = 0
+    with path.open("rb") as stream:
+        while (block := stream.read(PART_BYTES)) or not begin:
+            rest = b"" if block.endswith(b"\n") else stream.readline(LONGEST_LINE_BYTES + 1)
+            digest = hashlib.sha256(block)
+            digest.update(rest)
+            end = begin + len(block) + len(rest)
+            yield DataPart(Part(path, name, begin, end, num_lines), digest.hexdigest(), end - begin, state)
+            if begin == end:
+                return
+            num_lines += block.count(b"\n") + rest.count(b"\n")
+            begin = end
+
+
+def _of_row_groups(path: Path, name: str) -> Iterator[DataPart]:
+    import pyarrow
+
+    state = FileState.of(path)
+    try:
+        with open_parquet(path) as file:
+            metadata = file.metadata
+    except (pyarrow.ArrowException, OSError):
+        yield _whole(path, name)  # reading says what is wrong with it
+        return
+    begin = num_before = num_rows = num_bytes = 0
+    for group in range(metadata.num_row_groups):
+        num_rows += metadata.row_group(group).num_rows
+        num_bytes += metadata.row_group(group).total_byte_size
+        if num_bytes < PART_BYTES and group + 1 < metadata.num_row_groups:
+            continue
+        part = Part(path, name, begin, group + 1, num_before)
+        yield DataPart(part, _digest(path, metadata, range(begin, group + 1)), num_bytes, state)
+        begin, num_before, num_bytes = group + 1, num_rows, 0
+    if not metadata.num_row_groups:
+        yield _whole(path, name)
+
+
+def _digest(path: Path, metadata: pyarrow.parquet.FileMetaData, groups: range) -> str:
+    """Of the bytes of row groups, and of what the end of the file says of them."""
+    if is_pointer(path):
+        return content_key({"pointer": file_digest(path), "row_groups": [groups.start, groups.stop]})
+    digest = hashlib.sha256(str(metadata.schema).encode())
+    with path.open("rb") as stream:
+        for group in map(metadata.row_group, groups):
+            for column in map(group.column, range(group.num_columns)):
+                digest.update(f"{column.num_values} {column.compression} {column.encodings}".encode())
+                stream.seek(min(filter(None, (column.dictionary_page_offset, column.data_page_offset))))
+                digest.update(stream.read(column.total_compressed_size))
+    return digest.hexdigest()
+
+
+KeyedPart = tuple[DataPart, str]
+"""A part, and the key of its pieces."""

@@ -6,12 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from stages.data.agent_messages import with_tool_calls
-from stages.data.documents import Conversation, Document, PlainText
 from stages.data.messages import (
     INVISIBLE,
     SHAREGPT_ROLES,
+    Conversation,
+    Document,
     Message,
+    PlainText,
     RowError,
     as_messages,
     ordered,
@@ -19,7 +20,13 @@ from stages.data.messages import (
     parse_text,
     parse_tools,
 )
-from stages.data.row_fields import check_no_conversation, template_variables, unlearned_turns, with_system
+from stages.data.row_fields import (
+    check_no_conversation,
+    template_variables,
+    unlearned_turns,
+    with_system,
+    with_tool_calls,
+)
 
 Columns = dict[str, Any]
 HUMAN, ASSISTANT = "Human:", "Assistant:"

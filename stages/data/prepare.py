@@ -1,25 +1,50 @@
-"""A dataset's files → packed, tokenized documents, once: cached by content, every row checked before training."""
+"""Preparation of training data: a dataset's files → packed rows of tokens on disk, cached by content, all checked.
+
+Every step is a generator over the one before it, so that memory does not grow with the number of rows. What is found in
+the rows of each part is stored with its pieces, and judged when all rows were seen. The datasets of a mixture are
+prepared as if each were alone.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.core.contract import is_main_process
-from stages.core.errors import full_disk_named
-from stages.data.bad_rows import write_list
-from stages.data.cache import cached_folder, content_key, file_digest, is_intact, is_sealed, write_seal
-from stages.data.config import DataConfig, RowKind
-from stages.data.dataset import PackedDataset, is_complete
-from stages.data.files import find_files, name_of
-from stages.data.keys import key_parts
-from stages.data.parts import FileState
-from stages.data.portion import portions
-from stages.data.preprocessing import BAD_ROWS, Preprocessing, Report
-from stages.data.seen_rows import check_held_out
+import numpy as np
+from numpy.typing import NDArray
 
+from stages.core.contract import is_main_process
+from stages.core.errors import DataError, full_disk_named
+from stages.core.files import write_atomically
+from stages.data.any_rows import check_formats
+from stages.data.bad_rows import BadRows, write_list
+from stages.data.cache import cached_folder, content_key, file_digest, is_intact, is_sealed, key_parts, write_seal
+from stages.data.config import DataConfig, RowKind
+from stages.data.dataset import ABOUT, ARRAYS, LABELS, MARGINS, Description, PackedDataset, is_complete
+from stages.data.files import Place, Portion, find_files, name_of, portions
+from stages.data.formats import RowReader
+from stages.data.mixture import joined
+from stages.data.piece_source import FileState, PieceSource, Report
+from stages.data.row_fields import Unread
+from stages.data.seen_rows import SeenRows, check_held_out, rows_in_any_order
+from stages.data.summaries import ToolPrompt
+from stages.data.tokenizer import TokenizerNotes
+from stages.data.tokenizing import Piece, Tokenizing, over_long_of
+from stages.data.units import PackedRows, Unit, Units, cut, pack
+
+BAD_ROWS = "bad_rows.jsonl"
+NO_STOP = (
+    "the chat template ends what the assistant says without a special token, so the model will not learn to stop; "
+    "mend the template, or give another one (`chat_template`)"
+)
 CACHE_FOLDER = "tokenized"
 PIECES_FOLDER = "pieces"
+BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -78,6 +103,44 @@ def prepare(
     return PreparedData(datasets[0], datasets[1] if len(datasets) > 1 else None)
 
 
+def prepare_mixture(
+    inputs: Mapping[str, Path],
+    config: DataConfig,
+    tokenizer_folder: Path,
+    *,
+    rows: RowKind,
+    cache: Path,
+    report: Report,
+    work: Path,
+) -> PreparedData:
+    """As `prepare`, of whose arguments these are, for one dataset or several.
+
+    inputs: folders of artifacts by stage. Bad rows are listed in `bad_rows.jsonl` of the folder `work`; of a mixture,
+    those of each dataset in a file of its name. Raises DataError also where no method learns from the rows of all
+    together, and where all rows that one dataset holds out are learned from another one.
+    """
+    names, is_mixture = config.names, config.is_mixture
+    if is_mixture:
+        check_formats(inputs, config, rows)
+    prepared: dict[str, PreparedData] = {}
+    for name, part in zip(names, config.parts.values(), strict=True):
+        with saying_of(name) if is_mixture else nullcontext():
+            prepared[name] = prepare(
+                inputs[part.dataset_stage] / "data",
+                part,
+                tokenizer_folder,
+                rows=rows,
+                cache=cache,
+                report=_NamedReport(report, name) if is_mixture else report,
+                bad_rows_file=work / (f"bad_rows.{name}.jsonl" if is_mixture else "bad_rows.jsonl"),
+            )
+    held_out = {name: one.evaluation for name, one in prepared.items() if one.evaluation}
+    training = {name: one.training for name, one in prepared.items()}
+    for warning in check_together(training, held_out):
+        report.warn(warning)
+    return PreparedData(joined(training), joined(held_out) if held_out else None)
+
+
 def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
     """One portion of what `prepare` prepares; `cache` is the folder of tokenized data."""
     names = {path: name_of(path, task.folder) for path in task.files}
@@ -111,3 +174,274 @@ def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
     for warning in dataset.about.warnings:
         task.report.warn(f"{task.portion.name} data: {warning}")
     return dataset
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Everything that decides what `run` writes. pieces: a folder that keeps what was tokenized; it need not be there.
+    time_limit_s: of the processor, from the first row on; default: as long as it takes. part: a folder that takes the
+    rows so far when that is over, as if they were all."""
+
+    portion: Portion
+    folder: Path
+    files: list[Path]
+    config: DataConfig
+    tokenizer_folder: Path
+    rows: RowKind
+    report: Report
+    pieces: Path
+    time_limit_s: float | None = None
+    part: Path | None = None
+
+    def run(self, target: Path) -> None:
+        """Fill the empty folder `target`. Raises DataError, ModelError, OutOfTimeError."""
+        with (
+            (target / BAD_ROWS).open("w", encoding="utf-8") as stream,
+            closing(DatasetWriter(target, is_labelled=self.rows == "labelled")) as writer,
+        ):
+            seen = SeenRows(target, is_labelled=self.rows == "labelled")
+            run = _Run(self, BadRows(stream), writer, seen)
+            run.write()
+        if run.last_in_time:
+            assert self.part
+            shutil.move(target, self.part)
+            raise OutOfTimeError(run.last_in_time)
+
+
+class _Run:
+    """One pass over the pieces, and what was counted on the way."""
+
+    def __init__(self, task: Preprocessing, bad_rows: BadRows, writer: DatasetWriter, seen: SeenRows) -> None:
+        config = task.config
+        self._task = task
+        self._config = config
+        self._bad_rows = bad_rows
+        self._writer = writer
+        reader = RowReader(config.format, task.rows, config.columns)
+        tokenizing = Tokenizing(task.portion, config, task.tokenizer_folder, task.rows, reader)
+        self._source = PieceSource(tokenizing, task.folder, task.files, task.pieces, task.report, task.time_limit_s)
+        self._tokenizer = self._source.tokenizer.tokenizer
+        self._unread = Unread()
+        self._notes = TokenizerNotes()
+        self._seen = seen
+        self._over_long = over_long_of(config)
+        self._num_text_tokens = 0
+        self._num_text_bytes = 0
+        self._num_source_rows = 0
+        self._num_tokenized_rows = 0
+        self._tool_prompts: tuple[ToolPrompt, ...] = ()
+
+    def write(self) -> None:
+        units = (piece.units for piece in self._counted())
+        for rows in self._packed(units):
+            self._writer.write_rows(*rows)
+        if self.last_in_time and not self._task.part:
+            self._check_so_far()
+            raise OutOfTimeError(self.last_in_time)
+        warnings = self._check()
+        self._seen.close()
+        self._writer.finish(
+            Description(
+                sequence_length=self._config.sequence_length,
+                packing=bool(self._config.packing),
+                padding_token=self._tokenizer.padding_token,
+                num_rows=self._writer.num_rows,
+                num_documents=self._writer.num_documents,
+                num_tokens=self._writer.num_tokens,
+                num_target_tokens=self._writer.num_target_tokens,
+                num_source_rows=self._num_source_rows,
+                num_bad_rows=self._bad_rows.num_rows,
+                num_over_long=self._over_long.num_over_long,
+                conversations=self._notes.teaches_to_stop is not None,
+                num_good=self._writer.num_good if self._task.rows == "labelled" else None,
+                has_margins=self._writer.has_margins,
+                bytes_per_token=self._num_text_bytes / self._num_text_tokens if self._config.packing == "cut" else None,
+                warnings=warnings,
+                tool_prompts=self._tool_prompts,
+            )
+        )
+
+    def _packed(self, units: Iterable[Units]) -> Iterable[PackedRows]:
+        if self._config.packing == "cut":
+            return cut(units, self._config.sequence_length)
+        return pack(units, self._config.sequence_length) if self._config.packing else map(_alone, units)
+
+    def _counted(self) -> Iterator[Piece]:
+        """All pieces in order, and what was found in their rows counted."""
+        for part, piece in self._source.pieces():
+            notes = piece.notes
+            self._num_source_rows += notes.num_source_rows
+            self._num_tokenized_rows += notes.num_tokenized_rows
+            self._num_text_tokens += notes.num_text_tokens
+            self._num_text_bytes += notes.num_text_bytes
+            for bad in piece.bad_rows(part):
+                self._bad_rows.add(bad)
+            self._over_long.add(piece.over_long(part, self._over_long))
+            self._seen.add(part, piece.digests, piece.swapped, piece.numbers, notes.remarkable)
+            self._unread.counts += Counter(notes.unread)
+            self._notes = self._notes.then(notes.tokenizer)
+            self._tool_prompts = self._tool_prompts or ((notes.tool_prompt,) if notes.tool_prompt else ())
+            yield piece
+
+    @property
+    def last_in_time(self) -> Place | None:
+        """The last row that was read, where there was no time for all."""
+        return self._source.last_in_time
+
+    def _check_so_far(self) -> None:
+        """Raises DataError for what rows that follow cannot make good."""
+        if self._config.on_bad_rows == "fail":
+            allowed = self._config.max_bad_row_fraction
+            self._bad_rows.check("fail", allowed, self._num_source_rows, is_whole=False)
+        if self._config.over_long == "fail":
+            self._over_long.check(self._num_tokenized_rows)
+
+    def _check(self) -> tuple[str, ...]:
+        """What to warn of. Raises DataError for what the recipe does not allow, or when nothing is left."""
+        config, portion = self._config, self._task.portion
+        if not self._num_source_rows:
+            cause = f"evaluation_fraction {portion.fraction} leaves" if portion.fraction else "there are"
+            raise DataError(
+                f"no {portion.name} rows: {cause} none in {', '.join(path.name for path in self._task.files)} of "
+                f"{self._task.folder}"
+            )
+        found = (
+            self._bad_rows.check(config.on_bad_rows, config.max_bad_row_fraction, self._num_source_rows),
+            self._over_long.check(self._num_tokenized_rows),
+            NO_STOP if self._notes.teaches_to_stop is False else None,
+            *self._tokenizer.warnings(self._notes),
+            self._unread.warning(),
+            *self._seen.warnings(),
+        )
+        if not self._writer.num_rows:
+            if config.packing == "cut" and self._num_text_tokens:
+                found = (*found, f"all texts together have {self._num_text_tokens} tokens, less than `sequence_length`")
+            raise DataError(f"no {portion.name} rows are left: {'; '.join(filter(None, found))}")
+        self._check_labels()
+        return tuple(filter(None, found))
+
+    def _check_labels(self) -> None:
+        """Raises DataError where there is nothing to tell good answers from, or bad ones."""
+        num_good, num_rows = self._writer.num_good, self._writer.num_documents
+        if self._task.rows == "labelled" and self._task.portion.name == "training" and num_good in (0, num_rows):
+            raise DataError(
+                f"all {num_rows} training rows have `label: {str(num_good > 0).lower()}`; expected good and bad "
+                "answers, to learn the difference; add the others, or learn from good ones alone (`method: sft`)"
+            )
+
+
+def _alone(units: Units) -> PackedRows:
+    return units, [1] * len(units)
+
+
+class OutOfTimeError(Exception):
+    """Raised when a preparation has had its time, after what was found so far was judged. last: the last row read."""
+
+    def __init__(self, last: Place) -> None:
+        super().__init__(f"after {last}")
+        self.last = last
+
+
+def check_together(training: Mapping[str, PackedDataset], held_out: Mapping[str, PackedDataset]) -> list[str]:
+    """What to warn of, of the datasets of a mixture by name, all of whose rows are there.
+
+    Raises DataError for a copy of another dataset, in whatever order, and where all rows that one holds out are learned
+    from another one.
+    """
+    known: dict[tuple[int, ...], str] = {}
+    for name, one in training.items():
+        first = known.setdefault(rows_in_any_order(one.folder), name)
+        if first != name:
+            raise DataError(
+                f"{first} and {name} have the same rows, which would be there twice; name one of them, with the weight "
+                "of both"
+            )
+    warnings = []
+    for name, one in held_out.items():
+        for other in (other for other in training if other != name):
+            try:
+                warning = check_held_out(training[other].folder, one.folder)
+            except DataError as error:
+                raise DataError(f"{name} holds out what is learned from {other}: {error}") from error
+            warnings += [f"{name} holds out what is learned from {other}: {warning}"] if warning else []
+    return warnings
+
+
+@contextmanager
+def saying_of(name: str) -> Iterator[None]:
+    """Errors say of which dataset they are."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _NamedReport:
+    """Says of which dataset a warning is."""
+
+    report: Report
+    name: str
+
+    def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
+        self.report.progress(done, total, unit, f"{message} of {self.name}")
+
+    def warn(self, message: str) -> None:
+        self.report.warn(f"{self.name}: {message}")
+
+
+class DatasetWriter:
+    """Appends rows to the arrays of `folder`; the description comes last and makes the folder complete."""
+
+    def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
+        self._folder = folder
+        self._is_labelled = is_labelled
+        names = [*ARRAYS, LABELS if is_labelled else MARGINS]
+        self._streams = {name: (folder / f"{name}.bin").open("wb", buffering=BUFFER_BYTES) for name in names}
+        self.num_rows = 0
+        self.num_documents = 0
+        self.num_tokens = 0
+        self.num_target_tokens = 0
+        self.num_good = 0
+        self.has_margins = False
+        self._append("document_starts", np.zeros(1))
+        self._append("row_starts", np.zeros(1))
+
+    def close(self) -> None:
+        """Close the files; without `finish` before it, the folder stays incomplete."""
+        for stream in self._streams.values():
+            stream.close()
+
+    def write_row(self, units: Sequence[Unit]) -> None:
+        """Append a row. Raises ResourceError when the disk is full."""
+        has_margins = any(unit.margin is not None for unit in units)
+        self.write_rows(Units.of(units, is_labelled=self._is_labelled, has_margins=has_margins), [len(units)])
+
+    def write_rows(self, units: Units, units_of_rows: Sequence[int]) -> None:
+        """Append rows: `units` in their order, so many in each. Raises ResourceError when the disk is full."""
+        rows = np.concatenate([[0], np.cumsum(units_of_rows)]).astype(np.int64)
+        documents_before = np.concatenate([[0], np.cumsum(units.num_documents)])
+        self._append("row_starts", self.num_documents + documents_before[rows[1:]])
+        self._append("document_starts", self.num_tokens + np.cumsum(units.document_lengths))
+        self._append("tokens", units.tokens)
+        self._append("loss", units.loss)
+        self.num_rows += len(units_of_rows)
+        self.num_documents += len(units.document_lengths)
+        self.num_tokens += len(units.tokens)
+        self.num_target_tokens += int(units.loss.sum())
+        if units.margins is not None and len(units):
+            self.has_margins = True
+            self._streams[MARGINS].write(units.margins.tobytes())
+        if units.labels is not None:
+            self._streams[LABELS].write(units.labels.tobytes())
+            self.num_good += int(units.labels.sum())
+
+    def finish(self, about: Description) -> None:
+        """Bring everything to the disk, and the description after it."""
+        for stream in self._streams.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+        write_atomically(self._folder / ABOUT, about.model_dump_json(indent=2))
+
+    def _append(self, array: str, values: NDArray[np.generic]) -> None:
+        self._streams[array].write(values.astype(ARRAYS[array], copy=False).tobytes())

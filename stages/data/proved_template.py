@@ -1,50 +1,51 @@
-"""A conversation → its text under a chat template, and which characters of it the assistant said.
+"""Chat template in Jinja's sandbox: renders a conversation and proves which characters of the text the assistant says.
 
-Templates that mark the assistant's part with `{% generation %}` are believed, all others are asked turn by turn
+Templates that mark the assistant's part with `{% generation %}` are believed; all others are rendered turn by turn
 (`turns`). Before the first conversation is learned from, one with known words proves that a template's masks hold what
 the assistant says and nothing that others say.
 
-Runs in the process of `template_program`; everything else asks `templates`. Imports Jinja and little else.
+A template comes with a model and is untrusted code. It runs in Jinja's immutable sandbox, on a fixed date, with what
+Transformers gives it (`raise_exception`, `strftime_now`, `tojson`, `{% generation %}`, loop controls) and nothing else.
+This module runs in the process of `template_program`, which limits time and memory; everything else asks `templates`.
+Imports Jinja and little else.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from datetime import date
+from collections.abc import Callable, Sequence
+from datetime import date, datetime
 from functools import cached_property
 from typing import Any
 
 import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from stages.data.documents import Conversation, Span
-from stages.data.messages import THOUGHTS, Message, RowError, Tool, listed, make_message, renamed, with_calls_as
-from stages.data.renderings import Write
-from stages.data.sandbox import Sandbox
-from stages.data.turns import Document, QuotingError, Turns, UnclearTurnsError, check_shown, split_thoughts
+from stages.data.messages import (
+    THOUGHTS,
+    Conversation,
+    Message,
+    RowError,
+    Span,
+    Tool,
+    listed,
+    make_message,
+    renamed,
+    with_calls_as,
+)
+from stages.data.turns import Document, QuotingError, Turns, UnclearTurnsError, Write, check_shown, split_thoughts
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables that a template gets from the rest of the conversation, or from what is asked of it."""
-
 TOOL_TEMPLATES = "configs/templates/chatml-tools.jinja or turns-tools.jinja"
 """Of this project, for models whose own template has no place for tools."""
-
 PROBES = (("system", "user", "assistant", "user", "assistant"), ("user", "assistant", "user", "assistant"))
 PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "qprobe", "arguments": {"qkey": True}}}
-
-
-class _RefusalError(QuotingError):
-    """The template itself refuses the messages, or cannot render them."""
-
-
-class UnprovedError(Exception):
-    """The template's masks are wrong for every conversation. parts: as in `QuotingError`."""
-
-    def __init__(self, *parts: str) -> None:
-        super().__init__("".join(parts))
-        self.parts = parts
 
 
 class ProvedTemplate:
@@ -240,3 +241,83 @@ class ProvedTemplate:
                 str(error),
                 "; expected messages that it can render",
             ) from error
+
+
+class UnprovedError(Exception):
+    """The template's masks are wrong for every conversation. parts: as in `QuotingError`."""
+
+    def __init__(self, *parts: str) -> None:
+        super().__init__("".join(parts))
+        self.parts = parts
+
+
+class _RefusalError(QuotingError):
+    """The template itself refuses the messages, or cannot render them."""
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of one template."""
+
+    def __init__(self, source: str, today: date) -> None:
+        """`today` is the date that `strftime_now` writes. Raises jinja2.TemplateSyntaxError."""
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        self.filters["tojson"] = _to_json
+        self.globals |= {"raise_exception": _refuse, "strftime_now": self._strftime_now}
+        self.today = today
+        self.wrote_date = False
+        """Whether a rendering asked for the date."""
+        self._marked: list[Span] = []
+        self._num_characters = 0
+        self._template = self.from_string(source)
+        self._template.globals = dict(self._template.globals)  # a chain of them is slow to read, for each rendering
+        self.read_variables = meta.find_undeclared_variables(self.parse(source)) - self.globals.keys()
+        """Names that the template takes from outside."""
+
+    def run(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
+        """Return what the template writes, and the spans of it that lie in `{% generation %}` blocks.
+
+        Raises jinja2.TemplateError, and what a mistake in the template raises (TypeError, …).
+        """
+        self._marked, self._num_characters = [], 0
+        pieces = []
+        for piece in self._template.generate(variables):
+            pieces.append(piece)
+            self._num_characters += len(piece)
+        return "".join(pieces), self._marked
+
+    def mark(self, text: str) -> str:
+        """Note that `text`, which is about to be written, lies in a `{% generation %}` block."""
+        self._marked.append((self._num_characters, self._num_characters + len(text)))
+        return text
+
+    def _strftime_now(self, pattern: str) -> str:
+        self.wrote_date = True
+        return datetime.combine(self.today, datetime.min.time()).strftime(pattern)
+
+
+class _GenerationTag(Extension):
+    tags = {"generation"}  # noqa: RUF012 - so Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        assert isinstance(self.environment, Sandbox)
+        return self.environment.mark(caller())
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return `value` as JSON; Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,10 +1,10 @@
-"""Fields of rows and messages that change what a row means: honoured here, or refused by name; never dropped.
+"""Fields of rows and messages that change what a row means: applied, or refused by name; never silently dropped.
 
-| field                                        | what becomes of it                                                    |
+| field                                        | treatment                                                             |
 | -------------------------------------------- | --------------------------------------------------------------------- |
 | `loss`, `loss_scale`, `loss_weight`,         | false or 0: the turn is context, and not learned                      |
 | `weight`, `train` of an assistant's message  |                                                                       |
-| the same of another role                     | false or 0: as it is anyway; else refused                             |
+| the same of another role                     | false or 0: nothing changes; else refused                             |
 | the same of a row                            | false or 0: refused                                                   |
 | `system` of a row                            | the system message                                                    |
 | `label: false`                               | refused where answers are imitated: this is a bad one                 |
@@ -12,7 +12,15 @@
 | `chat_template_kwargs` of a row              | variables of the template; those that it never reads: refused         |
 | `function_call`, `objects`, and the like     | refused                                                               |
 
-Whatever else no format reads is counted (`Unread`).
+Fields that no format reads are counted (`Unread`).
+
+Agents' data have messages of their own for tool calls and results; `with_tool_calls` turns them into calls of the
+assistant and messages of the role `tool`:
+
+| source                    | a call          | its result      |
+| ------------------------- | --------------- | --------------- |
+| ms-swift (`role`)         | `tool_call`     | `tool_response` |
+| ShareGPT's users (`from`) | `function_call` | `observation`   |
 """
 
 from __future__ import annotations
@@ -49,6 +57,10 @@ REFUSED = {
     "positive_messages": "what embedding and reranking learn from (ms-swift), which no method here does",
     "negative_messages": "what embedding and reranking learn from (ms-swift), which no method here does",
 }
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""As text: CSV has no other."""
+CALLS = ("tool_call", "function_call")
+RESULTS = ("tool_response", "observation")
 
 
 def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
@@ -67,9 +79,29 @@ def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
         )
 
 
-def has_bad_answer(row: Mapping[str, Any]) -> bool:
-    """Whether a row says so of its answer."""
-    return str(row.get("label")).lower() == "false"  # 0 may well be a class
+def with_tool_calls(messages: object, role_key: str = "role", content_key: str = "content") -> Any:
+    """The same messages, each call with the assistant's text before it, if any; anything else as it is.
+
+    A call's content is {name, arguments}, or a list of them, as it is or as JSON text. Raises RowError for one that is
+    not, and for calls of one turn of which some are to be learned and some are not.
+    """
+
+    def role(message: object) -> str:
+        return str(message.get(role_key)) if isinstance(message, dict) else ""
+
+    if not isinstance(messages, list) or not any(role(message) in CALLS + RESULTS for message in messages):
+        return messages
+    found: list[Any] = []
+    for number, message in enumerate(messages, 1):
+        if role(message) in RESULTS:
+            found.append({**message, role_key: "tool"})
+        elif role(message) in CALLS:
+            if not found or role(found[-1]) not in ("assistant", "gpt"):
+                found.append({role_key: "assistant", content_key: "", **_marks(message)})
+            found[-1] = _with_calls(found[-1], message, _calls(message.get(content_key), number), number)
+        else:
+            found.append(message)
+    return found
 
 
 def unlearned_turns(messages: object, is_assistant: list[bool], num_before: int = 0) -> frozenset[int]:
@@ -115,11 +147,45 @@ def template_variables(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in variables.items() if value is not None}
 
 
+def has_bad_answer(row: Mapping[str, Any]) -> bool:
+    """Whether a row says so of its answer."""
+    return str(row.get("label")).lower() == "false"  # 0 may well be a class
+
+
 def check_no_conversation(row: dict[str, Any]) -> None:
     """Raises RowError for a row of plain text with what only a conversation has a place for."""
     for column in ("system", "tools", "chat_template_kwargs"):
         if says_something(decoded(row.get(column))):
             raise RowError(f"has a column `{column}` beside plain text, which has no place for it; expected messages")
+
+
+def is_label(value: object) -> bool:
+    """Return whether a value says that an answer is good or bad."""
+    return str(value).lower() in LABELS
+
+
+def parse_label(value: object) -> bool:
+    """Return whether an answer is a good one. Raises RowError for a value that does not say it."""
+    found = LABELS.get(str(value).lower())
+    if found is None:
+        raise RowError(f"has {value!r} as `label`; expected true, for a good answer, or false")
+    return found
+
+
+def parse_margin(value: object) -> float:
+    """CSV has text where JSON has numbers."""
+    try:
+        found = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        found = math.nan
+    if not abs(found) <= LARGEST:
+        raise RowError(f"has {value!r} as `margin`; expected a number")
+    return found
+
+
+def says_something(value: object) -> bool:
+    """Tables have a column in every row: empty where a row has no such thing."""
+    return value is not None and value not in ("", [], {})
 
 
 class Unread:
@@ -152,9 +218,16 @@ class Unread:
         return f"fields that are not read, and teach nothing: {fields}"
 
 
-def says_something(value: object) -> bool:
-    """Tables have a column in every row: empty where a row has no such thing."""
-    return value is not None and value not in ("", [], {})
+def _check_fields(fields: dict[str, Any], where: str) -> None:
+    media = [name for name in MEDIA if says_something(fields.get(name))]
+    if media:
+        raise RowError(
+            f"has {listed(media)}{where}, which are not supported yet: only text is learned, and it means something "
+            "else without them"
+        )
+    for name, reason in REFUSED.items():
+        if says_something(fields.get(name)):
+            raise RowError(f"has {kind_of(fields[name])} as `{name}`{where}, {reason}")
 
 
 def _messages(row: dict[str, Any], columns: tuple[str, ...]) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -174,41 +247,28 @@ def _unread_of_tool(tool: dict[str, Any]) -> Iterator[str]:
     yield from (name for name, value in inner.items() if name not in known and says_something(value))
 
 
-def _check_fields(fields: dict[str, Any], where: str) -> None:
-    media = [name for name in MEDIA if says_something(fields.get(name))]
-    if media:
+def _with_calls(turn: dict[str, Any], message: dict[str, Any], calls: list[Any], number: int) -> dict[str, Any]:
+    """The assistant's turn with the calls of a message after it, which is learned as the turn is."""
+    if _marks(message) and _is_learned(turn) != _is_learned(message):
         raise RowError(
-            f"has {listed(media)}{where}, which are not supported yet: only text is learned, and it means something "
-            "else without them"
+            f"has a call in message {number} that is {'' if _is_learned(message) else 'not '}to be learned, unlike the "
+            "text or the call before it, which is of the same turn; expected the same mark on both"
         )
-    for name, reason in REFUSED.items():
-        if says_something(fields.get(name)):
-            raise RowError(f"has {kind_of(fields[name])} as `{name}`{where}, {reason}")
+    return {**turn, **_marks(message), "tool_calls": [*(turn.get("tool_calls") or []), *calls]}
 
 
-LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""As text: CSV has no other."""
+def _marks(message: dict[str, Any]) -> dict[str, Any]:
+    return {mark: message[mark] for mark in LEARNED_MARKS if message.get(mark) is not None}
 
 
-def is_label(value: object) -> bool:
-    """Return whether a value says that an answer is good or bad."""
-    return str(value).lower() in LABELS
+def _is_learned(message: dict[str, Any]) -> bool:
+    return 0 not in _marks(message).values()  # False is 0, to Python too
 
 
-def parse_label(value: object) -> bool:
-    """Return whether an answer is a good one. Raises RowError for a value that does not say it."""
-    found = LABELS.get(str(value).lower())
-    if found is None:
-        raise RowError(f"has {value!r} as `label`; expected true, for a good answer, or false")
-    return found
-
-
-def parse_margin(value: object) -> float:
-    """CSV has text where JSON has numbers."""
-    try:
-        found = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
-    except ValueError:
-        found = math.nan
-    if not abs(found) <= LARGEST:
-        raise RowError(f"has {value!r} as `margin`; expected a number")
-    return found
+def _calls(content: object, number: int) -> list[Any]:
+    calls = decoded(content)
+    if isinstance(calls, list) and calls and all(isinstance(call, dict) for call in calls):
+        return calls
+    if not isinstance(calls, dict):
+        raise RowError(f"has {kind_of(calls)} as the call in message {number}; expected {{name, arguments}}")
+    return [calls]

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.core.errors import DataError
-from stages.data.documents import Document
 from stages.data.files import Part, Place
+from stages.data.messages import Document
 
 ROW_DIGESTS = "rows.bin"
 """Beside the arrays of a folder of packed rows: uint64 [rows read], a digest of what each row teaches."""

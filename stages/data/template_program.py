@@ -17,11 +17,9 @@ from typing import Any, TypeVar
 import jinja2
 
 from stages.core.program_loop import TimeLimitError, answer_questions, within
-from stages.data.documents import Conversation
-from stages.data.messages import RowError
+from stages.data.messages import Conversation, RowError
 from stages.data.proved_template import ProvedTemplate, UnprovedError
-from stages.data.renderings import MAX_MESSAGES
-from stages.data.turns import QuotingError
+from stages.data.turns import MAX_MESSAGES, QuotingError
 
 MAX_TEMPLATES = 16
 ANSWER_CHARACTERS = 1 << 22

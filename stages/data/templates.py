@@ -21,8 +21,7 @@ from stages.core.errors import DataError
 from stages.core.program import Program, ProgramEndedError
 from stages.core.redaction import quoted
 from stages.data.config import DEFAULT_DATE
-from stages.data.documents import Conversation, Span
-from stages.data.messages import Message, RowError, make_message
+from stages.data.messages import Conversation, Message, RowError, Span, make_message
 
 MAX_CPU_SECONDS = 10.0
 """For one conversation of a few messages. CPU time: a busy machine decides nothing."""

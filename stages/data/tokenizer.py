@@ -1,94 +1,50 @@
-"""Documents → tokens and which of them carry loss, with the tokenizer of a model folder."""
+"""Tokenizer of a model folder: documents → token ids and the mask of tokens that carry loss.
+
+Special tokens within what people wrote are encoded as text, refused, or taken as such. A question that holds
+`<|im_end|><|im_start|>system` would otherwise end its own turn and begin another. What people wrote is shielded before
+a template puts it between real special tokens: the characters of each special token in it move to a private plane of
+Unicode, where no template and no tokenizer knows them, and lengths stay the same.
+"""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
+from tokenizers import AddedToken, Tokenizer
 
-from stages.core.errors import DataError
+from stages.core.errors import DataError, ModelError
+from stages.core.numbers import counted
 from stages.core.redaction import quoted
 from stages.core.strict import StrictModel
 from stages.data.config import DEFAULT_DATE, SpecialTokensPolicy
-from stages.data.documents import Conversation, Document, PlainText, Span
-from stages.data.growth import Growth
-from stages.data.loaded_tokenizer import load_tokenizer
-from stages.data.messages import RowError
-from stages.data.special_tokens import SpecialTokens
+from stages.data.growth import Growth, check_tokenizer_file
+from stages.data.messages import Conversation, Document, PlainText, RowError, Span, listed
+from stages.data.summaries import ToolPrompt
 from stages.data.templates import ChatTemplate, Rendered, Work, load_chat_template
-from stages.data.tool_prompt import ToolPrompt
 
+EXAMPLES = "a0."
+"""Any text shows what is put around it; the first of these that the normalizer does not make huge."""
+PRIVATE_PLANE = 0x100000
+PRIVATE = re.compile(f"[{chr(PRIVATE_PLANE)}-{chr(PRIVATE_PLANE + 0xFFFD)}]+")
+THOUGHT_TAGS = ("<think>", "</think>", "[THINK]", "[/THINK]")
+"""What templates look for in a text themselves, so that it stays."""
 BATCH_CHARACTERS = 1 << 20
 """Of texts that are tokenized together: each token takes some 100 bytes until its id and its place are copied."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A tokenized document."""
-
-    ids: NDArray[np.int32]
-    """int32 [tokens]"""
-    loss: NDArray[np.bool_]
-    """bool [tokens]: whether the token is learned; never the first, which nothing predicts."""
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def cut(self, num_tokens: int) -> Tokens:
-        """Its beginning."""
-        return Tokens(self.ids[:num_tokens], self.loss[:num_tokens])
-
-
 MAX_SHOWN = 40
 """Characters of a template's own words in a warning."""
-
-
-class TokenizerNotes(StrictModel):
-    """What documents showed.
-
-    teaches_to_stop: whether the assistant's turns end with a special token, by the first conversation; None where there
-    was none. special_tokens: within texts → number of documents. learned_after_turns: at the end of conversations.
-    """
-
-    teaches_to_stop: bool | None = None
-    special_tokens: dict[str, int] = Field(default_factory=dict)
-    num_dropped_thoughts: int = 0
-    wrote_date: bool = False
-    learned_after_turns: str = ""
-
-    def then(self, later: TokenizerNotes) -> TokenizerNotes:
-        """Of these documents and of those after them."""
-        first = self.teaches_to_stop
-        return TokenizerNotes(
-            teaches_to_stop=later.teaches_to_stop if first is None else first,
-            special_tokens=dict(Counter(self.special_tokens) + Counter(later.special_tokens)),
-            num_dropped_thoughts=self.num_dropped_thoughts + later.num_dropped_thoughts,
-            wrote_date=self.wrote_date or later.wrote_date,
-            learned_after_turns=self.learned_after_turns or later.learned_after_turns,
-        )
-
-
-class TokenizerError(DataError):
-    """Raised where a tokenizer fails on one of the texts that it is given."""
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A conversation as the template gets it."""
-
-    work: Work
-    conversation: Conversation
-    is_shielded: bool
 
 
 class DocumentTokenizer:
@@ -382,6 +338,61 @@ class DocumentTokenizer:
         return np.array(self._tokenizer.beginning, np.int32), np.array([end], np.int32)
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenized document."""
+
+    ids: NDArray[np.int32]
+    """int32 [tokens]"""
+    loss: NDArray[np.bool_]
+    """bool [tokens]: whether the token is learned; never the first, which nothing predicts."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def cut(self, num_tokens: int) -> Tokens:
+        """Its beginning."""
+        return Tokens(self.ids[:num_tokens], self.loss[:num_tokens])
+
+
+class TokenizerNotes(StrictModel):
+    """What documents showed.
+
+    teaches_to_stop: whether the assistant's turns end with a special token, by the first conversation; None where there
+    was none. special_tokens: within texts → number of documents. learned_after_turns: at the end of conversations.
+    """
+
+    teaches_to_stop: bool | None = None
+    special_tokens: dict[str, int] = Field(default_factory=dict)
+    num_dropped_thoughts: int = 0
+    wrote_date: bool = False
+    learned_after_turns: str = ""
+
+    def then(self, later: TokenizerNotes) -> TokenizerNotes:
+        """Of these documents and of those after them."""
+        first = self.teaches_to_stop
+        return TokenizerNotes(
+            teaches_to_stop=later.teaches_to_stop if first is None else first,
+            special_tokens=dict(Counter(self.special_tokens) + Counter(later.special_tokens)),
+            num_dropped_thoughts=self.num_dropped_thoughts + later.num_dropped_thoughts,
+            wrote_date=self.wrote_date or later.wrote_date,
+            learned_after_turns=self.learned_after_turns or later.learned_after_turns,
+        )
+
+
+class TokenizerError(DataError):
+    """Raised where a tokenizer fails on one of the texts that it is given."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A conversation as the template gets it."""
+
+    work: Work
+    conversation: Conversation
+    is_shielded: bool
+
+
 def _loss_mask(offsets: list[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
     """bool [tokens]: which tokens lie, at least in part, in one of the spans."""
     mask = np.zeros(len(offsets), np.bool_)
@@ -397,3 +408,165 @@ def _begin(offset: Span) -> int:
 def _end(offset: Span) -> int:
     """At least one character: some tokenizers give a token that is only a space no width."""
     return max(offset[1], offset[0] + 1)
+
+
+class SpecialTokens:
+    """The special tokens of one tokenizer, as texts may contain them."""
+
+    def __init__(self, backend: Tokenizer, policy: SpecialTokensPolicy) -> None:
+        self._backend = backend
+        self._policy = policy
+        self._tokens = {number: token for number, token in backend.get_added_tokens_decoder().items() if token.special}
+        contents = sorted((token.content for token in self._tokens.values()), key=len, reverse=True)
+        self._in_texts = _any_of([content for content in contents if content not in THOUGHT_TAGS])
+        self._real_or_shielded = re.compile(f"{_any_of(contents).pattern}|{PRIVATE.pattern}")
+        self.counts: Counter[str] = Counter()
+        """In how many documents each was found."""
+
+    def shield(self, value: Any) -> Any:
+        """The same with the strings in it, at any depth, shielded; `value` itself when there is nothing to shield.
+
+        Raises RowError when the policy refuses what was found.
+        """
+        texts: list[str] = []
+        _collect_texts(value, texts)
+        found = {token for text in texts for token in self._in_texts.findall(text)}
+        self.counts.update(found)
+        if not found or self._policy == "allow":
+            return value
+        if self._policy == "refuse":
+            raise RowError(
+                f"has {listed(sorted(found))} in its text, which would be special tokens; expected none, or "
+                "`special_tokens_in_content: text`"
+            )
+        if any(map(PRIVATE.search, texts)):
+            raise RowError("has characters of Unicode's last private plane beside special tokens; expected either")
+        return self._shielded(value)
+
+    def is_shielded(self, text: str) -> bool:
+        """Whether something in it is shielded; for texts that carry no note of it."""
+        return bool(self.counts and PRIVATE.search(text))
+
+    def encode(self, text: str) -> tuple[list[int], list[Span]]:
+        """Token ids and offsets of a text; what is shielded in it is encoded as text, other special tokens as such."""
+        backend, numbers = self._swapped_backend
+        encoding = backend.encode(self._real_or_shielded.sub(_swap, text), add_special_tokens=False)
+        return [numbers.get(number, number) for number in encoding.ids], encoding.offsets
+
+    def unshielded(self, text: str) -> str:
+        """As people wrote it."""
+        return PRIVATE.sub(_swap, text) if self.counts else text
+
+    def warning(self, counts: Mapping[str, int]) -> str | None:
+        """What was found, in how many documents, and what became of it."""
+        if not counts:
+            return None
+        found = ", ".join(f"`{token}` ({counted(count, 'document')})" for token, count in sorted(counts.items()))
+        if self._policy == "allow":
+            return f"special tokens within texts: {found}; taken as such (`special_tokens_in_content: allow`)"
+        return (
+            f"special tokens within texts: {found}; encoded as text. Texts that a template has rendered already need "
+            "`special_tokens_in_content: allow`"
+        )
+
+    @cached_property
+    def _swapped_backend(self) -> tuple[Tokenizer, dict[int | None, int]]:
+        """A tokenizer that knows the special tokens by their shielded forms only; its ids for these → the real ones."""
+        backend = Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        numbers = {}
+        for number, token in self._tokens.items():
+            shielded = _moved(token.content, PRIVATE_PLANE)
+            backend.add_tokens([AddedToken(shielded, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)])
+            numbers[backend.token_to_id(shielded)] = number
+        return backend, numbers
+
+    def _shielded(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._in_texts.sub(_swap, value)
+        if isinstance(value, dict):
+            return {self._shielded(key): self._shielded(item) for key, item in value.items()}
+        return [self._shielded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _any_of(contents: list[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, contents)) or r"(?!)")
+
+
+def _swap(match: re.Match[str]) -> str:
+    """A special token shielded, or shielded text as it was."""
+    return _moved(match[0], -PRIVATE_PLANE if ord(match[0][0]) >= PRIVATE_PLANE else PRIVATE_PLANE)
+
+
+def _moved(text: str, distance: int) -> str:
+    return "".join(chr(ord(character) + distance) for character in text)
+
+
+def _collect_texts(value: Any, texts: list[str]) -> None:
+    """Add the strings in `value`, at any depth. Three times as fast as a generator, on what takes a third of the time
+    of rendering.
+    """
+    if isinstance(value, str):
+        texts.append(value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _collect_texts(key, texts)
+            _collect_texts(item, texts)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _collect_texts(item, texts)
+
+
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """The attributes of a tokenizer of Transformers, under the same names.
+
+    beginning: the special tokens before a text.
+    """
+
+    backend_tokenizer: Tokenizer
+    chat_template: str | dict[str, str] | None
+    special_tokens_map: dict[str, str]
+    added_tokens_decoder: dict[int, AddedToken]
+    bos_token: str | None
+    eos_token: str | None
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    beginning: tuple[int, ...]
+
+
+def load_tokenizer(folder: Path) -> LoadedTokenizer:
+    """Of a model artifact's `model/`. Raises ModelError when there is no usable tokenizer."""
+    from transformers import AutoTokenizer
+
+    check_tokenizer_file(folder)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises nothing more special, and Transformers anything
+        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"the tokenizer in {folder} ({type(tokenizer).__name__}) does not say which characters a token stands "
+            "for; convert it to a tokenizer.json"
+        )
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    growth = Growth.of(tokenizer.backend_tokenizer)
+    letter = next((letter for letter in EXAMPLES if growth.problem(letter) is None), None)
+    if letter is None:
+        raise ModelError(f"the tokenizer in {folder} {growth.problem(EXAMPLES[0])}")
+    example = tokenizer(letter, return_special_tokens_mask=True)
+    special = zip(example["input_ids"], example["special_tokens_mask"], strict=True)
+    return LoadedTokenizer(
+        tokenizer.backend_tokenizer,
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        tokenizer.added_tokens_decoder,
+        tokenizer.bos_token,
+        tokenizer.eos_token,
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        tuple(token for token, _ in takewhile(itemgetter(1), special)),
+    )

@@ -1,22 +1,28 @@
-"""Which characters of a rendered conversation the assistant said: proved by what the template writes, or refused.
+"""Loss spans of a rendered conversation: which characters the assistant says, proved by what the template writes.
 
 A turn is learned as the model will be asked for it. The messages before it, rendered with the generation prompt, must
 be the beginning of the text that ends with the turn; what follows there is the turn. In a longer conversation it must
 stand with the same words. Where a template rewrites what went before (drops thoughts, ends the last turn otherwise,
 moves the system prompt), a conversation becomes several documents: each turn in the longest that still shows it so.
+
+Each turn is rendered with all before it: work that grows with the square of the turns. A conversation that would take
+too long is refused, most often before it is begun.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from stages.data.documents import Span
-from stages.data.messages import THOUGHTS, Message, RowError, listed
-from stages.data.renderings import Renderings, Write
+from stages.data.messages import THOUGHTS, Message, RowError, Span, listed
 
+Write = Callable[..., str]
+"""(messages, add_generation_prompt, **variables of the template) → text. Raises RowError."""
+MAX_MESSAGES = 1 << 21
+"""Of one conversation, in all renderings: a thousand turns, and on a usual core ten seconds."""
+MAX_KEPT_CHARACTERS = 1 << 26
 OPENED_THOUGHTS = re.compile(r"<think>(\s*)\Z")
 CLOSED_THOUGHTS = re.compile(r"</think>\s*\Z")
 EMPTY_THOUGHTS = re.compile(r"\A\s*(<think>)?\s*</think>\s*")
@@ -58,15 +64,6 @@ class Document:
     spans: tuple[Span, ...]
     num_dropped_thoughts: int
     """Turns that are learned without thoughts that the conversation has for them."""
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """A turn as the end of a text; it begins at `begin`, with the template's `variables`."""
-
-    text: str
-    begin: int
-    variables: dict[str, bool]
 
 
 class Turns:
@@ -237,6 +234,50 @@ class Turns:
             ". Give a template (`chat_template`) that puts the assistant's part into {% generation %} … "
             "{% endgeneration %}, or learn everything (`train_on: all`).",
         )
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A turn as the end of a text; it begins at `begin`, with the template's `variables`."""
+
+    text: str
+    begin: int
+    variables: dict[str, bool]
+
+
+class Renderings:
+    """Writes as `write` does. keep: whether the same beginnings will be asked for again, by other documents."""
+
+    def __init__(self, write: Write, messages: Sequence[Message], *, keep: bool) -> None:
+        self._write = write
+        self._length = len(messages)
+        self._num_messages = 0
+        self._may_keep = MAX_KEPT_CHARACTERS if keep else 0
+        self._kept: dict[tuple[object, ...], str] = {}
+
+    def __call__(self, messages: Sequence[Message], **options: bool) -> str:
+        """Raises RowError when that makes too many, and what `write` raises."""
+        self.check(len(messages))
+        self._num_messages += len(messages)
+        return self._write(list(messages), **options)
+
+    def check(self, num_messages: int) -> None:
+        """Raises RowError when so many messages more are too many."""
+        if self._num_messages + num_messages > MAX_MESSAGES:
+            raise RowError(
+                f"has {self._length:,} messages: to prove what the assistant says, each turn is rendered with all "
+                f"before it, and more than {MAX_MESSAGES:,} would be in all; split the conversation, give a template "
+                "(`chat_template`) with {% generation %} marks, or learn everything (`train_on: all`)"
+            )
+
+    def beginning(self, messages: Sequence[Message], number: int, **options: bool) -> str:
+        """The first `number` messages of the conversation, which are the same whenever they are to be kept."""
+        key = (number, *options.items())
+        text = self._kept.get(key) or self(messages[:number], **options)
+        if key not in self._kept and len(text) <= self._may_keep:
+            self._kept[key] = text
+            self._may_keep -= len(text)
+        return text
 
 
 @cache

@@ -1,18 +1,33 @@
-"""Tokenized rows → units that fit a packed row: a document, or a preference pair, which must not be torn apart."""
+"""Units of training data: a tokenized document, or a preference pair, which must stay in one packed row.
+
+Units are checked, fitted to the sequence length, stored as arrays (`Units`) and packed into rows, a window at a time so
+that memory stays flat. Packing is best-fit decreasing (Johnson 1973): the longest unit first, each into the row with
+the least room that it fits into.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stages.core.errors import DataError
+from stages.core.redaction import quoted
 from stages.data.files import Place
-from stages.data.messages import RowError
+from stages.data.messages import INVISIBLE, Document, RowError, answers_of
 from stages.data.tokenizer import Tokens
 
 NUM_NAMED = 10
+WINDOW_UNITS = 1 << 16
+WINDOW_TOKENS = 1 << 22
+WINDOW_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -95,3 +110,203 @@ def check_learnable(unit: Unit, was_truncated: bool) -> None:
         raise RowError(f"has nothing to learn from {where}: no token of an answer; expected at least one")
     if len(unit.documents) > 1 and np.array_equal(unit.documents[0].ids, unit.documents[1].ids):
         raise RowError(f"has the same `chosen` and `rejected` {where}; expected two different answers")
+
+
+class AnswerCheck:
+    """Refuses rows whose answers are no text, or have tokens that the model has not."""
+
+    def __init__(self, special_tokens: Sequence[str], vocabulary_size: int | None) -> None:
+        """special_tokens: as the tokenizer writes them. vocabulary_size: the model's; None where it is not known."""
+        written = [
+            r"\s",
+            INVISIBLE,
+            *(re.escape(token) for token in sorted(special_tokens, key=len, reverse=True) if token),
+        ]
+        self._no_text = re.compile(f"(?:{'|'.join(written)})*+")
+        self._vocabulary_size = vocabulary_size
+
+    def check_text(self, documents: Iterable[Document]) -> None:
+        """Raises RowError for an answer that is nothing but special tokens, such as padding."""
+        for answer in (answer for document in documents for answer in answers_of(document)):
+            if self._no_text.fullmatch(answer):
+                raise RowError(
+                    f"has the answer {quoted(answer, 40)}, nothing but special tokens or invisible characters; "
+                    "expected text"
+                )
+
+    def check_tokens(self, unit: Unit) -> None:
+        """Raises RowError for a token that the model has no embedding for."""
+        largest = max(int(document.ids.max(initial=0)) for document in unit.documents)
+        if self._vocabulary_size is not None and largest >= self._vocabulary_size:
+            raise RowError(
+                f"has the token {largest}, but the model's vocabulary ends at {self._vocabulary_size - 1}; expected "
+                "the tokenizer that the model was trained with"
+            )
+
+
+def vocabulary_size(model_folder: Path) -> int | None:
+    """What the model's config says, also of the text part of a model for more; None where it says nothing."""
+    try:
+        config = json.loads((model_folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    sizes = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
+@dataclass(frozen=True)
+class Units:
+    """Units one after the other; `len` counts them."""
+
+    tokens: NDArray[np.int32]
+    """int32 [tokens] of all documents."""
+    loss: NDArray[np.bool_]
+    """bool [tokens]: whether the token is learned."""
+    document_lengths: NDArray[np.int64]
+    """int64 [documents]"""
+    num_documents: NDArray[np.int64]
+    """int64 [units]: of each."""
+    labels: NDArray[np.bool_] | None = None
+    """bool [units], of labelled answers."""
+    margins: NDArray[np.float32] | None = None
+    """float32 [units], of pairs that have them."""
+
+    def __len__(self) -> int:
+        return len(self.num_documents)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 [units], in tokens."""
+        ends = np.concatenate([[0], np.cumsum(self.document_lengths)])
+        return np.diff(ends[np.concatenate([[0], np.cumsum(self.num_documents)])])
+
+    def take(self, numbers: Sequence[int] | NDArray[np.int64]) -> Units:
+        """Those of these numbers, in this order."""
+        order = np.asarray(numbers, np.int64)
+        documents = _ranges(self.num_documents, order)
+        tokens = _ranges(self.lengths, order)
+        return Units(
+            self.tokens[tokens],
+            self.loss[tokens],
+            self.document_lengths[documents],
+            self.num_documents[order],
+            None if self.labels is None else self.labels[order],
+            None if self.margins is None else self.margins[order],
+        )
+
+    @classmethod
+    def of(cls, units: Sequence[Unit], *, is_labelled: bool = False, has_margins: bool = False) -> Units:
+        """The same as arrays. is_labelled: each says whether it is a good answer. has_margins: each says how much
+        better."""
+        documents = [document for unit in units for document in unit.documents]
+        return cls(
+            np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)]),
+            np.concatenate([np.zeros(0, np.bool_), *(document.loss for document in documents)]),
+            np.array([len(document) for document in documents], np.int64),
+            np.array([len(unit.documents) for unit in units], np.int64),
+            np.array([unit.is_good for unit in units], np.bool_) if is_labelled else None,
+            np.array([unit.margin for unit in units], np.float32) if has_margins else None,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Units]) -> Units:
+        """One after the other; at least one. All have labels, or none; so for margins."""
+
+        def whole(name: str) -> Any:
+            return None if getattr(parts[0], name) is None else np.concatenate([getattr(one, name) for one in parts])
+
+        return parts[0] if len(parts) == 1 else cls(**{name: whole(name) for name in cls.__dataclass_fields__})
+
+
+def _ranges(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where the elements of groups lie: `lengths` is of all groups, one after the other; those of `order` are asked."""
+    starts = np.cumsum(lengths) - lengths
+    wanted = lengths[order]
+    moved = starts[order] - (np.cumsum(wanted) - wanted)
+    return np.repeat(moved, wanted) + np.arange(int(wanted.sum()))
+
+
+def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
+    """Rows of units whose lengths add up to at most `capacity`, as full as they get; no unit is longer than that.
+
+    At any time a window of units is held: the fuller three quarters of its rows are final, the others are packed
+    again together with what comes next. How the units come in batches changes nothing.
+    """
+    window: list[Units] = []
+    num_units = num_tokens = 0
+    max_tokens = max(WINDOW_TOKENS, WINDOW_ROWS * capacity)
+    for batch in batches:
+        begin = 0
+        while begin < len(batch):
+            room = max(1, WINDOW_UNITS - num_units)
+            end = min(_first_beyond(batch, begin, max_tokens - num_tokens), begin + room)
+            window.append(batch if (begin, end) == (0, len(batch)) else batch.take(range(begin, end)))
+            num_units += end - begin
+            num_tokens += int(batch.lengths[begin:end].sum())
+            begin = end
+            if num_tokens < max_tokens and num_units < WINDOW_UNITS:
+                continue
+            units = Units.joined(window)
+            rows = _fullest_first(units, capacity)
+            num_final = (3 * len(rows) + 3) // 4
+            yield _taken(units, rows[:num_final])
+            window = [_taken(units, rows[num_final:])[0]]
+            num_units, num_tokens = len(window[0]), int(window[0].lengths.sum())
+    if num_units:
+        units = Units.joined(window)
+        yield _taken(units, _fullest_first(units, capacity))
+
+
+def cut(texts: Iterable[Units], row_tokens: int) -> Iterator[PackedRows]:
+    """Rows of one document of exactly `row_tokens` tokens, which all carry loss; what is left at the end is no row."""
+    left = np.array([], np.int32)
+    for batch in texts:
+        tokens = np.concatenate([left, batch.tokens])
+        num_rows = len(tokens) // row_tokens
+        left = tokens[num_rows * row_tokens :]
+        ones = np.ones(num_rows, np.int64)
+        loss = np.tile(np.arange(row_tokens) > 0, num_rows)
+        yield Units(tokens[: num_rows * row_tokens], loss, ones * row_tokens, ones), [1] * num_rows
+
+
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Rows of indices into `lengths`. O(n log n) for sorting, and per unit a search in `capacity` bits."""
+    rows: list[list[int]] = []
+    rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # a bit for each amount of room that some row has
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        length = lengths[index]
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                rooms ^= 1 << room
+            rows[row].append(index)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([index])
+        rows_by_room[room - length].append(row)
+        rooms |= 1 << (room - length)
+    return rows
+
+
+def _first_beyond(batch: Units, begin: int, num_tokens: int) -> int:
+    """The end of the units from `begin` on that have this many tokens or, by the last of them, more."""
+    ends = batch.lengths[begin:].cumsum()
+    return begin + min(int(ends.searchsorted(num_tokens)) + 1, len(ends))
+
+
+def _fullest_first(units: Units, capacity: int) -> list[list[int]]:
+    lengths = units.lengths.tolist()
+    rows = best_fit_decreasing(lengths, capacity)
+    rows.sort(key=lambda row: sum(lengths[number] for number in row), reverse=True)
+    return rows
+
+
+def _taken(units: Units, rows: list[list[int]]) -> PackedRows:
+    return units.take([number for row in rows for number in row]), [len(row) for row in rows]
+
+
+PackedRows = tuple[Units, list[int]]
+"""Units in the order of their rows, and how many of them each row has."""

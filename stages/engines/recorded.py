@@ -19,7 +19,7 @@ from stages.models.recorded import RecordedDocument, write_record
 
 if TYPE_CHECKING:
     from stages.data.batch import Batch
-    from stages.data.tool_prompt import ToolPrompt
+    from stages.data.summaries import ToolPrompt
     from stages.engines.engine import Engine
 
 MOST_DOCUMENTS = 16

@@ -1,7 +1,7 @@
 """Question sets: files `TASK.jsonl` of a folder, a row a question, in any format that has prompts.
 
-In: rows as `stages/data/prompts.py` reads them. Out: what is asked as plain words, the right answer where there is one,
-and the hashes by which samples of two evaluations are paired.
+In: rows as `stages/data/any_rows.py` reads them. Out: what is asked as plain words, the right answer where there is
+one, and the hashes by which samples of two evaluations are paired.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import DataError, EvaluationError
-from stages.data.documents import Document, PlainText
+from stages.data.any_rows import Prompt, PromptReader
 from stages.data.files import BadRow, find_files, read_rows
-from stages.data.messages import RowError
-from stages.data.prompts import Prompt, PromptReader
+from stages.data.messages import Document, PlainText, RowError
 from stages.harnesses.harness import Evaluation, TaskItem
 
 

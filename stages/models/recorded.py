@@ -15,7 +15,7 @@ from pathlib import Path
 
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
-from stages.data.tool_prompt import ToolPrompt
+from stages.data.summaries import ToolPrompt
 
 RECORD = "log_probabilities.json"
 RESOLUTION_NATS = 1e-6

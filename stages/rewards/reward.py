@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from stages.core.strict import StrictModel
-from stages.data.documents import Document
+from stages.data.messages import Document
 
 
 @dataclass(frozen=True)

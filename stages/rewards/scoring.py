@@ -14,8 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from stages.core.errors import DataError, ModelError
 from stages.data.config import DEFAULT_DATE
-from stages.data.documents import Document, PlainText
-from stages.data.messages import RowError, make_message
+from stages.data.messages import Document, PlainText, RowError, make_message
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.trained_on import noted_date

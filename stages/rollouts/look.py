@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from stages.data.look import MAX_SHOWN_TOKENS, histogram, shown_document
-from stages.data.shown import DataLook, Piece, ShownDocument, ShownPortion, ShownRow
+from stages.data.summaries import DataLook, Piece, ShownDocument, ShownPortion, ShownRow
 from stages.data.tokenizer import DocumentTokenizer
 from stages.rollouts.prompts import AskedPrompt
 

@@ -9,11 +9,10 @@ from itertools import islice
 from pathlib import Path
 
 from stages.core.errors import DataError
+from stages.data.any_rows import Prompt, PromptReader
 from stages.data.config import DEFAULT_DATE
-from stages.data.documents import Conversation, PlainText
 from stages.data.files import BadRow, Place, find_files, read_rows
-from stages.data.messages import RowError, make_message
-from stages.data.prompts import Prompt, PromptReader
+from stages.data.messages import Conversation, PlainText, RowError, make_message
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.trained_on import is_asked_as_chat, noted_date

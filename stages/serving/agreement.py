@@ -21,7 +21,7 @@ from stages.core.errors import ServerError
 from stages.core.numbers import counted
 from stages.core.redaction import quoted
 from stages.data.messages import THOUGHTS, with_calls_as
-from stages.data.tool_prompt import ToolPrompt
+from stages.data.summaries import ToolPrompt
 from stages.models.recorded import (
     RECORD,
     Differences,

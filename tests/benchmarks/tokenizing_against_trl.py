@@ -86,8 +86,8 @@ def one_round(folder: Path, number: int, arguments: argparse.Namespace) -> float
 
 def ours_s(folder: Path, part: str, _: int) -> float:
     """Seconds of a preparation into an empty cache. It takes the processes that OMP_NUM_THREADS allows."""
-    from stages.data.check import Silent
     from stages.data.config import DataConfig
+    from stages.data.look import Silent
     from stages.data.prepare import prepare
 
     config = DataConfig(dataset="chats", sequence_length=SEQUENCE_LENGTH)

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from stages.data.batch import Candidates
 from stages.data.dataset import Description, PackedDataset
+from stages.data.prepare import DatasetWriter
 from stages.data.tokenizer import Tokens
 from stages.data.units import Unit
-from stages.data.writer import DatasetWriter
 from stages.kinds.train.batches import BatchSource
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss

@@ -10,7 +10,7 @@ import pytest
 from refreshes import eventually
 
 from stages.core.contract import StageResult
-from stages.data.lengths import LENGTHS_FILE, Lengths
+from stages.data.summaries import LENGTHS_FILE, Lengths
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 
 NUM_STEPS = 6

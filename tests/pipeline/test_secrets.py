@@ -12,7 +12,7 @@ import pytest
 from refreshes import after, model
 from worker_home import STAND_IN, WorkerHome
 
-from stages.data import first_rows
+from stages.data import bad_rows
 from stages.hubs.builtin import qwen3
 from tests.hub_server import running_hub
 from tests.serving import SERVING
@@ -95,7 +95,7 @@ def bad_recipe(home, planted):
     """
     odd = home.folder.parent / "odd.jsonl"
     good = [{"role": "user", "content": "mine"}, {"role": "assistant", "content": "yours"}]
-    rows = [good] * first_rows.NUM_ROWS + [[{"role": planted["ROW_KEY"], "content": "mine"}]]
+    rows = [good] * bad_rows.NUM_ROWS + [[{"role": planted["ROW_KEY"], "content": "mine"}]]
     odd.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     stages = {
         "base": {"kind": "download", "model": "hf://org/tiny"},

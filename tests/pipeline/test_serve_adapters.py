@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import ServerError
-from stages.data.check import Silent
 from stages.data.config import DataConfig
+from stages.data.look import Silent
 from stages.data.prepare import prepare
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.download.run import run as run_download

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.launch import local
 from stages.core.contract import StageInput, StageResult
-from stages.data.lengths import LENGTHS_FILE, Lengths
+from stages.data.summaries import LENGTHS_FILE, Lengths
 from stages.kinds.train.run import run
 from stages.models.trained_on import TRAINED_ON_FILE, trained_on_conversations
 from tests.damage import flip_bit

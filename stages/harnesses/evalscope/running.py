@@ -11,9 +11,8 @@ from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.core.redaction import redact, shortened
 from stages.core.supervised import Supervised, was_killed
-from stages.data.documents import Document, PlainText
-from stages.data.messages import Message, make_message
-from stages.data.prompts import Prompt
+from stages.data.any_rows import Prompt
+from stages.data.messages import Document, Message, PlainText, make_message
 from stages.harnesses.evalscope.installed import InstalledEvalScope
 from stages.harnesses.evalscope.results import read_results
 from stages.harnesses.harness import Evaluation, Results

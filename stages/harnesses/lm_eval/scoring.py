@@ -32,10 +32,9 @@ from lm_eval.tasks import TaskManager
 from stages.core.errors import EvaluationError, LifecycleError, TransientError
 from stages.core.redaction import shortened
 from stages.data.config import DEFAULT_DATE
-from stages.data.documents import Conversation
-from stages.data.messages import RowError
-from stages.data.special_tokens import SpecialTokens
+from stages.data.messages import Conversation, RowError
 from stages.data.templates import ChatTemplate, load_chat_template
+from stages.data.tokenizer import SpecialTokens
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.lm_eval.tasks import TaskSelection
 from stages.models.trained_on import noted_date

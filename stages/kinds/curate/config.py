@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, PositiveI
 from stages.core.contract import DatasetReference, OutsidePath, StageConfig
 from stages.core.fields import AddedLater, Product, SplitName
 from stages.core.strict import StrictModel
-from stages.data.mixture_config import same_datasets
+from stages.data.config import same_datasets
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of
 from stages.kinds.curate.language_codes import LanguageCode

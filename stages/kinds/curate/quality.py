@@ -9,7 +9,7 @@ from dataclasses import replace
 from stages.core.contract import StageContext
 from stages.core.errors import DataError
 from stages.data.any_rows import AnyRowReader, ReadRow
-from stages.data.documents import Document, PlainText
+from stages.data.messages import Document, PlainText
 from stages.kinds.curate.config import Quality
 from stages.kinds.curate.spool import SpooledRow
 from stages.rewards.judging import judging

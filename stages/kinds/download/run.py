@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import DataError
-from stages.data.shards import missing_shards
+from stages.data.files import missing_shards
 from stages.hubs.delivery import GIB, size_bytes
 from stages.hubs.listing import path_in
 from stages.hubs.registry import hub_of, streaming_hub_of

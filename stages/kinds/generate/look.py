@@ -7,7 +7,7 @@ from pathlib import Path
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageInput
 from stages.core.errors import ModelError
-from stages.data.shown import DataLook
+from stages.data.summaries import DataLook
 from stages.kinds.generate.config import GenerateConfig
 from stages.rollouts.look import look_at_prompts
 from stages.rollouts.prompts import read_prompts

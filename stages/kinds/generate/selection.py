@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stages.data.documents import Document, PlainText
+from stages.data.messages import Document, PlainText
 from stages.kinds.generate.config import Above, GenerateConfig
 from stages.rewards.judging import Judgement
 from stages.rollouts.sampling import Sample

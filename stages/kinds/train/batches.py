@@ -16,8 +16,7 @@ from stages.core.errors import DataError
 from stages.data.batch import Batch
 from stages.data.config import DataConfig
 from stages.data.dataset import PackedDataset
-from stages.data.lengths import Lengths
-from stages.data.tool_prompt import ToolPrompt
+from stages.data.summaries import Lengths, ToolPrompt
 from stages.engines.engine import Engine
 from stages.kinds.train.methods.method import BatchChange
 from stages.kinds.train.mixture import seen

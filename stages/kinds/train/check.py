@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, ModelError
-from stages.data.check import Silent, data_problems
-from stages.data.mixed_formats import check_formats
-from stages.data.prepare_mixture import prepare_mixture
+from stages.data.any_rows import check_formats
+from stages.data.look import Silent, data_problems
+from stages.data.prepare import prepare_mixture
 from stages.kinds.train.check_teacher import check_teacher
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import RolloutOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 from stages.core.contract import StageInput
 from stages.data.dataset import PackedDataset
 from stages.data.look import Visits, look_at
-from stages.data.shown import DataLook
+from stages.data.summaries import DataLook
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.mixture import repeated_too_often, seen, slots_of, steps_of_epochs
 from stages.kinds.train.rollouts.prompts import checked_prompts

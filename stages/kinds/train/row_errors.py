@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from stages.core.redaction import quoted
+from stages.data.any_rows import not_to_be_mixed
 from stages.data.config import METHODS_FOR, DataConfig
 from stages.data.formats import COLUMN_NAMES, FORMATS
-from stages.data.mixed_formats import not_to_be_mixed
 from stages.kinds.train.methods.method import Method
 
 

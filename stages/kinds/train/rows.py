@@ -11,10 +11,8 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
-from stages.data.lengths import Lengths, count_lengths
-from stages.data.prepare import PreparedData
-from stages.data.prepare_mixture import prepare_mixture
-from stages.data.tool_prompt import ToolPrompt
+from stages.data.prepare import PreparedData, prepare_mixture
+from stages.data.summaries import Lengths, ToolPrompt, count_lengths
 from stages.engines.engine import Engine
 from stages.kinds.train.batches import Batches, BatchSource, RowBatches, first_batches
 from stages.kinds.train.config import TrainConfig

@@ -19,7 +19,7 @@ from stages.core.contract import StageContext, StageResult, is_main_process
 from stages.core.errors import LayoutError, ModelError, ResourceError
 from stages.core.files import write_atomically
 from stages.data.config import DEFAULT_DATE
-from stages.data.lengths import LENGTHS_FILE
+from stages.data.summaries import LENGTHS_FILE
 from stages.engines.engine import Engine, LossMeans
 from stages.engines.recorded import record_log_probabilities
 from stages.kinds.train.batches import TrainingData

@@ -15,8 +15,8 @@ from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.content import hash_path
 from flows.store.record import Index
-from stages.data.documents import PlainText
-from stages.data.prompts import Prompt
+from stages.data.any_rows import Prompt
+from stages.data.messages import PlainText
 from stages.data.proved_template import PROBE_CALL, PROBES
 from stages.harnesses.judge.harness import VERSION
 from stages.harnesses.question_sets import asked_hashes

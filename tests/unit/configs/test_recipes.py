@@ -10,8 +10,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
-from stages.data.documents import Conversation
 from stages.data.formats import RowReader
+from stages.data.messages import Conversation
 from stages.data.templates import ChatTemplate
 from stages.models.projections import Projection
 from stages.serving.vllm.servability import Heads, check_servable

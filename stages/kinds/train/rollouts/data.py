@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from stages.core.contract import StageContext
-from stages.data.documents import Conversation
+from stages.data.messages import Conversation
+from stages.data.summaries import ToolPrompt
 from stages.data.tokenizer import DocumentTokenizer
-from stages.data.tool_prompt import ToolPrompt
 from stages.engines.engine import Engine
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import RolloutOptions

@@ -10,7 +10,7 @@ import torch
 
 from stages.data.batch import Batch, Rollouts
 from stages.data.dataset import packed_batch
-from stages.data.packing import best_fit_decreasing
+from stages.data.units import best_fit_decreasing
 from stages.kinds.train.order import even_micro_batches
 
 

@@ -13,7 +13,7 @@ from flows.cli.data_page import data_page
 from flows.cli.data_text import print_look, visible
 from flows.cli.main import main
 from stages.core.errors import RecipeError, StoreError
-from stages.data.shown import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
+from stages.data.summaries import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
 from tests.hub_server import running_hub
 
 HOSTILE = (

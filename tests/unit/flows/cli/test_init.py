@@ -18,10 +18,9 @@ from flows.planning.survey import TEMPLATES, most_tokens
 from flows.recipe.recipe import load_recipe
 from stages.core.contract import StageInput
 from stages.core.errors import DataError, ModelError, RecipeError
-from stages.data.documents import PlainText
-from stages.data.files import read_rows
+from stages.data.files import portions, read_rows
 from stages.data.formats import FORMATS, RowReader
-from stages.data.portion import portions
+from stages.data.messages import PlainText
 from stages.data.tokenizer import DocumentTokenizer
 from stages.hubs.builtin.catalog import BUILTINS
 from stages.hubs.builtin.qwen3 import make_tokenizer

@@ -10,7 +10,7 @@ from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import ledger_of
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages
-from stages.data.lengths import LENGTHS_FILE, Lengths
+from stages.data.summaries import LENGTHS_FILE, Lengths
 from stages.kinds.promote.gates import Gate
 from stages.kinds.promote.paired import Difference
 from stages.kinds.promote.verdict import Verdict

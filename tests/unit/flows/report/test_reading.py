@@ -9,7 +9,7 @@ import pytest
 from flows.ledger.record import StageEntry
 from flows.report.page import page
 from flows.report.reading import read_report
-from stages.data.lengths import LENGTHS_FILE
+from stages.data.summaries import LENGTHS_FILE
 from tests.unit.flows.report.conftest import HOSTILE, LENGTHS, METRICS, PAIRED, STAGES, VERDICT
 
 

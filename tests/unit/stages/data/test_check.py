@@ -9,9 +9,9 @@ import random
 import pyarrow
 import pytest
 
-from stages.data import check
-from stages.data.check import data_problems
+from stages.data import look
 from stages.data.config import DataConfig
+from stages.data.look import data_problems
 from tests.unit.stages.data.conftest import CHATML
 
 CHATS = [
@@ -73,11 +73,11 @@ def test_held_out_rows_that_are_learned_are_found(problems, write_rows):
     assert "3 of 3 held-out rows are among the training rows too" in message
 
 
-@pytest.mark.parametrize("limit", ["SECONDS", "LARGE_BYTES"])
+@pytest.mark.parametrize("limit", ["CHECK_SECONDS", "LARGE_BYTES"])
 def test_of_data_that_take_too_long_the_first_rows_are_judged(problems, write_rows, monkeypatch, tmp_path, limit):
-    monkeypatch.setattr(check, "SECONDS", -1.0)
+    monkeypatch.setattr(look, "CHECK_SECONDS", -1.0)
     if limit == "LARGE_BYTES":
-        monkeypatch.setattr(check, "LARGE_BYTES", 0)
+        monkeypatch.setattr(look, "LARGE_BYTES", 0)
     folder = write_rows(CHATS)
     unseen = [("dataset", "training rows after train.jsonl:1 were not looked at: there are -1 s for them")]
     assert problems(folder) == unseen
@@ -93,14 +93,14 @@ def test_of_data_that_take_too_long_the_first_rows_are_judged(problems, write_ro
 
 
 def test_rows_that_the_recipe_drops_are_not_judged_by_the_first_of_them(problems, write_rows, monkeypatch):
-    monkeypatch.setattr(check, "SECONDS", -1.0)
+    monkeypatch.setattr(look, "CHECK_SECONDS", -1.0)
     [(field, message)] = problems(write_rows([{"messages": []}, *CHATS]), on_bad_rows="drop")
     assert (field, message.split(":")[0]) == ("dataset", "training rows after train.jsonl")
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstd)])
 def test_of_a_compressed_file_no_more_is_read_than_there_is_time_for(problems, tmp_path, monkeypatch, suffix, compress):
-    monkeypatch.setattr(check, "SECONDS", -1.0)
+    monkeypatch.setattr(look, "CHECK_SECONDS", -1.0)
     rows = [{"text": random.randbytes(500).hex()} for _ in range(5000)]
     packed = compress("".join(json.dumps(row) + "\n" for row in rows).encode())
     path = tmp_path / "data" / f"train.jsonl.{suffix}"
@@ -112,7 +112,7 @@ def test_of_a_compressed_file_no_more_is_read_than_there_is_time_for(problems, t
 
 def test_the_time_of_the_process_that_renders_counts(problems, write_rows, monkeypatch, tmp_path):
     """Reading these rows takes half of it at most here, and rendering them takes several times as long there."""
-    monkeypatch.setattr(check, "SECONDS", 0.4)
+    monkeypatch.setattr(look, "CHECK_SECONDS", 0.4)
     slow = tmp_path / "slow.jinja"
     slow.write_text("{% for _ in range(99999) %}{% endfor %}" + CHATML)
     ((field, message),) = problems(write_rows(CHATS), chat_template=slow)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from stages.core.errors import ResourceError, full_disk_named
 from stages.data.batch import IGNORED
 from stages.data.dataset import Description, PackedDataset, is_complete, row_order
+from stages.data.prepare import DatasetWriter
 from stages.data.tokenizer import Tokens
 from stages.data.units import Unit
-from stages.data.writer import DatasetWriter
 
 PADDING = 0
 SEQUENCE = 12

@@ -14,7 +14,7 @@ import pytest
 from stages.core.errors import DataError
 from stages.data import files
 from stages.data.files import BadRow, Place, Row, find_files, num_places, read_rows
-from stages.data.parts import parts_of
+from stages.data.piece_source import parts_of
 
 ROWS = [{"text": "one"}, {"text": "two\nlines, and a comma"}, {"text": "drei 😀"}]
 

@@ -8,10 +8,9 @@ from typing import get_args
 import pytest
 
 from stages.core.errors import DataError
-from stages.data.documents import Conversation, PlainText
+from stages.data.config import DataFormat
 from stages.data.formats import FORMATS, RowReader, likeliest_format
-from stages.data.messages import RowError
-from stages.data.mixture_config import DataFormat
+from stages.data.messages import Conversation, PlainText, RowError
 
 
 def user(content):

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.core.errors import DataError
-from stages.data import json_list
-from stages.data.json_list import JsonList
+from stages.data import json_values
+from stages.data.json_values import JsonList
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -22,7 +22,7 @@ values = st.recursive(
 
 def read(text, piece_characters):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_list, "PIECE_CHARACTERS", piece_characters)
+        patch.setattr(json_values, "PIECE_CHARACTERS", piece_characters)
         return list(JsonList(io.StringIO(text), "train.json").elements())
 
 
@@ -61,4 +61,4 @@ def test_no_more_is_held_than_the_element_at_hand():
 
     stream = Endless("[" + ",".join(['{"text": "abc"}'] * 100_000) + "]")
     next(JsonList(stream, "train.json").elements())
-    assert stream.served <= json_list.PIECE_CHARACTERS
+    assert stream.served <= json_values.PIECE_CHARACTERS

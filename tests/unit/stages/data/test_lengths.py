@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from stages.data.lengths import NUM_BINS, count_lengths
+from stages.data.summaries import NUM_BINS, count_lengths
 
 
 @pytest.mark.parametrize("longest", [1, 7, NUM_BINS, NUM_BINS + 1, 4096])

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import DataError
-from stages.data.documents import Conversation
+from stages.data.any_rows import PromptReader
 from stages.data.formats import FORMATS, RowReader
-from stages.data.messages import RowError
-from stages.data.prompts import PromptReader
+from stages.data.messages import Conversation, RowError
 
 PAGE = Path(__file__).parents[4] / "configs" / "README.md"
 LISTED = re.findall(r"^\| ([^|`]+) \| `(\{.*\})` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)

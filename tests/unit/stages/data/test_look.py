@@ -83,15 +83,15 @@ def test_what_the_template_writes_after_the_last_turn_is_said(look, write_rows, 
 def test_it_uses_the_cache_of_training(look, write_rows, monkeypatch):
     folder = write_rows(CHATS)
     first = look(folder)
-    monkeypatch.setattr(looking, "SECONDS", -1.0)
+    monkeypatch.setattr(looking, "LOOK_SECONDS", -1.0)
     assert look(folder) == first
 
 
-@pytest.mark.parametrize("limit", ["SECONDS", "LARGE_BYTES"])
+@pytest.mark.parametrize("limit", ["LOOK_SECONDS", "LARGE_BYTES"])
 def test_of_data_that_take_too_long_the_first_rows_are_shown_and_nothing_is_kept(
     look, write_rows, monkeypatch, tmp_path, limit
 ):
-    monkeypatch.setattr(looking, "SECONDS", -1.0)
+    monkeypatch.setattr(looking, "LOOK_SECONDS", -1.0)
     if limit == "LARGE_BYTES":
         monkeypatch.setattr(looking, "LARGE_BYTES", 0)
     (portion,) = look(write_rows(CHATS)).portions

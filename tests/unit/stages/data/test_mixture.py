@@ -16,7 +16,7 @@ from stages.core.errors import DataError
 from stages.data.config import DataConfig
 from stages.data.dataset import row_order
 from stages.data.mixture import MixtureOrder
-from stages.data.prepare_mixture import prepare_mixture
+from stages.data.prepare import prepare_mixture
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.train.check import check
 from stages.kinds.train.mixture import seen, shares_asked, slots_of

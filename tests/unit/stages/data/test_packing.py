@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.data import packing
-from stages.data.packing import best_fit_decreasing
-from stages.data.unit_arrays import Units
+from stages.data import units as unit_module
+from stages.data.units import Units, best_fit_decreasing
 
 
 def units_of(lengths, first=0):
@@ -24,7 +23,7 @@ def units_of(lengths, first=0):
 
 def pack(batches, capacity):
     """Batches of lengths → rows of lengths; the tokens go where their lengths do."""
-    for units, sizes in packing.pack(batches, capacity):
+    for units, sizes in unit_module.pack(batches, capacity):
         lengths = iter(units.lengths.tolist())
         for size in sizes:
             yield [next(lengths) for _ in range(size)]
@@ -61,9 +60,9 @@ def test_each_unit_goes_where_the_least_room_is():
 def test_a_small_window_loses_nothing_either(drawn, window_units):
     lengths, capacity = drawn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "WINDOW_UNITS", window_units)
+        patch.setattr(unit_module, "WINDOW_UNITS", window_units)
         rows = list(pack([units_of(lengths)], capacity))
-        packed = list(packing.pack([units_of(lengths)], capacity))
+        packed = list(unit_module.pack([units_of(lengths)], capacity))
     assert Counter(length for row in rows for length in row) == Counter(lengths)
     assert all(sum(row) <= capacity for row in rows)
     numbers = [number for units, _ in packed for number in units.tokens.tolist()]
@@ -75,8 +74,8 @@ def test_how_units_come_in_batches_changes_nothing(drawn, size, window_units):
     lengths, capacity = drawn
     batches = [units_of(lengths[at : at + size], at) for at in range(0, len(lengths), size)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "WINDOW_UNITS", window_units)
-        whole, pieces = (list(packing.pack(given, capacity)) for given in ([units_of(lengths)], batches))
+        patch.setattr(unit_module, "WINDOW_UNITS", window_units)
+        whole, pieces = (list(unit_module.pack(given, capacity)) for given in ([units_of(lengths)], batches))
     assert [rows for _, rows in whole] == [rows for _, rows in pieces]
     assert [units.tokens.tolist() for units, _ in whole] == [units.tokens.tolist() for units, _ in pieces]
 
@@ -84,13 +83,13 @@ def test_how_units_come_in_batches_changes_nothing(drawn, size, window_units):
 def test_a_stream_of_many_windows_is_packed_as_well_as_one(monkeypatch):
     draw = random.Random(0)
     lengths = [min(1024, int(draw.lognormvariate(5, 1)) + 1) for _ in range(20_000)]
-    monkeypatch.setattr(packing, "WINDOW_UNITS", 1000)
+    monkeypatch.setattr(unit_module, "WINDOW_UNITS", 1000)
     rows = list(pack([units_of(lengths)], 1024))
     assert sum(lengths) / (1024 * len(rows)) > 0.99
 
 
 def test_rows_come_before_the_stream_ends(monkeypatch):
-    monkeypatch.setattr(packing, "WINDOW_UNITS", 10)
+    monkeypatch.setattr(unit_module, "WINDOW_UNITS", 10)
     taken = 0
 
     def units():

@@ -18,11 +18,11 @@ import pytest
 
 from stages.core.errors import DataError
 from stages.core.supervised import Supervised
-from stages.data import parts, tokenizing, tokenizing_processes
+from stages.data import piece_source, tokenizing
 from stages.data.config import DataConfig
-from stages.data.documents import Conversation
 from stages.data.files import read_part, read_rows
-from stages.data.parts import parts_of
+from stages.data.messages import Conversation
+from stages.data.piece_source import parts_of
 from stages.data.prepare import prepare
 from stages.data.tokenizer import DocumentTokenizer
 from tests.damage import flip_bit
@@ -80,19 +80,19 @@ def test_of_files_that_are_there_already_none_is_tokenized_again(run, write_rows
 
 
 def test_rows_that_are_appended_to_a_file_are_tokenized_alone(run, write_rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "PART_BYTES", 1000)
+    monkeypatch.setattr(piece_source, "PART_BYTES", 1000)
     run(write_rows([chat(number) for number in range(200)]))
     before = pieces(tmp_path)
     folder = write_rows([chat(number) for number in range(210)])
     grown = run(folder)
     assert len(before.keys() - pieces(tmp_path).keys()) == 0
     assert len(pieces(tmp_path)) <= len(before) + 3
-    monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(piece_source, "PART_BYTES", 1 << 20)
     assert content(grown.folder) == content(run(folder, cache="other").folder)
 
 
 def test_what_repeats_and_what_is_bad_is_named_by_its_place_over_all_parts(run, write_rows, monkeypatch):
-    monkeypatch.setattr(parts, "PART_BYTES", 500)
+    monkeypatch.setattr(piece_source, "PART_BYTES", 500)
     rows = [chat(number) for number in range(60)]
     rows[40] = {"messages": []}
     rows[50] = rows[3]
@@ -112,7 +112,7 @@ def test_what_repeats_and_what_is_bad_is_named_by_its_place_over_all_parts(run, 
 @pytest.fixture
 def two_processes(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setattr(tokenizing_processes, "BYTES_PER_PROCESS", 1)
+    monkeypatch.setattr(piece_source, "BYTES_PER_PROCESS", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
 
@@ -131,7 +131,7 @@ print(tokenizer.encode([unit])[0].ids.tolist(), sorted({"torch", "transformers"}
 
 
 def test_any_number_of_processes_gives_the_same_bytes_and_says_how_fast(run, write_rows, monkeypatch, request):
-    monkeypatch.setattr(parts, "PART_BYTES", 3000)
+    monkeypatch.setattr(piece_source, "PART_BYTES", 3000)
     rows = [*(chat(number) for number in range(300)), {"messages": []}, chat(7)]
     folder = write_rows(rows)
     options = {"on_bad_rows": "drop", "over_long": "truncate"}
@@ -202,7 +202,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(run, write_rows, tmp_path
 
 
 def test_parts_of_parquet_have_its_rows_under_their_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "PART_BYTES", 200)
+    monkeypatch.setattr(piece_source, "PART_BYTES", 200)
     path = tmp_path / "train.parquet"
     table = pyarrow.table({"text": [f"text {number}" for number in range(100)]})
     pyarrow.parquet.write_table(table, path, row_group_size=7)
@@ -217,7 +217,7 @@ def test_parts_of_parquet_have_its_rows_under_their_numbers(tmp_path, monkeypatc
 KILLED = """
 import sys
 from pathlib import Path
-from stages.data import tokenizing_processes
+from stages.data import piece_source
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
 
@@ -228,8 +228,8 @@ class Reports:
         pass
 
 if __name__ == "__main__":
-    tokenizing_processes.BYTES_PER_PROCESS = 1
-    tokenizing_processes.os.sched_getaffinity = lambda _: {0, 1}
+    piece_source.BYTES_PER_PROCESS = 1
+    piece_source.os.sched_getaffinity = lambda _: {0, 1}
     folder, tokenizer, cache = map(Path, sys.argv[1:])
     config = DataConfig(dataset="data", sequence_length=256)
     prepare(folder, config, tokenizer, rows="examples", cache=cache, report=Reports(), bad_rows_file=cache / "bad")

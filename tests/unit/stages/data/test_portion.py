@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from stages.data.config import DataConfig
-from stages.data.files import BadRow, Place, Row
-from stages.data.portion import portions
+from stages.data.files import BadRow, Place, Row, portions
 
 ROWS = [Row(Place("train.jsonl", number), {"text": f"row {number % 900}"}) for number in range(1000)]
 

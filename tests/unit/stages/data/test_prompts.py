@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from stages.core.errors import DataError
-from stages.data.documents import Conversation, PlainText
-from stages.data.messages import RowError
-from stages.data.prompts import PromptReader
+from stages.data.any_rows import PromptReader
+from stages.data.messages import Conversation, PlainText, RowError
 
 ASKED = {"role": "user", "content": "What is 1 + 2?"}
 ANSWERED = {"role": "assistant", "content": "3"}

@@ -10,7 +10,7 @@ import re
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from stages.data import renderings
+from stages.data import turns
 from stages.data.config import DEFAULT_DATE
 from stages.data.formats import Conversation
 from stages.data.messages import RowError
@@ -245,7 +245,7 @@ def test_a_conversation_of_thousands_of_turns_is_refused_by_name_before_it_is_re
 
 def test_what_turns_out_to_be_too_much_is_refused_on_the_way(monkeypatch):
     """Documents of their own for turns that a template rewrites are not known before."""
-    monkeypatch.setattr(renderings, "MAX_MESSAGES", 500)
+    monkeypatch.setattr(turns, "MAX_MESSAGES", 500)
     messages = [message for number in range(20) for message in (user(number), says(number, thinks=True))]
     with pytest.raises(RowError, match=r"has 40 messages: .* more than 500 would be in all"):
         proved_template("qwen3").documents(Conversation(messages), together=False)

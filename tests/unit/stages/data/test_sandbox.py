@@ -13,9 +13,8 @@ import pytest
 
 from stages.core.errors import DataError
 from stages.data import templates
-from stages.data.documents import Conversation
-from stages.data.messages import RowError
-from stages.data.sandbox import Sandbox
+from stages.data.messages import Conversation, RowError
+from stages.data.proved_template import Sandbox
 from stages.data.templates import ChatTemplate, TemplateLimitError, read_template
 from tests.unit.stages.data.conftest import CHATML
 
@@ -123,7 +122,7 @@ def test_limits_that_a_user_has_set_are_kept():
     """Here a hard limit of memory, which no process may raise."""
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
-        "from stages.data.documents import Conversation\nfrom stages.data.templates import ChatTemplate\n"
+        "from stages.data.messages import Conversation\nfrom stages.data.templates import ChatTemplate\n"
         "template = ChatTemplate('{{ messages[0].content }}', {}, [], 'it')\n"
         "print([template.render_text(Conversation([{'role': 'user', 'content': text}])) for text in 'ab'])"
     )

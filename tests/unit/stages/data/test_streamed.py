@@ -12,7 +12,7 @@ import pytest
 
 from stages.core.contract import StageContext, StageInput
 from stages.core.errors import DownloadError, TransientError
-from stages.data import parts
+from stages.data import piece_source
 from stages.data.any_rows import AnyRowReader
 from stages.data.config import DataConfig
 from stages.data.files import Part, Row, find_files, read_part, read_rows
@@ -73,8 +73,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is read at a time, so that a few rows take many."""
-    monkeypatch.setattr(parts, "PART_BYTES", 3000)
-    monkeypatch.setattr(parts, "PART_BYTES_ELSEWHERE", 6000)
+    monkeypatch.setattr(piece_source, "PART_BYTES", 3000)
+    monkeypatch.setattr(piece_source, "PART_BYTES_ELSEWHERE", 6000)
     monkeypatch.setattr(pointers, "BUFFER_BYTES", 4000)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stages.core.errors import DataError
-from stages.data.documents import Conversation, PlainText
-from stages.data.messages import RowError
+from stages.data.messages import Conversation, PlainText, RowError
 from stages.data.templates import ChatTemplate
 from tests.unit.stages.data.conftest import CHATML
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stages.core.errors import ModelError
-from stages.data.tool_prompt import ToolPrompt
+from stages.data.summaries import ToolPrompt
 from stages.models.recorded import (
     RECORD,
     Predicted,

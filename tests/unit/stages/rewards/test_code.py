@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from stages.core.errors import ResourceError
-from stages.data.documents import PlainText
+from stages.data.messages import PlainText
 from stages.rewards import code as code_module
 from stages.rewards import landlock
 from stages.rewards.code import CodeReward

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from stages.core.errors import DataError, LifecycleError, RecipeError, ServerError, TransientError
-from stages.data.documents import PlainText
+from stages.data.messages import PlainText
 from stages.remote import retry
 from stages.rewards.asked_judge import AskedJudge
 from stages.rewards.judge import JudgeReward

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import DataError
-from stages.data.documents import PlainText
+from stages.data.messages import PlainText
 from stages.rewards.math import MathReward
 from stages.rewards.reward import Completion, RewardContext
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from stages.core.errors import DataError, ModelError
-from stages.data.documents import Conversation, PlainText
+from stages.data.messages import Conversation, PlainText
 from stages.rewards import scoring
 from stages.rewards.judging import judging
 from stages.rewards.reward import Completion, RewardContext

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from stages.core import patterns
 from stages.core.errors import DataError
-from stages.data.documents import PlainText
+from stages.data.messages import PlainText
 from stages.rewards import json_schema, regex
 from stages.rewards.judging import Judgement, Named, judging
 from stages.rewards.registry import AnyReward

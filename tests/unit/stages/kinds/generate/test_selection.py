@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from stages.data.documents import Conversation, PlainText
 from stages.data.formats import RowReader
+from stages.data.messages import Conversation, PlainText
 from stages.kinds.generate.config import GenerateConfig
 from stages.kinds.generate.selection import Candidate, Choice, choose
 from stages.rewards.judging import Judgement

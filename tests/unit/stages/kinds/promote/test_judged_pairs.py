@@ -13,8 +13,8 @@ from scipy import stats
 from flows.recipe.recipe import load_stages
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError, RecipeError
-from stages.data.documents import PlainText
-from stages.data.prompts import Prompt
+from stages.data.any_rows import Prompt
+from stages.data.messages import PlainText
 from stages.harnesses.question_sets import sample_row
 from stages.kinds.promote.config import PromoteConfig
 from stages.kinds.promote.run import run

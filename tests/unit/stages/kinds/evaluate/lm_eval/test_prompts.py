@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages.core.errors import DataError, EvaluationError
-from stages.data.documents import Conversation
+from stages.data.messages import Conversation
 from stages.data.tokenizer import DocumentTokenizer
 from stages.harnesses.lm_eval.scoring import LmEvalModel
 from stages.kinds.evaluate.config import EvaluateConfig

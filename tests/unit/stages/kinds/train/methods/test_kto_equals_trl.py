@@ -13,9 +13,9 @@ from trl import KTOTrainer
 
 from stages.data.batch import IGNORED
 from stages.data.dataset import Description, PackedDataset
+from stages.data.prepare import DatasetWriter
 from stages.data.tokenizer import Tokens
 from stages.data.units import Unit
-from stages.data.writer import DatasetWriter
 from stages.kinds.train.methods.kto import KTO, KtoConfig
 from tests.unit.stages.kinds.train.methods.against_trl import (
     ARGUMENTS,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from flows.running.workspace import KEPT
 from stages.core.contract import StageContext
-from stages.data.documents import PlainText
+from stages.data.any_rows import Prompt
 from stages.data.files import Place
-from stages.data.prompts import Prompt
+from stages.data.messages import PlainText
 from stages.kinds.train.rollouts.metrics import RoundSamples
 from stages.kinds.train.rollouts.rounds import Completion, Group, Round
 from stages.kinds.train.rollouts.sample_file import COMPLETIONS_FILE

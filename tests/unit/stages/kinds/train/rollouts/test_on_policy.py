@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from stages.core.contract import StageInput
 from stages.core.errors import DataError
-from stages.data.check import Silent
+from stages.data.look import Silent
 from stages.data.prepare import prepare
 from stages.kinds.train.check import check
 from stages.kinds.train.methods.rollouts import SamplingOptions

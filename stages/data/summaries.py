@@ -1,8 +1,21 @@
-"""What a look at a stage's data shows: counts, lengths, what was left out, and rows as the model gets them."""
+"""Summaries of prepared data for later stages, reports and people: lengths, a look at rows, a prompt with tools."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 from stages.core.strict import StrictModel
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+LENGTHS_FILE = "lengths.json"
+NUM_BINS = 40
+"""At most."""
 
 
 class Piece(StrictModel):
@@ -88,3 +101,39 @@ class DataLook(StrictModel):
     portions: tuple[ShownPortion, ...]
     rows: tuple[ShownRow, ...]
     warnings: tuple[str, ...] = ()
+
+
+class Lengths(StrictModel):
+    """Content of `lengths.json`. counts: dataset (of a mixture by name, else without one) → documents in each bin; bin
+    k holds those of more than `k × bin_tokens` and at most `(k + 1) × bin_tokens` tokens.
+    """
+
+    bin_tokens: int
+    counts: dict[str, tuple[int, ...]]
+
+
+def count_lengths(lengths: Mapping[str, NDArray[np.int64]]) -> Lengths:
+    """lengths: dataset → int64 [documents], tokens of each."""
+    import numpy as np  # flows read these summaries, and need no arrays
+
+    longest = max((int(one.max()) for one in lengths.values() if len(one)), default=1)
+    bin_tokens = max(1, math.ceil(longest / NUM_BINS))
+    num_bins = max(1, math.ceil(longest / bin_tokens))
+    counts = {
+        name: tuple(np.bincount(np.maximum(one - 1, 0) // bin_tokens, minlength=num_bins).tolist())
+        for name, one in lengths.items()
+    }
+    return Lengths(bin_tokens=bin_tokens, counts=counts)
+
+
+class ToolPrompt(StrictModel):
+    """Messages that end with a question or a tool's answer, and the tokens that training made of them.
+
+    tools: as the template got them. variables: of the chat template. token_ids: of the messages, and of the beginning
+    of the answer after them.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    variables: dict[str, Any]
+    token_ids: list[int]
