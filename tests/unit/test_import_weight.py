@@ -22,7 +22,7 @@ HEAVY = {
 MODELS = {"torch", "transformers", "peft"}
 DATA = {"numpy", "tokenizers", "torch"}
 SERVING = {"aiohttp", "prometheus_client"}
-PREFECT = {"prefect", "httpx", "numpy"}
+PREFECT = {"prefect", "httpx"}
 HUBS = {"httpx", "huggingface_hub", "modelscope_hub"}
 RULES = [
     # What reads a recipe, plans, and keeps the ledger and the store: every command does.
@@ -30,8 +30,7 @@ RULES = [
     (r"flows\.(recipe|ledger|store|planning|compare|tracking)(\..*)?", set()),
     (r"flows\.cli\.main", {"click"}),
     (r"flows\.cli\.render", SERVING),
-    (r"flows\.cli(\..*)?", {"click", "rich", "numpy"}),
-    (r"flows\.report(\..*)?", {"numpy"}),
+    (r"flows\.cli(\..*)?", {"click", "rich"}),
     # Programs that stay, beside what they watch, or that start many times a day.
     (r"flows\.champion\.(promotion|champions|registrations)", set()),
     (r"flows\.champion\.key", {"httpx"}),
@@ -43,7 +42,6 @@ RULES = [
     (r"flows\.(launch|servers)(\..*)?", set()),
     # Prefect is imported where things run.
     (r"flows\.running\.(due|flow_runs|refresh)", PREFECT),
-    (r"flows\.running\.(outcome|refresh_run)", {"numpy"}),
     (r"flows\.running(\..*)?", set()),
     (r"flows\.service\.(left_folders|retention)", set()),
     (r"flows\.service(\..*)?", {*PREFECT, "apprise"}),
