@@ -1,10 +1,10 @@
-"""Submits a stage to a cluster and follows its job to the end: the local process of a stage that runs there.
+"""Program that submits a stage to a cluster and follows its job to the end.
 
     python -m flows.launch.agent WORK_FOLDER
 
-Runs under the supervisor like a stage's own process, so whatever ends the refresh ends this program, and this program
-cancels the job. Exits like the stage. A job that was preempted, lost a node or reached its time limit is submitted
-again, and continues from the stage's last checkpoint.
+It runs on the refresh's machine, under the supervisor, where a local stage's own process would run. So whatever ends
+the refresh ends this program too, and this program cancels the job. It exits with the stage's exit code. A job that was
+preempted, lost a node or reached its time limit is submitted again; the stage continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -23,39 +23,45 @@ from stages.core.errors import LifecycleError, StageTimeoutError, TransientError
 
 TICK_S = 0.5
 TICKS_PER_LOOK = 10
-"""Between two questions to the cluster's controller, which serves everybody, and between two heartbeats."""
+"""Ticks between two requests to the cluster's controller, which all users share, and between heartbeats."""
 COMPLETING_PATIENCE_TICKS = 60
-"""A job whose processes have ended may be kept by a node that does not answer."""
+"""Ticks to wait for the cluster to end a job whose processes have ended already.
+
+A node that does not answer keeps such a job in the state COMPLETING.
+"""
 
 
 class Jobs(Protocol):
-    """The jobs of one stage in some cluster."""
+    """Protocol of a cluster: submit, observe and cancel the jobs of one stage."""
 
     def submit(self) -> str:
-        """Returns the id of the job."""
+        """Submit a job and return its id."""
 
     def look(self, job_id: str) -> JobOutcome | Waiting | Running:
-        """Raises `TransientError` when the cluster does not answer."""
+        """Return the job's state. Raises `TransientError` when the cluster does not answer."""
 
     def name_of(self, job_id: str) -> str:
-        """For people."""
+        """Return the job's name for messages to people."""
 
     def cancel(self) -> bool:
-        """End every job of the stage; returns whether none is left."""
+        """Cancel every job of the stage; return whether none is left."""
 
 
 class Agent:
-    """Follows one stage."""
+    """Follower of one stage's jobs in a cluster."""
 
     def __init__(self, folder: JobFolder, order: JobOrder, jobs: Jobs) -> None:
         self.folder = folder
         self.order = order
         self.jobs = jobs
-        self._said = ""
+        self._last_message = ""
         self._num_fruitless = 0
 
     def run(self) -> int:
-        """Submit until a job ends the stage; returns the stage's exit code, or raises what the cluster did to it."""
+        """Submit jobs until one ends the stage; return the stage's exit code.
+
+        Raises the stage's error when the cluster ended the stage.
+        """
         while True:
             before = self._num_metrics_bytes()
             job_id = self.jobs.submit()
@@ -67,7 +73,7 @@ class Agent:
             self._go_on(job_id, ended, progressed=self._num_metrics_bytes() > before)
 
     def _follow(self, job_id: str) -> JobOutcome:
-        """Wait until the job is over; asks more often once its processes have ended."""
+        """Wait until the job is over; ask every tick once the stage's processes have ended."""
         num_ticks_finished = 0
         for tick in itertools.count():
             if tick % TICKS_PER_LOOK == 0:
@@ -84,24 +90,30 @@ class Agent:
         raise AssertionError("itertools.count has an end")
 
     def _look(self, job_id: str) -> JobOutcome | None:
-        """The outcome once the job is over; until then, say what has changed. A running job speaks for itself."""
+        """Return the outcome of a job that is over, else None.
+
+        Reports why a waiting job waits, when that changed. A running job reports for itself.
+        """
         try:
-            found = self.jobs.look(job_id)
+            state = self.jobs.look(job_id)
         except TransientError as error:
             self._say("warning", f"{error}; asking again")
             return None
-        if isinstance(found, Waiting):
-            self._say("milestone", f"{self.jobs.name_of(job_id)} waits: {found.reason}")
-        return None if isinstance(found, Waiting | Running) else found
+        if isinstance(state, Waiting):
+            self._say("milestone", f"{self.jobs.name_of(job_id)} waits: {state.reason}")
+        return None if isinstance(state, Waiting | Running) else state
 
     def _say(self, event: Literal["milestone", "warning"], message: str) -> None:
-        """Report it, unless it was the last thing reported."""
-        if message != self._said:
-            self._said = message
+        """Report a message unless it equals the previous one."""
+        if message != self._last_message:
+            self._last_message = message
             self.folder.report(event, message)
 
     def _go_on(self, job_id: str, ended: Interrupted, *, progressed: bool) -> None:
-        """Make sure that the old job is gone. Raises what is to be said when going on leads nowhere."""
+        """Cancel the interrupted job, so that the stage can be submitted again.
+
+        Raises `StageTimeoutError` or `TransientError` when the stage makes no progress from job to job.
+        """
         self.jobs.cancel()
         what = f"{self.jobs.name_of(job_id)} of {self.order.stage} was ended by {ended.by}"
         if ended.by_time_limit and not progressed:
@@ -113,13 +125,16 @@ class Agent:
         self._say("milestone", f"{what}; submitting it again, to continue from its last checkpoint")
 
     def _num_metrics_bytes(self) -> int:
-        """Grows when the stage gets on: steps that are done again are not logged again."""
+        """Return the size of the metrics file, which grows only with progress.
+
+        Steps that are repeated after a checkpoint are not logged again.
+        """
         file = self.order.work / "metrics.jsonl"
         return file.stat().st_size if file.exists() else 0
 
 
 def jobs_of(folder: JobFolder, order: JobOrder) -> Jobs:
-    """The jobs of an order in the cluster that it names."""
+    """Return the client for the cluster that an order names."""
     if order.launcher == "slurm":
         from flows.launch.slurm_jobs import SlurmJobs
 
@@ -130,7 +145,7 @@ def jobs_of(folder: JobFolder, order: JobOrder) -> Jobs:
 
 
 def main() -> int:
-    """Run the stage of a work folder as a job; no job of it is left in the end."""
+    """Run the stage of a work folder as a cluster job, and leave no job behind."""
     work = Path(sys.argv[1])
     folder = JobFolder.of(work)
     order = folder.order()
@@ -154,7 +169,10 @@ def _end(number: int, _: FrameType | None) -> NoReturn:
 
 
 def _cancel(jobs: Jobs, folder: JobFolder, order: JobOrder) -> None:
-    """Without the cluster's answer the job ends itself, when it misses the heartbeat."""
+    """Cancel the stage's jobs, or warn that one may be left.
+
+    A job that cannot be cancelled ends itself when it misses the agent's heartbeats.
+    """
     try:
         if jobs.cancel():
             folder.close()

@@ -1,6 +1,6 @@
-"""Launcher for clusters: a stage as a job of Slurm or Kubernetes. What it needs:
+"""Launcher for clusters: runs a stage as a job of Slurm or Kubernetes.
 
-the store under the same path here and on the nodes, and this code there too: with Slurm under the same path as well,
+The store must lie under the same path here and on the nodes. So must this code: with Slurm under the same path as here,
 with Kubernetes in the image. The job's output, metrics and events go to the files of the work folder, as those of a
 local stage do.
 """
@@ -29,7 +29,7 @@ MACHINES_OWN = re.compile(
     r"MASTER_.*|HOSTNAME|PWD|OLDPWD|SHLVL|TERM|DISPLAY|TMPDIR|_|(CUDA|ROCR|HIP|ZE)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|"
     r"(OMP|RAYON)_NUM_THREADS"
 )
-"""Variables that describe the machine or job that the refresh runs in, not the one that the stage is to run in."""
+"""Names of variables that describe this machine or job; they are not passed to the stage's own machine."""
 
 
 def start(
@@ -41,8 +41,8 @@ def start(
 ) -> ClusterProcess:
     """Submit the stage whose `config.json` lies in `work`.
 
-    stage_command: arguments of Python; default: the stage itself.
-    heartbeat_patience_s: a job that nobody has waited for this long ends itself.
+    stage_command: arguments of Python; default: those that run the stage itself.
+    heartbeat_patience_s: a job that receives no heartbeat for this long ends itself.
     """
     name = StageInput.model_validate_json((work / "config.json").read_bytes()).name
     order = order_of(name, work, config, stage_command or ["-m", "stages", str(work)], heartbeat_patience_s)
@@ -54,7 +54,7 @@ def start(
 def order_of(
     name: str, work: Path, config: StageConfig, stage_command: list[str], heartbeat_patience_s: float
 ) -> JobOrder:
-    """The order of a stage's job. Its name is one that no other job has."""
+    """Return the order of a stage's job, under a job name that no other job has."""
     execution = config.execution
     assert execution.launcher != "local"
     # Kubernetes wants names that are labels of DNS, with room for the suffixes of pods.
@@ -78,7 +78,7 @@ def order_of(
 
 
 def handed_over(config: StageConfig, launcher: Literal["slurm", "kubernetes"]) -> dict[str, str]:
-    """The environment of the stage's processes, but for what their node, or the pod's image, decides."""
+    """Return the environment for the stage's processes, without what their node or image sets itself."""
     ours: dict[str, str] = {}
     if launcher == "slurm":
         ours = {name: value for name, value in os.environ.items() if not MACHINES_OWN.fullmatch(name)}
@@ -87,7 +87,7 @@ def handed_over(config: StageConfig, launcher: Literal["slurm", "kubernetes"]) -
 
 
 def cancel_left_over(work: Path) -> None:
-    """Cancel what an attempt that died may have left in a cluster; returns when it is gone.
+    """Cancel jobs that an attempt which died may have left in a cluster; return when they are gone.
 
     Raises `TransientError` when the cluster does not answer: two jobs must not work in one folder.
     """
@@ -98,13 +98,18 @@ def cancel_left_over(work: Path) -> None:
 
 
 class ClusterProcess:
-    """The program that follows the job (the agent) under the supervisor. It cancels the job when it is ended.
+    """Local process that stands for a stage on a cluster: the agent, under the supervisor.
 
-    Should it be killed, this process cancels the job in its place; should all be killed, the job misses its heartbeat.
+    The agent cancels the job when it is ended. If the agent is killed, this object cancels the job; if both are killed,
+    the job ends itself, because it receives no heartbeats.
     """
 
     def __init__(self, work: Path, cancel: Callable[[Path], None], grace_s: float) -> None:
-        """cancel: ends the jobs of a work folder. grace_s: what that may take."""
+        """Start the agent.
+
+        cancel: cancels the jobs of a work folder.
+        grace_s: seconds that the cancellation may take.
+        """
         self._work = work
         self._cancel = cancel
         environment = {**os.environ, "PYTHONPATH": str(local.code_folder()), "PYTHONUNBUFFERED": "1"}
@@ -115,14 +120,14 @@ class ClusterProcess:
         self._is_over = False
 
     def poll(self) -> int | None:
-        """Exit code, or None while the stage waits or runs."""
+        """Return the exit code, or None while the stage waits or runs."""
         code = self._agent.poll()
         if code is not None:
             self._cancel_once()
         return code
 
     def stop(self) -> None:
-        """Cancel the job; returns when nothing is left."""
+        """Cancel the job; return when no process and no job is left."""
         self._agent.stop()
         self._cancel_once()
 

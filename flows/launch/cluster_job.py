@@ -1,13 +1,15 @@
-"""What a cluster's job is ordered to do, and what it reports: files in `.launch/` of the stage's work folder.
+"""A stage's job in a cluster, whichever the cluster is: its order, its states, and the files in `.launch/`.
 
-    order.json         what to start on each node (`JobOrder`); gone when no job can be left in the cluster
-    environment.json   the environment of the stage's processes; mode 0600, removed when the job has ended
-    heartbeat          changes every few seconds while somebody waits for the job
+Files in `.launch/` of the stage's work folder:
+
+    order.json         what to start on each node (`JobOrder`); removed when no job can be left in the cluster
+    environment.json   environment of the stage's processes; mode 0600, removed when the job has ended
+    heartbeat          changes every few seconds while the agent waits for the job
     owner              which start of the job may write to the work folder
-    ended.json         how the stage's processes ended, unless the cluster ended the job (`JobEnd`)
+    ended.json         exit of the stage's processes, unless the cluster ended the job (`JobEnd`)
 
-The folder lies in the store, on a file system that the nodes share; the environment, which may hold secrets, goes
-through neither command lines, nor job scripts, nor the cluster's own records. It is no part of the artifact.
+The folder lies in the store, on a file system that the nodes share. The environment may hold secrets, so it goes
+through neither command lines, nor job scripts, nor the cluster's records. The folder is no part of the artifact.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ from stages.core.files import write_atomically
 from stages.core.strict import StrictModel
 
 HEARTBEAT_PATIENCE_S = 60.0
-"""A job that has seen no heartbeat for this long ends itself. File systems over a network may show changes late."""
+"""Seconds without a heartbeat after which a job ends itself; network file systems show changes late."""
 
 
 class JobOrder(StrictModel):
-    """`order.json`. `job` names the job in the cluster, and no other; `stage_command` are arguments of Python.
+    """Contents of `order.json`: what a job starts on each node.
 
-    home: the folder that holds the store, which the nodes share.
+    job: name of the job in the cluster, unique.
+    home: folder that holds the store, which the nodes share.
+    stage_command: arguments of Python that run the stage.
+    interruptions_without_progress: jobs in a row that may end without progress before the stage fails.
     """
 
     job: str
@@ -55,12 +60,12 @@ class JobOrder(StrictModel):
 
     @property
     def cores_per_node(self) -> int:
-        """Cores that the stage's threads keep busy on a node."""
+        """Number of cores that the stage's threads keep busy on a node."""
         return (self.threads or 1) * self.processes
 
 
 class JobEnd(StrictModel):
-    """`ended.json`: exit code of the stage's processes, or None when the cluster asked them to end."""
+    """Contents of `ended.json`: exit code of the stage's processes, or None when the cluster asked them to end."""
 
     job_id: str
     exit_code: int | None
@@ -68,19 +73,22 @@ class JobEnd(StrictModel):
 
 @dataclass(frozen=True)
 class Waiting:
-    """The job does not run yet, in the cluster's words: `Priority`, `0/4 nodes are available`."""
+    """State of a job that has not started; `reason` is the cluster's, such as `Priority`, `0/4 nodes are available`."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Running:
-    """It runs, or is about to, or has just ended; there is nothing to report."""
+    """State of a job that runs, is about to run, or has just ended; there is nothing to report."""
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The job is over, the stage is not: another job continues from the last checkpoint. `by`: what ended the job."""
+    """Outcome of a job that ended before its stage: another job continues from the last checkpoint.
+
+    by: what ended the job, for people.
+    """
 
     by: str
     by_time_limit: bool = False
@@ -88,14 +96,14 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class Finished:
-    """The stage's processes ended by themselves; what they left says the rest."""
+    """Outcome of a job whose stage processes exited by themselves; their files in the work folder say the rest."""
 
     exit_code: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The cluster ended the stage."""
+    """Outcome of a job whose stage the cluster ended, with the error for people."""
 
     error: LifecycleError
 
@@ -105,17 +113,17 @@ JobOutcome = Interrupted | Finished | Failed
 
 @dataclass(frozen=True)
 class JobFolder:
-    """The files of one job."""
+    """Files of one job, in `.launch/` of the stage's work folder."""
 
     path: Path
 
     @classmethod
     def of(cls, work: Path) -> JobFolder:
-        """That of a stage's work folder; it need not exist."""
+        """Return the job folder of a work folder; it need not exist."""
         return cls(work / LAUNCH_FOLDER)
 
     def write(self, order: JobOrder, environment: Mapping[str, str]) -> None:
-        """Leave what the job is to find."""
+        """Write the order and the environment for the job."""
         self.path.mkdir(mode=0o700, exist_ok=True)
         self._environment.touch(mode=0o600)
         self._environment.write_text(json.dumps(dict(environment)), encoding="utf-8")
@@ -123,56 +131,56 @@ class JobFolder:
         self.beat()
 
     def order(self) -> JobOrder | None:
-        """The order; None when there is none, or none any more."""
+        """Return the order, or None when no job was ordered or none can be left."""
         try:
             return JobOrder.model_validate_json((self.path / "order.json").read_bytes())
         except FileNotFoundError:
             return None
 
     def environment(self) -> dict[str, str]:
-        """The environment that was handed over."""
+        """Return the environment that was written for the stage's processes."""
         return json.loads(self._environment.read_bytes())
 
     def forget_environment(self) -> None:
-        """Remove what may be secret."""
+        """Remove the environment file, which may hold secrets."""
         self._environment.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Note that no job is left in the cluster."""
+        """Record that no job is left in the cluster."""
         (self.path / "order.json").unlink(missing_ok=True)
 
     def beat(self) -> None:
-        """Give a sign of life."""
+        """Write a heartbeat."""
         (self.path / "heartbeat").write_text(str(time.time_ns()), encoding="utf-8")
 
     def last_beat(self) -> str:
-        """The last sign of life; another text than before means a new one. Empty when there is none."""
+        """Return the text of the last heartbeat, or an empty text without any; a new text is a new heartbeat."""
         try:
             return (self.path / "heartbeat").read_text(encoding="utf-8")
         except OSError:
             return ""
 
     def claim(self, owner: str) -> None:
-        """From now on the start of the job that is so named may write to the work folder, and no earlier one.
+        """Make `owner`, one start of the job, the only one that may write to the work folder.
 
-        A node that Slurm lost sight of goes on working, while the job starts again on others.
+        A node that Slurm lost sight of goes on working while the job starts again on other nodes.
         """
         (self.path / "ended.json").unlink(missing_ok=True)
         write_atomically(self.path / "owner", owner)
 
     def owner(self) -> str | None:
-        """The last claim."""
+        """Return the last start that claimed the work folder."""
         try:
             return (self.path / "owner").read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
 
     def write_end(self, end: JobEnd) -> None:
-        """Say how the stage's processes ended."""
+        """Record how the stage's processes ended."""
         write_atomically(self.path / "ended.json", end.model_dump_json())
 
     def end(self, job_id: str) -> JobEnd | None:
-        """How the processes of this job ended; None as long as they have not, or when they were killed."""
+        """Return how this job's processes ended, or None while they run or when they were killed."""
         try:
             end = JobEnd.model_validate_json((self.path / "ended.json").read_bytes())
         except FileNotFoundError:
@@ -180,7 +188,10 @@ class JobFolder:
         return end if end.job_id == job_id else None
 
     def report(self, event: Literal["milestone", "warning"], message: str) -> None:
-        """Tell people who watch the refresh. Not while the stage runs: rank 0 writes to the same file then."""
+        """Append an event for people who watch the refresh.
+
+        Must not be called while the stage runs, because rank 0 writes to the same file then.
+        """
         line = StageEvent(time_ms=time.time_ns() // 1_000_000, event=event, message=message)
         with (self.path.parent / "events.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(line.model_dump_json(exclude_none=True) + "\n")
@@ -191,7 +202,10 @@ class JobFolder:
 
 
 class Pulse:
-    """Listens for heartbeats. Clocks of machines differ, so only changes count, by this machine's own clock."""
+    """Detector of missing heartbeats.
+
+    Clocks of machines differ, so it compares texts and measures time by this machine's own clock.
+    """
 
     def __init__(self, folder: JobFolder, patience_s: float) -> None:
         self._folder = folder
@@ -200,7 +214,7 @@ class Pulse:
         self._heard_s = time.monotonic()
 
     def is_lost(self) -> bool:
-        """Whether there was none for longer than the patience."""
+        """Return whether no heartbeat came for longer than the patience."""
         beat = self._folder.last_beat()
         if beat != self._beat:
             self._beat, self._heard_s = beat, time.monotonic()

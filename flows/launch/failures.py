@@ -1,4 +1,4 @@
-"""How a stage process ended badly → the error that says so."""
+"""Reasons why a stage's process failed, as errors: its own error, a signal, or the kernel's out-of-memory killer."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ RANK_FAILURE = re.compile(r"^ *rank +: (?P<rank>\d+).*?^ *exitcode +: (?P<code>-
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 COUNTERS = ("memory.events", "memory.oom_control")
-"""Of cgroups v2 and v1; in both, a line `oom_kill N` counts processes."""
+"""Files that count kills in cgroups v2 and v1; both have a line `oom_kill N`, in processes."""
 LIMITS = ("memory.max", "memory.limit_in_bytes")
 GIB = 2**30
 
 
 def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0) -> LifecycleError:
-    """The error of a stage that exited with a code other than 0.
+    """Return the error of a stage that exited with a code other than 0.
 
-    Its own (`error.json`) when it left one; otherwise a `StageCrashError` that names signal, rank, log and last lines.
-    log_begin: the byte of the log at which this attempt's output begins.
+    That is the stage's own error (`error.json`) if it left one; otherwise a `StageCrashError` that names the signal,
+    the rank, the log and its last lines.
+
+    log_begin: byte of the log at which this attempt's output begins.
     """
     failure = _left_behind(work)
     known = error_classes()
@@ -65,14 +67,14 @@ def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0) -> Lif
 
 
 def leave_error(work: Path, error: LifecycleError) -> int:
-    """Do for a stage that could not start what it does itself when it fails; returns the exit code."""
+    """Write `error.json` for a stage that could not start, as a stage does when it fails; return the exit code."""
     write_atomically(work / "error.json", StageFailure.of(error).model_dump_json(indent=2))
     print(f"{class_name(error)}: {error}", flush=True)
     return error.exit_code
 
 
 def read_result(work: Path, name: str) -> StageResult:
-    """`result.json` of a stage that exited with 0."""
+    """Read `result.json` of a stage that exited with 0. Raises `StageCrashError` when it cannot be read."""
     try:
         return StageResult.model_validate_json((work / "result.json").read_bytes())
     except (OSError, ValidationError) as error:
@@ -88,7 +90,10 @@ def _left_behind(work: Path) -> StageFailure | None:
 
 
 def _how_it_ended(log: str, exit_code: int) -> tuple[str, int]:
-    """Return that for people, with the exit code of what ended first: of several nodes, Slurm returns the highest."""
+    """Return how the process ended, for people, and the exit code of the process that ended first.
+
+    Of several nodes' exit codes Slurm returns the highest, not the first.
+    """
     if exit_code < 0:
         return f"ended, because its supervisor was killed by {_signal_name(-exit_code)}", exit_code
     root_causes = list(ROOT_CAUSE.finditer(log))
@@ -99,8 +104,8 @@ def _how_it_ended(log: str, exit_code: int) -> tuple[str, int]:
 
 
 def _killed_rank(log: str) -> str | None:
-    """The rank that a signal ended, if the log names one that was not asked to end."""
-    failures = [(found["rank"], int(found["code"])) for found in RANK_FAILURE.finditer(log)]
+    """Return the rank that a signal killed, if the log names one that torchrun did not ask to end."""
+    failures = [(match["rank"], int(match["code"])) for match in RANK_FAILURE.finditer(log)]
     killed = [(rank, code) for rank, code in failures if was_killed(code)]
     return f"rank {killed[-1][0]} {_how(killed[-1][1])}" if killed else None
 
@@ -136,7 +141,10 @@ def _log_tail(work: Path, log_begin: int = 0) -> str:
 
 @dataclass(frozen=True)
 class MemoryKills:
-    """Where kills are counted. group: the memory cgroup; None where this process is in none but the root."""
+    """Kernel's count of out-of-memory kills in the memory cgroup of this process and its stages.
+
+    group: the memory cgroup; None where this process is in the root cgroup.
+    """
 
     group: Path | None
     cgroups: Path = CGROUPS
@@ -144,7 +152,10 @@ class MemoryKills:
 
     @classmethod
     def here(cls, cgroups: Path = CGROUPS, proc: Path = PROC) -> MemoryKills:
-        """Find the cgroup of this process. cgroups, proc: where these file systems are mounted."""
+        """Find the memory cgroup of this process.
+
+        cgroups, proc: where these file systems are mounted.
+        """
         for line in (proc / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
@@ -157,7 +168,7 @@ class MemoryKills:
         return cls(None, cgroups, proc)
 
     def count(self) -> int:
-        """Return how many processes of the group the kernel has killed; outside any group, of the machine."""
+        """Return the number of processes that the kernel killed in the cgroup, or on the machine without one."""
         files = [self.group / name for name in COUNTERS] if self.group else [self.proc / "vmstat"]
         for file in files:
             if file.is_file():
@@ -166,7 +177,7 @@ class MemoryKills:
         return 0
 
     def limit(self) -> str:
-        """Return the least limit that holds for the group, for people; without one, the machine's memory."""
+        """Return the smallest memory limit of the cgroup, for people; without one, the machine's memory."""
         limits = list(self._limits())
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         least_bytes, file = min(limits, default=(machine_bytes, None))
@@ -186,5 +197,5 @@ class MemoryKills:
 
 
 def out_of_memory_message(name: str, config: StageConfig, kills: MemoryKills) -> str:
-    """Return what is said of a stage that the kernel killed for its memory."""
+    """Return the message for a stage that the kernel killed for lack of memory."""
     return f"{name} was killed by the kernel, out of memory: {kills.limit()}; {config.LESS_MEMORY}"

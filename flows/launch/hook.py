@@ -1,8 +1,8 @@
-"""The hook after a commit: what a verdict means for MLflow's registry, done by a program of its own.
+"""Hook after the commit of a promotion: a program of its own that updates MLflow's registry.
 
-A work folder is marked before it is committed, and its artifact bears the mark until the hook has been completed. The
-mark of a hook that was cut short, by a crash or by an absent MLflow, has the next refresh that finds the artifact
-cached run the hook again.
+A work folder is marked before it is committed, and its artifact keeps the mark until the hook has completed. When a
+crash or an absent MLflow cuts a hook short, the next refresh that finds the artifact cached sees the mark and runs the
+hook again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stages.core.supervised import Supervised
 
 
 def mark(work: Path, kind: str) -> None:
-    """Have the artifact that is about to be committed bear the mark, if its kind has a hook."""
+    """Mark a work folder that is about to be committed, if its kind has a hook."""
     if kind in PROGRAMS:
         (work / PENDING_HOOK_FILE).touch()
 
@@ -32,10 +32,10 @@ def mark(work: Path, kind: str) -> None:
 def complete(
     store: Store, planned: PlannedStage, artifact: Path, tick: Callable[[], None], stop: threading.Event
 ) -> StageResult:
-    """Run the hook of an artifact and take its mark off. Call it under the lock of the stage.
+    """Run the hook of an artifact and remove its mark. The caller holds the lock of the stage.
 
-    The hook works in the work folder that the commit has left vacant. Returns the stage's result with the tags that the
-    hook adds. Raises what `watch` raises, the hook's own error included.
+    The hook works in the work folder, which the commit has moved away. Returns the stage's result with the tags that
+    the hook adds. Raises what `watch` raises, the hook's own error included.
     """
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     store.remove(work)

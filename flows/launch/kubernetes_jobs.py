@@ -1,6 +1,6 @@
-"""The jobs of one stage in Kubernetes: created, looked at and deleted through the official client.
+"""Jobs of one stage in Kubernetes: created, observed and deleted through the official client.
 
-Imported by the agent alone, and only for this launcher: the client is heavy.
+Only the agent imports this module, and only for this launcher: the client is heavy. Objects are trees of dicts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flows.launch.node_task import INTERRUPTED
 from stages.core.errors import RecipeError, ResourceError, StageCrashError, TransientError
 
 STARTING = frozenset({"ContainerCreating", "PodInitializing"})
-"""Reasons of containers that are about to run."""
+"""Reasons of waiting containers that are about to run."""
 REQUEST_TIMEOUT_S = 30.0
 DELETE_PATIENCE_S = 60.0
 POLL_INTERVAL_S = 0.5
@@ -38,7 +38,7 @@ COLLECTIONS = {
 
 
 class KubernetesJobs:
-    """Creates the objects of an order, looks at them, and deletes them."""
+    """Client for the jobs of one order in Kubernetes."""
 
     def __init__(self, folder: JobFolder, order: JobOrder, api: client.ApiClient) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class KubernetesJobs:
 
     @classmethod
     def connect(cls, folder: JobFolder, order: JobOrder) -> KubernetesJobs:
-        """With the service account of this pod, or else the current context of the user's kubeconfig."""
+        """Connect with this pod's service account, or else the current context of the user's kubeconfig."""
         try:
             config.load_incluster_config()
         except ConfigException:
@@ -63,7 +63,7 @@ class KubernetesJobs:
         return cls(folder, order, client.ApiClient())
 
     def submit(self) -> str:
-        """Returns the name of the job.
+        """Create the objects of a job and return its name.
 
         Raises `RecipeError` or `ResourceError` when Kubernetes refuses it, `TransientError` when it does not answer.
         """
@@ -74,22 +74,21 @@ class KubernetesJobs:
         return self._name
 
     def look(self, job_id: str) -> JobOutcome | Waiting | Running:
-        """Raises `TransientError` when Kubernetes does not answer."""
+        """Return the job's state. Raises `TransientError` when Kubernetes does not answer."""
         with _explained(f"look at the {self._kind} {self._name}"):
             job = self._find(self._kind)
             pods = self._pods()
         if job is None:
-            remedy = "run again to continue from the last checkpoint"
-            what = f"{self.name_of(job_id)} of {self.order.stage} was deleted by somebody else"
-            return Failed(StageCrashError(f"{what}; {remedy}"))
+            event = f"{self.name_of(job_id)} of {self.order.stage} was deleted by somebody else"
+            return Failed(StageCrashError(f"{event}; run again to continue from the last checkpoint"))
         return outcome(job, pods, self.order)
 
     def name_of(self, job_id: str) -> str:
-        """For people."""
+        """Return the job's name for messages to people."""
         return f"Kubernetes {self._kind} {self._namespace}/{job_id}"
 
     def cancel(self) -> bool:
-        """Delete everything, and wait until its pods are gone. Returns whether they are."""
+        """Delete all objects of the job and wait for its pods; return whether everything is gone."""
         end_s = time.monotonic() + DELETE_PATIENCE_S
         with _explained(f"delete the {self._kind} {self._name}"):
             for kind in reversed(self._manifests):
@@ -101,7 +100,7 @@ class KubernetesJobs:
         return True
 
     def _find(self, kind: str) -> Manifest | None:
-        """The object as Kubernetes has it; None when there is none."""
+        """Return the object as Kubernetes has it, or None when there is none."""
         try:
             return self._ask("GET", kind, self._name)
         except ApiException as error:
@@ -128,7 +127,10 @@ class KubernetesJobs:
         query: Mapping[str, str] | None = None,
         body: Manifest | None = None,
     ) -> Manifest:
-        """One request. The client's classes for each kind are left out: manifests and status are trees here."""
+        """Send a request to Kubernetes and return the decoded answer.
+
+        The client's class for each kind of object is not used, because manifests and status are trees here.
+        """
         path = COLLECTIONS[kind].format(namespace=self._namespace) + (f"/{name}" if name else "")
         request = self._api.param_serialize(
             method=method,
@@ -146,7 +148,11 @@ class KubernetesJobs:
 
 
 def outcome(job: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome | Waiting | Running:
-    """job: with `status.conditions`; pods: all that the job has at the moment."""
+    """Return the state of a stage's job from the status of its Job or TrainJob and pods.
+
+    job: with `status.conditions`.
+    pods: all that the job has at the moment.
+    """
     if _condition(job, "Complete") or _condition(job, "SuccessCriteriaMet"):
         return Finished(0)
     failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
@@ -159,7 +165,7 @@ def outcome(job: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome 
 
 
 def _failure(failed: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome:
-    disrupted = [found for pod in pods if (found := _condition(pod, "DisruptionTarget"))]
+    disrupted = [condition for pod in pods if (condition := _condition(pod, "DisruptionTarget"))]
     if disrupted:
         return Interrupted(f"the loss of a pod ({disrupted[0].get('reason', 'disruption')})")
     ended = [(pod["metadata"]["name"], state) for pod in pods for state in _terminations(pod)]
@@ -167,16 +173,18 @@ def _failure(failed: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutc
         if state.get("reason") == "OOMKilled":
             remedy = "raise execution.kubernetes.memory_gib_per_node, or lower layout.micro_batch_size"
             return Failed(ResourceError(f"the pod {name} of {order.stage} took more memory than it may; {remedy}"))
-    # The pods that were asked to end, because another one had failed, have nothing to say.
+    # Pods that were asked to end, because another pod had failed, come last: they are not the cause.
     codes = sorted((state["exitCode"] for _, state in ended if state["exitCode"]), key=lambda code: code == INTERRUPTED)
     if codes:
         return Finished(codes[0])
-    said = f"{failed.get('reason', 'Failed')}: {failed.get('message', '')}"
-    return Failed(StageCrashError(f"the job {order.job} of {order.stage} failed before its first process ran: {said}"))
+    reason = f"{failed.get('reason', 'Failed')}: {failed.get('message', '')}"
+    return Failed(
+        StageCrashError(f"the job {order.job} of {order.stage} failed before its first process ran: {reason}")
+    )
 
 
 def _reason_to_wait(pod: Manifest) -> str | None:
-    """Why a pod does not run yet, unless it is about to."""
+    """Return why a pod does not run yet, or None when it is about to."""
     scheduled = _condition(pod, "PodScheduled", status="False")
     if scheduled:
         return scheduled.get("message") or scheduled.get("reason", "Unschedulable")
@@ -196,12 +204,12 @@ def _terminations(pod: Manifest) -> Iterator[dict[str, Any]]:
 
 def _condition(thing: Manifest, kind: str, status: str = "True") -> Manifest | None:
     conditions = thing.get("status", {}).get("conditions") or []
-    return next((one for one in conditions if one["type"] == kind and one["status"] == status), None)
+    return next((item for item in conditions if item["type"] == kind and item["status"] == status), None)
 
 
 @contextmanager
 def _explained(doing: str) -> Iterator[None]:
-    """Turn what the client raises into our errors."""
+    """Turn the client's exceptions into our errors. doing: the action, for the message."""
     try:
         yield
     except HTTPError as error:
@@ -211,19 +219,19 @@ def _explained(doing: str) -> Iterator[None]:
 
 
 def _error_of(error: ApiException, doing: str) -> RecipeError | ResourceError | TransientError:
-    status, said = error.status or 0, _message_of(error)
+    status, message = error.status or 0, _message_of(error)
     if status in (401, 403):
-        return ResourceError(f"Kubernetes does not let us {doing}: {said}; see deploy/kubernetes/rbac.yaml")
+        return ResourceError(f"Kubernetes does not let us {doing}: {message}; see deploy/kubernetes/rbac.yaml")
     if status == NOT_FOUND:
-        remedy = "create the namespace; for a TrainJob install Kubeflow Trainer, or say kubernetes.job: indexed_job"
-        return ResourceError(f"Kubernetes cannot {doing}: {said}; {remedy}")
+        remedy = "create the namespace; for a TrainJob install Kubeflow Trainer, or set kubernetes.job: indexed_job"
+        return ResourceError(f"Kubernetes cannot {doing}: {message}; {remedy}")
     if status in (400, 422):
-        return RecipeError(f"Kubernetes refused to {doing}: {said}; see execution.kubernetes of the stage")
-    return TransientError(f"Kubernetes could not {doing}: {said}")
+        return RecipeError(f"Kubernetes refused to {doing}: {message}; see execution.kubernetes of the stage")
+    return TransientError(f"Kubernetes could not {doing}: {message}")
 
 
 def _message_of(error: ApiException) -> str:
-    """What Kubernetes says, without the rest of its Status object."""
+    """Return Kubernetes' message without the rest of its Status object."""
     try:
         return json.loads(error.body or "")["message"]
     except (ValueError, KeyError, TypeError):

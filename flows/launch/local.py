@@ -1,4 +1,4 @@
-"""Local launcher: the processes of a stage on this machine, under the supervisor."""
+"""Local launcher: runs the processes of a stage on this machine, under the supervisor."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ TELEMETRY_OFF = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
 PROGRAMS = {"promote": "flows.champion.promotion"}
-"""Kinds that need a program before the stage, which it starts, and one after its commit (`hook.py`). Known by name: the
-program lies above this, and imports mlflow, which takes seconds."""
+"""Kinds whose stage is started by another program, which also runs after the commit (`hook.py`).
+
+The program is named as text, because it lies in a room above this one and imports mlflow, which takes seconds.
+"""
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Processes of one node are reached from no other machine."""
+"""Variables that keep the processes of one node on the loopback interface, out of other machines' reach."""
 EVERYWHERE = {
     **TELEMETRY_OFF,
     "PYTHONUNBUFFERED": "1",
     # Threads that spin at a barrier take the core from those they wait for: on a busy machine, 6 times slower.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-"""What every stage process has in its environment, wherever it runs."""
+"""Environment variables of every stage process, on any launcher."""
 
 
 def start(work: Path, config: StageConfig) -> Supervised:
@@ -40,20 +42,20 @@ def start(work: Path, config: StageConfig) -> Supervised:
 
 
 def command(work: Path, config: StageConfig) -> list[str]:
-    """What to run: the stage itself, or what starts it several times."""
+    """Return the command that runs the stage, in one process or several."""
     program = [PROGRAMS[config.kind], "judge"] if config.kind in PROGRAMS else ["stages"]
     return on_one_node(["-m", *program, str(work)], config.processes)
 
 
 def on_one_node(stage: list[str], processes: int) -> list[str]:
-    """The command that starts `processes` times `python STAGE`."""
+    """Return the command that runs `python STAGE` in a number of processes on this machine."""
     if processes == 1:
         return [sys.executable, *stage]
     return [sys.executable, "-m", "stages.parallel.ranks", f"--processes={processes}", "--", *stage]
 
 
 def environment(config: StageConfig) -> dict[str, str]:
-    """Ours, with what a stage needs; `execution.environment` has the last word."""
+    """Return the environment of the stage's processes; `execution.environment` overrides the rest."""
     python_path = ":".join(filter(None, [str(code_folder()), os.environ.get("PYTHONPATH")]))
     return {
         **os.environ,
@@ -67,15 +69,15 @@ def environment(config: StageConfig) -> dict[str, str]:
 
 
 def threads(number: int) -> dict[str, str]:
-    """Variables that say so to what computes, and to what tokenizes."""
+    """Return the variables that set the number of threads for computing and for tokenizing."""
     return dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(number))
 
 
 def threads_of_each(processes: int) -> int:
-    """The cores that this process may use, shared evenly."""
+    """Return an equal share of the cores that this process may use."""
     return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def code_folder() -> Path:
-    """The folder that holds the packages `stages` and `flows`."""
+    """Return the folder that holds the packages `stages` and `flows`."""
     return Path(stages.__file__).parent.parent

@@ -1,9 +1,8 @@
-"""What a stage is in Kubernetes: manifests as trees, from the order of a job. Pure.
+"""Kubernetes manifests of a stage's job, as trees, made from its order. Pure.
 
-One node: a Job. Several: a TrainJob of Kubeflow Trainer (v1alpha1, with runtime patches: 2.2 and later), or an indexed
-Job whose pods find the first one through a headless Service; and a NetworkPolicy. Pods are as restricted as the
-"restricted" Pod Security Standard asks for, hold no token of the API, and write to the shared home, /tmp and shared
-memory alone.
+For one node: a Job. For several: a TrainJob of Kubeflow Trainer (v1alpha1, with runtime patches: 2.2 and later), or an
+indexed Job whose pods find the first one through a headless Service; and a NetworkPolicy. Pods satisfy the "restricted"
+Pod Security Standard, hold no token of the API, and can write only to the shared home, /tmp and shared memory.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ Manifest = dict[str, Any]
 
 USER_ID = 1000
 PORTS = range(20_000, 30_000)
-"""Below those that Linux gives out by itself."""
+"""Ports for rendezvous, below the range that Linux assigns by itself."""
 FIELD_MANAGER = "llm-lifecycle.io/launcher"
 JOB_LABEL = "llm-lifecycle.io/job"
 STAGE_LABEL = "llm-lifecycle.io/stage"
 TRAINER_CONTAINER = "node"
-"""What Kubeflow's runtimes call the container that trains, and the replicated job around it."""
+"""Name that Kubeflow's runtimes give to the training container and the replicated job around it."""
 
 CONTAINER_SECURITY = {
     "allowPrivilegeEscalation": False,
@@ -41,7 +40,7 @@ POD_SECURITY = {
 
 
 def job_manifests(order: JobOrder) -> list[Manifest]:
-    """Everything that one job consists of, the job itself last."""
+    """Return all objects of one job, the job itself last."""
     if order.nodes == 1:
         return [_job(order, {})]
     if order.kubernetes.job == "train_job":
@@ -51,7 +50,7 @@ def job_manifests(order: JobOrder) -> list[Manifest]:
 
 
 def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
-    """A Job of one pod, or an indexed one of as many pods as there are nodes."""
+    """Return a Job of one pod, or an indexed Job with a pod a node."""
     pod = {**pod_spec(order, address), "restartPolicy": "Never"}
     spec: Manifest = {
         "backoffLimit": 0,
@@ -69,12 +68,15 @@ def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
 
 
 def _port(order: JobOrder) -> int:
-    """Another one for each job, by what is random in its name."""
+    """Return a rendezvous port that differs from job to job, taken from the random part of the job's name."""
     return PORTS[int(order.job.rpartition("-")[2], base=16) % len(PORTS)]
 
 
 def _network_policy(order: JobOrder) -> Manifest:
-    """The pods of a job speak without a key: no other pod may reach them, where the cluster's network has policies."""
+    """Return a policy that lets only the job's own pods reach its pods, which use no key.
+
+    It has an effect only where the cluster's network supports policies.
+    """
     own = {"matchLabels": {JOB_LABEL: order.job}}
     spec = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
     version = "networking.k8s.io/v1"
@@ -82,7 +84,7 @@ def _network_policy(order: JobOrder) -> Manifest:
 
 
 def _headless_service(order: JobOrder) -> Manifest:
-    """Gives pods names, also before they are ready: they wait for one another."""
+    """Return a Service that gives pods names before they are ready, since they wait for one another."""
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -93,7 +95,10 @@ def _headless_service(order: JobOrder) -> Manifest:
 
 
 def _train_job(order: JobOrder) -> Manifest:
-    """The runtime brings the rendezvous (PET_…); image, command and resources are the trainer's, the rest a patch."""
+    """Return a TrainJob: image, command and resources belong to the trainer, the rest is a patch.
+
+    The runtime sets the rendezvous variables (PET_…).
+    """
     pod = pod_spec(order, {})
     (container,) = pod.pop("containers")
     unpatchable = ("enableServiceLinks", "automountServiceAccountToken")
@@ -124,7 +129,10 @@ def _train_job(order: JobOrder) -> Manifest:
 
 
 def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
-    """A pod that runs `node_task`. Secrets are named, never held; all other environment lies in the shared home."""
+    """Return a pod that runs `node_task`.
+
+    Secrets are referenced by name, never copied; all other environment lies in the shared home.
+    """
     asked = order.kubernetes
     plain = {"HOME": "/tmp", **environment}  # noqa: S108 (a volume)
     variables = [{"name": name, "value": value} for name, value in plain.items()]
@@ -152,7 +160,11 @@ def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
 
 
 def resources(asked: KubernetesOptions, cores: int) -> Manifest:
-    """Limits are what is asked for, so that no neighbour takes it away; cores, `cores` of them by default, are lent."""
+    """Return the requests and limits of a container.
+
+    Memory and GPUs are limited to the request, so that they are guaranteed. CPU cores (`cores` by default) have no
+    limit.
+    """
     limits: Manifest = {}
     if asked.memory_gib_per_node:
         limits["memory"] = _gib(asked.memory_gib_per_node)
@@ -162,7 +174,7 @@ def resources(asked: KubernetesOptions, cores: int) -> Manifest:
 
 
 def volumes(asked: KubernetesOptions) -> list[Manifest]:
-    """All that a container can write to, and the shared home."""
+    """Return the volumes of a pod: the shared home, and all else that a container can write to."""
     shared_memory = {"medium": "Memory", "sizeLimit": _gib(asked.shared_memory_gib)}
     return [
         {"name": "home", "persistentVolumeClaim": {"claimName": asked.store_claim}},
@@ -172,7 +184,7 @@ def volumes(asked: KubernetesOptions) -> list[Manifest]:
 
 
 def volume_mounts(home: Path, *, read_only: bool) -> list[Manifest]:
-    """Where `volumes` are; the home under the path that it has here, which artifacts' records hold."""
+    """Return where `volumes` are mounted; the home has its path on this machine, which records contain."""
     return [
         {"name": "home", "mountPath": str(home), "readOnly": read_only},
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 (a volume)
@@ -181,12 +193,12 @@ def volume_mounts(home: Path, *, read_only: bool) -> list[Manifest]:
 
 
 def environment_by_reference(secrets: dict[str, str]) -> list[Manifest]:
-    """Variables whose values Kubernetes takes from Secrets. secrets: variable → `name/key`."""
-    found = []
+    """Return variables whose values Kubernetes reads from Secrets. secrets: variable → `name/key`."""
+    variables = []
     for variable, reference in secrets.items():
         name, _, key = reference.partition("/")
-        found.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}})
-    return found
+        variables.append({"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}})
+    return variables
 
 
 def _metadata(order: JobOrder) -> Manifest:

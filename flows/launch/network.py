@@ -1,7 +1,7 @@
-"""Where the nodes of a job reach one another, found out on each of them before the stage starts.
+"""Addresses at which the nodes of a job reach one another, checked on each node before the stage starts.
 
-An address that the others cannot reach, such as the 127.0.1.1 to which Debian has a machine's own name resolve, is no
-error where it is used: all of them wait for one another.
+An address that other nodes cannot reach, such as the 127.0.1.1 to which Debian resolves a machine's own name, raises no
+error where it is used: the nodes deadlock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ REMEDY = "name the interface that leads to the others in execution.network_inter
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the nodes this is, and where the first one is reached. first_machine: of `this_machine`, if known."""
+    """Rank of this node in a job, and the address of the first node.
+
+    first_machine: `this_machine` of the first node, if known.
+    """
 
     rank: int
     address: str
@@ -31,7 +34,7 @@ class Place:
 
 
 def place_of(environment: Mapping[str, str]) -> Place:
-    """This node's place, from the variables of a Slurm step, of a TrainJob, or of an indexed Job."""
+    """Return this node's place from the variables of a Slurm step, of a TrainJob, or of an indexed Job."""
     if "SLURM_PROCID" in environment:
         address = environment.get("MASTER_ADDR") or environment["SLURM_LAUNCH_NODE_IPADDR"]
         rank, port = int(environment["SLURM_PROCID"]), environment["MASTER_PORT"]
@@ -43,27 +46,30 @@ def place_of(environment: Mapping[str, str]) -> Place:
 
 
 def this_machine() -> str:
-    """The same for all processes of a machine until it restarts."""
+    """Return an id that all processes of a machine share until it restarts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def address_of(interface: str) -> str:
-    """Where others reach this machine on an interface, by IPv4 if it can. Raises ResourceError when it has none."""
-    found = psutil.net_if_addrs()
+    """Return the address of an interface of this machine, IPv4 if it has one.
+
+    Raises ResourceError when the interface is absent or has no address.
+    """
+    interfaces = psutil.net_if_addrs()
     families = (socket.AF_INET, socket.AF_INET6)
-    addresses = [one.address for family in families for one in found.get(interface, ()) if one.family == family]
+    addresses = [item.address for family in families for item in interfaces.get(interface, ()) if item.family == family]
     if not addresses:
-        there = ", ".join(sorted(found))
+        available = ", ".join(sorted(interfaces))
         raise ResourceError(
-            f"execution.network_interface: {socket.gethostname()} has no address on {interface}; it has {there}"
+            f"execution.network_interface: {socket.gethostname()} has no address on {interface}; it has {available}"
         )
     return addresses[0]
 
 
 def check_reachable(place: Place, environment: Mapping[str, str]) -> None:
-    """Raises ResourceError when this node and the others could not reach one another.
+    """Check that this node and the others can reach one another. Raises ResourceError otherwise.
 
-    environment: that of the stage's processes, which says on which interfaces they speak.
+    environment: of the stage's processes; it names the interfaces that they use.
     """
     node = socket.gethostname()
     if is_loopback(place.address):
@@ -78,7 +84,7 @@ def check_reachable(place: Place, environment: Mapping[str, str]) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is of its machine alone; names are not known to be."""
+    """Return whether an address is a loopback address; names are not resolved."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -86,7 +92,10 @@ def is_loopback(address: str) -> bool:
 
 
 def _address_of_own_name(node: str) -> str:
-    """What gloo takes for the address of a machine where no interface is named: without any, the loopback's."""
+    """Return the address that gloo uses for this machine when no interface is named.
+
+    gloo falls back to the loopback interface when the machine's name has no address.
+    """
     try:
         return str(socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

@@ -1,9 +1,9 @@
-"""What runs on each node of a cluster's job: the stage's processes, under the supervisor.
+"""Program on each node of a cluster job: runs the stage's processes under the supervisor.
 
     python -m flows.launch.node_task LAUNCH_FOLDER
 
-Ends with the stage's exit code. SIGTERM, the loss of the process that waits for the job, or another start of the same
-job ends all processes of the stage.
+It exits with the stage's exit code. SIGTERM, missing heartbeats of the agent, or another start of the same job end all
+processes of the stage.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ INTERRUPTED = 128 + signal.SIGTERM
 
 
 def main() -> int:
-    """Run this node's share of the stage; returns the exit code."""
+    """Run this node's share of the stage; return the exit code."""
     os.umask(0o077)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # as on the machine that asked for this
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no memory dump: memory holds keys
     folder = JobFolder(Path(sys.argv[1]))
     order = folder.order()
     assert order, f"no order in {folder.path}"
@@ -56,14 +56,14 @@ def main() -> int:
 
 
 def _wait(process: Supervised, folder: JobFolder, order: JobOrder, stop: threading.Event) -> int | None:
-    """The exit code; None when the stage had to be stopped."""
+    """Return the exit code of the stage's processes, or None when they had to be stopped."""
     owner, pulse = folder.owner(), Pulse(folder, order.heartbeat_patience_s)
     while (code := process.poll()) is None:
         if pulse.is_lost():
-            print(f"nobody has waited for this job for {order.heartbeat_patience_s:g} s: it ends", flush=True)
+            print(f"no heartbeat from the agent for {order.heartbeat_patience_s:g} s: the job ends", flush=True)
             stop.set()
         if folder.owner() != owner:
-            print("the job was started elsewhere: it ends here", flush=True)
+            print("the job was started on other nodes: it ends here", flush=True)
             stop.set()
         if stop.wait(POLL_INTERVAL_S):
             process.stop()
@@ -72,14 +72,18 @@ def _wait(process: Supervised, folder: JobFolder, order: JobOrder, stop: threadi
 
 
 def _output(order: JobOrder) -> BinaryIO:
-    """Where the stage's output goes: Slurm gathers that of all nodes in the log; Kubernetes keeps each pod's apart."""
+    """Return the stream for the stage's output.
+
+    Slurm collects the output of all nodes in the log; Kubernetes keeps each pod's apart, so there it goes to the log
+    directly.
+    """
     if order.launcher == "slurm":
         return os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     return (order.work / LOG_FILE).open("ab")
 
 
 def command(order: JobOrder, place: Place | None) -> list[str]:
-    """The stage itself, or what starts it several times; all processes meet at the first node's address."""
+    """Return the command for this node's processes; all processes meet at the first node's address."""
     if place is None:
         return local.on_one_node(order.stage_command, order.processes)
     return [
@@ -90,7 +94,7 @@ def command(order: JobOrder, place: Place | None) -> list[str]:
 
 
 def complete(environment: Mapping[str, str], order: JobOrder, place: Place | None) -> dict[str, str]:
-    """The environment with what only the node knows: its cores, and on which interface the nodes speak."""
+    """Return the environment with what only the node knows: its cores, and the interface between the nodes."""
     known = local.threads(order.threads or local.threads_of_each(order.processes))
     if place is None or is_loopback(place.address):
         known |= local.ON_LOOPBACK

@@ -1,6 +1,7 @@
-"""A served model in Kubernetes: Deployment, Service, NetworkPolicy and HorizontalPodAutoscaler, as trees. Pure.
+"""Kubernetes manifests of a served model: Deployment, Service, NetworkPolicy and HorizontalPodAutoscaler. Pure.
 
-A pod is an engine that listens on a Unix socket, and the proxy, which asks for the key and alone has a port.
+A pod has two containers: an engine that listens on a Unix socket, and the proxy, which checks the API key and is the
+only one with a port.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from stages.serving.registry import chosen_engine
 PORT = 8000
 SOCKET = Path("/run/engine/engine.sock")
 PROXY_CODE = "/opt/lifecycle"
-"""Where the image (`deploy/docker/serve.Dockerfile`) has the package `stages`, for the proxy."""
+"""Folder of the image (`deploy/docker/serve.Dockerfile`) that holds the package `stages`, for the proxy."""
 IS_HEALTHY = """
 import socket, sys
 engine = socket.socket(socket.AF_UNIX)
@@ -40,7 +41,7 @@ engine.connect(sys.argv[1])
 engine.sendall(b"GET /health HTTP/1.0\\r\\n\\r\\n")
 sys.exit(b" 200 " not in engine.recv(64))
 """
-"""Starts in a fraction of a second, in any engine's image."""
+"""Program of the health probe; it starts in a fraction of a second, in any engine's image."""
 REMOVE_AND_START = """
 import os, sys
 if os.path.lexists(sys.argv[1]):
@@ -48,25 +49,31 @@ if os.path.lexists(sys.argv[1]):
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 START = ("python", "-I", "-S", "-c", REMOVE_AND_START)
-"""The volume outlives a container that is started again: engines do not listen where a socket lies already."""
+"""Command that removes a stale socket and then starts the engine.
+
+The volume outlives a restarted container, and engines do not listen where a socket lies already.
+"""
 AWAIT_PROXY = """
 import fcntl, sys
 with open(sys.argv[1], "a") as lock:
     fcntl.flock(lock, fcntl.LOCK_SH)
 """
-"""Engines end at once when they are asked to: they are asked when the proxy has given its last answer, and ended."""
+"""Program that waits until the proxy has ended.
+
+Engines end at once when asked to, so they are asked only after the proxy has sent its last answer.
+"""
 HUNG_ENGINE_GRACE_S = 30
 DEREGISTRATION_S = 10
-"""Until every node of the cluster knows that a pod which is to end gets no new requests."""
+"""Seconds until every node of the cluster knows that an ending pod gets no new requests."""
 SERVE_LABEL = "llm-lifecycle.io/serve"
 WAITING_REQUESTS_PER_REPLICA = 4
-"""More waiting requests than this, on average, and another replica is started."""
+"""Average number of waiting requests above which another replica is started."""
 CORE_UTILIZATION_PERCENT = 80
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Bounds of the autoscaler."""
+    """Bounds of the autoscaler, in replicas."""
 
     least: int
     most: int
@@ -81,10 +88,14 @@ def serving_manifests(
     replicas: Replicas,
     adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> list[Manifest]:
-    """model: the folder of the weights, below `home`. version: of the serve stage; another one rolls the pods.
-    adapters: stage → folder, below `home` too; what the stage serves is called `name`, others by their stages.
+    """Return the manifests that serve a model.
 
-    Raises `RecipeError` when the recipe lacks what only Kubernetes needs, ModelError for what cannot be served.
+    name: name of the Deployment and of what the stage serves; adapters of other stages are called by their stages.
+    model: folder of the weights, below `home`.
+    version: of the serve stage; another version replaces the pods one by one.
+    adapters: stage → folder, below `home` too.
+
+    Raises `RecipeError` when the recipe lacks what only Kubernetes needs, `ModelError` for what cannot be served.
     """
     asked = _checked_options(name, config)
     metadata = {"name": name, "namespace": asked.namespace, "labels": {SERVE_LABEL: name}}
@@ -99,7 +110,7 @@ def serving_manifests(
     policy = {
         "podSelector": {"matchLabels": {SERVE_LABEL: name}},
         "policyTypes": ["Ingress", "Egress"],
-        # The proxy's port, for pods of the namespace. A server asks nobody anything: no egress.
+        # Pods of the namespace may reach the proxy's port. A server sends no requests itself: no egress.
         "ingress": [{"from": [{"podSelector": {}}], "ports": [{"protocol": "TCP", "port": "http"}]}],
         "egress": [],
     }
@@ -118,7 +129,7 @@ def serving_manifests(
 
 
 def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
-    """What only Kubernetes needs is there. Raises `RecipeError`."""
+    """Return the Kubernetes options of a serve stage. Raises `RecipeError` when the image or key is missing."""
     asked = config.execution.kubernetes
     if not asked.image:
         title = chosen_engine(config.serving).title
@@ -134,7 +145,7 @@ def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
 def _pod(name: str, model: Path, home: Path, config: ServeConfig, adapters: Mapping[str, Path]) -> Manifest:
     asked = config.execution.kubernetes
     engine = chosen_engine(config.serving)
-    # The image's own program: which build it is shows in whether GPUs are asked for.
+    # The image holds one build of the engine; whether it is the CPU's shows in whether GPUs are requested.
     program = engine.program_in_image(on_cpu=not asked.gpus_per_node)
     spec = LaunchSpec(
         model=model,
@@ -169,7 +180,7 @@ def _pod(name: str, model: Path, home: Path, config: ServeConfig, adapters: Mapp
         "serviceAccountName": asked.service_account,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        # Requests that are being answered are answered to the end.
+        # Long enough for the requests in progress to be answered completely.
         "terminationGracePeriodSeconds": DEREGISTRATION_S + round(LAST_ANSWERS_TIMEOUT_S) + HUNG_ENGINE_GRACE_S,
         "securityContext": POD_SECURITY,
         "containers": [container, _proxy(asked)],
@@ -201,18 +212,21 @@ def _before_sigterm(*command: str) -> Manifest:
 
 
 def _ending_probe(failures: int) -> Manifest:
-    """One whose failure ends the engine, though the proxy goes on."""
+    """Return a probe whose failure ends the engine, while the proxy goes on."""
     return {**_probe(failures), "terminationGracePeriodSeconds": HUNG_ENGINE_GRACE_S}
 
 
 def _probe(failures: int) -> Manifest:
-    """Asks the engine, at its socket: kubelet has no key for the proxy."""
+    """Return a probe that asks the engine at its socket, because kubelet has no key for the proxy."""
     command = ["python", "-I", "-S", "-c", IS_HEALTHY, str(SOCKET)]
     return {"exec": {"command": command}, "timeoutSeconds": 6, "periodSeconds": 10, "failureThreshold": failures}
 
 
 def _autoscaler(name: str, asked: KubernetesOptions, waiting_requests: str, replicas: Replicas) -> Manifest:
-    """By waiting requests on GPUs, which are always busy (needs an adapter for such metrics); by cores without."""
+    """Return an autoscaler: by waiting requests on GPUs, by CPU utilization without.
+
+    GPUs are always busy, so their utilization says nothing. The metric needs an adapter for custom metrics.
+    """
     waiting = {"type": "AverageValue", "averageValue": str(WAITING_REQUESTS_PER_REPLICA)}
     busy = {"type": "Utilization", "averageUtilization": CORE_UTILIZATION_PERCENT}
     metric = (

@@ -1,9 +1,9 @@
-"""The batch step of a Slurm job: starts `node_task` on every node, and notes how that ended.
+"""Batch step of a Slurm job: starts `node_task` on every node, and records how it ended.
 
     python -m flows.launch.slurm_batch LAUNCH_FOLDER
 
-Runs on the first node, with an environment that holds nothing of the user's. SIGTERM comes before the time limit, at a
-preemption or a cancellation: the stage is ended in good order, so that its last checkpoint is whole.
+It runs on the first node, with an environment that holds nothing of the user's. SIGTERM comes before the time limit, at
+a preemption or a cancellation: the stage is ended in order, so that its last checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from stages.core.errors import ResourceError
 
 POLL_INTERVAL_S = 0.2
 GRACE_S = 25.0
-"""Less than Slurm's default KillWait."""
+"""Seconds for the stage to end after SIGTERM; less than Slurm's default KillWait."""
 
 
 def main() -> int:
-    """Run the step to its end, or to the end of the job; returns its exit code."""
+    """Run the step to its end, or to the end of the job; return its exit code."""
     folder = JobFolder(Path(sys.argv[1]))
     order = folder.order()
     assert order, f"no order in {folder.path}"
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def step_command(order: JobOrder, folder: JobFolder) -> list[str]:
-    """One task a node. The first task that fails ends the others."""
+    """Return the `srun` command with one task a node; the first task that fails ends the others."""
     srun = ["srun", "--export=ALL", f"--nodes={order.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     # srun does not take the number of cores over from sbatch.
     srun += [f"--cpus-per-task={order.slurm.cpus_per_node or order.cores_per_node}"]
@@ -63,10 +63,10 @@ def step_command(order: JobOrder, folder: JobFolder) -> list[str]:
 
 
 def meeting_place(order: JobOrder) -> dict[str, str]:
-    """Where the nodes meet: at a port of this one, the first of the job, that nobody listens on.
+    """Return the variables that name the rendezvous: a free port of this node, the first of the job.
 
-    Its address is that of the interface which the recipe names, else Slurm's, which each task is given. Raises
-    ResourceError when there is no such interface.
+    The address is that of the interface which the recipe names, else empty: then each task uses Slurm's. Raises
+    ResourceError when the interface is absent.
     """
     address = address_of(order.network_interface) if order.network_interface else ""
     with socket.socket() as listener:

@@ -1,4 +1,7 @@
-"""The jobs of one stage in Slurm, and what Slurm's words for them mean."""
+"""Jobs of one stage in Slurm, through its commands: submitted, observed and cancelled.
+
+The commands get an environment without our variables, so that no secret reaches Slurm's records.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +56,18 @@ OVER = frozenset({"COMPLETED", "FAILED", *INTERRUPTIONS, *KILLED})
 
 
 class SlurmJobs:
-    """Submits the jobs of an order, one after another, looks at them, and cancels them."""
+    """Client for the jobs of one order in Slurm, submitted one after another."""
 
     def __init__(self, folder: JobFolder, order: JobOrder) -> None:
         self.folder = folder
         self.order = order
 
     def submit(self) -> str:
-        """Returns the id of the job. Raises what `_submit` raises."""
+        """Submit a job and return its id. Raises what `_submit` raises."""
         return _submit(sbatch_arguments(self.order, self.folder))
 
     def look(self, job_id: str) -> JobOutcome | Waiting | Running:
-        """Raises `TransientError` when Slurm does not answer."""
+        """Return the job's state. Raises `TransientError` when Slurm does not answer."""
         view = _look(job_id)
         if view is None or view.state in OVER:
             return outcome(view, self.folder.end(job_id), self.order, job_id)
@@ -73,16 +76,19 @@ class SlurmJobs:
         return Running()
 
     def name_of(self, job_id: str) -> str:
-        """For people."""
+        """Return the job's name for messages to people."""
         return f"Slurm job {job_id}"
 
     def cancel(self) -> bool:
-        """Returns whether no job is left. Raises `TransientError` when Slurm does not answer."""
+        """Cancel the jobs; return whether none is left. Raises `TransientError` when Slurm does not answer."""
         return _cancel(self.order.job, CANCEL_PATIENCE_S)
 
 
 def sbatch_arguments(order: JobOrder, folder: JobFolder) -> list[str]:
-    """Options, script and its arguments. No environment is handed to Slurm, which would keep it in its records."""
+    """Return the options, the script and its arguments.
+
+    No environment is passed to Slurm, which would keep it in its records.
+    """
     asked = order.slurm
     options = {
         "job-name": order.job,
@@ -107,14 +113,18 @@ def sbatch_arguments(order: JobOrder, folder: JobFolder) -> list[str]:
 
 
 def outcome(view: JobView | None, end: JobEnd | None, order: JobOrder, job_id: str) -> JobOutcome:
-    """view: the ended job, None when Slurm has forgotten it. end: what its batch step noted, if it could."""
+    """Return the outcome of a job that is over.
+
+    view: the job as Slurm shows it, or None when Slurm has forgotten it.
+    end: what the job's batch step recorded, if it could.
+    """
     if view and view.state in INTERRUPTIONS:
         return Interrupted(INTERRUPTIONS[view.state], by_time_limit=view.state == "TIMEOUT")
     if view and view.state in KILLED:
         return Failed(_error_of(view, order, job_id))
     if end and end.exit_code is not None:
         return Finished(end.exit_code)
-    if end:  # it got SIGTERM, and nobody else cancelled it
+    if end:  # it got SIGTERM, but Slurm does not name a cancellation: only the time limit sends that
         return Interrupted(INTERRUPTIONS["TIMEOUT"], by_time_limit=True)
     return Failed(_unexplained(view, order, job_id))
 
@@ -145,7 +155,7 @@ def _unexplained(view: JobView | None, order: JobOrder, job_id: str) -> Lifecycl
 
 @dataclass(frozen=True)
 class JobView:
-    """A job as Slurm sees it: `state` and `reason` are Slurm's words."""
+    """Job as Slurm shows it; `state` and `reason` are Slurm's words."""
 
     state: str
     reason: str
@@ -155,20 +165,20 @@ class JobView:
 
 
 def _submit(arguments: Sequence[str]) -> str:
-    """Submit a batch script; returns the id of the job.
+    """Submit a batch script and return the id of the job.
 
     Raises `RecipeError` when Slurm refuses it, `TransientError` when Slurm does not answer.
     """
     try:
-        said = _run("sbatch", "--parsable", *arguments)
+        output = _run("sbatch", "--parsable", *arguments)
     except _RefusedError as error:
         remedy = "see execution.slurm of the stage, and `sinfo` for what there is"
         raise RecipeError(f"Slurm refused the job: {error}; {remedy}") from error
-    return said.strip().partition(";")[0]
+    return output.strip().partition(";")[0]
 
 
 def _look(job_id: str) -> JobView | None:
-    """The job; None when Slurm has forgotten it, which it does some minutes after its end."""
+    """Return the job, or None when Slurm has forgotten it, which happens some minutes after its end."""
     try:
         return parse_job(_run("scontrol", "show", "job", job_id, "--oneliner"))
     except _RefusedError:
@@ -176,19 +186,19 @@ def _look(job_id: str) -> JobView | None:
 
 
 def parse_job(line: str) -> JobView:
-    """What `scontrol show job --oneliner` prints."""
-    found = {name: match[1] for name in FIELDS if (match := re.search(rf"(?:^| ){name}=(\S*)", line))}
+    """Parse the output of `scontrol show job --oneliner`."""
+    fields = {name: match[1] for name in FIELDS if (match := re.search(rf"(?:^| ){name}=(\S*)", line))}
     return JobView(
-        state=found["JobState"],
-        reason=found["Reason"],
-        nodes="" if found.get("NodeList") == "(null)" else found.get("NodeList", ""),
-        restarts=int(found.get("Restarts", "0")),
-        exit_code=found.get("ExitCode", "0:0"),
+        state=fields["JobState"],
+        reason=fields["Reason"],
+        nodes="" if fields.get("NodeList") == "(null)" else fields.get("NodeList", ""),
+        restarts=int(fields.get("Restarts", "0")),
+        exit_code=fields.get("ExitCode", "0:0"),
     )
 
 
 def _cancel(job_name: str, patience_s: float) -> bool:
-    """Cancel all jobs of this name. Returns whether none of them is left after at most `patience_s`."""
+    """Cancel all jobs of a name; return whether none is left after at most `patience_s`."""
     end_s = time.monotonic() + patience_s
     while jobs := _run("squeue", "--noheader", f"--name={job_name}", "--format=%i").split():
         _run("scancel", "--quiet", *jobs)
@@ -199,11 +209,11 @@ def _cancel(job_name: str, patience_s: float) -> bool:
 
 
 class _RefusedError(Exception):
-    """Slurm answered, and said no."""
+    """Slurm answered, and refused the request."""
 
 
 def _run(program: str, *arguments: str) -> str:
-    """What the program prints. Raises `_RefusedError` with its complaint, or what `_submit` says."""
+    """Return the output of a program of Slurm. Raises `_RefusedError` with its complaint, or what `_submit` raises."""
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     try:
         ended = subprocess.run(

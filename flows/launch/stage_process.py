@@ -1,4 +1,4 @@
-"""Watch a stage process: until it ends, serves, takes too long, or is stopped."""
+"""A stage's process: started by its launcher, then watched until it ends, serves, times out or is stopped."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ TICK_INTERVAL_S = 0.3
 
 
 class Process(Protocol):
-    """A running stage. `token` marks its processes."""
+    """Running stage on any launcher. `token` marks its processes."""
 
     token: str
 
     def poll(self) -> int | None:
-        """Exit code, or None while it runs; no descendant is left once there is one."""
+        """Return the exit code, or None while it runs; once there is a code, no descendant is left."""
 
     def stop(self) -> None:
-        """End it and all its descendants; returns when none is left."""
+        """End the process and all its descendants; return when none is left."""
 
 
 def start(work: Path, config: StageConfig) -> Process:
-    """Start the stage whose `config.json` lies in `work` where its `execution.launcher` says."""
+    """Start the stage whose `config.json` lies in `work` on the launcher that `execution.launcher` names."""
     if config.execution.launcher == "local":
         return local.start(work, config)
     return cluster.start(work, config)
@@ -49,10 +49,13 @@ def watch(
     stop: threading.Event,
     log_begin: int = 0,
 ) -> StageResult:
-    """Returns the stage's result once it has exited with 0, or serves (the result has a lease, the process goes on).
+    """Return the stage's result once it has exited with 0, or serves; then the process goes on, and has a lease.
 
     Raises the stage's error, `StageCrashError`, `StageTimeoutError` or `RefreshStoppedError`; the process has ended by
-    then. A death for lack of memory is a `ResourceError`. log_begin: as of `failure_of`.
+    then. A kill for lack of memory is a `ResourceError`.
+
+    tick: called a few times a second, so that observers can read what the stage wrote.
+    log_begin: as for `failure_of`.
     """
     memory_kills = MemoryKills.here()
     num_kills = memory_kills.count()

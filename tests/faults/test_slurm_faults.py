@@ -110,7 +110,7 @@ def test_a_job_whose_machine_of_the_refresh_was_lost_ends_itself(cluster, store,
         kill_at_once(flow)
         eventually(lambda: not cluster.jobs(), "the job is left")
         eventually(lambda: not tiny.processes_of(store), "processes are left")
-    assert "nobody has waited for this job" in (work / "log.txt").read_text()
+    assert "no heartbeat from the agent" in (work / "log.txt").read_text()
 
 
 def test_the_next_refresh_cancels_a_job_that_a_lost_one_left_waiting(cluster, store, fault):
