@@ -73,7 +73,7 @@ def side_of_refresh(record: RefreshRecord, index: Index) -> Side:
 
 
 def compare(old: Side, new: Side, kept: Path) -> Differences:
-    """kept: folder of what files outside the store held, by their hash (`flows/planning/contents.py`)."""
+    """kept: folder of what files outside the store held, by their hash (`flows/planning/changes.py`)."""
     pairs, gone, come = _paired(old, new)
     changed = [pair for pair in pairs if not _is_same(*pair)]
     found: dict[str, list[str]] = defaultdict(list)

@@ -25,9 +25,8 @@ from flows.ledger.events import (
     StageWaits,
     TrialEnded,
 )
-from flows.ledger.heartbeat import is_silent
 from flows.ledger.home import HomeIdentity, ledger_root
-from flows.ledger.process_identity import ProcessIdentity, Standing
+from flows.ledger.process_identity import ProcessIdentity, Standing, is_silent
 from stages.core.contract import StageResult
 
 StageState = Literal["waiting", "running", "built", "cached", "failed", "cancelled", "skipped"]

@@ -2,32 +2,185 @@
 
 from __future__ import annotations
 
+import csv
+import re
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
 
-from flows.planning.contents import (
-    amount_of,
-    changed_amount,
-    content_changes,
-    contents_of,
-    keep_contents,
-    kept_contents,
-)
+from pydantic import TypeAdapter
+
 from flows.planning.plan import Plan, PlannedStage
 from flows.recipe.version import Difference
-from flows.store.content import CONTENT_FOLDERS
+from flows.store.content import CONTENT_FOLDERS, outside_files
 from flows.store.record import Artifact, Index
+from stages.core.cache_entries import note_use
 from stages.core.errors import LifecycleError
+from stages.core.files import write_atomically
 from stages.core.hashing import sha256_of_files
+from stages.core.redaction import REPLACEMENT, is_secret_name, redact, shortened
+from stages.core.strict import StrictModel
 from stages.hubs.files import requested_files
 from stages.kinds.download.config import DownloadConfig
 
+ROW_FILES = (".jsonl", ".ndjson", ".csv")
+TEXT_FILES = (".yaml", ".yml", ".jinja", ".jinja2", ".j2", ".json", ".txt", ".md")
+"""Files whose lines are kept."""
+MAX_COUNTED_BYTES = 1 << 28
+"""Of a file whose rows are counted: about a second. Of a larger one, its size says enough."""
+MAX_KEPT_BYTES = 1 << 16
+"""Of a text whose lines are kept, and compared."""
+MAX_COMPARED_LINES = 500
+LONGEST_LINE = 60
+_WORD = re.compile(r"[\w-]+")
+_LIKE_A_KEY = re.compile(r"(?=[\w+/=-]*[0-9])(?=[\w+/=-]*[A-Za-z])[\w+/=-]{20,}")
+"""A long word of letters and digits. No shorter one is a secret that is worth the name."""
 REVISION = "content of revision"
 CONTENT = "content of "
 CONTENTS_CACHE = "contents"
 """Cache of the store that takes what such files held."""
 MAX_NAMED = 5
+Hashed = dict[str, tuple[str, Path]]
+"""Name of a file → its sha256, and where it lies."""
+
+
+class Content(StrictModel):
+    """What a file held. amount: in words. text: its lines without keys; None of rows, which are counted, and code."""
+
+    sha256: str
+    amount: str
+    text: str | None
+
+
+Contents = dict[str, Content]
+"""Name of a file → what it held"""
+CONTENTS = TypeAdapter(Contents)
+
+
+def keep_contents(folder: Path, digest: str, path: Path) -> None:
+    """Note in `folder` what is at `path`, whose hash is `digest`. A home that cannot be written keeps nothing."""
+    before = kept_contents(folder, digest)
+    with suppress(OSError):
+        if before is None:
+            now = contents_of(path)
+        else:  # earlier versions of this program kept keys too
+            now = {
+                name: content.model_copy(update={"text": _kept(name, content.text)}) for name, content in before.items()
+            }
+        if now != before:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / f"{digest}.json", CONTENTS.dump_json(now).decode())
+
+
+def kept_contents(folder: Path, digest: str) -> Contents | None:
+    """What was noted of this hash; None where nothing was, or it is damaged."""
+    note = folder / f"{digest}.json"
+    try:
+        contents = CONTENTS.validate_json(note.read_bytes())
+    except (OSError, ValueError):
+        return None
+    note_use(note)
+    return contents
+
+
+def contents_of(path: Path) -> Contents:
+    """Of a file, or of every file of a folder that counts. Raises OSError."""
+    files = outside_files(path)
+    hashes = sha256_of_files(files)
+    return {
+        name: Content(sha256=hashes[name], amount=amount_of(file), text=_text(file)) for name, file in files.items()
+    }
+
+
+def content_changes(before: Contents, after: Contents) -> Iterator[str]:
+    """Each file that is gone, new or another, with the first line that changed; `t.yaml line 3: 'a: 1' → 'a: 2'`."""
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        if new is None:
+            yield f"{name} is gone"
+        elif old is None:
+            yield f"{name} is new ({new.amount})"
+        elif old.sha256 != new.sha256:
+            lines = None if old.text is None or new.text is None else _changed_lines(old.text, new.text)
+            yield f"{name} {lines or changed_amount(old.amount, new.amount)}"
+
+
+def changed_amount(old: str, new: str) -> str:
+    """`300 → 350 rows`, or `other rows, 300 rows`."""
+    number, _, unit = old.partition(" ")
+    return f"{number} → {new}" if old != new and new.endswith(unit) else f"other {unit}, {new}"
+
+
+def amount_of(file: Path) -> str:
+    """`350 rows`, or `1,234 bytes`. Raises OSError."""
+    num_rows = rows_of(file)
+    return f"{file.stat().st_size:,} bytes" if num_rows is None else f"{num_rows:,} rows"
+
+
+def rows_of(file: Path) -> int | None:
+    """Rows of a file that has some, and can be read and counted soon. Raises OSError."""
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        with suppress(ValueError):  # damaged: who reads its rows says so
+            return int(pyarrow.parquet.read_metadata(file).num_rows)
+        return None
+    if file.suffix not in ROW_FILES or file.stat().st_size > MAX_COUNTED_BYTES:
+        return None
+    if file.suffix == ".csv":
+        csv.field_size_limit(sys.maxsize)
+        with file.open(encoding="utf-8", errors="replace", newline="") as text:
+            return max(0, sum(map(bool, csv.reader(text))) - 1)
+    with file.open("rb") as stream:
+        return sum(bool(line.strip()) for line in stream)
+
+
+def _text(file: Path) -> str | None:
+    if file.suffix not in TEXT_FILES or file.stat().st_size > MAX_KEPT_BYTES:
+        return None
+    with suppress(UnicodeDecodeError):
+        return _kept(file.name, file.read_bytes().decode())
+    return None
+
+
+def _kept(name: str, text: str | None) -> str | None:
+    """Return the lines of a file that may be kept, with `***` in place of keys."""
+    if text is None or not name.endswith(TEXT_FILES):
+        return None
+    return _LIKE_A_KEY.sub(REPLACEMENT, redact("".join(_without_named_secrets(text))))
+
+
+def _without_named_secrets(text: str) -> Iterator[str]:
+    """Yield the lines, `***` instead of those that name a key or a password, and of what is indented below them."""
+    hidden_below = None
+    for line in text.splitlines(keepends=True):
+        content = line.lstrip()
+        indent = len(line) - len(content)
+        if hidden_below is not None and content and indent <= hidden_below:
+            hidden_below = None
+        if hidden_below is None and any(map(is_secret_name, _WORD.findall(line))):
+            hidden_below = indent
+        yield f"{REPLACEMENT}\n" if content and hidden_below is not None else line
+
+
+def _changed_lines(old: str, new: str) -> str | None:
+    """The first line that changed, and how many more did; None where lines do not tell it."""
+    before, after = old.splitlines(), new.splitlines()
+    if max(len(before), len(after)) > MAX_COMPARED_LINES:
+        return None
+    steps = SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    changed = [(before[step[1] : step[2]], after[step[3] : step[4]], step) for step in steps if step[0] != "equal"]
+    if not changed:
+        return None  # other line ends
+    gone, come, step = changed[0]
+    first = " → ".join(repr(shortened(lines[0].strip(), LONGEST_LINE)) for lines in (gone, come) if lines)
+    what = "" if gone and come else " is gone" if gone else " is new"
+    number = (step[1] if gone else step[3]) + 1
+    num_more = sum(max(len(gone), len(come)) for gone, come, _ in changed) - 1
+    return f"line {number}: {first}{what}" + (f", and {num_more} more lines" if num_more else "")
 
 
 def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
@@ -104,10 +257,6 @@ def kept_changes(kept: Path, differing: Difference) -> str | None:
     before, after = (kept_contents(kept, str(digest)) for digest in (differing.old, differing.new))
     changes = [*content_changes(before, after)] if before and after else []
     return _listed(changes) if changes else None
-
-
-Hashed = dict[str, tuple[str, Path]]
-"""Name of a file → its sha256, and where it lies."""
 
 
 def _contents(artifact: Artifact) -> Hashed:

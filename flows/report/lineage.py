@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import Field, JsonValue
 
 from flows.ledger.record import final_result
-from flows.planning.contents import rows_of
+from flows.planning.changes import rows_of
 from flows.store.content import CONTENT_FOLDERS
 from flows.store.record import Artifact, Index, UpstreamEntry
 from flows.tracking.cursor import run_id_of

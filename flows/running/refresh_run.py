@@ -24,10 +24,9 @@ from flows.ledger.events import (
     StageFailed,
     StageWaits,
 )
-from flows.ledger.heartbeat import Heartbeat
 from flows.ledger.home import home, home_identity
 from flows.ledger.machine import hardware, num_slots
-from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.process_identity import Heartbeat, ProcessIdentity
 from flows.ledger.provenance import git_commit
 from flows.ledger.record import HEARTBEAT_FILE, RefreshRecord, after
 from flows.ledger.refreshes import close_interrupted, end_of, ledger_of, new_refresh_id

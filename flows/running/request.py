@@ -10,20 +10,21 @@ from pathlib import Path
 from flows.ledger.home import store_root
 from flows.ledger.record import RefreshRecord
 from flows.planning.changes import CONTENTS_CACHE, with_changes
+from flows.planning.checks import (
+    Problems,
+    check_gates,
+    check_idle,
+    check_publishing,
+    check_quantizing,
+    check_serving,
+    installation_notes,
+)
 from flows.planning.devices import check_devices, device_notes
-from flows.planning.gates import check_gates
-from flows.planning.harnesses import installation_notes
-from flows.planning.idle import check_idle
-from flows.planning.input_check import check_first_inputs
+from flows.planning.input_check import check_first_inputs, check_models
 from flows.planning.layout_choice import choose_layouts
-from flows.planning.model_check import check_models
 from flows.planning.model_shape import ModelConfigs
 from flows.planning.outside import as_built_before, resolve_outside
 from flows.planning.plan import Plan, chosen_stages, plan
-from flows.planning.problems import Problems
-from flows.planning.publishing import check_publishing
-from flows.planning.quantizing import check_quantizing
-from flows.planning.serving import check_serving
 from flows.planning.stored import find_stored
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.recipe.text import without_secrets

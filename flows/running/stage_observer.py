@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows.ledger.energy import energy_j
 from flows.ledger.events import AnyEvent, AttemptBegan, AttemptEnded, StageWaits
 from flows.ledger.events import Outcome as EventOutcome
+from flows.ledger.machine import energy_j
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import metrics_size
 from flows.planning.devices import num_devices, own_gpus

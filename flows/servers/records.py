@@ -15,9 +15,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from flows.ledger.heartbeat import Heartbeat, is_silent
 from flows.ledger.home import HomeIdentity, home, home_identity
-from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.process_identity import Heartbeat, ProcessIdentity, is_silent
 from flows.servers.programs import LOOPBACK
 from stages.core.contract import StrictModel
 from stages.core.errors import StoreError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.planning.contents import rows_of
+from flows.planning.changes import rows_of
 from flows.store.record import Artifact, Record
 from flows.store.store import read_artifact
 from stages.core.errors import DataError

@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from flows.ledger.energy import energy_j
-from flows.ledger.machine import gpus
+from flows.ledger.machine import energy_j, gpus
 
 
 @pytest.mark.skipif(not gpus(), reason="no NVIDIA GPU")

@@ -8,9 +8,8 @@ import time
 
 import pytest
 
-from flows.ledger.heartbeat import SILENCE_S, Heartbeat, is_silent
 from flows.ledger.home import HomeIdentity, home_identity
-from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.process_identity import SILENCE_S, Heartbeat, ProcessIdentity, is_silent
 
 ELSEWHERE = {"host": "other", "boot": "00000000-0000-0000-0000-000000000000"}
 
@@ -87,7 +86,7 @@ def test_an_earlier_boot_of_this_host_has_ended_when_nothing_was_heard_since(tmp
 
 
 def test_a_heartbeat_is_touched_while_it_goes_and_is_removed_at_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.ledger.heartbeat.INTERVAL_S", 0.01)
+    monkeypatch.setattr("flows.ledger.process_identity.INTERVAL_S", 0.01)
     heartbeat = Heartbeat(tmp_path / "heartbeat")
     heartbeat.start()
     for _ in range(2):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.planning.idle import check_idle
+from flows.planning.checks import check_idle
 from flows.recipe.problems import models_in
 from flows.recipe.recipe import load_recipe
 from flows.running.request import RefreshRequest, make_plan

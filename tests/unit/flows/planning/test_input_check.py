@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from flows.planning.problems import Problems
+from flows.planning.checks import Problems
 from flows.running.request import PlannedRefresh, RefreshRequest, make_plan
 from stages.core.errors import DataError, LifecycleError, ModelError, RecipeError, TransientError
 

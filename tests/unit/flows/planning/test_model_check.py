@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from flows.planning.model_check import check_models
+from flows.planning.input_check import check_models
 from flows.planning.outside import resolve_outside
 from flows.recipe.recipe import Recipe
 from flows.store.store import Store

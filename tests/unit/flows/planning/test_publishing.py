@@ -2,8 +2,8 @@
 
 import pytest
 
+from flows.planning.checks import check_publishing
 from flows.planning.plan import plan
-from flows.planning.publishing import check_publishing
 from flows.recipe.recipe import load_stages
 from flows.store.record import Index
 from stages.core.errors import RecipeError

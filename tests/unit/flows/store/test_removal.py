@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.planning.contents import keep_contents
+from flows.planning.changes import keep_contents
 from flows.store.store import Store
 from stages.core.errors import StoreError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.planning.contents import keep_contents, kept_contents
+from flows.planning.changes import keep_contents, kept_contents
 from flows.store.collect import collect, find_garbage
 from flows.store.store import Store
 from stages.core.cache_entries import note_use_of_file

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.planning.idle import check_idle
+from flows.planning.checks import check_idle
 from flows.recipe.recipe import Recipe, load_recipe
 from stages.core.errors import RecipeError
 from stages.serving.llama_cpp.program import LlamaCppProgram

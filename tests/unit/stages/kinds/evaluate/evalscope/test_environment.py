@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.planning.harnesses import installation_notes
+from flows.planning.checks import installation_notes
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
