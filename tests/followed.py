@@ -17,8 +17,7 @@ from flows.champion.follow import Follower, Following
 from flows.champion.own_folder import own_folder
 from flows.champion.registrations import Registration
 from flows.champion.registry import CHAMPION, Registry
-from flows.champion.serving import Serving, start_engine
-from flows.champion.starting import in_background
+from flows.champion.serving import Serving, in_background, start_engine
 from flows.ledger.home import store_root
 from flows.store.store import Store
 from stages.core.supervisor import descendants

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,22 +28,28 @@ from socket import socket
 from typing import Self
 
 from flows.champion import champions, side_by_side
-from flows.champion.aliases import Aliases
-from flows.champion.canary_gate import have_answered, misses
 from flows.champion.own_folder import own_folder
 from flows.champion.registrations import only_one
 from flows.champion.registry import CHALLENGER, RegisteredVersion, Registry
-from flows.champion.restarts import Restarts
-from flows.champion.serving import Serving, end_dead, end_serving, start_engine
-from flows.champion.starting import Start, in_background
+from flows.champion.serving import Serving, Start, end_dead, end_serving, in_background, start_engine
 from stages.core.errors import LifecycleError
 from stages.serving.backend import Canary
 from stages.serving.lines import say
 from stages.serving.listening import listening
 from stages.serving.proxy import API_KEY_VARIABLE, Proxy, Sampler
 from stages.serving.server import reachable
+from stages.serving.tally import Tally
 from stages.serving.waiting import WaitingRoom
 
+LOOK_INTERVAL_S = 5.0
+MAX_MORE_ERRORS = 0.01
+"""Of the requests."""
+MAX_TIMES_SLOWER = 1.25
+"""At the 95th percentile."""
+MAX_AT_ONCE = 2
+LONGEST_PAUSE_S = 60.0
+STEADY_S = 300.0
+"""An engine that lived so long starts a new count."""
 STEP_INTERVAL_S = 0.1
 LAST_ANSWERS_TIMEOUT_S = 30
 MAX_DEATHS_WITH = 2
@@ -334,6 +340,94 @@ class Follower:
         if trouble != self._last_trouble.get(about):
             say(trouble)
         self._last_trouble[about] = trouble
+
+
+class Aliases:
+    """The latest that MLflow said; what it does not answer stays as it was."""
+
+    def __init__(self, registry: Registry, name: str, aliases: Iterable[str]):
+        self._registry = registry
+        self._name = name
+        self._versions: dict[str, RegisteredVersion | None] = dict.fromkeys(aliases)
+        self._refused: dict[str, str] = {}
+        self._next_look_s = 0.0
+        self._looking: Future[dict[str, RegisteredVersion | LifecycleError | None]] | None = None
+
+    def look(self) -> dict[str, RegisteredVersion | LifecycleError | None]:
+        """Return what has come in of each alias since the last call, nothing most of the time; ask again when it is
+        time. Waits for nothing."""
+        if self._looking is None:
+            if time.monotonic() >= self._next_look_s:
+                self._looking = in_background(self._asked)
+            return {}
+        if not self._looking.done():
+            return {}
+        found, self._looking = self._looking.result(), None
+        self._next_look_s = time.monotonic() + LOOK_INTERVAL_S
+        for alias, version in found.items():
+            if not isinstance(version, LifecycleError):
+                self._versions[alias] = version
+                if version is None or version.number != self._refused.get(alias):
+                    self._refused.pop(alias, None)
+        return found
+
+    def version(self, alias: str) -> RegisteredVersion | None:
+        """The version that an alias is on, but for a refused one."""
+        version = self._versions.get(alias)
+        return version if version and version.number != self._refused.get(alias) else None
+
+    def refuse(self, alias: str, version: RegisteredVersion) -> None:
+        """Have an alias be on nothing as long as it is on a version that cannot be served."""
+        self._refused[alias] = version.number
+
+    def _asked(self) -> dict[str, RegisteredVersion | LifecycleError | None]:
+        found: dict[str, RegisteredVersion | LifecycleError | None] = {}
+        for alias in self._versions:
+            try:
+                found[alias] = self._registry.find(self._name, alias)
+            except LifecycleError as error:
+                found[alias] = error
+        return found
+
+
+class Restarts:
+    """Counts deaths in a row."""
+
+    def __init__(self) -> None:
+        self.num_deaths = 0
+        self._due_s = 0.0
+
+    def add(self, lived_s: float) -> float:
+        """Count a death after `lived_s` of answering, or a start that failed; returns the seconds until the next
+        start."""
+        self.num_deaths = 1 if lived_s > STEADY_S else self.num_deaths + 1
+        pause_s = 0.0 if self.is_at_once else min(2.0 ** (self.num_deaths - MAX_AT_ONCE), LONGEST_PAUSE_S)
+        self._due_s = time.monotonic() + pause_s
+        return pause_s
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether nothing else goes before the next start."""
+        return self.num_deaths <= MAX_AT_ONCE
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._due_s
+
+
+def have_answered(num_requests: int, *tallies: Tally) -> bool:
+    """Whether each has had so many requests, errors included."""
+    return all(tally.num_requests >= num_requests for tally in tallies)
+
+
+def misses(challenger: Tally, champion: Tally) -> Iterator[str]:
+    """What is worse than allowed, in words."""
+    shares = [tally.num_errors / tally.num_requests for tally in (challenger, champion)]
+    if shares[0] > shares[1] + MAX_MORE_ERRORS:
+        yield f"{shares[0]:.1%} of its requests failed, and {shares[1]:.1%} of the champion's"
+    latencies_s = [tally.latency_s(95) for tally in (challenger, champion)]
+    if latencies_s[0] and latencies_s[1] and latencies_s[0] > latencies_s[1] * MAX_TIMES_SLOWER:
+        yield f"its p95 is {latencies_s[0]:.3g} s, and the champion's {latencies_s[1]:.3g} s"
 
 
 def _is_done(ended: Future[None]) -> bool:

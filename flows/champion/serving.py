@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
-from flows.champion.adapters import check_adapter, naming_of, swap_in, swapping_spec
+from flows.champion import champions
 from flows.champion.registry import RegisteredVersion
+from stages.adapters.idle import write_idle_adapter
 from stages.core.errors import LifecycleError
 from stages.core.supervisor import descendants, end_processes
-from stages.serving.backend import Backend
+from stages.serving.agreement import compare_with_records
+from stages.serving.backend import Backend, Naming
+from stages.serving.client import check_server
 from stages.serving.config import ServeExecution
+from stages.serving.launch import LaunchSpec
 from stages.serving.lines import say, starting_lines
 from stages.serving.server import Server, started_server
 from stages.serving.tally import ServedVersion
@@ -29,6 +35,9 @@ UNWELL = (502, 503)
 """Answers of `/health`: of our proxy when the engine does not answer, of vLLM when its process that computes ended."""
 MAX_UNWELL = 2
 """Such answers in a row, and the engine is taken for dead; its processes may take seconds longer to end."""
+BUSY_S = 30.0
+"""An engine that did not answer is busy or dies; it is known after so long which."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -142,3 +151,145 @@ def _watched(server: Server, stack: ExitStack) -> threading.Event:
 def _backend(server: Server, version: RegisteredVersion) -> Backend:
     naming = naming_of(version) if server.spec.swaps_adapters else None
     return Backend(server.address, naming, ServedVersion(version.name, version.number))
+
+
+def swapping_spec(version: RegisteredVersion, idle: Path) -> LaunchSpec:
+    """How to serve a version so that other adapters can take its place. Of a whole model: as it always is.
+
+    idle: where an adapter without effect is written.
+    """
+    spec = champions.launch_spec(version)
+    if not spec.adapters:
+        return spec
+    naming, folder = naming_of(version), spec.adapters[version.name]
+    write_idle_adapter(folder, idle)
+    adapters = {naming.inside: folder, _idle_name(spec): idle}
+    return spec.model_copy(update={"served_name": naming.inside, "adapters": adapters, "swaps_adapters": True})
+
+
+def naming_of(version: RegisteredVersion) -> Naming:
+    """How an adapter's registered name is called in its server."""
+    return Naming(public=version.name, inside=f"{version.name}@{version.number}")
+
+
+def swap_in(server: Server, version: RegisteredVersion) -> bool:
+    """Load a version into a running server and check it; whether it could be, since the server is that of its base.
+
+    Raises what loading and checking raise; the server is as it was before then.
+    """
+    spec, running, naming = champions.launch_spec(version), server.spec, naming_of(version)
+    same_server = (spec.model, spec.serving, spec.engine) == (running.model, running.serving, running.engine)
+    if not (running.swaps_adapters and spec.adapters and same_server):
+        return False
+    folder = spec.adapters[version.name]
+    if not server.engine.has_room(running, folder):
+        return False
+    began_s = time.monotonic()
+    server.engine.load_adapter(server.address, server.api_key, naming.inside, folder, server.client.timeout_s)
+    try:
+        check_adapter(server, naming.inside, folder)
+    except LifecycleError:
+        with suppress(LifecycleError):  # what was wrong is said; a server that is gone has nothing to forget
+            server.engine.unload_adapter(server.address, server.api_key, naming.inside, server.client.timeout_s)
+        raise
+    say(f"version {version.number} of {version.name} was loaded and checked in {time.monotonic() - began_s:.2f} s")
+    return True
+
+
+def check_adapter(server: Server, name: str, folder: Path) -> None:
+    """Raise ServerError unless an adapter of a server that swaps them is listed, answers, and is what was trained."""
+    client = replace(server.client, model=name)
+    check_server(client, server.engine.smoke_log_probabilities)
+    spec = server.spec.model_copy(update={"adapters": {**server.spec.adapters, name: folder}})
+    context_tokens = server.engine.context_tokens(client, spec)
+    agreements = compare_with_records(client, spec, [name], context_tokens, say, _idle_name(server.spec))
+    for one in agreements.values():
+        say(f"{name} differs from what training recorded by {one.from_training.most:.2g} nats per token at most")
+
+
+def _idle_name(spec: LaunchSpec) -> str:
+    return f"{spec.own_name}-idle"
+
+
+class StartStoppedError(Exception):
+    """A start was stopped, since something else was more urgent."""
+
+
+class Start:
+    """The start of one version: of an engine, or in `running`, if that is the engine of its base.
+
+    folder: as `start_engine` takes it. after: what is waited for before. loads_into: the running engine, unless it has
+    turned out to be that of another base.
+    """
+
+    def __init__(
+        self, version: RegisteredVersion, running: Serving | None, folder: Path, after: Iterable[Future[None]] = ()
+    ):
+        self.version = version
+        self.loads_into = running
+        self._folder = folder
+        self._is_stopped = threading.Event()
+        self._server: Server | None = None
+        self.outcome: Future[Serving] = in_background(lambda: self._run([*after]))
+        """Raises StartStoppedError, or what starting raises; nothing is left then."""
+
+    def stop(self) -> Future[None]:
+        """Stop it; returns what is done when nothing is left of it."""
+        self._is_stopped.set()
+        return in_background(self._end)
+
+    def _run(self, after: list[Future[None]]) -> Serving:
+        wait(after)
+        self._check()
+        if running := self.loads_into:
+            serving = self._loaded(running)
+            if serving:
+                return serving
+            self.loads_into = None
+            self._check()
+        return start_engine(self.version, self._folder, self._is_begun)
+
+    def _loaded(self, running: Serving) -> Serving | None:
+        try:
+            return load_adapter(self.version, running)
+        except LifecycleError:
+            give_up_s = time.monotonic() + BUSY_S
+            while not running.server.client.is_healthy() and time.monotonic() < give_up_s:
+                if running.died.wait(0.1):
+                    break
+            raise
+
+    def _is_begun(self, server: Server) -> None:
+        self._server = server
+        self._check()
+
+    def _check(self) -> None:
+        if self._is_stopped.is_set():
+            raise StartStoppedError
+
+    def _end(self) -> None:
+        if self._server:
+            self._server.process.stop()
+        wait([self.outcome])
+        if not self.outcome.exception():
+            self._discard(self.outcome.result())
+
+    def _discard(self, serving: Serving) -> None:
+        if self.loads_into:
+            unload_adapter(serving)
+        else:
+            serving.stack.close()
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """Call in a thread that does not keep the process; returns what will hold the outcome."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # for whoever asks for the outcome
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome

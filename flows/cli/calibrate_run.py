@@ -22,8 +22,7 @@ from flows.compare.calibration import (
 from flows.compare.names import HARDWARE
 from flows.ledger.home import hardware_file
 from flows.ledger.machine import hardware, memory_gib, num_cores
-from flows.tracking.logged_runs import LoggedRun, find_runs
-from flows.tracking.measured_runs import measured_runs
+from flows.tracking.logged_runs import LoggedRun, find_runs, measured_runs
 from stages.core.errors import RecipeError
 from stages.core.files import write_atomically
 from stages.planner.hardware import Hardware, cpu_of, from_yaml, named_like

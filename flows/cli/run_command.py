@@ -15,11 +15,10 @@ from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import close_interrupted, ledgers
 from flows.recipe.text import closest
-from flows.running.outcome import in_words
+from flows.running.outcome import in_words, verdict_tables
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.runner import Launcher
-from flows.running.verdicts import verdict_tables
 from flows.servers import local as servers
 from flows.servers.programs import NAMED_BY
 from stages.core.errors import (

@@ -7,14 +7,11 @@ from pathlib import Path
 
 from flows.ledger.home import hardware_file
 from flows.ledger.record import AttemptRecord, RefreshRecord, StageEntry
-from flows.report.answers import answers
-from flows.report.curves import training_curves
-from flows.report.data import data_of_trainings
+from flows.report.evaluations import answers, promotions, scores
 from flows.report.lineage import node_of
 from flows.report.model import Cost, RefreshReport, Span, StageReport
-from flows.report.scores import promotions, scores
-from flows.report.sentences import happened, means
-from flows.report.warnings import warnings_of
+from flows.report.sentences import happened, means, warnings_of
+from flows.report.trainings import data_of_trainings, training_curves
 from flows.store.content import LOG_FILE
 from flows.store.record import Index
 from flows.tracking.pages import page_of

@@ -34,9 +34,9 @@ from flows.ledger.refreshes import ledger_of, new_refresh_id
 from flows.recipe.recipe import load_recipe
 from flows.running.comparison import Comparison
 from flows.running.due import announce_own_schedule, start_when_due
+from flows.running.outcome import summary, verdict_tables
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest
-from flows.running.verdicts import summary, verdict_tables
 from flows.servers.local import answers
 from flows.tracking.pages import page_of, report_page_of, run_page_of
 from flows.tracking.rows import scores_text

@@ -20,7 +20,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from prefect.settings import PREFECT_WORKER_QUERY_SECONDS
 from prefect.workers.process import ProcessWorker
@@ -32,11 +34,14 @@ from flows.servers.local import revive_supervisor
 from flows.servers.records import server_heartbeat
 from flows.service.clock import Clock, plan_schedules
 from flows.service.due_runs import DueRuns
-from flows.service.left_folders import remove_left_folders
 from flows.service.reaper import Reaper
-from flows.service.retention import apply_retention
+from flows.store.policy import policy_file
 from stages.core.errors import ServerError
 from stages.core.garbage import collect_rarely
+from stages.core.supervised import Supervised
+from stages.core.supervisor import living_processes
+
+POLL_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,32 @@ def end_if_moved(here: HomeIdentity) -> None:
     if not here.is_here():
         print(f"{home()} was moved: the worker ends; `lifecycle up` starts it in the new place", flush=True)
         os._exit(1)  # refreshes that run find what they have open, and would be stopped otherwise
+
+
+def remove_left_folders(folder: Path) -> None:
+    """Remove those in which no process works any more: a refresh outlives a killed worker, and goes on in its own."""
+    in_use = set()
+    for pid in living_processes():
+        with suppress(OSError):
+            directory = Path(f"/proc/{pid}/cwd").readlink()
+            in_use |= {directory, *directory.parents}
+    for left in folder.resolve().glob("tmp*prefect"):  # as Prefect's worker names them
+        if left not in in_use:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def apply_retention() -> None:
+    """Remove what the policy of this home does not keep; nothing without a policy."""
+    if not policy_file().exists():
+        return
+    print(f"applying {policy_file()}", flush=True)
+    command = [sys.executable, "-c", "from flows.cli.main import main; main()", "gc", "--policy"]
+    program = Supervised(command, environment=os.environ, output=sys.stdout.buffer)
+    try:
+        while program.poll() is None:
+            time.sleep(POLL_INTERVAL_S)
+    finally:
+        program.stop()
 
 
 def main() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
 
 from flows.recipe.text import closest
 from flows.tracking.rows import MEDIAN
 from flows.tracking.shipper import CLIENT_ENVIRONMENT
 from stages.core.errors import RecipeError, ServerError
+from stages.parallel.layout import EngineName
 
 MOST_RUNS = 5000
 PAGE = 1000
@@ -63,3 +67,29 @@ def _logged(run: object) -> LoggedRun:
     medians = {name.removesuffix(MEDIAN): value for name, value in data.metrics.items() if name.endswith(MEDIAN)}
     metrics = dict(data.metrics) | medians
     return LoggedRun(info.run_id, info.run_name, info.status, dict(data.params), metrics, dict(data.tags))
+
+
+def measured_runs(file: Path) -> list[LoggedRun]:
+    """The rows of this JSON file that one of our engines was measured in, in their order.
+
+    Raises RecipeError when the file is not what that program writes.
+    """
+    try:
+        rows = [row for row in json.loads(file.read_text()) if row["status"] == "measured"]
+        runs = [
+            LoggedRun(
+                run_id=row["name"],
+                name=row["name"],
+                status="FINISHED",
+                params=row["params"],
+                metrics={name: value for name, value in row["metrics"].items() if value is not None},
+                tags={**row["tags"], "hardware": row["tags"]["device_name"]},
+            )
+            for row in rows
+        ]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RecipeError(
+            f"reading measurements from {file}: {type(error).__name__}: {error}; expected the gpu.json that "
+            "tests/benchmarks/gpu.py writes"
+        ) from error
+    return [run for run in runs if run.params["engine"] in get_args(EngineName)]

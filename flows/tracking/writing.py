@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING
 
 from flows.tracking.datasets import ReadDataset
 from flows.tracking.rows import MetricRow
-from flows.tracking.tables import table_of
 from stages.core.redaction import shortened
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+import math
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+MOST_ROWS = 1000
+"""A browser reads the whole table."""
 METRICS_PER_BATCH = 1000
 PARAMS_PER_BATCH = 100
 LONGEST_VALUE = 6000
@@ -76,6 +82,29 @@ def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]
         client.log_dict(run, table_of(file), name)
     if tables:
         set_tags(client, run, {TABLES_TAG: json.dumps([{"path": name, "type": "table"} for name in tables])})
+
+
+def table_of(file: Path) -> dict[str, list[Any]]:
+    """`columns` and `data` (rows), as MLflow stores a table, of a file of JSON lines; no columns where there is no row.
+
+    At most `MOST_ROWS` rows, evenly apart. The values of an object have columns of their own: `rewards.right`.
+    """
+    with file.open("rb") as stream:
+        stride = math.ceil(sum(1 for _ in stream) / MOST_ROWS) or 1
+    rows: list[dict[str, Any]] = []
+    with file.open("rb") as stream:
+        for line in islice(stream, 0, None, stride):
+            with suppress(ValueError):  # torn by a kill
+                rows.append(_flat(json.loads(line)))
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return {"columns": columns, "data": [[row.get(name) for name in columns] for row in rows]}
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        found |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+    return found
 
 
 def set_tags(client: MlflowClient, run: str, tags: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flows.compare.calibration import why_left_out
-from flows.tracking.measured_runs import measured_runs
+from flows.tracking.logged_runs import measured_runs
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests" / "benchmarks" / "gpu.py"

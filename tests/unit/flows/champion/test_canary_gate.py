@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.champion.canary_gate import have_answered, misses
+from flows.champion.follow import have_answered, misses
 from stages.serving.exchange import Exchange
 from stages.serving.tally import Tally
 

@@ -2,8 +2,7 @@
 
 import re
 
-from flows.compare.plots import LABEL_CHARACTERS, throughput_plot
-from flows.compare.report import html_report
+from flows.compare.report import LABEL_CHARACTERS, html_report, throughput_plot
 from flows.compare.table import COLUMNS, as_json, as_text, cells
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.compare.scaling import strong_scaling, weak_scaling
+from flows.compare.report import strong_scaling, weak_scaling
 
 
 def test_perfect_scaling_is_an_efficiency_of_one(make_row):

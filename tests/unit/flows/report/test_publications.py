@@ -1,7 +1,7 @@
 """What a refresh that publishes means: a promotion stands, whatever becomes of the publication."""
 
 from flows.ledger.record import StageEntry
-from flows.report.scores import promotions, scores
+from flows.report.evaluations import promotions, scores
 from flows.report.sentences import means
 from stages.core.contract import StageResult
 

@@ -129,8 +129,8 @@ def test_a_failure_comes_with_its_log_and_what_it_means(night, read):
 
 def test_the_points_of_many_curves_are_fewer_of_each(night, read, monkeypatch):
     whole = read(night.refresh()).trainings
-    monkeypatch.setattr("flows.report.curves.MOST_POINTS_OF_PAGE", 2)
-    monkeypatch.setattr("flows.report.curves.FEWEST_POINTS", 1)
+    monkeypatch.setattr("flows.report.trainings.MOST_POINTS_OF_PAGE", 2)
+    monkeypatch.setattr("flows.report.trainings.FEWEST_POINTS", 1)
     [training] = read(night.refresh()).trainings
     assert len(training.curves) == 2
     for curve in training.curves:

@@ -9,7 +9,7 @@ from flows.cli.show import refresh_as_json, refresh_as_text
 from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import end_of, ledger_of
-from flows.report.warnings import warnings_of
+from flows.report.sentences import warnings_of
 from flows.running.outcome import in_words
 from flows.running.refresh import final_state
 from flows.running.refresh_run import RefreshRun

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from flows.service.left_folders import remove_left_folders
+from flows.service.worker import remove_left_folders
 
 
 def test_working_directories_of_a_killed_worker_are_removed_unless_a_refresh_goes_on_there(tmp_path):

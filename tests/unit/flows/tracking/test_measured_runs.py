@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from flows.cli.compare_commands import calibrate
-from flows.tracking.measured_runs import measured_runs
+from flows.tracking.logged_runs import measured_runs
 from stages.core.errors import RecipeError
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout

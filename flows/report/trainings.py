@@ -9,9 +9,10 @@ from pathlib import Path
 
 from flows.ledger.record import RefreshRecord, StageEntry, final_result
 from flows.report.lineage import closure
-from flows.report.model import Curve, TrainingCurves
+from flows.report.model import Curve, DataOfTraining, Histogram, Share, TrainingCurves
 from flows.store.record import Artifact, Index
 from flows.tracking.rows import CURVES, HELD_OUT, batches, is_curve
+from stages.data.lengths import LENGTHS_FILE, Lengths
 
 MOST_POINTS = 1000
 """Of a curve on a page: more cannot be distinguished on a screen."""
@@ -21,6 +22,7 @@ side by side."""
 FEWEST_POINTS = 25
 MOST_CHAMPIONS = 3
 """Earlier champions whose curves are drawn."""
+ASKED, SEEN = "share_asked.", "share_seen."
 
 
 def training_curves(record: RefreshRecord, index: Index) -> list[TrainingCurves]:
@@ -116,3 +118,28 @@ def _thinned(curve: Curve, most: int) -> Curve:
             "every": every,
         }
     )
+
+
+def data_of_trainings(record: RefreshRecord) -> Iterator[DataOfTraining]:
+    """Of each training that has said something of it; those of before lengths were counted have none."""
+    for name, entry in record.stages.items():
+        if entry.kind != "train":
+            continue
+        found = DataOfTraining(stage=name, lengths=tuple(_lengths(entry)), shares=tuple(_shares(entry.metrics)))
+        if found.lengths or found.shares:
+            yield found
+
+
+def _lengths(entry: StageEntry) -> Iterator[Histogram]:
+    file = entry.artifact and entry.artifact / LENGTHS_FILE
+    if file and file.is_file():
+        found = Lengths.model_validate_json(file.read_bytes())
+        for dataset, counts in found.counts.items():
+            yield Histogram(dataset=dataset, bin_tokens=found.bin_tokens, counts=counts)
+
+
+def _shares(metrics: dict[str, float]) -> Iterator[Share]:
+    for name, asked in metrics.items():
+        if name.startswith(ASKED):
+            dataset = name.removeprefix(ASKED)
+            yield Share(dataset=dataset, asked=asked, seen=metrics.get(f"{SEEN}{dataset}"))

@@ -1,4 +1,4 @@
-"""Questions as the models of a refresh answered them, before and after training: samples of its evaluations."""
+"""Evaluations and promotions of a refresh → scores with their standard errors, gates, paired differences."""
 
 from __future__ import annotations
 
@@ -7,17 +7,74 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flows.ledger.record import RefreshRecord
-from flows.report.model import Answer, AnsweredQuestion, AnswersToTask
+from flows.ledger.record import RefreshRecord, StageEntry
+from flows.report.model import Answer, AnsweredQuestion, AnswersToTask, Promotion, Score, ScoreDifference
 from stages.core.files import read_json_lines
+from stages.core.intervals import score_interval
 from stages.core.lines import visible
 from stages.core.redaction import redact, shortened
-from stages.harnesses.samples import answer_and_expected, asked
+from stages.harnesses.samples import answer_and_expected, asked, samples_by_score
+from stages.kinds.promote.verdict import VERDICT_FILE, Verdict, tables
 
+ERROR = "_stderr"
+DIFFERENCE = "_difference"
 MOST_QUESTIONS = 10
 """Of all tasks together."""
 SHOWN_CHARACTERS = 1000
 ELLIPSIS = "… "
+
+
+def scores(record: RefreshRecord) -> Iterator[Score]:
+    """Of all evaluations, in the order of the recipe."""
+    for stage, entry in record.stages.items():
+        if entry.kind != "evaluate":
+            continue
+        num_samples = samples_by_score(entry.artifact) if entry.artifact else {}
+        for name, value in entry.metrics.items():
+            if "." in name and not name.endswith(ERROR):
+                error = entry.metrics.get(f"{name}{ERROR}")
+                interval = None if error is None else score_interval(value, error, num_samples.get(name))
+                yield Score(stage=stage, name=name, value=value, standard_error=error, interval=interval)
+
+
+def promotions(record: RefreshRecord) -> Iterator[Promotion]:
+    """Of the stages whose verdict is there."""
+    for name, entry in record.stages.items():
+        if entry.verdict and entry.artifact and (entry.artifact / VERDICT_FILE).is_file():
+            yield _promotion(name, entry, entry.artifact)
+
+
+def _promotion(stage: str, entry: StageEntry, folder: Path) -> Promotion:
+    verdict = Verdict.model_validate_json((folder / VERDICT_FILE).read_bytes())
+    if verdict.differences is None:  # of before they were kept as data
+        differences = [
+            ScoreDifference(
+                name=name.removesuffix(DIFFERENCE),
+                difference=value,
+                interval=score_interval(value, entry.metrics[f"{name}{ERROR}"], None),
+            )
+            for name, value in entry.metrics.items()
+            if name.endswith(DIFFERENCE) and f"{name}{ERROR}" in entry.metrics
+        ]
+    else:
+        differences = [
+            ScoreDifference(
+                name=one.name,
+                difference=one.difference,
+                interval=one.shown_interval,
+                nothing_solved=one.num_samples if one.solved_by_neither else None,
+            )
+            for one in verdict.differences
+        ]
+    return Promotion(
+        stage=stage,
+        name=verdict.name,
+        outcome=verdict.outcome,
+        against=verdict.against,
+        missed=verdict.missed,
+        differences=tuple(differences),
+        tables=None if verdict.gates is None else tuple(tables(verdict)),
+    )
 
 
 def answers(record: RefreshRecord) -> Iterator[AnswersToTask]:
