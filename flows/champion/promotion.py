@@ -1,11 +1,11 @@
-"""What a promotion asks MLflow's registry before the stage judges, and what it does there after the commit.
+"""Programs before and after the promote stage: they ask MLflow's registry, and update it after the commit.
 
     python -m flows.champion.promotion judge WORK               writes champion.json, then becomes the stage's process
     python -m flows.champion.promotion complete ARTIFACT WORK   the hook: registers the candidate, moves the aliases
 
-The stage between the two is one like any other, and knows no MLflow. Both run under the supervisor and end like a
-stage process. The hook may be run again: it completes what a crash cut short and changes nothing else. The lock of the
-registered model is held by the hook alone: nobody waits while another candidate is judged, and a champion that changed
+The stage between the two is like any other and does not use MLflow. Both programs run under the supervisor and end like
+a stage process. The hook may run again: it completes what a crash cut short and changes nothing else. Only the hook
+holds the lock of the registered model: nothing waits while another candidate is judged, and a champion that changed
 meanwhile is noticed under the lock (`OutdatedVerdictError`).
 """
 

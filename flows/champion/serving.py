@@ -1,7 +1,9 @@
-"""Registered versions that are served: their engines started, checked, watched, and ended after the last answer.
+"""Engines of registered versions that are served: started, checked, watched, ended after the last answer.
 
-An adapter of a base that runs already needs no engine of its own: it is loaded into the one that runs, and dies with
-it.
+An adapter of a base that runs already needs no engine of its own: it is loaded into the running one, and ends with it.
+Each version of an adapter has a name of its own in its server, such as `adder@3`; the proxy knows it by the registered
+name. Before the proxy sends requests to an adapter, its log-probabilities are compared with those that training
+recorded. The reference is an adapter without effect, since vLLM answers for the base itself only while a slot is empty.
 """
 
 from __future__ import annotations

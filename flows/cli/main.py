@@ -19,15 +19,11 @@ import click
 
 from flows.cli.answers import JSON_OPTION, print_json, warn_of_missing_worker
 from flows.cli.compare_commands import calibrate, compare
-from flows.cli.data_commands import data
-from flows.cli.init_command import init
-from flows.cli.layout_commands import layouts
 from flows.cli.lineage_commands import diff, lineage
 from flows.cli.model_commands import canary, champion, rollback
 from flows.cli.notify_commands import notify
-from flows.cli.refresh_commands import logs, retry, runs
-from flows.cli.render_command import render
-from flows.cli.report_command import report
+from flows.cli.recipe_commands import data, init, layouts, render
+from flows.cli.refresh_commands import logs, report, retry, runs
 from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.server_commands import doctor, down, status, up
 from flows.cli.store_commands import adopt, chat, gc, serve, show, verify

@@ -1,10 +1,21 @@
-"""`lifecycle retry`, `runs` and `logs`: what became of refreshes. Imports only what a command needs."""
+"""Commands about refreshes that have run: `lifecycle retry`, `runs`, `logs`, `report`.
+
+Each command imports what it needs, so that `lifecycle --help` stays fast.
+"""
 
 from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from flows.cli.answers import JSON_OPTION, print_json, warn_of_missing_worker
+from stages.core.errors import StoreError
+
+if TYPE_CHECKING:
+    from flows.ledger.record import RefreshRecord
 
 
 @click.command()
@@ -51,3 +62,83 @@ def logs(name: str, refresh: str | None, follow: bool) -> None:
         is_empty = False
     if is_empty:
         click.echo(f"the processes of {name} printed nothing; metrics and events of it are in {log.folder}", err=True)
+
+
+@click.command()
+@click.argument("name", required=False, metavar="[REFRESH|NAME@champion]")
+@click.option("--compare", nargs=2, metavar="A B", help="Two refreshes side by side instead.")
+@click.option("--open", "opened", is_flag=True, help="Open the page in a browser.")
+@JSON_OPTION
+def report(name: str | None, compare: tuple[str, str] | None, opened: bool, as_json: bool) -> None:
+    """Write one HTML page that tells a refresh (default: the latest), and print where it is.
+
+    NAME@champion is the refresh that promoted the champion of this name. The page needs no network and no other file.
+    """
+    if name and compare:
+        raise click.UsageError("expected a refresh, or --compare with two, not both")
+    path = _compared(*map(_record, compare)) if compare else _written(_record(name))
+    if as_json:
+        print_json({"report": str(path)})
+    else:
+        click.echo(str(path))
+    if opened and not webbrowser.open(path.as_uri()):
+        click.echo(f"no browser could be started; open {path.as_uri()}", err=True)
+
+
+def _written(record: RefreshRecord) -> Path:
+    from flows.ledger.home import store_root
+    from flows.ledger.refreshes import REPORT_FILE, ledger_of
+    from flows.report.page import write_report
+    from flows.store.store import Store
+
+    if not record.comparison:
+        return write_report(record, Store(store_root()).index())
+    page = ledger_of(record.refresh).folder / REPORT_FILE
+    if page.exists():
+        return page
+    raise StoreError(f"looking for the report of {record.refresh}: this comparison of layouts ended before it had one")
+
+
+def _compared(old: RefreshRecord, new: RefreshRecord) -> Path:
+    from flows.champion.differing import compare, side_of_refresh
+    from flows.ledger.home import store_root
+    from flows.planning.changes import CONTENTS_CACHE
+    from flows.report.page import write_comparison
+    from flows.store.store import Store
+
+    store = Store(store_root())
+    index = store.index()
+    sides = side_of_refresh(old, index), side_of_refresh(new, index)
+    found = compare(*sides, store.cache_folder(CONTENTS_CACHE))
+    return write_comparison(old, new, index, found.by_heading())
+
+
+def _record(name: str | None) -> RefreshRecord:
+    from flows.cli.show import find_refresh
+    from flows.ledger.refreshes import ledgers
+    from flows.recipe.text import closest
+
+    if name and "@" in name:
+        name = _refresh_of(name)
+    known = [ledger.folder.name for ledger in ledgers()]
+    ledger = find_refresh(name) if name else next((one for one in ledgers() if not one.read().comparison), None)
+    if ledger is None and name is None:
+        raise StoreError("looking for the latest refresh: there is none yet; `lifecycle run RECIPE` makes one")
+    if ledger is None:
+        raise StoreError(
+            f"looking for {name}: there is none of this name{closest(name or '', known[:20])}; "
+            "`lifecycle show` lists them"
+        )
+    return ledger.read()
+
+
+def _refresh_of(name: str) -> str:
+    """Which refresh promoted what an alias points to; of what none has promoted, which built it."""
+    from flows.champion import champions
+
+    uri = name if name.startswith(champions.URI_PREFIX) else f"{champions.URI_PREFIX}{name}"
+    version = champions.find_version(champions.connect(), uri)
+    attempt = version.promotion or champions.artifact_of(version, version.registration.model).record.attempt
+    if attempt is None:
+        raise StoreError(f"looking for the refresh that made {name}: it was adopted, not built by one")
+    return attempt.partition("/")[0]

@@ -16,7 +16,7 @@ from stages.core.errors import RecipeError
 from stages.kinds.serve.config import ServeConfig
 
 
-def render(recipe: Path, stage: str, overrides: tuple[str, ...], replicas: Replicas) -> list[Manifest]:
+def stage_manifests(recipe: Path, stage: str, overrides: tuple[str, ...], replicas: Replicas) -> list[Manifest]:
     """Raises `RecipeError` when the stage is none of Kubernetes, or what it is to serve is not built yet."""
     made = make_plan(RefreshRequest(str(recipe.absolute()), overrides, until=stage))
     planned = made.plan.stages[stage]

@@ -1,8 +1,12 @@
-"""Plans, refreshes and artifacts as text and as JSON. Needs no server: it reads the store and the records."""
+"""Plans, refreshes, artifacts and samples of evaluations as text and as JSON.
+
+Reads the store and the ledgers; needs no server.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -20,13 +24,18 @@ from flows.tracking.cursor import run_id_of
 from flows.tracking.labels import flatten
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import StoreError
-from stages.core.redaction import redact
+from stages.core.files import read_json_lines
+from stages.core.redaction import quoted, redact
+from stages.harnesses.samples import answered, asked
 from stages.serving.launch import LAUNCH_FILE, LaunchSpec
 
 RECENT_REFRESHES = 10
 SHORTEST_PREFIX = 4
 NOT_SHOWN_FIELDS = ("home", "stages", "attempts", "comparison", "trials", "measured")
 LISTED_FIELDS = ("refresh", "recipe", "state", "started_ms", "seconds")
+MOST_SAMPLES = 20
+"""Of a task; files hold the rest."""
+SHOWN_CHARACTERS = 1000
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -281,3 +290,34 @@ def _artifact_line(artifact: Artifact) -> dict[str, Any]:
         "damage": list(artifact.damage),
         "finding": str(artifact.record.finding) if artifact.record.finding else None,
     }
+
+
+def samples_of(artifact: Artifact) -> Iterator[dict[str, Any]]:
+    """Yield the first samples of each task of an evaluation. Raises StoreError for an artifact without samples."""
+    files = sorted((artifact.folder / "samples").glob("*.jsonl"))
+    if not files:
+        raise StoreError(
+            f"showing samples of {artifact.folder.name}: it is of kind {artifact.record.kind} and has none; name "
+            "a stage of kind evaluate"
+        )
+    for file in files:
+        for row in islice(read_json_lines(file), MOST_SAMPLES):
+            yield {
+                "file": str(file),
+                "sample": row["doc_id"],
+                "asked": asked(row),
+                "answered": answered(row["resps"]),
+                "expected": str(row.get("target", "")),
+                "scores": {name: row[name] for name in row.get("metrics", ()) if name in row},
+            }
+
+
+def samples_as_text(samples: Iterable[dict[str, Any]]) -> str:
+    """Return a paragraph a sample."""
+    paragraphs = []
+    for sample in samples:
+        scores = ", ".join(f"{name} {value}" for name, value in sample["scores"].items())
+        lines = [f"{sample['file']}, sample {sample['sample']}: {scores}"]
+        lines += [f"  {part}: {quoted(sample[part], SHOWN_CHARACTERS)}" for part in ("asked", "answered", "expected")]
+        paragraphs.append("\n".join(lines))
+    return "\n\n".join(paragraphs)

@@ -36,10 +36,8 @@ def show(name: str | None, samples: bool, as_json: bool) -> None:
     if samples:
         if name is None:
             raise click.UsageError("--samples needs the name of an evaluation, by stage or version")
-        from flows.cli import samples as listed
-
-        found = listed.samples_of(shown.find_artifact(index, name))
-        print_json({"samples": list(found)}) if as_json else click.echo(listed.as_text(found))
+        found = shown.samples_of(shown.find_artifact(index, name))
+        print_json({"samples": list(found)}) if as_json else click.echo(shown.samples_as_text(found))
     elif name is None:
         print_json(shown.recent_as_json(index)) if as_json else click.echo(shown.recent_as_text(index))
     elif ledger := shown.find_refresh(name):

@@ -1,6 +1,6 @@
-"""Rows → what a comparison leaves: one HTML page that needs nothing else, the same as JSON, a note for MLflow's page.
+"""Files that a comparison of layouts leaves: an HTML page, the same as JSON, a note for MLflow's page.
 
-The page has the table, and plots of throughput, memory, scaling and predictions.
+The page has the table, and plots of throughput, memory, scaling and predictions; it loads nothing from elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this machine has, found in under a millisecond: cores, GPUs, memory, names. No torch, no nvidia-smi."""
+"""Facts about this machine, read in under a millisecond: cores, GPUs, memory, names, energy. No torch, no nvidia-smi."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Processes as records name them: a number, when it was given (numbers are used again), and where it counts."""
+"""Processes as records name them, and signs of life of those on other hosts and in other containers.
+
+A number alone does not name a process: numbers are reused, and belong to a host and container. A process of this
+machine is looked up by number and start time. One elsewhere touches a file while it runs. Clocks of hosts differ, so
+the age of the file is the difference to a file that is made now on the same file system.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What changed in the files of this machine that a recipe names, in words: `train.jsonl 300 → 350 rows`."""
+"""Changes in the files that a recipe names, in words, such as `train.jsonl 300 → 350 rows`.
+
+Files that are copied into artifacts are compared there. Of a `task_folder` or a `chat_template` only a hash is recorded
+in the identity, so a cache of the store keeps what they held by their hash. Lines are kept of tasks and templates only,
+without what may be a key. Of code, into which people write keys, only the hash is kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates that no refresh could pass or miss, found before anything runs instead of after all training."""
+"""Checks of a plan before anything runs: idle fields, gates, servers, quantization, publishing, installations."""
 
 from __future__ import annotations
 

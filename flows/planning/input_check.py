@@ -1,6 +1,7 @@
-"""Chat templates and models that lie on this machine, against the train stages that use them: before any is copied.
+"""Models, chat templates and rows on this machine, checked against the trainings that use them as a plan is made.
 
-What is on a hub only is checked right after its download, by the same functions. Reads JSON and headers, no weights.
+Reads configs, headers of weights and the first rows of datasets: seconds at most, before anything is copied. What is
+only on a hub is checked after its download, by the same functions; the check of inputs then reads every row.
 """
 
 from __future__ import annotations

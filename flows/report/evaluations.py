@@ -1,4 +1,4 @@
-"""Evaluations and promotions of a refresh → scores with their standard errors, gates, paired differences."""
+"""Evaluations and promotions of a refresh in its report: scores with errors, gates, differences, sample answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A refresh in two sentences: what happened, and what it means."""
+"""Refresh in sentences: what happened, what it means, and what its stages warned about."""
 
 from __future__ import annotations
 

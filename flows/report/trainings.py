@@ -1,4 +1,4 @@
-"""`metrics.jsonl` of training stages → loss curves, those of earlier champions behind them."""
+"""Trainings of a refresh in its report: loss curves, with earlier champions' behind them, and the data."""
 
 from __future__ import annotations
 

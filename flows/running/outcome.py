@@ -1,4 +1,4 @@
-"""What a person wants to know of a refresh that ended: warnings, scores, and where to look."""
+"""Outcome of a refresh for people: report, links, scores, verdicts, warnings, and the text of notifications."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The worker: runs refreshes that Prefect says are due, and reports those whose process died to Prefect.
+"""Worker that runs the refreshes which Prefect says are due, and reports those whose process died.
 
     python -m flows.service.worker [DESCRIPTOR]
 
-`lifecycle up` starts it with a socket that listens already, on which it says whether it is healthy; without one it
-listens where Prefect's settings say. It ends with SIGTERM. A refresh runs in a process of its own, which outlives a
-killed worker.
+`lifecycle up` starts it with a socket that listens already, on which it answers health checks; without one it listens
+where Prefect's settings say. It ends on SIGTERM. A refresh runs in a process of its own, which survives the worker.
 """
 
 from __future__ import annotations

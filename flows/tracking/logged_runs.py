@@ -1,4 +1,7 @@
-"""Runs that are in MLflow already → plain values. Imports mlflow, which takes seconds, only when it is asked."""
+"""Runs that were measured already, as plain values: from MLflow, or from the file of `tests/benchmarks/gpu.py`.
+
+Imports mlflow, which takes seconds, only when it is asked.
+"""
 
 from __future__ import annotations
 

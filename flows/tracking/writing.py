@@ -1,4 +1,4 @@
-"""Values into an MLflow run, in requests of the size that MLflow takes."""
+"""Writer of values, files and tables into an MLflow run, in requests of the size that MLflow accepts."""
 
 from __future__ import annotations
 

@@ -8,9 +8,8 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from flows.cli import data_text
-from flows.cli.data_page import data_page
-from flows.cli.data_text import print_look, visible
+from flows.cli import data_views
+from flows.cli.data_views import data_page, print_look, visible
 from flows.cli.main import main
 from stages.core.errors import RecipeError, StoreError
 from stages.data.summaries import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
@@ -108,7 +107,7 @@ class Page(HTMLParser):
 def printed(monkeypatch, **options):
     stream = io.StringIO()
     monkeypatch.setattr(
-        data_text, "Console", lambda **given: Console(width=200, **{**given, "file": stream}, **options)
+        data_views, "Console", lambda **given: Console(width=200, **{**given, "file": stream}, **options)
     )
     print_look(LOOK)
     return stream.getvalue()

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flows.cli.feed import StageFeed
-from flows.cli.live import PlainView, TerminalView, metrics_text, progress_text, stage_table
+from flows.cli.live import PlainView, StageFeed, TerminalView, metrics_text, progress_text, stage_table
 from flows.ledger.events import AttemptBegan, AttemptEnded, PlannedEntry, RefreshBegan, StageCached, StageWaits
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import after, fold

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flows.cli.samples import as_text, samples_of
+from flows.cli.show import as_text, samples_of
 from stages.core.errors import StoreError
 
 GENERATED = {

@@ -1,13 +1,19 @@
-"""A look at data as text: learned tokens in colour, or between marks where there are no colours."""
+"""Views of a stage's prepared data (`lifecycle data`): text for the terminal, and one HTML page.
+
+Learned tokens are coloured, or enclosed in marks where there are no colours. The page loads nothing from elsewhere.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from flows.ledger.home import home
+from stages.core.files import write_atomically
 from stages.core.lines import raw_stream, visible
 from stages.core.numbers import counted
 from stages.data.summaries import Bar, DataLook, ShownDocument, ShownPortion, ShownRow
@@ -18,6 +24,7 @@ MAX_CHARACTERS = 3000
 """Of a document; the page has more."""
 STYLES = {(True, False): "green", (True, True): "green dim", (False, True): "dim", (False, False): ""}
 """By whether tokens are learned, and special."""
+TEMPLATE = Path(__file__).with_name("data_page.html.jinja")
 
 
 def print_look(look: DataLook) -> None:
@@ -119,3 +126,27 @@ def _text(document: ShownDocument, *, coloured: bool) -> Text:
     if is_cut or document.num_hidden_tokens:
         text.append(" … (the rest is not shown here)", "italic")
     return text
+
+
+def write_page(look: DataLook, recipe: Path, stage: str, page: Path | None) -> Path:
+    """Write it to `page`, or below the home; returns where."""
+    target = (page or home() / "data" / f"{recipe.stem}-{stage}.html").absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, data_page(look, f"Data of {stage} in {recipe.name}"))
+    return target
+
+
+def data_page(look: DataLook, title: str) -> str:
+    """The page. What rows hold is escaped, and shown as it is written."""
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {
+        "visible": visible,
+        "span": span,
+        "summary": summary,
+        "left_out": left_out,
+        "heading": heading,
+        "document_heading": document_heading,
+    }
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(title=title, look=look)

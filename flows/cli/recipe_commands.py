@@ -1,0 +1,150 @@
+"""Commands about a recipe before it runs: `lifecycle init`, `data`, `layouts`, `render`.
+
+Each command imports what it needs, so that `lifecycle --help` stays fast.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flows.cli.answers import JSON_OPTION, print_json
+from stages.core.errors import RecipeError
+
+
+@click.command()
+@click.option(
+    "--data",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="JSONL, JSON, CSV, Parquet, a folder.",
+)
+@click.option("--model", metavar="SOURCE", help="As a recipe's download has it; default: hf://Qwen/Qwen3-0.6B.")
+@click.option("--columns", multiple=True, metavar="THEIRS=OURS,…", help="Names of columns that formats have otherwise.")
+@click.option("--folder", type=click.Path(path_type=Path), default=Path(), help="Where to write; default: here.")
+def init(data: Path, model: str | None, columns: Sequence[str], folder: Path) -> None:
+    """Write a commented recipe for rows of your own, and a task of those that training holds out."""
+    from flows.planning.starter import DEFAULT_MODEL, starter
+
+    name = re.sub(r"[^a-z0-9_-]+", "-", data.absolute().name.split(".")[0].lower()).strip("-_")[:60] or "mine"
+    made = starter(name, data, model or DEFAULT_MODEL, _renamed(columns))
+    if there := [file for file in made.files if (folder / file).exists()]:
+        raise RecipeError(f"writing a first recipe: {folder / there[0]} exists already; remove it, or name a --folder")
+    for file, text in made.files.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text, encoding="utf-8")
+    click.echo("\n".join([*made.notes, *(f"wrote {folder / file}" for file in made.files)]))
+    click.echo(f"lifecycle plan {folder / f'{name}.yaml'}")
+
+
+def _renamed(options: Sequence[str]) -> dict[str, str]:
+    """Their name of each column → ours. Raises RecipeError."""
+    from flows.recipe.text import closest
+    from stages.core.redaction import quoted
+    from stages.data.formats import COLUMN_NAMES
+
+    pairs = [pair for option in options for pair in option.split(",")]
+    renamed: dict[str, str] = {}
+    for pair in pairs:
+        theirs, _, ours = (word.strip() for word in pair.rpartition("="))
+        if not theirs or not ours:
+            raise RecipeError(
+                f"reading --columns: found {quoted(pair, 100)}; expected THEIRS=OURS, such as question=prompt"
+            )
+        if ours not in COLUMN_NAMES:
+            raise RecipeError(
+                f"reading --columns: {quoted(ours, 100)} is no column of a format{closest(ours, sorted(COLUMN_NAMES))}"
+            )
+        if theirs in renamed or ours in renamed.values():
+            raise RecipeError(f"reading --columns: {quoted(pair, 100)} names a column twice; expected each once")
+        renamed[theirs] = ours
+    return renamed
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--stage", required=True, metavar="NAME", help="A stage that trains or generates.")
+@click.option("--rows", "num_rows", type=click.IntRange(1, 1000), default=5, show_default=True, help="Rows to show.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as in `lifecycle run`.")
+@click.option("--download", is_flag=True, help="Fetch the data and the model from elsewhere, if they are not here yet.")
+@click.option("--html", "page", type=click.Path(path_type=Path), help="Where the page goes; default: below the home.")
+@JSON_OPTION
+def data(
+    recipe: Path, stage: str, num_rows: int, overrides: Sequence[str], download: bool, page: Path | None, as_json: bool
+) -> None:
+    """Show the rows of a stage as the model sees them, before any training: what is learned, cut off and left out.
+
+    Learned tokens are green; where there are no colours, ⟦ and ⟧ enclose them.
+    """
+    from flows.cli.data_views import print_look, write_page
+    from flows.cli.store_commands import Silent
+    from flows.running.data_look import LookRequest, look_at_data
+
+    request = LookRequest(recipe.absolute(), stage, tuple(overrides), num_rows, download)
+    look = look_at_data(request, Silent())
+    written = write_page(look, recipe, stage, page)
+    if as_json:
+        print_json({"page": str(written), **look.model_dump(mode="json")})
+    else:
+        print_look(look)
+        click.echo(f"as a page: {written}")
+
+
+@click.command()
+@click.argument("model", required=False, metavar="RECIPE|MODEL_CONFIG")
+@click.option("--stage", metavar="NAME", help="Train stage of the recipe; default: its first.")
+@click.option("--gpus", "num_gpus", type=int, help="How many devices, those of a server that samples included.")
+@click.option("--gpu", default="h100-80gb", show_default=True, metavar="NAME|YAML", help="Which devices.")
+@click.option("--gpus-per-node", type=int, help="Default: as such nodes usually have.")
+@click.option("--seq-len", type=int, help="Tokens of a row; default: the recipe's, else 4096.")
+@click.option("--global-batch-size", type=int, help="Rows of a step; default: the recipe's, else 1024.")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp8"]), help="Default: the recipe's, else bf16.")
+@click.option("--lora-rank", type=int, help="Train adapters of this rank; default: the recipe's, if it trains any.")
+@click.option("--tokens", type=float, help="Tokens of the whole training; default: the recipe's, if it counts steps.")
+@click.option("--engine", type=click.Choice(["fsdp", "megatron"]), help="Default: both.")
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Layouts to show.")
+@click.option("--explain", metavar="LAYOUT", help='Only this one, in full: "dp_shard=2 tp=4 pp=2".')
+@JSON_OPTION
+def layouts(
+    model: str | None,
+    num_gpus: int | None,
+    explain: str | None,
+    top: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Rank all layouts of a model on a cluster by predicted step time, with memory, and say why."""
+    if model is None or num_gpus is None:
+        raise click.UsageError("expected a recipe, a config.json or the name of a model, and --gpus NUMBER")
+    from flows.cli import layout_table
+    from flows.planning.layout_advice import LayoutOptions, explained, ranked, search_request
+
+    request = search_request(model, LayoutOptions(num_gpus=num_gpus, **options))
+    if explain:
+        answer = explained(request, explain)
+        shown = layout_table.explained_as_json(answer) if as_json else layout_table.explained_as_text(answer)
+    else:
+        ranking = ranked(request, top)
+        shown = layout_table.ranked_as_json(ranking) if as_json else layout_table.ranked_as_text(ranking)
+    (print_json if as_json else click.echo)(shown)
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--stage", required=True, metavar="NAME", help="The stage to show; a serve stage becomes a Deployment.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as in `lifecycle run`.")
+@click.option("--replicas", nargs=2, type=click.IntRange(1), default=(1, 4), show_default=True, metavar="LEAST MOST")
+def render(recipe: Path, stage: str, overrides: Sequence[str], replicas: tuple[int, int]) -> None:
+    """Print a stage as manifests, for `kubectl apply --filename -`."""
+    import yaml
+
+    from flows.cli.render import stage_manifests
+    from flows.launch.serving_manifests import Replicas
+
+    found = stage_manifests(recipe, stage, tuple(overrides), Replicas(*replicas))
+    click.echo(yaml.safe_dump_all(found, sort_keys=False), nl=False)
