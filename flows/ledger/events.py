@@ -1,6 +1,6 @@
-"""What happens in a refresh, as the lines of its ledger: each event is written once, when it happens, by the flow.
+"""Events of a refresh, as the lines of its ledger: the flow writes each event once, when it happens.
 
-What a stage itself says (`result.json`, `metrics.jsonl`, `events.jsonl`) stays in its folder; an event of the ledger
+What a stage itself writes (`result.json`, `metrics.jsonl`, `events.jsonl`) stays in its folder; an event of the ledger
 says where that is.
 """
 
@@ -17,23 +17,31 @@ from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StrictModel
 
 Outcome = Literal["finished", "failed", "cancelled", "killed"]
-"""`cancelled`: on request; `killed`: a process of it, or of the refresh, died before it could say how it ended."""
+"""End of an attempt.
+
+cancelled: on request.
+killed: a process of the stage, or of the refresh, died before it could record its end.
+"""
 RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]
 
 
 def now_ms() -> int:
-    """Milliseconds since the epoch."""
+    """Return the milliseconds since the epoch."""
     return time.time_ns() // 1_000_000
 
 
 class Event(StrictModel):
-    """When it happened."""
+    """Base of all events, with the time at which each happened."""
 
     time_ms: int = Field(default_factory=now_ms)
 
 
 class PlannedEntry(StrictModel):
-    """A stage of the plan that a refresh follows, and why it is built or not. upstream: stages that it refers to."""
+    """Stage of the plan that a refresh follows.
+
+    reason: why the stage is built or not.
+    upstream: stages that it refers to.
+    """
 
     kind: str
     version: str
@@ -42,10 +50,10 @@ class PlannedEntry(StrictModel):
 
 
 class RefreshBegan(Event):
-    """A refresh starts, or, as another try, starts again: what was asked for, by which process, and the plan.
+    """Start of a refresh, or of another try of it, with the request, the process and the plan.
 
-    recipe_text: of the file as it was then, without secrets and without `overrides`; empty in earlier ledgers.
-    home: where it runs; None in earlier ledgers.
+    recipe_text: text of the recipe file at the time, without secrets and without `overrides`; empty in old ledgers.
+    home: the home in which it runs; None in old ledgers.
     """
 
     event: Literal["refresh_began"] = "refresh_began"
@@ -64,7 +72,10 @@ class RefreshBegan(Event):
 
 
 class FlowRunKnown(Event):
-    """Which Prefect flow run the refresh is. prefect_run_count: how often Prefect has started it by now."""
+    """Prefect flow run of the refresh.
+
+    prefect_run_count: number of times that Prefect has started the flow run so far.
+    """
 
     event: Literal["flow_run_known"] = "flow_run_known"
     prefect_flow_run_id: str
@@ -72,7 +83,7 @@ class FlowRunKnown(Event):
 
 
 class StageWaits(Event):
-    """A stage cannot go on yet."""
+    """A stage cannot continue yet, for `reason`."""
 
     event: Literal["stage_waits"] = "stage_waits"
     stage: str
@@ -80,9 +91,10 @@ class StageWaits(Event):
 
 
 class AttemptBegan(Event):
-    """A try at building a stage starts. first_byte: where its part of the `metrics.jsonl` in `work` begins.
+    """Start of an attempt at building a stage.
 
-    num_devices: that it keeps busy, on all nodes together; None in earlier ledgers.
+    first_byte: position in the `metrics.jsonl` of `work` at which the attempt's part begins.
+    num_devices: devices that the attempt keeps busy, on all nodes together; None in old ledgers.
     """
 
     event: Literal["attempt_began"] = "attempt_began"
@@ -96,10 +108,13 @@ class AttemptBegan(Event):
 
 
 class AttemptEnded(Event):
-    """How a try ended. folder: where its files are now; last_byte: where its part of `metrics.jsonl` ends.
+    """End of an attempt.
 
-    metrics, tags, files: what the stage's `result.json` said. seconds: that its process ran; 0 if nobody measured it.
-    energy_j: joules that its GPUs used; None where nobody measured that. retried: the refresh tries the stage again.
+    folder: where the attempt's files are now.
+    last_byte: position in `metrics.jsonl` at which the attempt's part ends.
+    seconds: run time of its process; 0 if it was not measured. metrics, tags, files: from the stage's `result.json`.
+    energy_j: joules that its GPUs used; None where that was not measured.
+    retried: the refresh tries the stage again.
     """
 
     event: Literal["attempt_ended"] = "attempt_ended"
@@ -119,7 +134,10 @@ class AttemptEnded(Event):
 
 
 class StageCached(Event):
-    """A stage's artifact was there. attempt: the key of the attempt that built it, None for an adopted artifact."""
+    """A stage's artifact existed already.
+
+    attempt: key of the attempt that built the artifact, None for an adopted one.
+    """
 
     event: Literal["stage_cached"] = "stage_cached"
     stage: str
@@ -129,7 +147,10 @@ class StageCached(Event):
 
 
 class StageFailed(Event):
-    """A stage failed outside any attempt: while it waited, or on what an attempt had left. retried: see above."""
+    """A stage failed outside any attempt: while it waited, or because of what an attempt had left.
+
+    retried: the refresh tries the stage again.
+    """
 
     event: Literal["stage_failed"] = "stage_failed"
     stage: str
@@ -140,9 +161,10 @@ class StageFailed(Event):
 
 
 class LayoutEntry(StrictModel):
-    """A layout that is compared. `params` and `tags` are those that a run of the stage under it has in MLflow.
+    """Layout of a comparison.
 
-    `refused`: why it cannot work, and so is not tried; such layouts come last.
+    params, tags: those that a run of the stage under this layout has in MLflow.
+    refused: why the layout cannot work and is not tried, else None; such layouts come last.
     """
 
     text: str
@@ -155,7 +177,7 @@ class LayoutEntry(StrictModel):
 
 
 class CompareBegan(Event):
-    """The refresh does not build its last stage, but compares layouts of it: for so many steps, in so many rounds."""
+    """Start of a comparison: the refresh runs some steps of `stage` under several layouts, in rounds."""
 
     event: Literal["compare_began"] = "compare_began"
     stage: str
@@ -166,9 +188,11 @@ class CompareBegan(Event):
 
 
 class TrialEnded(Event):
-    """One layout, by its place among the layouts, was run for one round, counted from 1.
+    """End of one round of one layout.
 
-    Its steps are in the `metrics.jsonl` of `work`; metrics, tags: what the stage's `result.json` said.
+    layout: index of the layout in the comparison.
+    round: counted from 1.
+    work: folder whose `metrics.jsonl` holds the steps. metrics, tags: from the stage's `result.json`.
     """
 
     event: Literal["trial_ended"] = "trial_ended"
@@ -183,7 +207,7 @@ class TrialEnded(Event):
 
 
 class LayoutMeasured(Event):
-    """What all rounds of a layout come to, or why there is nothing."""
+    """Metrics of a layout over all rounds, or why there are none."""
 
     event: Literal["layout_measured"] = "layout_measured"
     layout: int
@@ -192,7 +216,7 @@ class LayoutMeasured(Event):
 
 
 class RefreshEnded(Event):
-    """How a try of the refresh ended; seconds: of this try."""
+    """End of a try of the refresh. seconds: of this try."""
 
     event: Literal["refresh_ended"] = "refresh_ended"
     state: RefreshState
@@ -201,9 +225,9 @@ class RefreshEnded(Event):
 
 
 class RefreshKilled(Event):
-    """Written by another process, which found that this one had died. It says nothing of a later try.
+    """The process of a refresh died; recorded by the process that noticed. Does not concern later tries.
 
-    copied: it may live, but in another home, of which this one is a copy.
+    copied: the process may live, but in the home of which this one is a copy.
     """
 
     event: Literal["refresh_killed"] = "refresh_killed"

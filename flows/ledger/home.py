@@ -1,4 +1,4 @@
-"""Where this project keeps what it makes: LIFECYCLE_HOME; by default `.lifecycle` in the current folder or above it."""
+"""Home of a project: the folder LIFECYCLE_HOME, by default `.lifecycle` in the current folder or one above it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC,
 
 
 class HomeIdentity(StrictModel):
-    """The folder of a home, as records name it: paths move, and a copy has the records of its original.
+    """Folder of a home, as records name it. Paths move, and a copy has the records of its original.
 
-    Devices are numbered again at each boot, and by each host; elsewhere the inode alone tells homes apart.
+    Device numbers change with each boot and host; then the inode alone tells homes apart.
     """
 
     boot: str
@@ -25,7 +25,7 @@ class HomeIdentity(StrictModel):
     inode: int
 
     def is_here(self) -> bool:
-        """Return whether it is this home."""
+        """Return whether this is the home of the current process."""
         try:
             here = home_identity()
         except FileNotFoundError:
@@ -34,53 +34,53 @@ class HomeIdentity(StrictModel):
 
 
 def home() -> Path:
-    """The folder of the store, the local servers and the ledgers of refreshes. It need not exist yet."""
+    """Return the folder of the store, the local servers and the ledgers of refreshes. It need not exist yet."""
     return Path(os.environ.get("LIFECYCLE_HOME", FOLDER)).absolute()
 
 
 def home_identity() -> HomeIdentity:
-    """Return which folder this home is. Raises `FileNotFoundError` as long as there is none."""
+    """Return the identity of this home. Raises `FileNotFoundError` when there is none yet."""
     status = home().stat()
     return HomeIdentity(boot=boot_id(), device=status.st_dev, inode=status.st_ino)
 
 
 def home_above() -> dict[str, str]:
-    """LIFECYCLE_HOME as a variable, where nobody set it and a folder above the current one has the project's home.
+    """Return LIFECYCLE_HOME as a variable when it is unset and a folder above the current one has a home.
 
-    Looks no further up than the root of a git checkout, and takes no folder of another user.
+    Looks no further up than the root of a git checkout, and ignores folders of other users.
     """
     here = Path.cwd()
     if "LIFECYCLE_HOME" in os.environ or (here / FOLDER).is_dir():
         return {}
     for folder in (here, *here.parents):
-        found = folder / FOLDER
-        if found.is_dir() and found.stat().st_uid == os.getuid():
-            return {"LIFECYCLE_HOME": str(found)}
+        candidate = folder / FOLDER
+        if candidate.is_dir() and candidate.stat().st_uid == os.getuid():
+            return {"LIFECYCLE_HOME": str(candidate)}
         if (folder / ".git").exists():
             break
     return {}
 
 
 def unusable(error: BaseException) -> ResourceError | None:
-    """What to say when the system refused to read or write below the home; None for any other error."""
+    """Return the error to show when the system refused to read or write below the home; None for other errors."""
     if not (isinstance(error, OSError) and error.errno in REFUSALS and isinstance(error.filename, str)):
         return None
     if not Path(error.filename).absolute().is_relative_to(home()):
         return None
-    remedy = "set LIFECYCLE_HOME to a folder that you may write to, or mend that one (see `lifecycle doctor`)"
+    remedy = "set LIFECYCLE_HOME to a folder that you may write to, or fix that one (see `lifecycle doctor`)"
     return ResourceError(f"using {error.filename}, below LIFECYCLE_HOME: {error.strerror}; {remedy}")
 
 
 def store_root() -> Path:
-    """Where artifacts are."""
+    """Return the folder of artifacts."""
     return home() / "store"
 
 
 def hardware_file() -> Path:
-    """The description of this machine's devices that predictions start from, if there is one."""
+    """Return the path of the file that describes this machine's devices for predictions; it may not exist."""
     return Path(os.environ.get("LIFECYCLE_HARDWARE", home() / "hardware.yaml")).absolute()
 
 
 def ledger_root() -> Path:
-    """Where the ledgers of refreshes are, a folder each."""
+    """Return the folder of the ledgers of refreshes; each has a folder in it."""
     return home() / "ledger"

@@ -1,4 +1,4 @@
-"""Facts about this machine, read in under a millisecond: cores, GPUs, memory, names, energy. No torch, no nvidia-smi."""
+"""Facts about this machine, read in under a millisecond: cores, GPUs, memory, energy. No torch, no nvidia-smi."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def gpus() -> list[str]:
-    """Names of the NVIDIA GPUs, as the driver lists them under /proc."""
+    """Return the names of the NVIDIA GPUs, as the driver lists them under /proc."""
     files = sorted(GPUS.glob("*/information"))
     return [_value(file, "Model") or "NVIDIA GPU" for file in files]
 
 
 def num_slots() -> int:
-    """Stages' processes that run side by side: one for each GPU; without a GPU, one for each core."""
+    """Return how many stage processes may run side by side: one for each GPU; without GPUs, one for each core."""
     return len(gpus()) or num_cores()
 
 
 def hardware() -> str:
-    """One line for tags: `2 × NVIDIA H100 80GB HBM3` or `8 × AMD EPYC 9654 96-Core Processor`."""
+    """Return the machine in one line: `2 × NVIDIA H100 80GB HBM3` or `8 × AMD EPYC 9654 96-Core Processor`."""
     names = gpus()
     if names:
         return f"{len(names)} × {names[0]}"
@@ -34,7 +34,7 @@ def hardware() -> str:
 
 
 def memory_gib() -> tuple[float, float]:
-    """(available, total) host memory."""
+    """Return the available and the total host memory."""
     available, total = (_value(Path("/proc/meminfo"), name) or "0" for name in ("MemAvailable", "MemTotal"))
     return _kib_to_gib(available), _kib_to_gib(total)
 
@@ -44,7 +44,7 @@ def _kib_to_gib(text: str) -> float:
 
 
 def _value(file: Path, name: str) -> str | None:
-    """What follows the first `name:` in a file of /proc."""
+    """Return the text after the first `name:` in a file of /proc, or None."""
     for line in file.read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:
@@ -53,9 +53,9 @@ def _value(file: Path, name: str) -> str | None:
 
 
 def energy_j(devices: Sequence[int]) -> float | None:
-    """Joules that these GPUs have used since their driver was loaded; None where there are none, or nothing counts.
+    """Return the joules that these GPUs used since their driver was loaded, or None without GPUs or counters.
 
-    A GPU's count is of the whole device, whichever process uses it; those before Volta have none.
+    A GPU counts all processes that use it. GPUs older than Volta have no counter.
     """
     if not devices:
         return None

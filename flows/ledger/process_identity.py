@@ -21,17 +21,21 @@ from stages.core.contract import StrictModel
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
 Standing = Literal["alive", "dead", "foreign"]
-"""`foreign`: it belongs to another boot, host or container, from where nobody can look at it."""
+"""State of a process as seen from here.
+
+foreign: it belongs to another boot, host or container, so its state cannot be seen.
+"""
 INTERVAL_S = 30.0
 SILENCE_S = 600.0
-"""A process elsewhere of which nothing was heard for so long counts as dead."""
+"""Seconds without a sign of life after which a process elsewhere counts as dead."""
 
 
 class ProcessIdentity(StrictModel):
-    """A process; `started_ticks` is the kernel's clock at its start, which no change of the wall clock moves.
+    """Process as records name it.
 
-    boot, pid_namespace: where its number counts; None in records of earlier versions, which are taken to be of here.
-    host: a name for messages.
+    started_ticks: the kernel's clock at its start, which changes of the wall clock do not affect. boot, pid_namespace:
+    where its number is valid; None in old records, which are taken for ones of this machine.
+    host: name for messages.
     """
 
     pid: int
@@ -60,23 +64,23 @@ class ProcessIdentity(StrictModel):
         return cls.of(os.getpid())
 
     def standing(self) -> Standing:
-        """Return whether it still runs, as far as that can be seen from here."""
+        """Return whether the process runs, as far as that can be seen from here."""
         if self.boot and (self.boot, self.pid_namespace) != (boot_id(), PID_NAMESPACE.stat().st_ino):
             return "foreign"
         return "alive" if supervisor.started_ticks(self.pid) == self.started_ticks else "dead"
 
     def alive(self) -> bool:
-        """Return whether it runs here."""
+        """Return whether the process runs here."""
         return self.standing() == "alive"
 
 
 def boot_id() -> str:
-    """Return the kernel's name for the time since it was started; no two hosts share one."""
+    """Return the kernel's id of the time since it was started; no two hosts share one."""
     return BOOT_ID.read_text().strip()
 
 
 class Heartbeat:
-    """Touches a file, in a thread, until it is stopped; then removes it. A disk that refuses is asked again."""
+    """Thread that touches a file until it is stopped, then removes the file. Full disks are tried again."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -84,12 +88,12 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Touch it now, and then every 30 s."""
+        """Touch the file now, and then every 30 s."""
         self._touch()
         self._thread.start()
 
     def stop(self) -> None:
-        """Remove the file. May be called again."""
+        """Stop touching, and remove the file. May be called again."""
         self._stopped.set()
         self._thread.join()
         with suppress(OSError):
@@ -107,8 +111,8 @@ class Heartbeat:
 def is_silent(process: ProcessIdentity, *files: Path) -> bool:
     """Return whether a process elsewhere has given no sign of life for so long that it must be dead.
 
-    files: what it touches or writes to; the latest of those that are there counts. An earlier boot of a host of this
-    name has ended when nothing was heard since the present one began.
+    files: those that it touches or writes to; the latest counts. If the process belongs to an earlier boot of a host of
+    this name, silence since the present boot began is enough.
     """
     patience_s = SILENCE_S
     if process.host == os.uname().nodename and process.boot != boot_id():
@@ -117,7 +121,7 @@ def is_silent(process: ProcessIdentity, *files: Path) -> bool:
 
 
 def _silence_s(files: tuple[Path, ...]) -> float:
-    """Seconds since the latest change of one of the files, 0 where that cannot be told."""
+    """Return the seconds since the latest change of one of the files, 0 where they cannot be read."""
     try:
         with tempfile.TemporaryFile(dir=files[0].parent) as probe:
             os.utime(probe.fileno())

@@ -1,4 +1,4 @@
-"""Events of a ledger → the refresh, its stages and attempts as they are after them. Pure."""
+"""State of a refresh, its stages and attempts, computed from the events of its ledger. Pure."""
 
 from __future__ import annotations
 
@@ -32,23 +32,30 @@ from stages.core.contract import StageResult
 StageState = Literal["waiting", "running", "built", "cached", "failed", "cancelled", "skipped"]
 StageEvent = AttemptBegan | AttemptEnded | StageWaits | StageCached | StageFailed
 STATES: dict[str, StageState] = {"stage_cached": "cached", "stage_failed": "failed"}
+"""State of a stage after such an event."""
 STOPPED = ("RefreshStoppedError", "KeyboardInterrupt")
-"""Errors of what was stopped on request; earlier versions called an attempt that ended so killed."""
-"""What an event makes of its stage."""
+"""Errors of attempts that were stopped on request; old versions recorded such attempts as killed."""
 ANOTHER_TRY = "another try"
 KILLED = "its process was killed"
 COPIED = "this home was copied while it ran; how it ended, only the original home knows"
-"""Errors of a refresh that could not say itself how it ended."""
+"""Error of a refresh that could not record its own end, because its home was copied; `KILLED`: its process died.
+
+Ledgers hold both texts, so they must not change.
+"""
 HEARTBEAT_FILE, LEDGER_FILE = "heartbeat", "ledger.jsonl"
 
 
 @dataclass(frozen=True)
 class StageEntry:
-    """A stage within a refresh. `work` is its work folder while it runs; `artifact` is set once it is there.
+    """Stage within a refresh.
 
-    attempt: the key (`REFRESH/STAGE-NUMBER`) of the try that runs, failed, or built the artifact, here or in an earlier
-    refresh. reason: of the plan, why it is built or not. waits_for: what keeps it, once its upstream stages are done.
-    error: of a stage that failed; of one that waits, why it is tried again. killed: a process of that attempt was.
+    reason: why the plan builds it or not.
+    waits_for: what it waits for, once its upstream stages are done.
+    work: its work folder while it runs.
+    artifact: its artifact, once there is one.
+    attempt: key (`REFRESH/STAGE-NUMBER`) of the attempt that runs, failed, or built the artifact, in whichever refresh.
+    error: why it failed, or, while it waits, why it is tried again.
+    killed: a process of that attempt was killed.
     """
 
     kind: str
@@ -68,7 +75,7 @@ class StageEntry:
 
     @functools.cached_property
     def result(self) -> StageResult:
-        """What the stage said at its end; of a cached one, what its artifact holds, if that is still there."""
+        """Final result of the stage; of a cached one, from its artifact, empty if that is gone."""
         if self.built or not self.artifact:
             return self.built or StageResult()
         return final_result(self.artifact)
@@ -80,15 +87,17 @@ class StageEntry:
 
     @property
     def verdict(self) -> str | None:
-        """Of a promotion: `promoted`, `not promoted` or `already champion`."""
+        """Verdict of a promotion: `promoted`, `not promoted` or `already champion`; None for other stages."""
         return self.result.tags.get("verdict")
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One try at building a stage. Of `metrics.jsonl`, the bytes from `first_byte` to `last_byte` are this try's.
+    """Attempt at building a stage.
 
-    folder: where its files are now, once it has ended. num_devices: that it keeps busy; None where nobody noted that.
+    first_byte, last_byte: this attempt's part of `metrics.jsonl`.
+    num_devices: devices that it keeps busy; None where that was not recorded.
+    folder: where its files are, once it has ended.
     """
 
     stage: str
@@ -108,20 +117,21 @@ class AttemptRecord:
     files: tuple[str, ...] = ()
     error: str | None = None
     retried: bool = False
-    """The refresh tried the stage again by itself."""
+    """Whether the refresh tried the stage again by itself."""
 
     @property
     def name(self) -> str:
-        """Unlike that of any other attempt of the refresh."""
+        """Name of the attempt, unique within the refresh."""
         return f"{self.stage}-{self.number}"
 
 
 @dataclass(frozen=True)
 class RefreshRecord:
-    """A refresh after the events of its ledger.
+    """Refresh after the events of its ledger.
 
-    num_tries: how often it was started; a retry goes on in the same ledger. seconds: of the latest try.
-    prefect_run_count: how often Prefect had started the flow run when the latest try began.
+    num_tries: number of times that it was started; a retry continues in the same ledger.
+    seconds: of the latest try.
+    prefect_run_count: number of times that Prefect had started the flow run when the latest try began.
     """
 
     refresh: str
@@ -144,22 +154,22 @@ class RefreshRecord:
     error: str | None = None
     stages: dict[str, StageEntry] = field(default_factory=dict)
     attempts: dict[str, AttemptRecord] = field(default_factory=dict)
-    """By name, oldest first; of all tries."""
+    """Attempts of all tries by name, oldest first."""
     comparison: CompareBegan | None = None
     trials: tuple[TrialEnded, ...] = ()
     measured: dict[int, LayoutMeasured] = field(default_factory=dict)
-    """By the layout's place."""
+    """Results by the layout's index."""
 
     @property
     def is_copied(self) -> bool:
-        """Return whether another home, of which this one is a copy, began it."""
+        """Whether it was begun by another home, of which this one is a copy."""
         return self.home is not None and not self.home.is_here()
 
     @property
     def standing(self) -> Standing:
-        """Return whether the process of the latest try runs. In a copied home it does not, whatever its original does.
+        """State of the process of the latest try; `dead` in a copied home, whatever its original does.
 
-        One elsewhere is dead once it has given no sign of life for long.
+        A process elsewhere is dead once it has given no sign of life for long.
         """
         if self.is_copied:
             return "dead"
@@ -170,44 +180,44 @@ class RefreshRecord:
 
     @property
     def interrupted(self) -> bool:
-        """Return whether its process died without saying how the refresh ended."""
+        """Whether its process died without recording how the refresh ended."""
         return self.state == "running" and self.standing == "dead"
 
     @property
     def elsewhere(self) -> str | None:
-        """Host on which it may run, where nobody can see it from here."""
+        """Host on which it may run, unseen from here; else None."""
         unknown = self.state == "running" and self.standing == "foreign"
         return self.process.host or "another host" if unknown else None
 
     @property
     def unsaid_end(self) -> str | None:
-        """Error of a refresh that could not say itself how it ended, be that recorded already or not."""
+        """Error of a refresh that could not record its own end, whether another process has or not."""
         if self.interrupted:
             return COPIED if self.is_copied else KILLED
         return self.error if self.error in (KILLED, COPIED) else None
 
     @property
     def killed(self) -> bool:
-        """Return whether nobody knows how it ended."""
+        """Whether it could not record its own end."""
         return self.unsaid_end is not None
 
     @property
     def nothing_new(self) -> bool:
-        """Whether all that it wanted was there already."""
+        """Whether every stage was cached."""
         cached = all(entry.state == "cached" for entry in self.stages.values())
         return self.state == "completed" and cached and not self.comparison
 
     def trials_of(self, layout: int) -> list[TrialEnded]:
-        """All rounds of a layout, in order."""
+        """Return all rounds of a layout, in order."""
         return [trial for trial in self.trials if trial.layout == layout]
 
     def key_of(self, stage: str, number: int) -> str:
-        """What artifacts and other refreshes call an attempt by."""
+        """Return the key of an attempt, by which artifacts and other refreshes refer to it."""
         return f"{self.refresh}/{stage}-{number}"
 
 
 def fold(events: Iterable[AnyEvent]) -> RefreshRecord:
-    """The refresh after these events, the first of which began it."""
+    """Return the refresh after these events, the first of which began it."""
     record = None
     for event in events:
         record = after(record, event)
@@ -216,7 +226,7 @@ def fold(events: Iterable[AnyEvent]) -> RefreshRecord:
 
 
 def after(record: RefreshRecord | None, event: AnyEvent) -> RefreshRecord:
-    """The refresh after one more event."""
+    """Return the refresh after one more event."""
     if isinstance(event, RefreshBegan):
         return _begun(record, event)
     assert record is not None, "the first event begins the refresh"
@@ -256,7 +266,10 @@ def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
 
 
 def with_time_so_far(record: RefreshRecord, now_ms: int) -> RefreshRecord:
-    """Return the record with the seconds that what runs has taken until now; the ledger has them at its end."""
+    """Return the record with the seconds that running stages have taken until now.
+
+    The ledger has the seconds of a stage only at its end.
+    """
     if record.state != "running" or record.interrupted:
         return record
     began_ms = {attempt.stage: attempt.started_ms for attempt in record.attempts.values()}
@@ -268,7 +281,7 @@ def with_time_so_far(record: RefreshRecord, now_ms: int) -> RefreshRecord:
 
 
 def final_result(folder: Path) -> StageResult:
-    """The `result.json` of an artifact; an empty one when it is not there any more."""
+    """Return the `result.json` of an artifact, or an empty result when the file is gone."""
     try:
         return StageResult.model_validate_json((folder / "result.json").read_bytes())
     except (OSError, ValueError):
@@ -290,7 +303,10 @@ def _attempt_begun(record: RefreshRecord, event: AttemptBegan) -> RefreshRecord:
 
 
 def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
-    """The first end counts: who closes the ledger of a dead process may not be the only one."""
+    """Return the record after the end of an attempt. Only the first end counts.
+
+    Several processes may close the ledger of a dead one.
+    """
     attempt = record.attempts[f"{event.stage}-{event.number}"]
     if attempt.outcome:
         return record
@@ -320,7 +336,7 @@ def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
 
 
 def _over(record: RefreshRecord) -> RefreshRecord:
-    """A refresh that is over: what did not end was skipped."""
+    """Return the record of a refresh that ended: stages that did not end were skipped."""
     stages = {
         name: replace(entry, state="skipped", work=None) if entry.state in ("waiting", "running") else entry
         for name, entry in record.stages.items()

@@ -1,14 +1,14 @@
-"""The ledgers of all refreshes of this home: what ran, and how it ended. Files, no server needed.
+"""Ledgers of all refreshes of this home: what ran, and how it ended. Files; needs no server.
 
 <home>/ledger/<refresh>/
-    ledger.jsonl    an event a line, only ever appended to: by the process of the refresh; by another one once that died
-    heartbeat       touched every 30 s while the refresh runs, for those who cannot see its process
+    ledger.jsonl    an event a line, append-only: written by the refresh's process, or by another one once that died
+    heartbeat       touched every 30 s while the refresh runs, for processes that cannot see its process
     mlflow.json     how much of it has reached MLflow; written by `flows/tracking/shipper.py` only
-    tracking.log    what the shipper said; shipping.lock: held by the one that ships
+    tracking.log    output of the shipper; shipping.lock: held by the running shipper
     trials/0-1/     of a comparison: work folder of the first layout's first round
-    report.html, comparison.json, note.md    of a comparison that is over, for people, programs and MLflow's page
+    report.html, comparison.json, note.md    of a finished comparison, for people, programs and MLflow's page
 
-Prefect, MLflow, views and commands read what happened from here; nothing is asked of them that is not here.
+Prefect, MLflow, views and commands read from here what happened; they never need anything that is not here.
 """
 
 from __future__ import annotations
@@ -32,28 +32,31 @@ from stages.core.files import write_atomically
 
 REPORT_FILE, ROWS_FILE, NOTE_FILE = "report.html", "comparison.json", "note.md"
 LONGEST_END = 65_536
-"""Bytes; a longer end of a refresh is only read more slowly."""
+"""Bytes at the end of a ledger that are read first; a longer end only takes longer to read."""
 TORN = "json_invalid"
-"""pydantic's name for what is not JSON: half a line, since whole ones are written by us."""
+"""pydantic's error type for a line that is no JSON: a torn line, since whole ones are written by us."""
 
 
 class Ledger:
-    """The ledger of one refresh. It exists from its first event on."""
+    """Ledger of one refresh. It exists from its first event on."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.file = folder / LEDGER_FILE
 
     def exists(self) -> bool:
-        """Whether the refresh was begun."""
+        """Return whether the refresh was begun."""
         return self.file.exists()
 
     def size(self) -> int:
-        """Bytes; it only ever grows."""
+        """Return the size in bytes, which only grows."""
         return self.file.stat().st_size
 
     def is_over(self) -> bool:
-        """Whether the refresh said last that it had ended; reads no more than that. A closed one is not known so."""
+        """Return whether the last event is the refresh's own end. Reads only the end of the file.
+
+        Of a refresh that another process closed, it returns False.
+        """
         with self.file.open("rb") as stream:
             stream.seek(max(0, self.size() - LONGEST_END))
             end = stream.read()
@@ -75,9 +78,9 @@ class Ledger:
                 os.fsync(stream.fileno())
 
     def events(self) -> Iterator[AnyEvent]:
-        """All events, oldest first. A line that a crash or a full disk has torn is left out.
+        """Yield all events, oldest first. A line that a crash or a full disk has torn is left out.
 
-        Raises `StoreError` when the file cannot be read, or holds what this version does not know.
+        Raises `StoreError` when the file cannot be read, or holds an event that this version does not know.
         """
         try:
             lines = self.file.read_bytes().splitlines()
@@ -91,22 +94,22 @@ class Ledger:
             raise StoreError(f"reading the ledger of refresh {self.folder.name}: {error}") from error
 
     def read(self) -> RefreshRecord:
-        """The refresh as it is now. Raises what `events` raises."""
+        """Return the refresh as it is now. Raises what `events` raises."""
         return fold(self.events())
 
 
 def new_refresh_id(recipe: str) -> str:
-    """Sortable, readable and unique: quickstart-20261121-084512-3f2a."""
+    """Return a sortable, readable and unique id: quickstart-20261121-084512-3f2a."""
     return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def ledger_of(refresh: str) -> Ledger:
-    """The ledger that the refresh of this id has, or will have."""
+    """Return the ledger of the refresh of this id; it need not exist."""
     return Ledger(ledger_root() / refresh)
 
 
 def ledgers() -> Iterator[Ledger]:
-    """Yield the ledgers of all refreshes; the one that was written to last comes first."""
+    """Yield the ledgers of all refreshes, the latest written first."""
     written_ns: dict[Path, int] = {}
     for file in ledger_root().glob(f"*/{LEDGER_FILE}"):
         with suppress(FileNotFoundError):  # removed meanwhile, by the retention policy
@@ -116,19 +119,19 @@ def ledgers() -> Iterator[Ledger]:
 
 
 def was_run_here(recipe: Path) -> bool:
-    """Whether some refresh of this home was of the recipe file of this absolute path."""
+    """Return whether a refresh of this home was of this recipe file. recipe: its absolute path."""
     begun = (event for ledger in ledgers() for event in islice(ledger.events(), 1))
     return any(isinstance(event, RefreshBegan) and event.recipe_path == recipe for event in begun)
 
 
 class RunningRefreshes:
-    """Refreshes that say that they run; reads only ledgers that have grown since it last looked, and theirs."""
+    """Refreshes that are recorded as running; reads only ledgers that have grown since the last call."""
 
     def __init__(self) -> None:
         self._ended: dict[str, int] = {}
 
     def all(self) -> Iterator[RefreshRecord]:
-        """Those whose process died are among them."""
+        """Yield the refreshes that are recorded as running, those whose process died included."""
         for ledger in ledgers():
             try:
                 size = ledger.size()
@@ -143,17 +146,19 @@ class RunningRefreshes:
                 self._ended[ledger.folder.name] = size
 
     def of(self, recipe: str) -> list[RefreshRecord]:
-        """Those of a recipe whose process lives; for a comparison, which holds the whole machine, stages wait."""
-        found = [record for record in self.all() if record.recipe == recipe and not record.comparison]
-        return [record for record in found if not record.interrupted]
+        """Return the refreshes of a recipe whose process lives, without comparisons.
+
+        A comparison holds all slots of the machine, so stages wait for it anyway.
+        """
+        records = [record for record in self.all() if record.recipe == recipe and not record.comparison]
+        return [record for record in records if not record.interrupted]
 
 
 def close_interrupted() -> list[str]:
-    """Say of refreshes whose process died that they failed, and where their metrics end; returns their ids.
+    """Record of refreshes whose process died that they failed; return their ids.
 
-    In a copy of a home, also of those that run in its original; nothing is signalled.
-
-    It must be done before another attempt appends to the `metrics.jsonl` of the same work folder.
+    In a copy of a home, also of those that run in its original; no process is signalled. Call it before another attempt
+    appends to the `metrics.jsonl` of the same work folder: it records where the dead attempt's part ends.
     """
     closed = []
     for record in RunningRefreshes().all():
@@ -169,7 +174,7 @@ def close_interrupted() -> list[str]:
 
 
 def end_of(attempt: AttemptRecord, outcome: Outcome, **fields: object) -> AttemptEnded:
-    """The end of an attempt, whose files still lie where it worked unless `folder` says otherwise."""
+    """Return the end of an attempt. Its files are in its work folder unless `folder` names another."""
     fields = {"folder": attempt.work, **fields}
     folder = fields["folder"]
     assert isinstance(folder, Path)
@@ -179,7 +184,7 @@ def end_of(attempt: AttemptRecord, outcome: Outcome, **fields: object) -> Attemp
 
 
 def metrics_size(folder: Path) -> int:
-    """Bytes of a work folder's `metrics.jsonl`, 0 when there is none."""
+    """Return the bytes of a folder's `metrics.jsonl`, 0 when there is none."""
     try:
         return (folder / "metrics.jsonl").stat().st_size
     except FileNotFoundError:

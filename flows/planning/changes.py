@@ -32,28 +32,33 @@ from stages.hubs.files import requested_files
 from stages.kinds.download.config import DownloadConfig
 
 ROW_FILES = (".jsonl", ".ndjson", ".csv")
+"""Suffixes of files whose rows are counted."""
 TEXT_FILES = (".yaml", ".yml", ".jinja", ".jinja2", ".j2", ".json", ".txt", ".md")
-"""Files whose lines are kept."""
+"""Suffixes of files whose lines are kept."""
 MAX_COUNTED_BYTES = 1 << 28
-"""Of a file whose rows are counted: about a second. Of a larger one, its size says enough."""
+"""Largest file whose rows are counted, which takes about a second; of a larger one the size is shown."""
 MAX_KEPT_BYTES = 1 << 16
-"""Of a text whose lines are kept, and compared."""
+"""Largest text whose lines are kept and compared."""
 MAX_COMPARED_LINES = 500
 LONGEST_LINE = 60
 _WORD = re.compile(r"[\w-]+")
 _LIKE_A_KEY = re.compile(r"(?=[\w+/=-]*[0-9])(?=[\w+/=-]*[A-Za-z])[\w+/=-]{20,}")
-"""A long word of letters and digits. No shorter one is a secret that is worth the name."""
+"""Pattern of a long word of letters and digits; no shorter word is a serious secret."""
 REVISION = "content of revision"
 CONTENT = "content of "
 CONTENTS_CACHE = "contents"
-"""Cache of the store that takes what such files held."""
+"""Name of the store's cache for the contents of such files."""
 MAX_NAMED = 5
 Hashed = dict[str, tuple[str, Path]]
-"""Name of a file → its sha256, and where it lies."""
+"""Name of a file → its sha256 and its path."""
 
 
 class Content(StrictModel):
-    """What a file held. amount: in words. text: its lines without keys; None of rows, which are counted, and code."""
+    """Contents of a file at one time.
+
+    amount: rows or bytes, in words.
+    text: its lines without keys; None of files of rows, which are only counted, and of code.
+    """
 
     sha256: str
     amount: str
@@ -61,12 +66,12 @@ class Content(StrictModel):
 
 
 Contents = dict[str, Content]
-"""Name of a file → what it held"""
+"""Name of a file → its contents."""
 CONTENTS = TypeAdapter(Contents)
 
 
 def keep_contents(folder: Path, digest: str, path: Path) -> None:
-    """Note in `folder` what is at `path`, whose hash is `digest`. A home that cannot be written keeps nothing."""
+    """Record in `folder` what is at `path`, whose hash is `digest`. A home that cannot be written keeps nothing."""
     before = kept_contents(folder, digest)
     with suppress(OSError):
         if before is None:
@@ -81,7 +86,7 @@ def keep_contents(folder: Path, digest: str, path: Path) -> None:
 
 
 def kept_contents(folder: Path, digest: str) -> Contents | None:
-    """What was noted of this hash; None where nothing was, or it is damaged."""
+    """Return what was recorded for this hash, or None when there is no record or it is damaged."""
     note = folder / f"{digest}.json"
     try:
         contents = CONTENTS.validate_json(note.read_bytes())
@@ -92,7 +97,7 @@ def kept_contents(folder: Path, digest: str) -> Contents | None:
 
 
 def contents_of(path: Path) -> Contents:
-    """Of a file, or of every file of a folder that counts. Raises OSError."""
+    """Return the contents of a file, or of every file of a folder that counts. Raises OSError."""
     files = outside_files(path)
     hashes = sha256_of_files(files)
     return {
@@ -101,7 +106,10 @@ def contents_of(path: Path) -> Contents:
 
 
 def content_changes(before: Contents, after: Contents) -> Iterator[str]:
-    """Each file that is gone, new or another, with the first line that changed; `t.yaml line 3: 'a: 1' → 'a: 2'`."""
+    """Yield each file that is gone, new or changed, with its first changed line.
+
+    Such as `t.yaml line 3: 'a: 1' → 'a: 2'`.
+    """
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
         if new is None:
@@ -114,19 +122,19 @@ def content_changes(before: Contents, after: Contents) -> Iterator[str]:
 
 
 def changed_amount(old: str, new: str) -> str:
-    """`300 → 350 rows`, or `other rows, 300 rows`."""
+    """Return `300 → 350 rows`, or `other rows, 300 rows`."""
     number, _, unit = old.partition(" ")
     return f"{number} → {new}" if old != new and new.endswith(unit) else f"other {unit}, {new}"
 
 
 def amount_of(file: Path) -> str:
-    """`350 rows`, or `1,234 bytes`. Raises OSError."""
+    """Return `350 rows`, or `1,234 bytes`. Raises OSError."""
     num_rows = rows_of(file)
     return f"{file.stat().st_size:,} bytes" if num_rows is None else f"{num_rows:,} rows"
 
 
 def rows_of(file: Path) -> int | None:
-    """Rows of a file that has some, and can be read and counted soon. Raises OSError."""
+    """Return the number of rows of a file, or None when it has none or counting takes long. Raises OSError."""
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -152,14 +160,14 @@ def _text(file: Path) -> str | None:
 
 
 def _kept(name: str, text: str | None) -> str | None:
-    """Return the lines of a file that may be kept, with `***` in place of keys."""
+    """Return the lines of a file that may be kept, with `***` instead of keys."""
     if text is None or not name.endswith(TEXT_FILES):
         return None
     return _LIKE_A_KEY.sub(REPLACEMENT, redact("".join(_without_named_secrets(text))))
 
 
 def _without_named_secrets(text: str) -> Iterator[str]:
-    """Yield the lines, `***` instead of those that name a key or a password, and of what is indented below them."""
+    """Yield the lines, with `***` for those that name a key or a password and for those nested below."""
     hidden_below = None
     for line in text.splitlines(keepends=True):
         content = line.lstrip()
@@ -172,7 +180,7 @@ def _without_named_secrets(text: str) -> Iterator[str]:
 
 
 def _changed_lines(old: str, new: str) -> str | None:
-    """The first line that changed, and how many more did; None where lines do not tell it."""
+    """Return the first line that changed and how many more did; None where lines do not show it."""
     before, after = old.splitlines(), new.splitlines()
     if max(len(before), len(after)) > MAX_COMPARED_LINES:
         return None
@@ -189,9 +197,9 @@ def _changed_lines(old: str, new: str) -> str | None:
 
 
 def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
-    """The plan with the files that changed in place of two hashes; reads those that it names.
+    """Return the plan with the changed files named instead of two hashes; reads the files that it names.
 
-    kept: folder of what such files held when they were planned before; what they hold now is noted there.
+    kept: folder of the contents at earlier plans; the present contents are recorded there.
     """
     stages = {
         name: _with_paths(_with_sources(_with_files(stage, index), index), kept)
@@ -201,7 +209,7 @@ def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
 
 
 def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
-    """Of paths outside the store, such as `task_folder`."""
+    """Return the stage with the changes in paths outside the store, such as `task_folder`."""
     reason = stage.reason
     outside = stage.identity["outside"]
     assert isinstance(outside, dict)
@@ -209,7 +217,7 @@ def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
         if field not in outside:
             continue
         keep_contents(kept, str(outside[field]), path)
-        differing = next((one for one in stage.differences if one.field == CONTENT + field), None)
+        differing = next((item for item in stage.differences if item.field == CONTENT + field), None)
         before = kept_contents(kept, str(differing.old)) if differing else None
         if before:
             changes = [*content_changes(before, contents_of(path))]
@@ -218,7 +226,7 @@ def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
 
 
 def _with_files(stage: PlannedStage, index: Index) -> PlannedStage:
-    """Of a download."""
+    """Return the stage with the changes in the files of a download."""
     config = stage.config
     differing = next((one for one in stage.differences if one.field == REVISION), None)
     if differing is None or not isinstance(config, DownloadConfig) or config.source.hub != "file":
@@ -236,7 +244,10 @@ def _with_files(stage: PlannedStage, index: Index) -> PlannedStage:
 
 
 def _with_sources(stage: PlannedStage, index: Index) -> PlannedStage:
-    """Of a download from elsewhere than before: whole sources, of which a path is no identity."""
+    """Return the stage with a download's former and present source, whole.
+
+    A path is no identity, so the differences of identities do not show it.
+    """
     config = stage.config
     product = config.product if isinstance(config, DownloadConfig) else None
     differing = next((one for one in stage.differences if one.field == product), None)
@@ -253,12 +264,12 @@ def _listed(changes: list[str]) -> str:
 
 
 def artifact_changes(old: Artifact, new: Artifact) -> Iterator[str]:
-    """Which files of what dependents read are gone, new or others; `train.jsonl 300 → 350 rows`."""
+    """Yield which files that dependents read are gone, new or changed; `train.jsonl 300 → 350 rows`."""
     return _file_changes(_contents(old), _contents(new))
 
 
 def kept_changes(kept: Path, differing: Difference) -> str | None:
-    """What changed in a path outside the store, whose hashes differ; None where it was not noted what it held."""
+    """Return what changed in a path outside the store whose hash differs; None where nothing was recorded."""
     before, after = (kept_contents(kept, str(digest)) for digest in (differing.old, differing.new))
     changes = [*content_changes(before, after)] if before and after else []
     return _listed(changes) if changes else None

@@ -38,31 +38,34 @@ from stages.serving.registry import chosen_engine
 SHARES = ("acc", "acc_norm", "exact_match")
 """Metrics of lm-eval that are means of 0 and 1."""
 OFTEN_OVERRIDDEN = ("execution.", "epochs")
-"""What somebody who tries a recipe for a few steps, or on one machine, need not take out of it."""
+"""Fields that may have no effect: overrides for a short or local try of a recipe leave them there."""
 
 
 class Problems:
-    """Errors in the order in which they were found; a text that was found twice counts once."""
+    """Problems of a plan, collected over all checks, so that a person can fix them together.
+
+    Errors keep the order in which they were found; equal texts count once.
+    """
 
     def __init__(self) -> None:
         self._errors: dict[str, LifecycleError] = {}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the error that a check raises, and go on."""
+        """Collect the error that a check raises, and continue."""
         try:
             yield
         except LifecycleError as error:
             self.add(error)
 
     def add(self, error: LifecycleError) -> None:
-        """Note an error."""
+        """Add an error."""
         self._errors.setdefault(str(error), error)
 
     def check(self) -> None:
-        """Raise what was noted: the error itself, or of several a RecipeError that lists them.
+        """Raise the collected error, or of several a RecipeError that lists them.
 
-        Several of one class stay of that class. A source that does not answer counts only where nothing else is wrong:
+        Several of one class stay of that class. A source that does not answer counts only when nothing else is wrong:
         another attempt would find the other problems again.
         """
         errors = list(self._errors.values())
@@ -75,7 +78,7 @@ class Problems:
 
 
 def check_gates(recipe: Recipe, chosen: Collection[str]) -> None:
-    """Raises `RecipeError` that lists the gates of these stages that ask for what nothing measures."""
+    """Raise `RecipeError` that lists the gates of these stages which no refresh could pass or could miss."""
     promotions = {name: config for name, config in recipe.stages.items() if isinstance(config, PromoteConfig)}
     problems = [
         f"stages.{name}.gates.{problem}"
@@ -105,8 +108,10 @@ def _unmeasured_scores(config: PromoteConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _beyond_a_share(config: PromoteConfig, recipe: Recipe) -> Iterator[str]:
-    """Bounds of shares that are meant in percent, or that none misses; code of a person's own may give such scores in
-    any way."""
+    """Yield bounds of shares that are meant in percent, or that nothing misses.
+
+    A person's own task code may give such scores in any range, so its tasks are not checked.
+    """
     stages = [recipe.stages[name] for name in config.evaluations]
     if any(isinstance(stage, EvaluateConfig) and stage.trust_task_code for stage in stages):
         return
@@ -124,35 +129,36 @@ def _unmeasured_throughput(config: PromoteConfig, recipe: Recipe) -> Iterator[st
 
 
 def check_idle(recipe: Recipe, chosen: Collection[str]) -> list[str]:
-    """What these stages say without effect and may go on saying, a sentence each.
+    """Return a sentence for each field of these stages that has no effect and is often overridden.
 
-    Raises `RecipeError` that lists all else that has none.
+    Raises `RecipeError` that lists all other fields without effect: who set one meant something else.
     """
-    found = [(name, *one) for name, config in recipe.stages.items() if name in chosen for one in _idle(config)]
+    idle = [(name, *field) for name, config in recipe.stages.items() if name in chosen for field in _idle(config)]
     problems = [
         f"stages.{name}.{path}: {value} does nothing: {why}; remove it"
-        for name, path, value, why in found
+        for name, path, value, why in idle
         if not path.startswith(OFTEN_OVERRIDDEN)
     ]
     if problems:
         raise RecipeError("\n".join(problems))
-    return [f"{name}: `{path}: {value}` does nothing: {why}" for name, path, value, why in found]
+    return [f"{name}: `{path}: {value}` does nothing: {why}" for name, path, value, why in idle]
 
 
 def _idle(config: StageConfig) -> Iterator[tuple[str, str, str]]:
-    """Path, value and reason of each idle field that is set; one that has its default counts as unset."""
-    said = config.model_dump(mode="json", exclude_defaults=True)
+    """Yield path, value and reason of each set field without effect; a field with its default counts as unset."""
+    set_fields = config.model_dump(mode="json", exclude_defaults=True)
     for path, why in dict(config.idle_fields()).items():
         *blocks, field = path.split(".")
-        block: dict[str, Any] = functools.reduce(lambda tree, name: tree.get(name, {}), blocks, said)
+        block: dict[str, Any] = functools.reduce(lambda tree, name: tree.get(name, {}), blocks, set_fields)
         if field in block:
             yield path, show(block[field]), why
 
 
 def check_serving(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs, *, at_once: bool) -> list[str]:
-    """Raises `RecipeError` that lists what these stages' servers cannot listen on, hold or be started with.
+    """Return notes on what cannot be known about these stages' servers here.
 
-    at_once: what an engine takes seconds to know is left to a run. Notes name what is, and what cannot be known here.
+    at_once: leave out questions whose answer takes an engine seconds; a run asks them. Raises `RecipeError` that lists
+    the servers that cannot listen, hold the model's context, or be started.
     """
     servers = {
         name: config
@@ -179,28 +185,28 @@ def check_serving(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs
             if serving.tool_call_parser
         },
     }
-    found = {
+    answers = {
         field: chosen_engine(serving).argument_problems(arguments, at_once=at_once)
         for field, (serving, arguments) in asked.items()
     }
-    known = {field: one for field, one in found.items() if not isinstance(one, NotAsked)}
+    known = {field: answer for field, answer in answers.items() if not isinstance(answer, NotAsked)}
     # A field of one option is not followed by the option's name again.
     problems += [
         f"{field}.{problem}" if field.endswith(".arguments") else f"{field}: {problem.partition(': ')[2]}"
-        for field, one in known.items()
-        for problem in one
+        for field, answer in known.items()
+        for problem in answer
     ]
     if problems:
         raise RecipeError("\n".join(problems))
     return [
-        f"{field}: whether {chosen_engine(asked[field][0]).title} takes them {one.why}"
-        for field, one in found.items()
-        if isinstance(one, NotAsked)
+        f"{field}: whether {chosen_engine(asked[field][0]).title} takes them {answer.why}"
+        for field, answer in answers.items()
+        if isinstance(answer, NotAsked)
     ]
 
 
 def _elsewhere(config: ServeConfig | EvaluateConfig) -> Iterator[str]:
-    """A host that this machine cannot listen on; that of a cluster's job is known there."""
+    """Yield a host that this machine cannot listen on; that of a cluster's job is known only there."""
     host = config.execution.host
     if config.execution.launcher != "local":
         return
@@ -213,28 +219,32 @@ def _elsewhere(config: ServeConfig | EvaluateConfig) -> Iterator[str]:
     except OSError as error:
         expected = "expected an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
         yield f"execution.host: cannot listen on {host}: {error.strerror}; {expected}"
-    except TransientError:  # who knows the name is slow to answer; the server will ask again
+    except TransientError:  # the name server is slow to answer; the model's server will ask it again
         return
 
 
 def _beyond_the_model(
     config: ServeConfig | EvaluateConfig, recipe: Recipe, stage: str, configs: ModelConfigs
 ) -> list[str]:
-    """Nothing where the model's config cannot be read yet: the check after its download finds it."""
+    """Return the limits that exceed the model's.
+
+    Empty where the model's config cannot be read yet: the check after its download finds it.
+    """
     benchmark = config.benchmark if isinstance(config, ServeConfig) else None
     try:
         model_config = configs.of(download_of(recipe, stage))
         environment = config.execution.environment
-        found = limit_problems(model_config or {}, config.serving or ServingConfig(), benchmark, environment)
-        return [f"{field}: {message}" for field, message in found]
+        problems = limit_problems(model_config or {}, config.serving or ServingConfig(), benchmark, environment)
+        return [f"{field}: {message}" for field, message in problems]
     except LifecycleError:  # the download says so itself
         return []
 
 
 def check_quantizing(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs) -> None:
-    """Raises `RecipeError` that lists the quantizations, of these stages, that could not be served.
+    """Raise `RecipeError` that lists the quantizations of these stages that could not be served.
 
-    What a cluster does is left to it: its devices may take what those of this machine do not.
+    They follow from the model's config; what only the headers of its files show is found after its download. Stages on
+    a cluster are not checked: its devices may accept what those of this machine do not.
     """
     problems = []
     for name, config in recipe.stages.items():
@@ -256,8 +266,8 @@ def check_quantizing(recipe: Recipe, chosen: Collection[str], configs: ModelConf
 def check_publishing(plan: Plan) -> None:
     """Raise `RecipeError` for stages that will run and whose target cannot take what they publish.
 
-    Of a stage that a cluster runs, only the store is looked at, which it shares: its environment and its other folders
-    are not known here, and the stage itself checks them there.
+    Reads the environment and looks at folders of this machine; asks no server. Of a stage on a cluster only the store
+    is checked, which the cluster shares; its environment and other folders are checked there by the stage itself.
     """
     problems = []
     for name, stage in plan.stages.items():
@@ -280,14 +290,17 @@ def _problem(config: PublishConfig) -> str | None:
     variable = token_of(address) if is_local and not config.dry_run else None
     if variable and not {**os.environ, **config.execution.environment}.get(variable):
         return (
-            f"{config.to} is written to with a token, and the environment has no {variable}; set it, or say "
+            f"{config.to} is written to with a token, and the environment has no {variable}; set it, or set "
             "`dry_run: true`"
         )
     return None
 
 
 def installation_notes(planned: Plan) -> Iterator[str]:
-    """Of each evaluation that will run and whose harness is not there. Raises ResourceError where it cannot be made."""
+    """Yield what harnesses of evaluations that will run install first: minutes, network and space.
+
+    Raises ResourceError where the environment cannot be made.
+    """
     for name, stage in planned.stages.items():
         if stage.action != "run" or not isinstance(stage.config, EvaluateConfig):
             continue

@@ -1,6 +1,6 @@
-"""Whether a model that is evaluated has learned from rows that nobody compared with the benchmark.
+"""Warnings about evaluated models that learned from data that was not decontaminated against the benchmark.
 
-By what records say of artifacts: also of models that another recipe trained.
+They are based on records of artifacts, so they cover models that another recipe trained.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from stages.harnesses.registry import DEFAULT_HARNESS
 
 Find = Callable[[str, str], Artifact | None]
 Task = tuple[str, str, str | None]
-"""Its name, its harness, and the hash of the folder that defines it; None of the harness's own."""
+"""Name of a task, its harness, and the hash of the folder that defines it; None for the harness's own tasks."""
 
 
 def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEntry], find: Find) -> Iterator[str]:
-    """What an evaluation of this identity should be looked at for; nothing of other kinds.
+    """Yield the warnings for an evaluation of this identity; none for other kinds.
 
-    upstream: what it stands on, by field. find: artifact of a kind and version.
+    upstream: artifacts that it depends on, by field.
+    find: returns the artifact of a kind and version.
     """
     if identity["kind"] != "evaluate":
         return
@@ -35,19 +36,22 @@ def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEn
 
 
 def _learned(upstream: Mapping[str, UpstreamEntry], find: Find) -> Iterator[tuple[str, UpstreamEntry]]:
-    """Training stage and dataset of every training that the artifacts come from."""
+    """Yield training stage and dataset of every training that the artifacts come from."""
     for entry in upstream.values():
         record = _record(entry, find)
         if not record or record.product == "dataset":
             continue
-        for one in record.upstream.values() if record.kind == "train" else ():
-            if _is_dataset(one, find):
-                yield record.stage, one
+        for source in record.upstream.values() if record.kind == "train" else ():
+            if _is_dataset(source, find):
+                yield record.stage, source
         yield from _learned(record.upstream, find)
 
 
 def _compared_with(dataset: UpstreamEntry, find: Find) -> set[Task]:
-    """Tasks against which all rows of a dataset were decontaminated, by its own stage or by all it is made of."""
+    """Return the tasks against which all rows of a dataset were decontaminated.
+
+    A dataset counts as decontaminated by its own stage, or when all datasets that it is made of are.
+    """
     record = _record(dataset, find)
     if record is None:
         return set()
@@ -60,7 +64,7 @@ def _compared_with(dataset: UpstreamEntry, find: Find) -> set[Task]:
 
 
 def _tasks_of(identity: Identity, block: Any, path: str) -> set[Task]:
-    """Return the tasks that a block of the identity's config names. path: the beginning of its fields' dotted paths."""
+    """Return the tasks that a block of the identity's config names. path: prefix of its fields' dotted paths."""
     outside: Any = identity["outside"]
     harness = block.get("harness", DEFAULT_HARNESS)
     return {(task, harness, outside.get(f"{path}task_folder")) for task in block["tasks"]}

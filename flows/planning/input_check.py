@@ -35,10 +35,10 @@ from stages.parallel.legality import layout_warnings, model_errors
 
 
 def check_models(recipe: Recipe, outside: Outside, index: Index) -> list[str]:
-    """What is unusual about the stages in `outside` and their models, a sentence each.
+    """Return notes on what is unusual about the stages in `outside` and their models, a sentence each.
 
     Raises RecipeError that lists every model that cannot be trained, every layout that its model does not allow, and
-    every chat template that is none.
+    every bad chat template.
     """
     problems: list[str] = []
     notes: list[str] = []
@@ -88,7 +88,7 @@ def _check(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, ind
 
 
 def _local_config(source: DownloadConfig, outside: dict[str, Any], index: Index) -> dict[str, Any] | None:
-    """The `config.json` of what a stage downloads, if it is on this machine."""
+    """Return the `config.json` of what a stage downloads, if it is on this machine."""
     artifact = index.find(source.kind, version_of(identity_of(source, {}, outside)))
     if artifact and not artifact.damage and (artifact.folder / "model" / CONFIG_FILE).is_file():
         return read_config(artifact.folder / "model")
@@ -96,7 +96,7 @@ def _local_config(source: DownloadConfig, outside: dict[str, Any], index: Index)
 
 
 def check_first_inputs(recipe: Recipe, will_run: Collection[str], outside: Outside, index: Index) -> None:
-    """Raise RecipeError that lists what is wrong with the inputs of the trainings among these stages."""
+    """Raise RecipeError that lists what is wrong with rows and adapters of the trainings of these stages."""
     problems = [
         f"stages.{name}.{problem}"
         for name, config in recipe.stages.items()
@@ -108,7 +108,7 @@ def check_first_inputs(recipe: Recipe, will_run: Collection[str], outside: Outsi
 
 
 def _adapter(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, index: Index) -> Iterator[str]:
-    """Yield what the adapter names and the model lacks."""
+    """Yield the layers that the adapter names and the model lacks."""
     folder = _folder(recipe, download_of(recipe, name), outside, index) if config.adapter else None
     try:
         if config.adapter and folder and (folder / CONFIG_FILE).is_file():
@@ -128,26 +128,26 @@ def _rows(recipe: Recipe, config: TrainConfig, outside: Outside, index: Index) -
                     check_first_rows(root, files, part, config.learning.rows, _reader(config, part))
                 except DataError as error:
                     yield f"data.{place}{field}: {error}"
-                except LifecycleError:  # the download says so itself
+                except LifecycleError:  # the download reports it
                     return
 
 
 def _reader(config: TrainConfig, part: DataConfig) -> Callable[[object], object] | None:
-    """Return what reads the prompts of a method that samples answers to them; None for rows that are learned from."""
+    """Return the reader of a sampling method's prompts, or None for rows that are learned from."""
     if not config.rollouts:
         return None
     return PromptReader(config.rollouts.reference, f"{config.method}.reference", part.columns).read
 
 
 def _files(dataset: Path, split: str) -> tuple[Path, list[Path]]:
-    """Return the folder and the files of a split. One file is the training split; of others the check finds it."""
+    """Return the folder and the files of a split. A single file is the training split; other splits it lacks."""
     if dataset.is_file():
         return dataset.parent, [dataset] if split == "train" else []
     return dataset, find_files(dataset, split)
 
 
 def _folder(recipe: Recipe, name: str, outside: Outside, index: Index) -> Path | None:
-    """Return where a download's files lie on this machine now, in the store or at their source; None if they do not.
+    """Return where a download's files are on this machine, in the store or at their source, or None.
 
     A dataset may be one file. A selection of a folder's files is left to the check of inputs.
     """

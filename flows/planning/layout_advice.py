@@ -1,4 +1,4 @@
-"""What `lifecycle layouts` shows: a recipe or a model's config → layouts ranked, or one explained."""
+"""Layouts that `lifecycle layouts` shows: from a recipe or a model's config, ranked, or one explained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULT_BATCH_ROWS = 1024
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """The command line's numbers; None: as the recipe or the default says."""
+    """Options of the command line; None means the recipe's value or the default."""
 
     num_gpus: int
     gpu: str
@@ -51,7 +51,7 @@ class LayoutOptions:
 
 @dataclass(frozen=True)
 class Ranked:
-    """The best layouts, and the search they are from."""
+    """Best layouts of a search."""
 
     request: SearchRequest
     result: SearchResult
@@ -59,13 +59,13 @@ class Ranked:
 
     @property
     def shown(self) -> tuple[Candidate, ...]:
-        """Those that fit, then those that are tight; where none is, those that come nearest."""
+        """Layouts that fit, then those that are tight; if there are none, the nearest ones."""
         return (safest_first(self.result.fitting) or self.result.too_large)[: self.top]
 
 
 @dataclass(frozen=True)
 class Explained:
-    """One layout, with what makes it unwise."""
+    """One layout, with warnings about it."""
 
     request: SearchRequest
     candidate: Candidate
@@ -73,7 +73,7 @@ class Explained:
 
 
 def search_request(model: str, options: LayoutOptions) -> SearchRequest:
-    """What to search for: a recipe's stage, a config or a known model, with what the command line changes of it.
+    """Return what to search for: a recipe's stage, a config or a known model, changed by the command line.
 
     Raises RecipeError, ModelError, DownloadError.
     """
@@ -103,7 +103,7 @@ def ranked(request: SearchRequest, top: int) -> Ranked:
 
 
 def explained(request: SearchRequest, text: str) -> Explained:
-    """One layout in full. Raises LayoutError for one that cannot work, with all reasons."""
+    """Predict one layout in full. Raises LayoutError for one that cannot work, with all reasons."""
     engine, layout = parse_layout(text, request.num_gpus)
     constraints, shape = request.constraints, request.shape
     if errors := [*layout_errors(engine, layout, constraints), *model_errors(engine, layout, shape)]:
@@ -115,7 +115,10 @@ def explained(request: SearchRequest, text: str) -> Explained:
 
 
 def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
-    """A line such as `tp=4 pp=2 micro_batch_size=2`. Raises LayoutError, also for one that does not use all GPUs."""
+    """Parse a line such as `tp=4 pp=2 micro_batch_size=2`.
+
+    Raises LayoutError, also for a layout that does not use all GPUs.
+    """
     if problems := [*line_problems(text, Layout.model_fields)]:
         raise LayoutError(f"reading the layout {text!r}: {'; '.join(problems)}")
     engine, fields = engine_and_fields(text)
@@ -134,7 +137,7 @@ def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
 
 
 def _hardware(options: LayoutOptions) -> Hardware:
-    """Processes share a CPU, as this machine's calibration describes it if there is one."""
+    """Return the hardware. On a CPU, processes share the machine that the calibration describes, if there is one."""
     if options.gpu != "cpu":
         return load_hardware(options.gpu, options.gpus_per_node)
     machine = from_yaml(hardware_file()) if hardware_file().is_file() else built_in("cpu")
@@ -142,7 +145,7 @@ def _hardware(options: LayoutOptions) -> Hardware:
 
 
 def _adapter(of_recipe: LowRank | None, rank: int | None) -> LowRank | None:
-    """The recipe's, of another rank if the command line says so; without a recipe's one on all linear layers."""
+    """Return the recipe's adapter with the command line's rank, or without one an adapter on all linear layers."""
     if rank is None:
         return of_recipe
     return replace(of_recipe, rank=rank) if of_recipe else LowRank(rank)
@@ -163,7 +166,7 @@ def _check_positive(options: LayoutOptions) -> None:
 
 
 def _training_gpus(config: TrainConfig, num_gpus: int) -> int:
-    """Without those of a server that samples. Raises RecipeError where none is left."""
+    """Return the number of GPUs without those of a sampling server. Raises RecipeError when none is left."""
     left = num_gpus - config.sampling_devices
     if left < 1:
         raise RecipeError(
@@ -187,7 +190,7 @@ def _of_recipe(path: Path, stage: str | None) -> tuple[ModelShape, TrainConfig]:
 
 
 def _of_config(model: str) -> ModelShape:
-    """A `config.json`, a folder that has one, or the name of a known model."""
+    """Return the shape from a `config.json`, a folder that has one, or the name of a known model."""
     path = Path(model)
     if path.is_file() or (path / CONFIG_FILE).is_file():
         return shape_of_config(read_config(path))

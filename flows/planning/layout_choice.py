@@ -1,7 +1,7 @@
-"""`layout: auto` of a recipe → the layout that the planner finds fastest on the machine at hand.
+"""Choice of the layout for `layout: auto`: the fastest on this machine by the planner's prediction.
 
-It is chosen when a refresh is planned, before versions are computed: the version holds the layout that was chosen, so
-the same machine finds its artifact again, and another machine, or a calibration that changes the choice, trains again.
+The layout is chosen when a refresh is planned, before versions are computed: the version holds the chosen layout, so
+the same machine finds its artifact again; another machine, or a calibration that changes the choice, trains again.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from stages.planner.search import ENGINES, Candidate, SearchRequest, fitting_lay
 
 NUM_SHOWN = 3
 MUCH_FASTER = 0.9
-"""Share of the chosen layout's step time below which another engine's is worth a word: it changes the version."""
+"""Fraction of the chosen layout's step time below which another engine's layout is mentioned.
+
+Choosing another engine is left to people, because it changes the version.
+"""
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """What `auto` became for a stage: the best first, then its alternatives; and what another engine would do."""
+    """Layout chosen for a stage, with its alternatives, best first."""
 
     stage: str
     candidates: tuple[Candidate, ...]
     other_engine: Candidate | None = None
-    """Its best layout, where that is much faster."""
+    """Best layout of another engine, where that is much faster."""
 
     def __str__(self) -> str:
         best, *others = map(_described, self.candidates[:NUM_SHOWN])
@@ -48,11 +51,11 @@ def choose_layouts(
     unreachable: MutableMapping[str, str] | None = None,
     failed: Collection[str] = (),
 ) -> tuple[Recipe, list[LayoutChoice]]:
-    """The recipe with every `auto` of these stages replaced, and what was chosen from.
+    """Return the recipe with every `auto` of these stages replaced, and what was chosen from.
 
     unreachable: where given, a stage whose model's hub does not answer keeps its `auto`, and is noted with the reason.
-    failed: stages with an error of their own; trainings of their models keep their `auto`.
-    Raises LayoutError when no layout is legal or fits, ResourceError for a GPU without a description.
+    failed: stages with an error of their own; trainings of their models keep their `auto`. Raises LayoutError when no
+    layout is legal or fits, ResourceError for a GPU without a description.
     """
     chosen, choices = dict(recipe.stages), []
     for name, config in recipe.stages.items():
@@ -74,12 +77,12 @@ def choose_layouts(
 
 
 def choose_layout(name: str, config: TrainConfig, shape: ModelShape) -> LayoutChoice:
-    """Return the fastest layouts of a stage on this machine. Raises LayoutError when none fits, and ResourceError."""
+    """Return the fastest layouts of a stage on this machine. Raises LayoutError when none fits, ResourceError."""
     counts = _process_counts(config)
     requests = [SearchRequest(shape, config.workload, _hardware(name, count), count, ENGINES) for count in counts]
-    found = [candidate for request in requests for candidate in fitting_layouts(request)]
-    by_time = sorted(found, key=lambda one: one.time.step_time_s)
-    fastest = [one for one in by_time if one.engine == config.engine]
+    candidates = [candidate for request in requests for candidate in fitting_layouts(request)]
+    by_time = sorted(candidates, key=lambda candidate: candidate.time.step_time_s)
+    fastest = [candidate for candidate in by_time if candidate.engine == config.engine]
     if not fastest:
         processes = f"{counts[0]} processes" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} processes"
         other = f"; with another `engine`, {_described(by_time[0])} does" if by_time else ""
@@ -107,7 +110,7 @@ def _hardware(name: str, processes: int) -> Hardware:
 
 
 def _process_counts(config: TrainConfig) -> list[int]:
-    """As many as the recipe says; else all GPUs that no server has, or up to as many as there are cores."""
+    """Return the recipe's number of processes, or else all GPUs that no server has, or 1 to all cores."""
     execution = config.execution
     if execution.processes:
         return [execution.processes * execution.nodes]

@@ -1,7 +1,7 @@
-"""A layout as one line of text, for every command that takes one: `megatron tp=2 dp_shard=4` → engine and fields.
+"""Layouts as one line of text, such as `megatron tp=2 dp_shard=4`: parsed into engine and fields.
 
-A line says what a recipe would say under `engine:` and `layout:`, and means the same everywhere: what it leaves out has
-the default of a layout. Only the engine may be left out, where the fields say which it is.
+A line contains what a recipe has under `engine:` and `layout:`, and means the same in every command; omitted fields
+have the default of a layout. Only the engine may be omitted, where the fields show which it is.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from stages.parallel.legality import FIELDS_OF_ONE_ENGINE
 
 ENGINES: tuple[EngineName, ...] = typing.get_args(EngineName)
 LEFT_OUT = (1, False)
-"""What a degree of Megatron may be said to be under another engine."""
+"""Values that a degree of Megatron may have under another engine."""
 
 
 def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
-    """What is misspelt in a line whose keys must be among `keys`."""
+    """Yield what is wrong in a line whose keys must be among `keys`."""
     words = _words(line)
     if not words or ("=" not in words[0] and words[0] not in (*ENGINES, *keys)):
         engine = words[0] if words else ""
@@ -41,7 +41,10 @@ def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
 
 
 def engine_and_fields(line: str) -> tuple[EngineName, dict[str, Any]]:
-    """Of a line without problems. Values are as YAML reads them, and yet to be validated."""
+    """Return the engine and the fields of a line without problems.
+
+    Values are read as YAML, and not validated yet.
+    """
     words = _words(line)
     pairs = [word.partition("=") for word in words if word not in ENGINES]
     fields = {name: parse_yaml(text) for name, _, text in pairs}

@@ -1,7 +1,7 @@
-"""The shape of the model that a train stage of a recipe starts from, whether or not it has been downloaded yet.
+"""Shape of the model that a train stage starts from, whether or not it has been downloaded.
 
-Training and quantization leave a model's shape as it is, so it is that of the download that the stage stands on: read
-from the store when it is there, else from the source itself, or a table of published models while that does not answer.
+Training and quantization do not change a model's shape, so it is that of the download at the root: read from the store,
+else from the source itself, or a table of published models while the source does not answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stages.models.shape import ModelShape
 
 
 def download_of(recipe: Recipe, stage: str) -> str:
-    """The download that the field `model` of a stage leads to; of adapters, that of their base."""
+    """Return the download that the field `model` of a stage leads to; of adapters, that of their base."""
     name = base_of(stage, recipe.stages)
     while recipe.stages[name].kind != "download":
         upstream = recipe.stages[name].references().get("model")
@@ -37,11 +37,10 @@ def download_of(recipe: Recipe, stage: str) -> str:
 
 
 class ModelConfigs:
-    """The `config.json` of each model that the stages in `outside` download, which its hub is asked for once.
+    """Config files of the models that the stages in `outside` download; each hub is asked once.
 
     A download that is not in `outside` has none.
-
-    limit_s: for all of them together; what has not come by then is taken for what never comes.
+    limit_s: time for all of them together; what has not come by then counts as never coming.
     """
 
     def __init__(self, recipe: Recipe, outside: Outside, index: Index, limit_s: float | None = None) -> None:
@@ -50,7 +49,7 @@ class ModelConfigs:
         self._answers = Answers[dict[str, Any] | None](limit_s)
 
     def of(self, name: str) -> dict[str, Any] | None:
-        """That of the model that a stage downloads; None when its hub has not answered.
+        """Return the `config.json` of the model that a stage downloads; None when its hub has not answered.
 
         Raises DownloadError or ModelError when it cannot be read.
         """
@@ -66,10 +65,10 @@ class ModelConfigs:
             return None
 
     def shape_of(self, name: str) -> ModelShape:
-        """Shape of that model. Raises also ModelError when it is of a kind that the planner does not know."""
-        found = self.of(name)
-        if found is not None:
-            return shape_of_config(found)
+        """Return the shape of that model. Raises also ModelError for a family unknown to the planner."""
+        config = self.of(name)
+        if config is not None:
+            return shape_of_config(config)
         source = str(_download(self._recipe, name).model)
         known = known_model(source)
         if known is None:
@@ -87,9 +86,9 @@ class ModelConfigs:
 
 
 def read_known_config(config: DownloadConfig, outside: dict[str, JsonValue]) -> dict[str, Any] | None:
-    """Read the `config.json` of a model from its source; None where a hub has not said which revision is meant.
+    """Read the `config.json` of a model from its source; None where the hub has not named the revision.
 
-    That of files on this machine needs none: it is read while the weights beside it are still being hashed.
+    Files on this machine need no revision: the config is read while the weights beside it are still being hashed.
     """
     if "revision" not in outside and config.source.hub != "file":
         return None

@@ -1,4 +1,4 @@
-"""Inputs from outside the store: content hashes of paths, resolved revisions, versions of programs (I/O)."""
+"""Resolver of inputs from outside the store: content hashes of paths, revisions, versions of programs (I/O)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stages.kinds.evaluate.config import EvaluateConfig
 TASK = re.compile(r"^(task|group):", re.MULTILINE)
 Resolved = dict[str, JsonValue]
 Outside = dict[str, Resolved]
-"""stage name → {field path or name: content hash, revision, …}"""
+"""Stage name → {field path or name: content hash, revision, …}."""
 
 
 def resolve_outside(
@@ -36,10 +36,10 @@ def resolve_outside(
     """Resolve the outside inputs of the named stages (default: all). May ask the network.
 
     unreachable: where given, there is only a plan to be made: each source is asked once, all get `PLANNING_LIMIT_S`,
-        and a stage whose source does not answer by then is noted there with the reason, and has no inputs.
+    and a stage whose source does not answer by then is noted there with the reason, and has no inputs.
     failed: where given, takes the error of each stage that has one, instead of the first being raised; such a stage,
-        and one that is noted there already, has no inputs.
-    Raises `RecipeError` when a path does not exist, and what the stages' own `resolve_outside` raise.
+    and one that is noted there already, has no inputs. Raises `RecipeError` when a path does not exist, and what the
+    stages' own `resolve_outside` raise.
     """
     chosen = {name: config for name, config in recipe.stages.items() if stages is None or name in stages}
     known = {} if failed is None else failed
@@ -74,9 +74,9 @@ def resolve_outside(
 
 
 def as_built_before(recipe: Recipe, name: str, index: Index) -> Resolved | None:
-    """Return the outside inputs of a stage with the versions of programs that its nearest artifact was built with.
+    """Return the outside inputs of a stage with the versions of programs of its nearest artifact.
 
-    For a stage whose programs are missing now: what is built already needs none of them. None for one never built.
+    For a stage whose programs are missing now: a cached artifact needs none of them. None for a stage never built.
     """
     config = recipe.stages[name]
     nearest = index.nearest(config.kind, name, identity_of(config, dict.fromkeys(recipe.upstream_of(name), ""), {}))
@@ -88,7 +88,7 @@ def as_built_before(recipe: Recipe, name: str, index: Index) -> Resolved | None:
 
 
 def _unreadable_paths(stages: Mapping[str, StageConfig]) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield the stages whose paths do not exist, or cannot be read to their end, with an error that lists them."""
+    """Yield the stages whose paths do not exist or cannot be read to their end, with an error each."""
     for name, config in stages.items():
         problems = {field: _problem(path) for field, path in config.outside_paths().items()}
         if lines := [f"stages.{name}.{field}: {problem}" for field, problem in problems.items() if problem]:
@@ -96,7 +96,7 @@ def _unreadable_paths(stages: Mapping[str, StageConfig]) -> Iterator[tuple[str, 
 
 
 def _problem(path: Path) -> str | None:
-    """Why the content of a path cannot be read to its end, if so."""
+    """Return why the content of a path cannot be read to its end, or None."""
     try:
         if not path.exists():
             return f"there is no file or folder {path}"
@@ -107,7 +107,7 @@ def _problem(path: Path) -> str | None:
 
 
 def _is_special(file: Path) -> bool:
-    """Reading it may never end: a device, a pipe, or what the kernel makes as it is read."""
+    """Return whether reading a file may never end: a device, a pipe, or a file that the kernel generates."""
     return not file.is_file() or file.resolve().parts[:2] in (("/", "proc"), ("/", "sys"))
 
 
@@ -117,7 +117,7 @@ def _lies_here(config: StageConfig) -> bool:
 
 @contextmanager
 def _about(recipe: Recipe, name: str, field: str | None = None) -> Iterator[None]:
-    """Say in errors which stage they are about, and which field of it: of a download, default, its source."""
+    """Name the stage, and the field, in errors; the default of a download is its source."""
     config = recipe.stages[name]
     field = field or (config.product if isinstance(config, DownloadConfig) else None)
     where = f"stages.{name}.{field}" if field else f"stages.{name}"
@@ -130,11 +130,11 @@ def _about(recipe: Recipe, name: str, field: str | None = None) -> Iterator[None
 
 
 def _of_a_file_beside(recipe: Recipe, config: StageConfig) -> str | None:
-    """What to say of a task that is unknown, while a file of its name lies where nobody looks for it."""
+    """Return a hint when an unknown task has a file of its name where task files are not searched."""
     if not isinstance(config, EvaluateConfig):
         return None
-    found = set(config.task_folder.rglob("*.y*ml")) if config.task_folder else set()
-    unknown = set(config.tasks) - {file.stem for file in found}
+    known = set(config.task_folder.rglob("*.y*ml")) if config.task_folder else set()
+    unknown = set(config.tasks) - {file.stem for file in known}
     files = [file for pattern in ("*.y*ml", "*/*.y*ml") for file in sorted(recipe.folder.glob(pattern))]
     for file in (file for file in files if file.stem in unknown and file.is_file()):
         if TASK.search(file.read_text(encoding="utf-8", errors="replace")):  # a recipe may have the name of its task

@@ -1,4 +1,4 @@
-"""Plan: recipe + outside inputs + store index → what runs, what is cached, and why. Pure."""
+"""Plan of a refresh: recipe, outside inputs and store index → what runs, what is cached, and why. Pure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from stages.core.redaction import shortened
 
 Action = Literal["run", "cached"]
 FINDING_CHARACTERS = 300
-"""Of a refused artifact's finding, in the reason that a plan shows."""
+"""Most characters of a refused artifact's finding that a plan's reason shows."""
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage of a plan. `upstream` are the stages it refers to, `ancestors` all that it stands on.
+    """One stage of a plan.
+
+    upstream: stages that it refers to.
+    ancestors: all stages that it depends on.
 
     A stage whose action is `run` may still be found cached when its turn comes: when its version exists and the
-    artifacts that it stands on were rebuilt with the same content.
+    artifacts that it depends on were rebuilt with the same content.
     """
 
     recipe: str
@@ -48,15 +51,15 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages of a refresh, in topological order."""
+    """Stages of a refresh, in topological order."""
 
     recipe: str
     stages: dict[str, PlannedStage]
     unknown: dict[str, str] = field(default_factory=dict)
-    """Stage whose version is not known now → why: its source, or that of a stage it stands on, did not answer."""
+    """Stage whose version is not known now → why: its source, or an ancestor's, did not answer."""
 
     def base_of(self, name: str) -> str | None:
-        """The stage whose model an adapter will belong to; None for all else."""
+        """Return the stage whose model an adapter will belong to; None for other stages."""
         config = self.stages[name].config
         return nearest_base(config.references()) if config.product == "adapter" else None
 
@@ -71,7 +74,7 @@ class Decision:
 
 
 def chosen_stages(recipe: Recipe, until: str | None) -> tuple[str, ...]:
-    """All stages, or `until` and what it stands on. Raises `RecipeError` when there is no such stage."""
+    """Return all stages, or `until` and its ancestors. Raises `RecipeError` when there is no such stage."""
     if until is None:
         return tuple(recipe.stages)
     _check_names(recipe, [until])
@@ -89,8 +92,8 @@ def plan(
 ) -> Plan:
     """Decide for every stage (with `until`: for that stage and its ancestors) whether it runs, and say why.
 
-    outside, unreachable: of these stages, from `resolve_outside`.
-    Raises `RecipeError` when `force` or `until` names a stage that the recipe lacks.
+    outside, unreachable: of these stages, from `resolve_outside`. Raises `RecipeError` when `force` or `until` names a
+    stage that the recipe lacks.
     """
     _check_names(recipe, force)
     planned: dict[str, PlannedStage] = {}

@@ -1,7 +1,7 @@
 """Writer of a first recipe for a person's rows, with a task of their own held-out rows; as texts, not files.
 
-What it proposes is a place to start from, said with its reason in a comment: sizes follow from the rows, the learning
-rate from the size of the model and the method, and whether an adapter learns from the memory of this machine.
+Each proposed value has its reason in a comment: sizes follow from the rows, the learning rate from the size of the
+model and the method, and the choice of an adapter from this machine's memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stages.models.shape import ModelShape
 from stages.rewards.number import NUMBER
 
 FEW_TOKENS = 200_000
-"""Over all epochs; a hundred steps of four packed rows of 512."""
+"""Tokens over all epochs below which rows are packed shorter: a hundred steps of four packed rows of 512."""
 LONGEST_ROW = 8192
 SHORT_ANSWER_CHARACTERS = 40
 LEARNING_RATES = {
@@ -38,7 +38,7 @@ LEARNING_RATES = {
 }
 """Method → (up to so many billion parameters, learning rate of AdamW over all weights)."""
 FASTER_ADAPTER = 10
-"""Adapters learn at so many times the learning rate of whole models (Schulman et al. 2025)."""
+"""Ratio of an adapter's learning rate to that of whole models (Schulman et al. 2025)."""
 ADAPTERS = {
     "rank 16": "{rank: 16, alpha: 32, target_modules: all-linear}",
     "4 bits": "{rank: 16, alpha: 32, target_modules: all-linear, base_precision: nf4}",
@@ -51,7 +51,7 @@ GROUPS, GENERATIONS = 16, 8
 
 @dataclass(frozen=True)
 class Starter:
-    """Texts by the file they are for, relative to the recipe's folder; and what a person should know of the rows."""
+    """Texts by the file they are for, relative to the recipe's folder, and notes about the rows for the person."""
 
     files: dict[str, str]
     notes: tuple[str, ...]
@@ -59,7 +59,7 @@ class Starter:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Everything that the recipe is written from. adapter: one of `ADAPTERS`; None where all weights learn."""
+    """Facts that the recipe is written from. adapter: one of `ADAPTERS`; None where all weights learn."""
 
     name: str
     data: Path
@@ -73,7 +73,7 @@ class _Plan:
 
     @property
     def billions(self) -> float:
-        """Parameters; where no config says them, those in the model's name, such as `Qwen3-0.6B`; else 7."""
+        """Parameters in billions: from the config, else from the model's name, such as `Qwen3-0.6B`, else 7."""
         if self.model.shape:
             return self.model.shape.num_parameters / 1e9
         named = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z])", self.model.source.lower())
@@ -86,7 +86,7 @@ class _Plan:
 
     @property
     def completion_tokens(self) -> int:
-        """Room for an answer that is sampled, in tokens."""
+        """Most tokens of a sampled answer."""
         return min(512, self.longest_allowed // 2)
 
     @property
@@ -106,12 +106,12 @@ class _Plan:
 
     @property
     def epochs(self) -> int:
-        """Small sets are seen more than once."""
+        """Epochs; small sets are seen more than once."""
         return 3 if self.rows.num_rows < 20_000 else 1
 
     @property
     def num_packed_rows(self) -> int:
-        """Of one epoch, roughly."""
+        """Approximate number of packed rows of one epoch."""
         return max(1, self.rows.num_tokens // self.sequence_length)
 
     @property
@@ -122,20 +122,20 @@ class _Plan:
 
     @property
     def num_steps(self) -> int:
-        """Of the whole training, roughly."""
+        """Approximate number of steps of the whole training."""
         if self.method == "grpo":
             return max(1, self.rows.num_rows * self.epochs // GROUPS)
         return max(1, self.num_packed_rows * self.epochs // self.batch)
 
     @property
     def learning_rate(self) -> float:
-        """Of AdamW."""
+        """Learning rate of AdamW."""
         rate = next(rate for most, rate in LEARNING_RATES[self.method] if self.billions <= most)
         return rate * FASTER_ADAPTER if self.adapter else rate
 
 
 def starter(name: str, data: Path, model: str, columns: Mapping[str, str]) -> Starter:
-    """The recipe `NAME.yaml`, and a task of the rows that are held out."""
+    """Return the recipe `NAME.yaml`, and a task of the rows that are held out."""
     data = data.absolute()
     with tempfile.TemporaryDirectory() as scratch:
         known = find_model(model, Path(scratch))
@@ -155,11 +155,10 @@ def _notes(plan: _Plan) -> list[str]:
     ]
     if rows.columns:
         read = ", ".join(f"{theirs} as {ours}" for theirs, ours in rows.columns.items())
-        notes.append(f"columns: {read}; `--columns` says otherwise")
+        notes.append(f"columns: {read}; `--columns` changes that")
     if not rows.is_counted:
         notes.append(
-            f"the tokenizer of {plan.model.source} has not counted all rows: lengths are the most that any "
-            "makes of them"
+            f"the tokenizer of {plan.model.source} has not counted all rows: lengths are upper bounds for any tokenizer"
         )
     if rows.num_bad_rows:
         notes.append(f"{rows.num_bad_rows:,} bad rows, which are left out; the first is {rows.first_bad}")
@@ -218,7 +217,7 @@ def _power_of_two_below(most: int) -> int:
 
 
 def _over_long(plan: _Plan) -> tuple[str, str]:
-    """Return what becomes of rows that do not fit: as the recipe has it, and in words."""
+    """Return what happens to rows that do not fit: as the recipe has it, and in words."""
     if not plan.is_over_long:
         return "fail", ""
     if plan.rows.form == "text":
@@ -362,7 +361,7 @@ stages:
 
 
 def _scalar(word: str) -> str:
-    """A word as YAML has it: in quotes where it would be a number, a truth value or nothing."""
+    """Return a word as YAML, in quotes where it would be a number, a truth value or null."""
     return word if yaml.safe_load(word) == word else json.dumps(word)
 
 
@@ -419,5 +418,5 @@ def _evaluation(plan: _Plan) -> str:
 
 
 def _context(plan: _Plan) -> int:
-    """Return how many tokens of a question and its answer the server takes."""
+    """Return the number of tokens of a question and its answer that the server accepts."""
     return min(plan.model.max_positions or 2 * plan.sequence_length, 2 * plan.sequence_length)

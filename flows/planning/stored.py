@@ -1,7 +1,7 @@
-"""Sources that name what this pipeline has made or adopted → the folder in the store that they mean now.
+"""Sources that name artifacts of this store, replaced by their present folders before outside inputs are resolved.
 
-`store://sft`, `store://sft-0123456789ab`, `adopted:NAME` and `models:/NAME@champion` stand where `file://PATH` could,
-and become one before outside inputs are resolved: their content is identity, as that of other files is.
+`store://sft`, `store://sft-0123456789ab`, `adopted:NAME` and `models:/NAME@champion` may stand wherever `file://PATH`
+may; their content is identity, like that of other files.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from stages.kinds.download.config import DownloadConfig
 
 ADOPTED_RECIPE = "adopted"
 CHAMPION_PROGRAM = "flows.champion.key"
-"""Known by name, as that of the promotion: it lies above this, and imports mlflow, which takes seconds."""
+"""Program that asks MLflow for a champion.
+
+Named as text, because it lies in a room above this one and imports mlflow, which takes seconds.
+"""
 
 
 def find_stored(
     recipe: Recipe, chosen: Collection[str], index: Index, failed: MutableMapping[str, LifecycleError] | None = None
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe with folders of the store instead of such sources of these stages, and a sentence for each.
+    """Return the recipe with such sources of these stages replaced by folders, and a sentence for each.
 
-    failed: where given, takes the error of each stage that has one; other stages are found.
-    Raises `RecipeError` for what is not in the store, and what asking for the champion raises, with stage and field.
+    failed: where given, takes the error of each stage that has one; other stages are replaced. Raises `RecipeError` for
+    what is not in the store, and what asking for the champion raises, with stage and field.
     """
     stages, notes = dict(recipe.stages), []
     for name in chosen:
@@ -77,7 +80,7 @@ def _find(source: Source, product: Product, index: Index) -> Artifact:
 
 
 def _champion(uri: str) -> str:
-    """`KIND/VERSION` of the model that an alias points to. Raises the error of the program that asks MLflow."""
+    """Return `KIND/VERSION` of the model that an alias points to. Raises the error of the program that asks MLflow."""
     done = subprocess.run([sys.executable, "-m", CHAMPION_PROGRAM, uri], capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return str(json.loads(done.stdout)["model"])

@@ -50,21 +50,21 @@ if TYPE_CHECKING:
     from stages.data.tokenizer import DocumentTokenizer
 
 FIRST_ROWS = 1000
-"""Decide what all rows are, and of a smaller set which share is held out."""
+"""Number of rows that decide the kind of all rows and the share that is held out."""
 HELD_OUT_FRACTIONS = (0.05, 0.1, 0.2, 0.5)
-"""The first that leaves enough rows on both sides."""
+"""Candidate shares of held-out rows; the first that leaves enough rows on both sides is taken."""
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 MAX_QUESTIONS = 200
 MAX_TEXT_CHARACTERS = 4000
-"""Of a held-out text that is scored whole."""
+"""Most characters of a held-out text that is scored whole."""
 SECONDS = 20.0
-"""Of the processor, in which rows are tokenized; where it is not enough, their bytes count."""
+"""Processor seconds in which rows are tokenized; if they are not enough, bytes are counted instead."""
 NUM_RENDERED = 200
-"""Documents by which a chat template is chosen."""
+"""Number of documents by which a chat template is chosen."""
 TEMPLATE_TOKENS, TOOLS_TOKENS, MESSAGE_TOKENS = 128, 256, 16
-"""Most that chat templates add: a default system prompt, instructions for tools, the frame of a message."""
+"""Most tokens that chat templates add: a system prompt, instructions for tools, the frame of a message."""
 BYTES_PER_TOKEN = 3
-"""Of English it is 4 or more."""
+"""Bytes of a token, a low estimate; in English a token has 4 or more."""
 NO_LIMIT = 1 << 40
 TOKENIZER_FILES = (
     CONFIG_FILE,
@@ -82,8 +82,9 @@ ANSWER_NAMES = ("answer", "response", "completion", "solution", "output", "targe
 class KnownModel:
     """Facts about a model before any of it is downloaded.
 
-    shape: None where nothing says it. max_positions: tokens of its longest text. folder: with its tokenizer; None where
-    it is not on this machine.
+    shape: None where it is unknown.
+    max_positions: tokens of its longest text.
+    folder: a folder with its tokenizer; None where that is not on this machine.
     """
 
     source: str
@@ -94,9 +95,13 @@ class KnownModel:
 
 @dataclass
 class Survey:
-    """Facts about rows. form: their format; `auto` of prompts. num_tokens: of all rows. longest: tokens of the longest
-    row, both answers of a pair together. is_counted: by the
-    model's own tokenizer; else by bytes, which no tokenizer exceeds. questions: of rows that are held out.
+    """Facts about rows.
+
+    form: their format; `auto` of prompts.
+    num_tokens: of all rows.
+    longest: tokens of the longest row, both answers of a pair together.
+    is_counted: whether tokens were counted by the model's own tokenizer; else by bytes, which no tokenizer exceeds.
+    questions: of rows that are held out.
     """
 
     kind: RowKind
@@ -107,7 +112,7 @@ class Survey:
     held_out_fraction: float = 0.0
     num_rows: int = 0
     bad_rows: Counter[bool] = field(default_factory=Counter)
-    """Whether they are held out → how many."""
+    """Number of bad rows by whether they are held out."""
     all_rows: Counter[bool] = field(default_factory=Counter)
     first_bad: str = ""
     num_tokens: int = 0
@@ -117,31 +122,31 @@ class Survey:
     system: str = ""
     template: Path | None = None
     has_template: bool = True
-    """The model has a template of its own, as far as is known."""
+    """Whether the model has a chat template of its own, as far as is known."""
     labels: set[bool | None] = field(default_factory=set)
-    """Of the rows that are learned."""
+    """Labels of the rows that are learned."""
     questions: list[dict[str, str]] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
 
     @property
     def num_bad_rows(self) -> int:
-        """Of both portions."""
+        """Bad rows of both portions."""
         return self.bad_rows.total()
 
     @property
     def bad_fraction(self) -> float:
-        """The larger share of the two portions, rounded up to a percent."""
+        """Larger share of bad rows of the two portions, rounded up to a percent."""
         shares = (self.bad_rows[held_out] / count for held_out, count in self.all_rows.items() if count)
         return math.ceil(100 * max(shares, default=0.0)) / 100
 
     def add_bad(self, place: Place, reason: str, *, held_out: bool) -> None:
-        """Count a bad row; the first is kept."""
+        """Count a bad row; the first one is described."""
         self.bad_rows[held_out] += 1
         self.first_bad = self.first_bad or f"{place} {reason}"
 
 
 def find_model(source: str, scratch: Path) -> KnownModel:
-    """Return what this machine and, within seconds, its hub say of a model. Raises RecipeError for no source."""
+    """Return what this machine and, within seconds, its hub say about a model. Raises RecipeError for no source."""
     path = Path(source).expanduser()
     if "://" not in source and path.is_dir() and (path / CONFIG_FILE).is_file():
         source = f"file://{path.absolute()}"
@@ -185,7 +190,7 @@ def _known(source: str, config: Mapping[str, Any] | None, folder: Path | None) -
 
 
 def _tokenizer_of(config: DownloadConfig, revision: str, scratch: Path) -> Path | None:
-    """Fetch the tokenizer alone into a folder; None where the hub does not give it now, or makes the model itself."""
+    """Fetch only the tokenizer into a folder; None where the hub does not give it now, or makes the model itself."""
     folder = scratch / "tokenizer"
     folder.mkdir()
     try:
@@ -199,7 +204,7 @@ def _tokenizer_of(config: DownloadConfig, revision: str, scratch: Path) -> Path 
 
 
 def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
-    """Read every row. Raises DataError for what holds no rows that any method learns from."""
+    """Read every row. Raises DataError when there are no rows that any method learns from."""
     folder, split = _split_of(data)
     files = find_files(folder, split) if data.is_dir() else [data]
     facts = _kind_of(data, folder, files, columns, split)
@@ -230,7 +235,7 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
 
 
 def _split_of(data: Path) -> tuple[Path, str]:
-    """Return the folder of the dataset, and the split that its rows are."""
+    """Return the folder of the dataset, and the split of its rows."""
     if data.exists() and not os.access(data, os.R_OK):
         raise DataError(f"looking for rows: {quoted(str(data), 300)} may not be read; expected read permission")
     if data.is_file():
@@ -264,7 +269,7 @@ def _data_suffix(path: Path) -> bool:
 
 
 def _held_out_files(facts: Survey, folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Return the files of a split to hold out, which is noted in `facts`; none where there is no such split."""
+    """Return the files of a split to hold out, and note it in `facts`; empty where there is no such split."""
     for split in HELD_OUT_SPLITS:
         try:
             others = find_files(folder, split)
@@ -286,7 +291,7 @@ def _fraction(folder: Path, files: list[Path]) -> float:
 
 
 def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, str], split: str) -> Survey:
-    """Decide by the first rows what all are: by the table of formats, else by the names of their columns."""
+    """Decide by the first rows the kind of all: by the table of formats, else by the names of their columns."""
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
     objects = [row for row in rows if isinstance(row, dict)]
     if not objects:
@@ -347,14 +352,14 @@ def _renamed(row: dict[str, Any]) -> dict[str, str]:
 
 
 class _Reader:
-    """Reads the rows of one dataset as training will, or as prompts are read."""
+    """Reader of the rows of one dataset, as training reads them, or as prompts are read."""
 
     def __init__(self, facts: Survey) -> None:
         self._prompts = PromptReader(None, columns=facts.columns) if facts.kind == "prompts" else None
         self._answers = RowReader(facts.form, facts.kind, facts.columns)
 
     def read(self, content: object) -> tuple[tuple[Document, ...], bool | None, str | None]:
-        """Documents, label and right answer. Raises RowError."""
+        """Return documents, label and right answer. Raises RowError."""
         if self._prompts is None:
             documents = self._answers.read(content)
             self._answers.margin(content)
@@ -366,7 +371,7 @@ class _Reader:
 
 
 def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool = False) -> list[Document]:
-    """Count the rows, and keep the questions of those that are held out. Returns the first documents."""
+    """Count the rows and keep the questions of held-out ones; return the first documents."""
     first: list[Document] = []
     systems: set[str] = set()
     reader = _Reader(facts)
@@ -422,7 +427,7 @@ def _question(document: Document, reference: str | None) -> dict[str, str] | Non
 
 
 def most_tokens(document: Document) -> int:
-    """Return no less than the tokens of a document under any tokenizer of bytes and any usual chat template."""
+    """Return an upper bound of a document's tokens under any tokenizer of bytes and any usual chat template."""
     if isinstance(document, PlainText):
         return _num_bytes(document) + 2  # the special tokens around it
     framed = TEMPLATE_TOKENS + MESSAGE_TOKENS * len(document.messages) + TOOLS_TOKENS * bool(document.tools)
@@ -430,7 +435,7 @@ def most_tokens(document: Document) -> int:
 
 
 def _num_bytes(document: Document) -> int:
-    """Count bytes in UTF-8; definitions of tools as templates write them, some with an indent."""
+    """Count bytes in UTF-8, with definitions of tools as templates write them, some with an indent."""
     if isinstance(document, PlainText):
         return len((document.prompt + document.completion).encode())
     texts = [text for message in document.messages for text in message.values() if isinstance(text, str)]
@@ -469,7 +474,7 @@ def _has_answer(document: Document) -> bool:
 
 
 def _longest_prompt(facts: Survey, documents: Sequence[Document], model: Path) -> int:
-    """Count the tokens of the longest prompt; of more prompts than were kept, its bytes."""
+    """Return the tokens of the longest prompt; of more prompts than were kept, its bytes."""
     from stages.data.tokenizer import DocumentTokenizer
 
     tokenizer = DocumentTokenizer(model, facts.template, "assistant")
@@ -480,7 +485,7 @@ def _longest_prompt(facts: Survey, documents: Sequence[Document], model: Path) -
 
 
 def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], model: Path) -> None:
-    """Tokenize the rows as training will, as long as there is time, and take what that finds of them."""
+    """Tokenize the rows as training does, as long as there is time, and update the facts."""
     from stages.data.tokenizing import PartTokenizer, Tokenizing, first_rows_read
 
     config = DataConfig(

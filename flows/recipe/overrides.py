@@ -1,4 +1,4 @@
-"""Overrides: `path=value` texts put into a recipe's tree, as YAML would have them."""
+"""Overrides of a recipe: `path=value` texts, whose values are read as YAML."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stages.core.redaction import holds_url_password, shortened
 from stages.core.yaml_bounds import MAX_DEPTH
 
 ENVIRONMENT = ("execution", "environment")
-"""Where a stage keeps its variables."""
+"""Path of a stage's variables within its config."""
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Put `path=value` overrides into the tree, in order. Returns the problems found; none repeats a secret."""
+    """Apply `path=value` overrides to the tree, in order; return the problems, none of which repeats a secret."""
     return [problem for override in overrides for problem in _apply_override(tree, override)]
 
 
@@ -52,12 +52,12 @@ def _refusal(keys: Sequence[str], value: Any) -> str | None:
 def _is_secret(names: Sequence[str], leaf: Any) -> bool:
     if isinstance(leaf, str) and holds_url_password(leaf):
         return True
-    # Any variable of a stage: its name need not tell, and refreshes and schedules record their overrides.
+    # Any variable of a stage counts: its name need not show that it is secret, and ledgers record overrides.
     return leaf is not None and tuple(names[2:4]) == ENVIRONMENT and len(names) > 4
 
 
 def _leaves(tree: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Keys that lead to each value that is neither a mapping nor a list."""
+    """Yield each value that is neither a mapping nor a list, with the keys that lead to it."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _leaves(value, (*names, key))
@@ -69,15 +69,15 @@ def _leaves(tree: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 
 def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> str | None:
-    """Set the value at the place; returns what is in the way, if anything."""
+    """Set the value at the path; return a message when another value is in the way."""
     parent = tree
     for depth, key in enumerate(keys[:-1], 1):
         if parent.get(key) is None:
             parent[key] = {}
         parent = parent[key]
         if not isinstance(parent, dict):
-            found = f"`{'.'.join(keys[:depth])}` is {show(parent)}"
-            return f"{found}, which has no field {_shown(keys[depth])}; override it as a whole"
+            obstacle = f"`{'.'.join(keys[:depth])}` is {show(parent)}"
+            return f"{obstacle}, which has no field {_shown(keys[depth])}; override it as a whole"
     parent[keys[-1]] = value
     return None
 

@@ -1,4 +1,4 @@
-"""Problems of a recipe, as sentences: pydantic's errors with dotted path, what was found, what is allowed."""
+"""Problems of a recipe as sentences: pydantic's errors with dotted path, what was found and what is allowed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flows.recipe.text import closest, show
 from stages.kinds.registry import KINDS
 
 MAX_PROBLEMS = 100
-"""Of an error message: a person reads no more, and to look for what was meant takes its time."""
+"""Most problems in one error message; finding close names for more takes too long."""
 
 OF_OTHERS = {
     "max_length": "sequence_length",
@@ -29,11 +29,11 @@ OF_OTHERS = {
     "gradient_checkpointing": "recompute",
     "bf16": "precision",
 }
-"""What Transformers, TRL and others call a field → what it is called here."""
+"""Field name in Transformers, TRL and others → its name here."""
 
 
 def explain(error: ValidationError, stage: str) -> list[str]:
-    """One sentence for each problem of a stage's config; of very many, for the first."""
+    """Return a sentence for each problem of a stage's config, at most `MAX_PROBLEMS`."""
     return [_sentence(details, f"stages.{stage}") for details in error.errors()[:MAX_PROBLEMS]]
 
 
@@ -81,7 +81,7 @@ def _close_literal(details: ErrorDetails) -> str:
 
 
 def _meant(model: type[BaseModel], location: Sequence[int | str]) -> str:
-    """The field of another block that has this very name, or the closest of this block."""
+    """Return the field of another block that has this very name, or the closest field of this block."""
     name = str(location[-1])
     elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == OF_OTHERS.get(name, name)]
     if elsewhere:
@@ -97,9 +97,9 @@ def _paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
 
 
 def _walked(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """The parts of a location that a recipe has too, and the models that may stand there.
+    """Return the parts of a location that a recipe has too, and the models that may be there.
 
-    It leads through fields, what a mapping or a list holds, and which model of several it is (by `type` or class).
+    A location of pydantic also contains which model of a union it is (by `type` or class); those parts are left out.
     """
     parts, models, is_entry = [], [model], False
     for part in map(str, location):
@@ -114,13 +114,13 @@ def _walked(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list
 
 
 def _names(model: type[BaseModel]) -> tuple[str, ...]:
-    """What errors call one model of several."""
+    """Return the names that pydantic's errors give one model of a union."""
     discriminator = model.model_fields.get("type")
     return (model.__name__, *(typing.get_args(discriminator.annotation) if discriminator else ()))
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Models that a field's annotation is, or may be."""
+    """Return the models that a field's annotation is, or may be."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for argument in typing.get_args(annotation) for model in models_in(argument)]

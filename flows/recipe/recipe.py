@@ -1,6 +1,6 @@
-"""Recipe: YAML text and overrides → validated stages in topological order.
+"""Reader of recipes: YAML text and overrides → validated stages in topological order.
 
-What the fields mean belongs to the stages' configs; what runs belongs to `plan.py`.
+The meaning of fields belongs to the stages' configs; what runs is decided in `plan.py`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"
 NAME_RULE = "lower-case letters, digits, - and _"
 TOP_LEVEL_FIELDS = ("name", "on_collision", "stages")
 OnCollision = Literal["queue", "skip"]
-"""What becomes of a scheduled refresh that is due while what it needs is taken by another."""
+"""What happens to a scheduled refresh that is due while another one holds what it needs."""
 
 AnyStage: Any = Annotated[functools.reduce(operator.or_, KINDS.values()), Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One complete refresh. `stages` is in topological order; outside paths in it are absolute.
+    """One complete refresh. Paths outside the store are absolute.
 
+    stages: in topological order.
     on_collision: whether a scheduled refresh waits or is left out while another of this recipe runs; `skip` also
-    while others hold the devices that it needs (with `queue`, its stages wait for them). text: of its file, without
-    overrides.
+    applies while others hold the devices that it needs (with `queue`, its stages wait for them).
+    text: of the recipe's file, without overrides.
     """
 
     name: str
@@ -55,30 +56,30 @@ class Recipe:
     text: str = ""
 
     def upstream_of(self, stage: str) -> tuple[str, ...]:
-        """Names of the stages that `stage` refers to itself, each once."""
+        """Return the names of the stages that `stage` refers to directly, each once."""
         return tuple(dict.fromkeys(self.stages[stage].references().values()))
 
     def ancestors_of(self, stage: str) -> tuple[str, ...]:
-        """Names of all stages that `stage` stands on, directly or not, in topological order."""
-        found: set[str] = set()
+        """Return the names of all stages that `stage` depends on, directly or not, in topological order."""
+        ancestors: set[str] = set()
         todo = [*self.upstream_of(stage)]
         while todo:
             name = todo.pop()
-            if name not in found:
-                found.add(name)
+            if name not in ancestors:
+                ancestors.add(name)
                 todo += self.upstream_of(name)
-        return tuple(name for name in self.stages if name in found)
+        return tuple(name for name in self.stages if name in ancestors)
 
     def dependents_of(self, stage: str) -> tuple[str, ...]:
-        """Names of all stages that stand on `stage`, directly or not, in topological order."""
+        """Return the names of all stages that depend on `stage`, directly or not, in topological order."""
         return tuple(name for name in self.stages if stage in self.ancestors_of(name))
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), errors: list[RecipeError] | None = None) -> Recipe:
-    """Read a recipe, apply overrides such as `stages.sft.learning_rate=1e-4`, validate.
+    """Read a recipe, apply overrides such as `stages.sft.learning_rate=1e-4`, and validate it.
 
-    errors: where given, takes the error that `load_stages` would raise, and the sound stages are returned.
-    Raises `RecipeError` that lists every problem.
+    errors: where given, takes the error that `load_stages` would raise, and the valid stages are returned. Raises
+    `RecipeError` that lists every problem.
     """
     noted: list[RecipeError] | None = None if errors is None else []
     text = read_text(path)
@@ -103,47 +104,47 @@ def load_stages(
 ) -> Recipe:
     """Validate the `stages` of a recipe that lies in `folder`.
 
-    errors: where given, takes the error instead of it being raised; returned are the sound stages, which refer to
-        sound ones only.
-    Raises `RecipeError` that lists every problem, those found before included; `LayoutError` if all are of layouts.
+    problems: those found before, which the error lists too.
+    errors: where given, takes the error instead of it being raised; then the valid stages are returned that refer to
+    valid ones only. Raises `RecipeError` that lists every problem; `LayoutError` if all problems are of layouts.
     """
     if len(tree) > MAX_STAGES:
         raise RecipeError(f"found {len(tree):,} stages, more than {MAX_STAGES}; split it into several recipes")
     stages: dict[str, StageConfig] = {}
-    found, num_of_layouts = [*problems], 0
+    lines, num_of_layouts = [*problems], 0
     for stage, config in tree.items():
         numbers = [*bad_numbers(config, f"stages.{stage}")]
-        found += [*_name_problems(stage), *numbers]
+        lines += [*_name_problems(stage), *numbers]
         try:
             stages[stage] = _read_stage(resolve_file_sources(config, folder), folder)
         except ValidationError as error:
-            named = tuple(f"{problem.partition(': ')[0]}: " for problem in numbers)  # of which pydantic says the same
-            found += [problem for problem in explain(error, stage) if not problem.startswith(named)]
+            reported = tuple(f"{problem.partition(': ')[0]}: " for problem in numbers)  # pydantic reports them again
+            lines += [problem for problem in explain(error, stage) if not problem.startswith(reported)]
             num_of_layouts += sum(details["type"] == LAYOUT_PROBLEM for details in error.errors())
         else:
-            found += _launch_problems(stage, stages[stage])
-    found += islice(_reference_problems(stages, tree), MAX_PROBLEMS)
-    found += [] if found else _cycles(stages)
-    sound = _sound(stages, found)
+            lines += _launch_problems(stage, stages[stage])
+    lines += islice(_reference_problems(stages, tree), MAX_PROBLEMS)
+    lines += [] if lines else _cycles(stages)
+    sound = _sound(stages, lines)
     completed = {
         stage: config.completed_among(sound)
         for stage, config in sound.items()
-        if not (found and config.ASKS_ALL_STAGES)
+        if not (lines and config.ASKS_ALL_STAGES)
     }
     among = {stage: [*config.problems_among({**sound, **completed})] for stage, config in completed.items()}
-    found += [f"stages.{stage}.{problem}" for stage, of_stage in among.items() for problem in of_stage]
-    if found:
-        kind_of_error = LayoutError if num_of_layouts == len(found) else RecipeError
-        whole = kind_of_error(_listed(found))
+    lines += [f"stages.{stage}.{problem}" for stage, of_stage in among.items() for problem in of_stage]
+    if lines:
+        error_class = LayoutError if num_of_layouts == len(lines) else RecipeError
+        all_problems = error_class(_listed(lines))
         if errors is None:
-            raise whole
-        errors.append(whole)
-        completed = _sound(completed, found)
+            raise all_problems
+        errors.append(all_problems)
+        completed = _sound(completed, lines)
     return Recipe(name, folder, {stage: completed[stage] for stage in _topological(completed)})
 
 
 def _sound(stages: Mapping[str, StageConfig], problems: Sequence[str]) -> dict[str, StageConfig]:
-    """Return the stages that have no problem, and refer only to such: not those of a circle."""
+    """Return the stages that have no problem and refer only to such stages; those of a cycle are left out."""
     sound: dict[str, StageConfig] = {}
     without = [
         name for name in stages if not any(one.startswith((f"stages.{name}.", f"stages.{name}:")) for one in problems)
@@ -157,12 +158,12 @@ def _sound(stages: Mapping[str, StageConfig], problems: Sequence[str]) -> dict[s
 
 def _listed(problems: Sequence[str]) -> str:
     shown = [f"  {shortened(problem, MAX_PROBLEM_CHARACTERS)}" for problem in problems[:MAX_PROBLEMS]]
-    more = ["  …; mend these first"] if len(problems) > MAX_PROBLEMS else []
+    more = ["  …; fix these first"] if len(problems) > MAX_PROBLEMS else []
     return "\n".join([f"the recipe has {counted(len(problems), 'problem')}:", *shown, *more])
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of recipe files, for editors."""
+    """Return the JSON schema of recipe files, for editors."""
     recipe_file = create_model(
         "RecipeFile",
         __base__=StrictModel,
@@ -180,9 +181,9 @@ def _stage_adapter() -> TypeAdapter[StageConfig]:
 
 
 def _read_stage(tree: Any, folder: Path) -> StageConfig:
-    """Validate strictly (`"3"` is no number), as JSON, in which a list may stand for a tuple, a string for a path.
+    """Validate a stage's config strictly (`"3"` is no number), as JSON: a list may be a tuple, a text a path.
 
-    Paths outside the store become absolute; in the recipe they start at its folder.
+    Paths outside the store become absolute; in the recipe they are relative to its folder.
     """
     return _stage_adapter().validate_json(
         json.dumps(tree), strict=True, context={MAKE_ABSOLUTE: lambda path: absolute(path, folder)}
@@ -224,7 +225,10 @@ def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:
 
 
 def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, Any]) -> Iterator[str]:
-    """stages: those that are valid. References of the others are looked up in the tree, so that none is left out."""
+    """Yield the references that lead to no stage, or to one of the wrong product.
+
+    stages: the valid ones. References of the others are read from `tree`, so that all are reported.
+    """
     for stage, config in tree.items():
         kind = str(config.get("kind")) if isinstance(config, dict) else None
         for path, reference in _reference_fields(KINDS[kind]) if kind in KINDS else ():
@@ -237,7 +241,10 @@ def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, An
 
 
 def _texts_at(tree: object, path: tuple[str, ...], place: str = "") -> Iterator[tuple[str, str]]:
-    """What stands there, and where; of a list, each item. `*` is any name, or any number in a list."""
+    """Yield the texts at a path of the tree, with their places; of a list, each item.
+
+    `*` in the path is any name of a mapping, or any index of a list.
+    """
     if path and path[0] == "*" and isinstance(tree, list):
         for number, item in enumerate(tree):
             yield from _texts_at(item, path[1:], f"{place}.{number}")
@@ -280,7 +287,7 @@ def _reference_fields(
 
 
 def _cycles(stages: Mapping[str, StageConfig]) -> list[str]:
-    """Each reference cycle once, as `a → b → a`."""
+    """Return each reference cycle once, as `a → b → a`."""
     cycles: dict[frozenset[str], str] = {}
     done: set[str] = set()
 
@@ -299,7 +306,7 @@ def _cycles(stages: Mapping[str, StageConfig]) -> list[str]:
 
 
 def _topological(stages: Mapping[str, StageConfig]) -> list[str]:
-    """Upstream first, otherwise in the order of the recipe."""
+    """Return the stages with upstream first, otherwise in the order of the recipe."""
     order: dict[str, None] = {}
 
     def visit(stage: str) -> None:

@@ -1,4 +1,4 @@
-"""Recipe text: YAML and `path=value` overrides → a plain tree of dicts, lists and values.
+"""Text of recipes: YAML → a plain tree of dicts, lists and values.
 
 YAML as PyYAML's safe loader reads it, with three differences: a key that appears twice in one mapping is an error,
 `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and dates stay text.
@@ -28,11 +28,11 @@ BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MAX_DIGITS = 100
 MAX_INTEGER = 2**63 - 1
 MAX_WORDS, MAX_WORD_CHARACTERS = 256, 100
-"""Of what a word is compared with, to say what may have been meant."""
+"""Most words, and longest word, with which a misspelt word is compared."""
 
 
 class RecipeLoader(BaseLoader):
-    """A safe loader that refuses what nobody means."""
+    """Safe YAML loader that refuses duplicate keys and overlong numbers."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
@@ -45,7 +45,10 @@ class RecipeLoader(BaseLoader):
         return mapping
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Python refuses some long numbers, and takes long for others (`1:00:00:…` is one in YAML 1.1)."""
+        """Read a number. Python refuses some long ones, and needs long for others.
+
+        `1:00:00:…` is a number in YAML 1.1.
+        """
         if len(node.value) > MAX_DIGITS:
             problem = f"found a number of {len(node.value):,} characters, expected at most {MAX_DIGITS}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
@@ -69,7 +72,7 @@ RecipeLoader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    """One YAML document as dicts, lists and values of JSON. Raises `RecipeError` that says in which line."""
+    """Parse one YAML document into dicts, lists and values of JSON. Raises `RecipeError` that names the line."""
     check_bounds(text, RecipeLoader)
     try:
         tree = yaml.load(text, RecipeLoader)  # noqa: S506 (derives from the safe loader)
@@ -93,12 +96,12 @@ def read_text(path: Path, what: str = "the recipe") -> str:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """The recipe file's tree. Raises what `read_text` and `tree_of` raise."""
+    """Return the recipe file's tree. Raises what `read_text` and `tree_of` raise."""
     return tree_of(read_text(path), path)
 
 
 def tree_of(text: str, path: Path) -> dict[str, Any]:
-    """The tree of a recipe's text. Raises `RecipeError` when that is not a mapping with `stages`."""
+    """Return the tree of a recipe's text. Raises `RecipeError` when that is not a mapping with `stages`."""
     try:
         tree = parse_yaml(text)
     except RecipeError as error:
@@ -109,7 +112,7 @@ def tree_of(text: str, path: Path) -> dict[str, Any]:
 
 
 def without_secrets(text: str) -> str:
-    """A recipe's text that may be kept: `***` for each value of an `environment` and for passwords, else as it is."""
+    """Return a recipe's text with `***` for each value of an `environment` and for passwords."""
     hidden: set[tuple[int, int]] = set()
     for mapping in _mappings(yaml.compose(text, RecipeLoader)):
         for key, value in mapping.value:
@@ -122,7 +125,7 @@ def without_secrets(text: str) -> str:
 
 
 def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
-    """All of a document; an alias stands for the same node as its anchor."""
+    """Yield all mappings of a document once; an alias is the same node as its anchor."""
     todo = [root] if root else []
     seen: set[int] = set()
     while todo:
@@ -138,7 +141,7 @@ def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
 
 
 def _values(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
-    """Of a mapping, also of those that it merges."""
+    """Yield all scalars of a node, also of the mappings that it merges."""
     if isinstance(node, yaml.ScalarNode):
         yield node
     for child in node.value if isinstance(node, yaml.CollectionNode) else ():
@@ -146,16 +149,16 @@ def _values(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
 
 
 def _read_regular_file(path: Path) -> str:
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise RecipeError("it is no regular file; expected a file of text")
-    if found.st_size > MAX_BYTES:
+    if status.st_size > MAX_BYTES:
         raise RecipeError(f"it is larger than {MAX_BYTES:,} bytes")
     return path.read_text(encoding="utf-8")
 
 
 def resolve_file_sources(tree: Any, folder: Path) -> Any:
-    """The tree with every `file://PATH` made absolute, relative to the recipe's folder."""
+    """Return the tree with every `file://PATH` made absolute, relative to the recipe's folder."""
     if isinstance(tree, dict):
         return {key: resolve_file_sources(value, folder) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -166,12 +169,12 @@ def resolve_file_sources(tree: Any, folder: Path) -> Any:
 
 
 def absolute(path: Path, folder: Path) -> Path:
-    """The path without `~` and `..`, relative paths starting at `folder`."""
+    """Return the path without `~` and `..`; relative paths start at `folder`."""
     return Path(os.path.normpath(folder / os.path.expanduser(path)))  # noqa: PTH111 (Path's raises for an unknown user)
 
 
 def bad_numbers(tree: Any, path: str) -> Iterator[str]:
-    """A sentence for each infinity, NaN and integer that no program counts with, which no field may be."""
+    """Yield a sentence for each infinity, NaN and integer beyond 64 bits, which no field may be."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from bad_numbers(value, f"{path}.{key}")
@@ -185,20 +188,20 @@ def bad_numbers(tree: Any, path: str) -> Iterator[str]:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean …?` with the closest known word, or what there is to choose from, if anything.
+    """Return `; did you mean …?` with the closest known word, or the known words; empty when there are none.
 
-    A word of first letters is as close as can be: `lr` means `learning_rate`.
-    A long word is no slip of the pen, and to compare it takes time in proportion to the square of its length.
+    Initials count as close: `lr` means `learning_rate`. Long words are not compared, since comparing takes time
+    quadratic in their length.
     """
     words = [one for one in islice(known, MAX_WORDS) if len(one) <= MAX_WORD_CHARACTERS]
     if not words:
         return ""
-    found = [one for one in words if word == "".join(part[:1] for part in one.split("_")) and "_" in one]
-    if not found and len(word) <= MAX_WORD_CHARACTERS:
-        found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    return f"; did you mean `{found[0]}`?" if found else f"; there are: {', '.join(words)}"
+    matches = [one for one in words if word == "".join(part[:1] for part in one.split("_")) and "_" in one]
+    if not matches and len(word) <= MAX_WORD_CHARACTERS:
+        matches = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return f"; did you mean `{matches[0]}`?" if matches else f"; there are: {', '.join(words)}"
 
 
 def show(value: Any) -> str:
-    """A value as YAML would have it, shortened."""
+    """Return a value as YAML writes it, shortened."""
     return shortened(json.dumps(value, ensure_ascii=False), 58)

@@ -1,4 +1,4 @@
-"""Versions: what identifies an artifact → twelve hex digits, and how two identities differ. Pure."""
+"""Versions of artifacts: twelve hex digits computed from an identity, and differences of identities. Pure."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from stages.core.redaction import shortened
 Identity = dict[str, JsonValue]
 """{"kind", "stage_version", "config": …, "upstream": {field path: version}, "outside": {field path: …}}"""
 DIGEST = re.compile("[0-9a-f]{64}")
-"""Of a content; a commit is shorter, and of use to people."""
+"""Pattern of a sha256 of content; a commit is shorter, and people can use it."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One field that two identities do not share; None where a side lacks it.
+    """Field in which two identities differ; None on the side that lacks it.
 
-    `str()` gives `field old → new`; of a content, that it has changed.
+    `str()` gives `field old → new`; of a content hash, that the field has changed.
     """
 
     field: str
@@ -38,7 +38,10 @@ class Difference:
 
 
 def identity_of(config: StageConfig, upstream: Mapping[str, str], outside: Mapping[str, JsonValue]) -> Identity:
-    """What identifies the artifact of `config`, given upstream {stage name: version} and resolved outside inputs.
+    """Return what identifies the artifact of `config`.
+
+    upstream: stage name → version.
+    outside: resolved inputs from outside the store.
 
     Stage names are no part of it: renaming a stage builds nothing again.
     """
@@ -46,25 +49,25 @@ def identity_of(config: StageConfig, upstream: Mapping[str, str], outside: Mappi
 
 
 def version_of(identity: Identity) -> str:
-    """First 12 hex digits of the sha256 over the canonical JSON of an identity."""
+    """Return the first 12 hex digits of the sha256 over the canonical JSON of an identity."""
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:12]
 
 
 def resume_key_of(config: StageConfig, upstream: Mapping[str, str], outside: Mapping[str, JsonValue]) -> str:
-    """Like the version, but over `config.resume_identity()`: attempts that share it may share a work folder."""
+    """Return a version over `config.resume_identity()`: attempts that share it may share a work folder."""
     return version_of(_document(config, config.resume_identity(), upstream, outside))
 
 
 def canonical_json(value: JsonValue) -> str:
-    """One text for equal values: sorted keys, no spaces, ASCII. Raises `ValueError` for NaN and infinities."""
+    """Return one text for equal values: sorted keys, no spaces, ASCII. Raises `ValueError` for NaN, infinity."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def differences(old: Identity, new: Identity) -> list[Difference]:
-    """Field by field, sorted by field. Fields of the config bear their recipe path, others say what they are.
+    """Return the differences of two identities, sorted by field, under their paths in the recipe.
 
-    A field that one side leaves out and the other has unset or empty is no difference, and of a mapping that is empty
-    on one side, the entries of the other.
+    Unset and empty on one side equals absent on the other. Of a mapping that is empty on one side, the other's entries
+    are listed.
     """
     before, after = dict(_flatten(old)), dict(_flatten(new))
     empty: tuple[JsonValue, ...] = (None, [], {})

@@ -1,4 +1,4 @@
-"""Verify artifacts, and collect what nothing needs any more."""
+"""Verification of artifacts, and collection of what is no longer needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESUME_KEY_LENGTH = 12
 
 @dataclass(frozen=True)
 class Verification:
-    """What re-hashing found in one artifact; whole when the three are empty. Paths are relative to its folder."""
+    """Result of hashing one artifact again. Paths are relative to its folder."""
 
     artifact: Artifact
     damaged: tuple[str, ...]
@@ -35,13 +35,13 @@ class Verification:
 
     @property
     def whole(self) -> bool:
-        """Whether the artifact is what was recorded."""
+        """Whether every file has its recorded hash and no other file is there."""
         return not (self.damaged or self.missing or self.extra)
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """A folder or file that may go, its size, and why. `used_s`: when it was last used (since the epoch)."""
+    """Folder or file that may be removed, with its size and the reason. used_s: last use, since the epoch."""
 
     path: Path
     size_bytes: int
@@ -50,23 +50,23 @@ class Garbage:
 
 
 def verify(store: Store) -> Iterator[Verification]:
-    """Re-hash every file of every artifact, one artifact after the other."""
+    """Hash every file of every artifact again, one artifact after the other."""
     for artifact in store.index().artifacts:
         recorded = artifact.record.files
-        there = {name for name, _ in files_in(artifact.folder)}
+        names = {name for name, _ in files_in(artifact.folder)}
         with store.explained(f"verify {artifact.folder}"):
-            found = hash_files(artifact.folder)
+            hashes = hash_files(artifact.folder)
         yield Verification(
             artifact,
-            damaged=tuple(name for name in recorded if name in found and found[name] != recorded[name]),
-            missing=tuple(sorted(recorded.keys() - there)),
-            extra=tuple(sorted(there - recorded.keys())),
+            damaged=tuple(name for name in recorded if name in hashes and hashes[name] != recorded[name]),
+            missing=tuple(sorted(recorded.keys() - names)),
+            extra=tuple(sorted(names - recorded.keys())),
         )
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What `collect` removed, and why other garbage is still there, a sentence each."""
+    """Garbage that `collect` removed, and a sentence for each that could not be removed."""
 
     removed: tuple[Garbage, ...]
     failures: tuple[str, ...]
@@ -79,11 +79,13 @@ def find_garbage(
     rooms: Iterable[Path] = (),
     refreshing_since_s: float = math.inf,
 ) -> list[Garbage]:
-    """What nothing needs: superseded artifacts, leftovers of removals; and, unless used within `older_than_days`,
-    leftovers of crashes, work folders that nobody works in, cache entries.
+    """Return what is no longer needed.
 
-    Kept are the artifact of each stage name of each recipe that was built or used last, those whose version is in
-    `protected` (promoted models), those that unfinished work builds on, and all that these were built from; and cache
+    That is: superseded artifacts and leftovers of removals; and, if unused for `older_than_days`, leftovers of crashes,
+    work folders that no process works in, and cache entries.
+
+    Kept are, of each stage name of each recipe, the artifact that was built or used last; artifacts whose version is in
+    `protected` (promoted models); those that unfinished work builds on; all that these were built from; and cache
     entries used since the oldest running refresh began, at `refreshing_since_s`. rooms: of caches outside the store.
     """
     index = store.index()
@@ -114,7 +116,7 @@ def find_garbage(
 
 
 def needed(index: Index, protected: Collection[str], in_use: Collection[Path]) -> list[Artifact]:
-    """Artifacts to keep: the latest of each stage, the named ones, and all that these were built from. Pure."""
+    """Return the artifacts to keep: the latest of each stage, the named ones, and all that these were built from."""
     latest: dict[tuple[str | None, str, str], Artifact] = {}
     for artifact in sorted(index.artifacts, key=lambda one: one.used_s):
         latest[artifact.record.recipe, artifact.record.kind, artifact.record.stage] = artifact
@@ -131,13 +133,13 @@ def needed(index: Index, protected: Collection[str], in_use: Collection[Path]) -
 
 
 def collect(store: Store, garbage: Iterable[Garbage]) -> Collected:
-    """Remove what `find_garbage` found, but for what was used since. What cannot be removed does not stop the rest."""
+    """Remove garbage unless it was used meanwhile. What cannot be removed does not stop the rest."""
     removed, failures = [], []
-    for one in garbage:
+    for item in garbage:
         try:
-            if os.path.lexists(one.path) and _used_s(one.path) <= one.used_s:
-                store.remove(one.path)
-                removed.append(one)
+            if os.path.lexists(item.path) and _used_s(item.path) <= item.used_s:
+                store.remove(item.path)
+                removed.append(item)
         except (StoreError, ResourceError) as error:
             failures.append(str(error))
     return Collected(tuple(removed), tuple(failures))
@@ -151,19 +153,19 @@ def _inputs(work: Path) -> Collection[Path]:
 
 
 def _used_s(path: Path) -> float:
-    """When an artifact was last found cached; when anything in another folder was written, or its use was noted."""
+    """Return when an artifact was last found cached; of anything else, its latest change or recorded use."""
     with suppress(OSError):
         return (path / RECORD_FILE).stat().st_mtime
     return max((found.st_mtime for found in _stats(path)), default=0.0)
 
 
 def size_bytes(path: Path) -> int:
-    """Return how much a file, or all files of a folder, hold."""
+    """Return the size of a file, or of all files of a folder."""
     return sum(found.st_size for found in _stats(path) if not S_ISDIR(found.st_mode))
 
 
 def _stats(path: Path) -> Iterator[os.stat_result]:
-    """Yield the state of an entry and of all below it; links are not followed, what goes meanwhile is left out."""
+    """Yield the state of an entry and of all below it. Links are not followed, files that vanish are left out."""
     for one in (path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())):
         with suppress(OSError):
             yield one.lstat()

@@ -1,4 +1,4 @@
-"""Content of files and folders: hashes, digests, and whether it is still what was recorded."""
+"""Contents of files and folders: their hashes and digests, and whether they are what was recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_OF_THE_ARTIFACT = frozenset(
     {RECORD_FILE, PENDING_RECORD_FILE, PENDING_HOOK_FILE, ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, LAUNCH_FOLDER}
 )
 BOOKKEEPING = frozenset({"config.json", "metrics.jsonl", "events.jsonl", "result.json"})
-"""What the contract puts beside the content of an artifact: it says how it was built, and differs each time."""
+"""Files that the contract puts beside the content of an artifact; they differ with each build."""
 
 CONTENT_FOLDERS: dict[Product, str] = {"model": "model/", "adapter": "adapter/", "dataset": "data/"}
 HASHING_THREADS = 4
@@ -40,11 +40,14 @@ class FileEntry(StrictModel):
 
 
 Files = dict[str, FileEntry]
-"""POSIX path relative to the folder → entry"""
+"""POSIX path relative to the folder → entry."""
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Relative POSIX path and path of every file of an artifact, logs left out: a server writes on to its log."""
+    """Yield the relative POSIX path and the path of every file of an artifact, without logs.
+
+    A server goes on writing to its log after the commit.
+    """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if name.parts[0] not in NOT_OF_THE_ARTIFACT and path.suffix != ".log" and not path.is_dir():
@@ -52,44 +55,44 @@ def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def hash_files(folder: Path) -> Files:
-    """Size and sha256 of every file of an artifact."""
+    """Return the size and sha256 of every file of an artifact."""
     files = dict(files_in(folder))
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         return dict(zip(files, pool.map(hash_file, files.values()), strict=True))
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Size and sha256 of a file."""
+    """Return the size and sha256 of a file."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return FileEntry(size=stream.tell(), sha256=digest)
 
 
 def hash_path(path: Path, limit_s: float | None = None) -> str:
-    """sha256 of a file, or over the relative paths and contents of a folder's files; where it lies does not count.
+    """Return the sha256 of a file, or that of the relative paths and contents of a folder's files.
 
-    limit_s: see `sha256_of_files`.
+    The location does not count. limit_s: as for `sha256_of_files`.
     """
     hashes = sha256_of_files(outside_files(path), limit_s)
     return _digest(hashes) if path.is_dir() else hashes[path.name]
 
 
 def outside_files(path: Path) -> dict[str, Path]:
-    """Name → path of a file, or of all files of a folder, except what artifacts leave out and compiled Python.
+    """Return name → path of a file, or of all files of a folder except logs, bookkeeping and compiled Python.
 
-    Raises `OSError` when the folder cannot be read, or holds more files than anything that a recipe names.
+    Raises `OSError` when the folder cannot be read, or has more than `MAX_OUTSIDE_FILES` files, as no input has.
     """
     if not path.is_dir():
         return {path.name: path}
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for parent, _, names in os.walk(path, onerror=_fail):
         for name in names:
             relative = Path(parent, name).relative_to(path)
             if relative.parts[0] not in NOT_OF_THE_ARTIFACT and relative.suffix != ".log":
-                found[relative.as_posix()] = path / relative
-        if len(found) > MAX_OUTSIDE_FILES:
+                files[relative.as_posix()] = path / relative
+        if len(files) > MAX_OUTSIDE_FILES:
             raise OSError(errno.EFBIG, f"it holds more than {MAX_OUTSIDE_FILES:,} files; name the folder that is meant")
-    return {name: file for name, file in found.items() if "__pycache__/" not in name}
+    return {name: file for name, file in files.items() if "__pycache__/" not in name}
 
 
 def _fail(error: OSError) -> None:
@@ -97,7 +100,10 @@ def _fail(error: OSError) -> None:
 
 
 def content_digest(product: Product, files: Files) -> str:
-    """sha256 over paths and contents of what dependents read: `model/`, `adapter/`, `data/`, or all but the records."""
+    """Return the sha256 over paths and contents of what dependents read.
+
+    That is `model/`, `adapter/` or `data/`; of other products all files but the records.
+    """
     folder = CONTENT_FOLDERS.get(product, "")
     return _digest(
         {name: entry.sha256 for name, entry in files.items() if name.startswith(folder) and name not in BOOKKEEPING}
@@ -105,21 +111,21 @@ def content_digest(product: Product, files: Files) -> str:
 
 
 def is_pending(artifact: Path) -> bool:
-    """Whether the hook after the commit of an artifact has yet to be completed (`flows/launch/hook.py`)."""
+    """Return whether the hook after the commit has yet to be completed (`flows/launch/hook.py`)."""
     return (artifact / PENDING_HOOK_FILE).exists()
 
 
 def damage_of(folder: Path, files: Mapping[str, FileEntry]) -> tuple[str, ...]:
-    """Files that are missing or have another size than recorded, each as a short sentence. Reads no content."""
+    """Return a short sentence for each file that is missing or has another size than recorded. Reads no content."""
     return tuple(line for name, entry in files.items() if (line := _damage(folder / name, name, entry.size)))
 
 
 def _damage(path: Path, name: str, size: int) -> str | None:
     try:
-        found = path.lstat().st_size
+        num_bytes = path.lstat().st_size
     except OSError:
         return f"{name} is missing"
-    return None if found == size else f"{name} has {found} bytes instead of {size}"
+    return None if num_bytes == size else f"{name} has {num_bytes} bytes instead of {size}"
 
 
 def _digest(hashes: dict[str, str]) -> str:

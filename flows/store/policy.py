@@ -1,4 +1,4 @@
-"""The retention policy of a home: how much of its past is kept. Without a policy, nothing is removed by itself.
+"""Retention policy of a home: how much of its past is kept. Without a policy, nothing is removed automatically.
 
 <home>/retention.yaml:
 
@@ -37,9 +37,9 @@ WholeNumber = Annotated[int, Field(strict=True, ge=1)]
 
 
 class Keep(StrictModel):
-    """A refresh is kept that either of `refreshes` and `days` keeps; without one of the two, the other decides alone.
+    """Bounds on what is kept. A refresh is kept if `refreshes` or `days` keeps it; if one is unset, the other decides.
 
-    champions: what an alias points to is kept in any case.
+    champions: number of versions; what an alias points to is kept in any case.
     """
 
     refreshes: WholeNumber | None = None
@@ -47,7 +47,7 @@ class Keep(StrictModel):
     champions: Literal["all"] | WholeNumber = "all"
 
     def beyond(self, records: Iterable[RefreshRecord], now_ms: int) -> list[RefreshRecord]:
-        """Return the refreshes that are not kept; none that runs, or may run elsewhere."""
+        """Return the refreshes that are not kept, without any that runs or may run elsewhere."""
 
         def recipe_of(record: RefreshRecord) -> str:
             return record.recipe
@@ -64,18 +64,18 @@ class Keep(StrictModel):
 
 
 class Policy(StrictModel):
-    """`retention.yaml`."""
+    """Contents of `retention.yaml`."""
 
     keep: Keep
 
 
 def policy_file() -> Path:
-    """Return where the policy of this home is, if it has one."""
+    """Return the path of this home's policy; it need not exist."""
     return home() / "retention.yaml"
 
 
 def read_policy() -> Policy | None:
-    """Return the policy of this home; None without one. Raises RecipeError that names the field and what is allowed."""
+    """Return the policy of this home, or None. Raises RecipeError that names the field and what is allowed."""
     path = policy_file()
     if not path.exists():
         return None

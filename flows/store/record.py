@@ -1,4 +1,4 @@
-"""What the store knows of an artifact (`record.json`), and of all artifacts together (`Index`)."""
+"""Records of artifacts: one artifact's (`record.json`), and all together (`Index`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stages.core.fields import Product
 
 
 class UpstreamEntry(StrictModel):
-    """An artifact that another one was built from."""
+    """Artifact that another one was built from."""
 
     stage: str
     kind: str
@@ -28,10 +28,13 @@ class UpstreamEntry(StrictModel):
 
 
 class Record(StrictModel):
-    """`record.json`, the last file written: its folder is an artifact if and only if this one is whole.
+    """Contents of `record.json`, the last file written: a folder is an artifact if and only if this file is complete.
 
-    `upstream` is by field path; `digest` is that of the content, whatever it was built from. `attempt` is the ledger's
-    key of the attempt that built it, `REFRESH/STAGE-NUMBER`, if one did; final metrics are in `result.json`.
+    upstream: artifacts it was built from, by field path.
+    digest: of the content, whatever it was built from.
+    attempt: the ledger's key of the attempt that built it, `REFRESH/STAGE-NUMBER`, if one did.
+
+    Final metrics are in `result.json`.
     """
 
     # Earlier versions recorded more than is needed; their artifacts are still good.
@@ -50,7 +53,7 @@ class Record(StrictModel):
     tags: dict[str, str]
     attempt: str | None = None
     mlflow_run_id: str | None = None
-    """Of artifacts from before there was a ledger; since then, the run of `attempt` is looked up."""
+    """MLflow run of artifacts built before there was a ledger; now the run of `attempt` is looked up."""
     started: datetime
     finished: datetime
     seconds: float
@@ -59,22 +62,22 @@ class Record(StrictModel):
 
     @property
     def finding(self) -> LifecycleError | None:
-        """Why the stage that made the artifact refuses it: then nothing is built on it."""
+        """Reason why the stage that made the artifact refuses it, so that nothing is built on it; else None."""
         return finding_of(self.tags)
 
     def refusal(self, folder: Path) -> LifecycleError | None:
-        """Return the finding with where the artifact is kept, `folder`, and what to do; None for a good artifact."""
+        """Return the finding with the location of the artifact and what to do; None for a good artifact."""
         finding = self.finding
         if finding is None:
             return None
         return type(finding)(
-            f"{finding}\nWhat {self.stage} made is kept in {folder}, but nothing is built on it: every run refuses it "
-            f"again, without building it again. Change what the message names, or build the same again with `--force "
-            f"{self.stage}`"
+            f"{finding}\nThe result of {self.stage} is kept in {folder}, but nothing is built on it: every run refuses "
+            f"it again, without building it again. Change what the message names, or build the same again with "
+            f"`--force {self.stage}`"
         )
 
     def stale_field(self, digests: Mapping[str, str]) -> str | None:
-        """A field whose upstream artifact now has other content than this one was built from.
+        """Return a field whose upstream artifact now has other content than this one was built from, or None.
 
         digests: field path → content digest of the upstream artifact that is there now.
         """
@@ -83,10 +86,11 @@ class Record(StrictModel):
 
 @dataclass(frozen=True)
 class Artifact:
-    """A committed artifact. `damage` says which files are missing or have another size than recorded.
+    """Committed artifact.
 
-    `used_s` is when it was built or last found cached, in seconds since the epoch. `pending`: the hook after its commit
-    has yet to be completed.
+    used_s: when it was built or last found cached, in seconds since the epoch.
+    damage: files that are missing or have another size than recorded.
+    pending: the hook after its commit has yet to be completed.
     """
 
     folder: Path
@@ -98,21 +102,21 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Index:
-    """All artifacts of a store at one moment. `leftovers` are folders without a whole record."""
+    """All artifacts of a store at one moment. leftovers: folders without a complete record."""
 
     artifacts: tuple[Artifact, ...]
     leftovers: tuple[Path, ...] = ()
 
     def find(self, kind: str, version: str) -> Artifact | None:
-        """The artifact of this kind and version."""
+        """Return the artifact of this kind and version, or None."""
         return self._by_version.get((kind, version))
 
     def base_of(self, record: Record) -> UpstreamEntry | None:
-        """The model that an adapter belongs to; None for all else."""
+        """Return the model that an adapter belongs to; None for other products."""
         return nearest_base(record.upstream) if record.product == "adapter" else None
 
     def nearest(self, kind: str, stage: str, identity: Identity) -> Artifact | None:
-        """The artifact of this kind and stage name with the fewest differences; the newest of equals."""
+        """Return the artifact of this kind and stage name with the fewest differences; the newest of equals."""
         named = [one for one in self.artifacts if (one.record.kind, one.record.stage) == (kind, stage)]
         return min(
             named,

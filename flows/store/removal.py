@@ -1,4 +1,4 @@
-"""Removal of whatever lies on a disk: files, links, and folders that may be read-only or half removed already."""
+"""Removal of files, links and folders, also of read-only or half removed folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def remove_tree(path: Path) -> None:
 
 
 def make_writable(folder: Path) -> None:
-    """Let the owner of a folder change it and all folders below it. What belongs to someone else stays as it is."""
+    """Make a folder and all folders below it writable for their owner. Those of other users stay as they are."""
     if folder.is_symlink() or not folder.is_dir():
         return
     with suppress(OSError):
@@ -36,7 +36,7 @@ def make_writable(folder: Path) -> None:
 
 
 def _remove_folder(folder: Path) -> list[OSError]:
-    """Remove what can be removed; return what was in the way, the innermost first."""
+    """Remove what can be removed; return the errors of the rest, the innermost first."""
     errors: list[OSError] = []
 
     def note(_: object, failed: str, raised: tuple[type[BaseException], BaseException, TracebackType]) -> None:

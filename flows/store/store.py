@@ -1,12 +1,12 @@
-"""The store: artifacts on disk. Nothing else writes under its root, but for stage processes in their work folders.
+"""Store of artifacts on disk. Nothing else writes under its root, except stage processes in their work folders.
 
-    <kind>/<stage>-<version>/           an artifact, if its record.json is whole
+    <kind>/<stage>-<version>/           an artifact, if its record.json is complete
     .work/<kind>/<stage>-<resume key>/  work in progress; survives a crash
     .cache/<kind>/                      kept between runs, keyed by content
     .locks/                             one file a resume key; the kernel releases the lock of a dead process
-    .trash/                             on its way out; nothing reads it
+    .trash/                             being removed; nothing reads it
 
-A commit renames the work folder and then puts `record.json` in its place, so that an artifact is whole or not there.
+A commit renames the work folder and then renames `record.json` into it, so an artifact is complete or does not exist.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ class Store:
         self.root = root.absolute()
 
     def folder_of(self, kind: str, stage: str, version: str) -> Path:
-        """Where an artifact lies, or would lie."""
+        """Return the folder of an artifact; it need not exist."""
         return self.root / kind / f"{stage}-{version}"
 
     def work_folder(self, kind: str, stage: str, resume_key: str) -> Path:
-        """Where a stage works until it is committed. Not created yet."""
+        """Return the folder in which a stage works until it is committed; it need not exist."""
         return self.root / ".work" / kind / f"{stage}-{resume_key}"
 
     def cache_folder(self, kind: str) -> Path:
-        """What stages of a kind keep between runs."""
+        """Return the folder that stages of a kind keep between runs."""
         return self.root / ".cache" / kind
 
     def find(self, kind: str, version: str) -> Artifact | None:
-        """The committed artifact, or None. A torn record counts as not committed."""
+        """Return the committed artifact, or None. A torn record counts as not committed."""
         candidates = (self.root / kind).glob(f"*-{version}")
         return next((artifact for folder in candidates if (artifact := read_artifact(folder))), None)
 
     def index(self) -> Index:
-        """All artifacts."""
+        """Return all artifacts."""
         folders = sorted(self.root.glob("[!.]*/*/"))
         read = {folder: read_artifact(folder) for folder in folders}
         return Index(
@@ -75,7 +75,7 @@ class Store:
         )
 
     def make_folder(self, folder: Path) -> Path:
-        """Create a folder of the store, and the store itself; only its owner may look into it."""
+        """Create a folder of the store, and the store itself; only its owner may read it."""
         with self.explained(f"create {folder}"):
             self.root.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
@@ -83,7 +83,10 @@ class Store:
 
     @contextmanager
     def lock(self, kind: str, resume_key: str, waiting: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock of a resume key. `waiting` is called every 0.2 s while another process holds it; may raise."""
+        """Hold the lock of a resume key.
+
+        waiting: called every 0.2 s while another process holds it; may raise.
+        """
 
         def give_up() -> bool:
             waiting()
@@ -97,7 +100,7 @@ class Store:
             yield
 
     def is_locked(self, kind: str, resume_key: str) -> bool:
-        """Whether some process holds the lock of a resume key at this moment."""
+        """Return whether a process holds the lock of a resume key at this moment."""
         lock = self._lock_of(kind, resume_key)
         if not Path(lock.lock_file).exists():
             return False
@@ -108,13 +111,13 @@ class Store:
             return True
 
     def _lock_of(self, kind: str, resume_key: str) -> FileLock:
-        # What filelock falls back to on file systems without locks would outlive its holder.
+        # On file systems without locks, filelock's fallback would outlive a holder that dies.
         return FileLock(self.root / ".locks" / f"{kind}-{resume_key}", fallback_to_soft=False)
 
     def commit(self, work: Path, record: Record) -> Artifact:
-        """Make a finished work folder the artifact of `record`, in place of an older one of the same version.
+        """Make a finished work folder the artifact of `record`, replacing an older one of the same version.
 
-        Scratch goes last, so that a crash before then costs no work.
+        Scratch is removed last, so that a crash before then costs no work.
         """
         folder = self.folder_of(record.kind, record.stage, record.version)
         with self.explained(f"commit {folder.name}"):
@@ -135,19 +138,19 @@ class Store:
         return artifact
 
     def recover(self, kind: str, version: str) -> None:
-        """Finish a commit that was interrupted between its two last steps. Call it under the lock."""
+        """Finish a commit that was interrupted between its last two steps. Call it under the lock."""
         for folder in (self.root / kind).glob(f"*-{version}"):
             if (folder / PENDING_RECORD_FILE).exists() and not (folder / RECORD_FILE).exists():
                 _finish_commit(folder)
 
     def remove_mark(self, artifact: Path) -> None:
-        """Note that the hook after the commit of an artifact has been completed."""
+        """Record that the hook after the commit of an artifact has been completed."""
         with self.explained(f"note that {artifact.name} is complete"):
             (artifact / PENDING_HOOK_FILE).unlink()
             _sync(artifact)
 
     def remove(self, path: Path) -> None:
-        """Remove a folder, a file or a link, of the store or beside it. It is gone for readers at once, however large.
+        """Remove a folder, a file or a link, of the store or beside it. It is gone for readers at once.
 
         Raises StoreError when something below it cannot be removed: what is left then lies in the trash.
         """
@@ -161,7 +164,7 @@ class Store:
                 remove_tree(path)
 
     def note_use(self, artifact: Artifact) -> None:
-        """Remember that an artifact was found cached, so that it counts as new when garbage is collected."""
+        """Record that an artifact was found cached, so that garbage collection counts it as recent."""
         with contextlib.suppress(OSError):
             os.utime(artifact.folder / RECORD_FILE)
 
@@ -186,7 +189,7 @@ class Store:
 
 
 def read_artifact(folder: Path) -> Artifact | None:
-    """The artifact in a folder, or None when its record is missing, torn, or of a newer schema."""
+    """Return the artifact in a folder, or None when its record is missing, torn, or of a newer schema."""
     path = folder / RECORD_FILE
     try:
         record = Record.model_validate_json(path.read_bytes())

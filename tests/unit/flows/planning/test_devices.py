@@ -85,7 +85,7 @@ def test_one_device_trains_and_two_sample() -> None:
         (["execution.slots=4"], None, r"8 GPUs .*, but execution\.slots is 4; .* leave `slots` out"),
         ([], "0,1,2,3", r".* names 4 \(0,1,2,3\); name as many, each once"),
         ([], "0,1,2,3,3,4,5,6", r".* names 7 .* name as many, each once"),
-        ([], "1,2,3,4,5,6,7,8", r"8 GPUs .*, of which .* names 8; this machine has 0 to 7"),
+        ([], "1,2,3,4,5,6,7,8", r"8 GPUs .*, but .* names 8; this machine has 0 to 7"),
         (
             ["execution.launcher=slurm", "execution.slurm.gpus_per_node=4"],
             None,
@@ -117,7 +117,7 @@ def test_a_stage_that_is_to_see_no_gpus_may_run_beside_them(eight_gpus: None) ->
     [
         ("NVIDIA A100-SXM4-80GB", True, r"`precision: fp8`: NVIDIA A100-SXM4-80GB does not multiply in 8 bits; say"),
         ("NVIDIA H100 80GB HBM3", False, r"torchao, which is not installed here; install it \(`pip install"),
-        (None, True, r"`precision: fp8` is for NVIDIA GPUs, and this machine has none; say `precision: bf16`"),
+        (None, True, r"`precision: fp8` is for NVIDIA GPUs, and this machine has none; set `precision: bf16`"),
         ("NVIDIA H100 80GB HBM3", True, None),
     ],
 )
