@@ -60,7 +60,7 @@ class JobOrder(StrictModel):
 
     @property
     def cores_per_node(self) -> int:
-        """Number of cores that the stage's threads keep busy on a node."""
+        """Return the number of cores that the stage's threads keep busy on a node."""
         return (self.threads or 1) * self.processes
 
 

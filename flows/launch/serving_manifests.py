@@ -137,7 +137,7 @@ def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
     if API_KEY_VARIABLE not in asked.secrets:
         example = f"{{{API_KEY_VARIABLE}: SECRET/KEY}}"
         raise RecipeError(
-            f"stages.{name}.execution.kubernetes.secrets: expected {example}; no server goes without a key"
+            f"stages.{name}.execution.kubernetes.secrets: expected {example}; no server runs without a key"
         )
     return asked
 

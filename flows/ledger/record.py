@@ -75,19 +75,19 @@ class StageEntry:
 
     @functools.cached_property
     def result(self) -> StageResult:
-        """Final result of the stage; of a cached one, from its artifact, empty if that is gone."""
+        """Return the final result of the stage; of a cached one, from its artifact, empty if that is gone."""
         if self.built or not self.artifact:
             return self.built or StageResult()
         return final_result(self.artifact)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Final metrics."""
+        """Return the final metrics."""
         return self.result.metrics
 
     @property
     def verdict(self) -> str | None:
-        """Verdict of a promotion: `promoted`, `not promoted` or `already champion`; None for other stages."""
+        """Return the verdict of a promotion: `promoted`, `not promoted` or `already champion`; else None."""
         return self.result.tags.get("verdict")
 
 
@@ -117,11 +117,11 @@ class AttemptRecord:
     files: tuple[str, ...] = ()
     error: str | None = None
     retried: bool = False
-    """Whether the refresh tried the stage again by itself."""
+    """True if the refresh tried the stage again by itself."""
 
     @property
     def name(self) -> str:
-        """Name of the attempt, unique within the refresh."""
+        """Return the name of the attempt, unique within the refresh."""
         return f"{self.stage}-{self.number}"
 
 
@@ -162,12 +162,12 @@ class RefreshRecord:
 
     @property
     def is_copied(self) -> bool:
-        """Whether it was begun by another home, of which this one is a copy."""
+        """Return whether it was begun by another home, of which this one is a copy."""
         return self.home is not None and not self.home.is_here()
 
     @property
     def standing(self) -> Standing:
-        """State of the process of the latest try; `dead` in a copied home, whatever its original does.
+        """Return the state of the process of the latest try; `dead` in a copied home.
 
         A process elsewhere is dead once it has given no sign of life for long.
         """
@@ -180,30 +180,30 @@ class RefreshRecord:
 
     @property
     def interrupted(self) -> bool:
-        """Whether its process died without recording how the refresh ended."""
+        """Return whether its process died without recording how the refresh ended."""
         return self.state == "running" and self.standing == "dead"
 
     @property
     def elsewhere(self) -> str | None:
-        """Host on which it may run, unseen from here; else None."""
+        """Return the host on which it may run, unseen from here; else None."""
         unknown = self.state == "running" and self.standing == "foreign"
         return self.process.host or "another host" if unknown else None
 
     @property
     def unsaid_end(self) -> str | None:
-        """Error of a refresh that could not record its own end, whether another process has or not."""
+        """Return the error of a refresh that could not record its own end; None for others."""
         if self.interrupted:
             return COPIED if self.is_copied else KILLED
         return self.error if self.error in (KILLED, COPIED) else None
 
     @property
     def killed(self) -> bool:
-        """Whether it could not record its own end."""
+        """Return whether it could not record its own end."""
         return self.unsaid_end is not None
 
     @property
     def nothing_new(self) -> bool:
-        """Whether every stage was cached."""
+        """Return whether every stage was cached."""
         cached = all(entry.state == "cached" for entry in self.stages.values())
         return self.state == "completed" and cached and not self.comparison
 

@@ -59,7 +59,7 @@ class Ranked:
 
     @property
     def shown(self) -> tuple[Candidate, ...]:
-        """Layouts that fit, then those that are tight; if there are none, the nearest ones."""
+        """Return the layouts that fit, then those that are tight; if there are none, the nearest ones."""
         return (safest_first(self.result.fitting) or self.result.too_large)[: self.top]
 
 

@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a stage runs, and why."""
+    """Action of a stage, and the reason."""
 
     action: Action
     reason: str

@@ -73,7 +73,7 @@ class _Plan:
 
     @property
     def billions(self) -> float:
-        """Parameters in billions: from the config, else from the model's name, such as `Qwen3-0.6B`, else 7."""
+        """Return the parameters in billions: from the config, else from a name such as `Qwen3-0.6B`, else 7."""
         if self.model.shape:
             return self.model.shape.num_parameters / 1e9
         named = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z])", self.model.source.lower())
@@ -81,17 +81,17 @@ class _Plan:
 
     @property
     def longest_allowed(self) -> int:
-        """Tokens of the longest row that is learned."""
+        """Return the tokens of the longest row that is learned."""
         return min(LONGEST_ROW, _power_of_two_below(self.model.max_positions or LONGEST_ROW))
 
     @property
     def completion_tokens(self) -> int:
-        """Most tokens of a sampled answer."""
+        """Return the most tokens of a sampled answer."""
         return min(512, self.longest_allowed // 2)
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a packed row: a power of two that the longest row fits in.
+        """Return the tokens of a packed row: a power of two that the longest row fits in.
 
         Short where there is little to learn from: a hundred short rows, packed into three, would be two steps.
         """
@@ -101,35 +101,35 @@ class _Plan:
 
     @property
     def is_over_long(self) -> bool:
-        """Whether some rows may not fit."""
+        """Return whether some rows may not fit."""
         return self.rows.longest > self.sequence_length
 
     @property
     def epochs(self) -> int:
-        """Epochs; small sets are seen more than once."""
+        """Return the epochs; small sets are seen more than once."""
         return 3 if self.rows.num_rows < 20_000 else 1
 
     @property
     def num_packed_rows(self) -> int:
-        """Approximate number of packed rows of one epoch."""
+        """Return the approximate number of packed rows of one epoch."""
         return max(1, self.rows.num_tokens // self.sequence_length)
 
     @property
     def batch(self) -> int:
-        """Packed rows of a step, so that there are a hundred steps or more where the rows suffice."""
+        """Return the packed rows of a step, so that there are a hundred steps or more where the rows suffice."""
         wanted = _power_of_two(self.num_packed_rows * self.epochs / 200, least=4, most=64)
         return min(wanted, _power_of_two_below(self.num_packed_rows))
 
     @property
     def num_steps(self) -> int:
-        """Approximate number of steps of the whole training."""
+        """Return the approximate number of steps of the whole training."""
         if self.method == "grpo":
             return max(1, self.rows.num_rows * self.epochs // GROUPS)
         return max(1, self.num_packed_rows * self.epochs // self.batch)
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of AdamW."""
+        """Return the learning rate of AdamW."""
         rate = next(rate for most, rate in LEARNING_RATES[self.method] if self.billions <= most)
         return rate * FASTER_ADAPTER if self.adapter else rate
 

@@ -122,7 +122,7 @@ class Survey:
     system: str = ""
     template: Path | None = None
     has_template: bool = True
-    """Whether the model has a chat template of its own, as far as is known."""
+    """True if the model has a chat template of its own, as far as is known."""
     labels: set[bool | None] = field(default_factory=set)
     """Labels of the rows that are learned."""
     questions: list[dict[str, str]] = field(default_factory=list)
@@ -130,12 +130,12 @@ class Survey:
 
     @property
     def num_bad_rows(self) -> int:
-        """Bad rows of both portions."""
+        """Return the bad rows of both portions."""
         return self.bad_rows.total()
 
     @property
     def bad_fraction(self) -> float:
-        """Larger share of bad rows of the two portions, rounded up to a percent."""
+        """Return the larger share of bad rows of the two portions, rounded up to a percent."""
         shares = (self.bad_rows[held_out] / count for held_out, count in self.all_rows.items() if count)
         return math.ceil(100 * max(shares, default=0.0)) / 100
 

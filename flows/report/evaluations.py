@@ -19,13 +19,13 @@ from stages.kinds.promote.verdict import VERDICT_FILE, Verdict, tables
 ERROR = "_stderr"
 DIFFERENCE = "_difference"
 MOST_QUESTIONS = 10
-"""Of all tasks together."""
+"""Most questions of all tasks together."""
 SHOWN_CHARACTERS = 1000
 ELLIPSIS = "… "
 
 
 def scores(record: RefreshRecord) -> Iterator[Score]:
-    """Of all evaluations, in the order of the recipe."""
+    """Yield the scores of all evaluations, in the order of the recipe."""
     for stage, entry in record.stages.items():
         if entry.kind != "evaluate":
             continue
@@ -38,7 +38,7 @@ def scores(record: RefreshRecord) -> Iterator[Score]:
 
 
 def promotions(record: RefreshRecord) -> Iterator[Promotion]:
-    """Of the stages whose verdict is there."""
+    """Yield the promotions whose verdict is there."""
     for name, entry in record.stages.items():
         if entry.verdict and entry.artifact and (entry.artifact / VERDICT_FILE).is_file():
             yield _promotion(name, entry, entry.artifact)
@@ -46,7 +46,7 @@ def promotions(record: RefreshRecord) -> Iterator[Promotion]:
 
 def _promotion(stage: str, entry: StageEntry, folder: Path) -> Promotion:
     verdict = Verdict.model_validate_json((folder / VERDICT_FILE).read_bytes())
-    if verdict.differences is None:  # of before they were kept as data
+    if verdict.differences is None:  # an old verdict kept them only as metrics
         differences = [
             ScoreDifference(
                 name=name.removesuffix(DIFFERENCE),
@@ -78,9 +78,9 @@ def _promotion(stage: str, entry: StageEntry, folder: Path) -> Promotion:
 
 
 def answers(record: RefreshRecord) -> Iterator[AnswersToTask]:
-    """Yield each task with some of its questions, and the answer of each evaluation of the refresh to them.
+    """Yield each task with some of its questions, and each evaluation's answers to them.
 
-    The model that stands on fewer stages, which is the base where there is one, comes first.
+    The model that depends on fewer stages, which is the base where there is one, comes first.
     """
     evaluations = sorted(
         (name for name, entry in record.stages.items() if entry.kind == "evaluate" and entry.artifact),
@@ -94,34 +94,32 @@ def answers(record: RefreshRecord) -> Iterator[AnswersToTask]:
     left = MOST_QUESTIONS
     for number, (task, files) in enumerate(tasks.items()):
         share = -(-left // (len(tasks) - number))
-        if found := _answers_to(task, files, share):
-            left -= len(found.questions)
-            yield found
+        if answered := _answers_to(task, files, share):
+            left -= len(answered.questions)
+            yield answered
 
 
 def _answers_to(task: str, files: Mapping[str, Path], most: int) -> AnswersToTask | None:
-    samples = {name: found for name, file in files.items() if (found := _samples(file))}
+    samples = {name: rows for name, file in files.items() if (rows := _samples(file))}
     if not samples or not most:
         return None
-    # Those that all models were asked; where evaluations have no question in common, those of the last.
-    common = set.intersection(*({*found} for found in samples.values()))
+    # Questions that all models were asked; where evaluations have none in common, those of the last.
+    common = set.intersection(*({*rows} for rows in samples.values()))
     *_, last = samples.values()
     questions = [key for key in last if key in common] or [*last]
     return AnswersToTask(
         task=task,
         stages=tuple(samples),
-        questions=tuple(
-            _question(last[key], [found.get(key) for found in samples.values()]) for key in questions[:most]
-        ),
+        questions=tuple(_question(last[key], [rows.get(key) for rows in samples.values()]) for key in questions[:most]),
     )
 
 
 def _samples(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the first row of each document, by its number and the hash of what it says."""
+    """Return the first row of each document, by its number and the hash of its text."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     with suppress(OSError, ValueError):  # a report is made of damaged evaluations, too; `lifecycle verify` names them
         for row in read_json_lines(file):
-            if "resps" in row:  # evaluations of before they were kept have none
+            if "resps" in row:  # old evaluations did not keep answers
                 rows.setdefault((str(row["doc_id"]), str(row.get("doc_hash"))), row)
     return rows
 
@@ -146,16 +144,16 @@ def _shown(text: str) -> str:
 
 
 def _end(text: str) -> str:
-    """Return the end of a prompt: examples stand before its question."""
+    """Return the end of a prompt: examples precede its question."""
     text = redact(text)
     return visible(text if len(text) <= SHOWN_CHARACTERS else f"{ELLIPSIS}{text[-SHOWN_CHARACTERS:]}")
 
 
 def _ancestors(record: RefreshRecord, stage: str) -> set[str]:
-    found: set[str] = set()
+    ancestors: set[str] = set()
     left = [stage]
     while left:
         entry = record.stages.get(left.pop())
-        left += [name for name in (entry.upstream if entry else ()) if name not in found]
-        found |= {*left}
-    return found
+        left += [name for name in (entry.upstream if entry else ()) if name not in ancestors]
+        ancestors |= {*left}
+    return ancestors

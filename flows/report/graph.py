@@ -1,4 +1,4 @@
-"""Stages and what they refer to → where boxes and arrows of a drawing of the DAG stand. Pure."""
+"""Drawing of a refresh's DAG: positions of boxes and arrows from the stages and their references. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARGIN = 4
 
 @dataclass(frozen=True)
 class Box:
-    """A stage; x, y: its upper left corner, pixels."""
+    """Stage in the drawing. x, y: its upper left corner, in pixels."""
 
     stage: StageReport
     x: int
@@ -24,7 +24,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Drawing:
-    """arrows: as paths of SVG, from the right side of a box to the left side of another."""
+    """Boxes and arrows. arrows: SVG paths from the right side of a box to the left side of another."""
 
     boxes: tuple[Box, ...]
     arrows: tuple[str, ...]
@@ -35,7 +35,7 @@ class Drawing:
 
 
 def draw(stages: Sequence[StageReport]) -> Drawing:
-    """From left to right: each stage one column behind the last that it refers to. stages: upstream first."""
+    """Place the stages from left to right, each one column after the last that it refers to. stages: upstream first."""
     columns: dict[str, int] = {}
     filled: Counter[int] = Counter()
     boxes: dict[str, Box] = {}

@@ -1,4 +1,4 @@
-"""What an artifact was made from, down to the bytes that came from outside: the tree of its stages. Reads the store."""
+"""Lineage of an artifact: the tree of stages it was made from, down to outside inputs. Reads the store."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from stages.core.fields import Product
 from stages.core.strict import StrictModel
 
 COUNTS = ("num_rows", "num_documents", "num_tokens", "num_target_tokens")
-"""Metrics that say how much a stage read or made."""
+"""Metrics that count what a stage read or made."""
 
 
 class ContentFile(StrictModel):
-    """A file of what dependents read. num_rows: of rows that can be counted, in a file that is there."""
+    """File that dependents read. num_rows: None when rows cannot be counted or the file is gone."""
 
     name: str
     size_bytes: int
@@ -32,10 +32,11 @@ class ContentFile(StrictModel):
 
 
 class Node(StrictModel):
-    """A stage's artifact, and by field what it was made from.
+    """Artifact of a stage, and by field what it was made from.
 
-    `folder` is None, and nothing else known, once it is no longer in the store. rebuilt: it is there, but was built
-    again with other content since. refresh: which one built it. source, revision: of a download.
+    folder: None, and nothing else known, once the artifact is no longer in the store.
+    rebuilt: the artifact is there, but was built again with other content since.
+    refresh: the one that built it. source, revision: of a download.
     """
 
     stage: str
@@ -60,7 +61,7 @@ class Node(StrictModel):
 
 
 class Scored(StrictModel):
-    """An evaluation: its scores, without standard errors."""
+    """Evaluation with its scores, without standard errors."""
 
     stage: str
     version: str
@@ -68,7 +69,7 @@ class Scored(StrictModel):
 
 
 class Lineage(StrictModel):
-    """registered: of a registered version, such as `version 3 of adder`."""
+    """Lineage of a named artifact. registered: of a registered version, such as `version 3 of adder`."""
 
     name: str
     registered: str | None
@@ -78,7 +79,7 @@ class Lineage(StrictModel):
 
 @dataclass(frozen=True)
 class Subject:
-    """An artifact that a person has named, and what was evaluated of it."""
+    """Artifact that a person has named, with its evaluations."""
 
     name: str
     root: Artifact
@@ -87,15 +88,15 @@ class Subject:
 
 
 def artifact_subject(name: str, root: Artifact, index: Index) -> Subject:
-    """With every evaluation of it in the store, or of a server of it, the newest first."""
+    """Return an artifact with every evaluation of it or of a server of it, the newest first."""
     asked = {root.record.version}
     asked |= {one.record.version for one in index.artifacts if one.record.kind == "serve" and _stands_on(one, asked)}
-    found = [one for one in index.artifacts if one.record.kind == "evaluate" and _stands_on(one, asked)]
-    return Subject(name, root, tuple(sorted(found, key=lambda one: one.record.finished, reverse=True)))
+    evaluations = [one for one in index.artifacts if one.record.kind == "evaluate" and _stands_on(one, asked)]
+    return Subject(name, root, tuple(sorted(evaluations, key=lambda one: one.record.finished, reverse=True)))
 
 
 def lineage_of(subject: Subject, index: Index) -> Lineage:
-    """The tree from the artifact to what came from outside, with its evaluations."""
+    """Return the tree from the artifact to its outside inputs, with its evaluations."""
     scored = [
         Scored(stage=one.record.stage, version=one.record.version, scores=scores_of([one]))
         for one in subject.evaluations
@@ -106,12 +107,12 @@ def lineage_of(subject: Subject, index: Index) -> Lineage:
 
 
 def node_of(artifact: Artifact, index: Index) -> Node:
-    """The tree of one artifact."""
+    """Return the tree of one artifact."""
     return _node(entry_of(artifact), index, {})
 
 
 def closure(root: Artifact, index: Index) -> Iterator[Artifact]:
-    """An artifact and all in the store that it was made from, each once, the artifact first."""
+    """Yield an artifact and all in the store that it was made from, each once, the artifact first."""
     todo, seen = [root], set()
     while todo:
         artifact = todo.pop(0)
@@ -123,7 +124,7 @@ def closure(root: Artifact, index: Index) -> Iterator[Artifact]:
 
 
 def scores_of(evaluations: Sequence[Artifact]) -> dict[str, float]:
-    """TASK.METRIC → value of all of them; of two of one name, that of the first."""
+    """Return TASK.METRIC → value of all evaluations; of two of one name, that of the first."""
     return {
         name: value
         for one in reversed(evaluations)
@@ -133,7 +134,7 @@ def scores_of(evaluations: Sequence[Artifact]) -> dict[str, float]:
 
 
 def entry_of(artifact: Artifact) -> UpstreamEntry:
-    """As the records of what stands on it refer to it."""
+    """Return the entry by which records of dependents refer to an artifact."""
     record = artifact.record
     return UpstreamEntry(stage=record.stage, kind=record.kind, version=record.version, digest=record.digest)
 
@@ -143,7 +144,7 @@ def _stands_on(artifact: Artifact, versions: set[str]) -> bool:
 
 
 def _node(entry: UpstreamEntry, index: Index, known: dict[tuple[str, str], Node]) -> Node:
-    """known: nodes made so far, since a tree may name an artifact many times."""
+    """Return the node of an entry. known: nodes made so far, since a tree may name an artifact many times."""
     key = (entry.kind, entry.version)
     if key not in known:
         artifact = index.find(*key)

@@ -1,4 +1,4 @@
-"""What a page says of a refresh, as one typed value. `reading.py` makes it from the ledger and the store."""
+"""Report of a refresh as one typed value, which pages are made of; `reading.py` reads it from ledger and store."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from stages.kinds.promote.verdict import Table
 
 
 class StageReport(StrictModel):
-    """A stage of the refresh. built_by: the refresh whose attempt built what was found cached.
+    """Stage of the refresh.
 
-    log_tail: the last lines that its processes printed, of a stage that failed.
+    built_by: refresh whose attempt built the artifact that was found cached.
+    log_tail: last lines that its processes printed, of a stage that failed.
     """
 
     name: str
@@ -32,7 +33,10 @@ class StageReport(StrictModel):
 
 
 class Span(StrictModel):
-    """An attempt on the time line; start_s: after the first one that is shown. num_devices: None where unknown.
+    """Attempt on the time line.
+
+    start_s: seconds after the first one that is shown.
+    num_devices: None where unknown.
     retried: the refresh tried the stage again by itself.
     """
 
@@ -46,15 +50,17 @@ class Span(StrictModel):
 
     @property
     def end_s(self) -> float:
-        """When it ended."""
+        """Return the seconds from the first attempt to the end of this one."""
         return self.start_s + self.seconds
 
 
 class Curve(StrictModel):
-    """A metric over optimizer steps; name: of the metric, and of whose training it is where that is another's.
+    """Metric over optimizer steps.
 
-    behind: of an earlier champion's training. every: of so many points one is kept. A value that is no finite number
-    is None.
+    name: of the metric, and of the training if that is another refresh's.
+    behind: whether it belongs to an earlier champion's training.
+    every: one of so many points is kept.
+    values: None for a value that is not finite.
     """
 
     metric: str
@@ -74,13 +80,14 @@ class TrainingCurves(StrictModel):
 
     @property
     def title(self) -> str:
-        """Return the stage's name, and what is drawn where that is no loss."""
+        """Return the stage's name, and what is drawn unless it is the loss."""
         return self.stage if self.chart == "loss" else f"{self.stage}: {self.chart}"
 
 
 class Histogram(StrictModel):
-    """Documents of a dataset by their tokens: bin k holds those up to `(k + 1) × bin_tokens`. dataset: without a name
-    where there is one alone.
+    """Documents of a dataset by their tokens: bin k holds those up to `(k + 1) × bin_tokens`.
+
+    dataset: empty where there is only one.
     """
 
     dataset: str
@@ -89,7 +96,11 @@ class Histogram(StrictModel):
 
 
 class Share(StrictModel):
-    """Of a dataset in a mixture, from 0 to 1: as the recipe asks for it, and of what was learned, if that is known."""
+    """Share of a dataset in a mixture, from 0 to 1.
+
+    asked: as the recipe has it.
+    seen: of what was learned, if that is known.
+    """
 
     dataset: str
     asked: float
@@ -97,7 +108,7 @@ class Share(StrictModel):
 
 
 class DataOfTraining(StrictModel):
-    """What a training stage has learned from."""
+    """Data that a training stage has learned from."""
 
     stage: str
     lengths: tuple[Histogram, ...]
@@ -105,7 +116,10 @@ class DataOfTraining(StrictModel):
 
 
 class Score(StrictModel):
-    """TASK.METRIC of an evaluation; standard_error and interval (95%): None where the harness gave no error."""
+    """Score TASK.METRIC of an evaluation.
+
+    standard_error, interval (95%): None where the harness gave no error.
+    """
 
     stage: str
     name: str
@@ -115,14 +129,14 @@ class Score(StrictModel):
 
 
 class Answer(StrictModel):
-    """Text that a model answered, and the scores of it as `NAME VALUE, …`."""
+    """Text that a model answered, and its scores as `NAME VALUE, …`."""
 
     text: str
     scores: str
 
 
 class AnsweredQuestion(StrictModel):
-    """A sample of a task. answers: of each evaluation in their order; None of one that did not ask it."""
+    """Sample of a task. answers: of each evaluation, in order; None of one that did not ask it."""
 
     number: str
     asked: str
@@ -131,7 +145,7 @@ class AnsweredQuestion(StrictModel):
 
 
 class AnswersToTask(StrictModel):
-    """Answers to the same questions of a task. stages: the evaluations, that of the base first."""
+    """Answers to the same questions of a task. stages: the evaluations, the base's first."""
 
     task: str
     stages: tuple[str, ...]
@@ -139,9 +153,10 @@ class AnswersToTask(StrictModel):
 
 
 class ScoreDifference(StrictModel):
-    """Candidate − what it was compared with, on the same samples; interval: 95%.
+    """Candidate's score minus that of the model it was compared with, on the same samples.
 
-    nothing_solved: of how many samples both got none right; None where one got some.
+    interval: 95%.
+    nothing_solved: number of samples if both got none right; else None.
     """
 
     name: str
@@ -151,8 +166,10 @@ class ScoreDifference(StrictModel):
 
 
 class Promotion(StrictModel):
-    """A verdict. tables: the gates, the paired comparison; each a heading and rows. None where an older version kept
-    them in `verdict.md` alone.
+    """Verdict of a promotion.
+
+    tables: the gates and the paired comparison, each a heading and rows; None where an old version kept them only in
+    `verdict.md`.
     """
 
     stage: str
@@ -165,10 +182,11 @@ class Promotion(StrictModel):
 
 
 class Cost(StrictModel):
-    """device_hours: of all attempts at stages, as far as their number of devices is known.
+    """Cost of a refresh.
 
+    device_hours: of all attempts at stages, as far as their number of devices is known.
     energy_kwh: of the attempts whose GPUs were counted; None where none were.
-    price: of the hours, by `price_per_device_hour` of the hardware file; None where the file has none.
+    price_per_device_hour: from the hardware file; None where it has none.
     unknown: stages with attempts of unknown devices.
     """
 
@@ -180,12 +198,12 @@ class Cost(StrictModel):
 
     @property
     def price(self) -> float | None:
-        """In the currency of the hardware file."""
+        """Return the price of the device hours, in the currency of the hardware file."""
         return None if self.price_per_device_hour is None else self.device_hours * self.price_per_device_hour
 
 
 class RefreshReport(StrictModel):
-    """All that a page shows. happened, means: a sentence each."""
+    """Everything that a page shows. happened, means: a sentence each."""
 
     refresh: str
     recipe: str
@@ -213,5 +231,5 @@ class RefreshReport(StrictModel):
 
     @property
     def is_all_cached(self) -> bool:
-        """Whether what was wanted was there before."""
+        """Return whether every stage was cached."""
         return all(one.state == "cached" for one in self.stages)

@@ -1,4 +1,4 @@
-"""Reports → HTML pages that need nothing else: no network, no other file."""
+"""HTML pages of reports, which load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FOLDER = Path(__file__).parent
 STYLES = ("vendor/uPlot.min.css", "report.css")
 SCRIPTS = ("vendor/uPlot.iife.min.js", "report.js")
 TABLE_POINTS = 12
-"""Points of a curve that stand in a table, for those who cannot see it."""
+"""Points of a curve in the table for readers who cannot see the chart."""
 
 
 def write_report(record: RefreshRecord, index: Index) -> Path:
-    """Leave the page of a refresh beside its ledger; returns where it is."""
+    """Write the page of a refresh beside its ledger; return its path."""
     path = ledger_of(record.refresh).folder / REPORT_FILE
     write_atomically(path, page(read_report(record, index)))
     return path
@@ -36,19 +36,19 @@ def write_report(record: RefreshRecord, index: Index) -> Path:
 def write_comparison(
     old: RefreshRecord, new: RefreshRecord, index: Index, differences: Mapping[str, Sequence[str]]
 ) -> Path:
-    """Leave the page of two refreshes beside the ledger of the second; returns where it is."""
+    """Write the page of two refreshes beside the ledger of the second; return its path."""
     path = ledger_of(new.refresh).folder / f"compared-with-{old.refresh}.html"
     write_atomically(path, comparison_page(read_report(old, index), read_report(new, index), differences))
     return path
 
 
 def page(report: RefreshReport) -> str:
-    """The page of one refresh."""
+    """Return the page of one refresh."""
     return _render("report.html.jinja", report=report, charts=report.trainings)
 
 
 def comparison_page(old: RefreshReport, new: RefreshReport, differences: Mapping[str, Sequence[str]]) -> str:
-    """The page of two refreshes side by side. differences: a heading and sentences each."""
+    """Return the page of two refreshes side by side. differences: a heading and sentences each."""
     stages = dict.fromkeys(one.name for report in (old, new) for one in report.stages)
     return _render(
         "compare.html.jinja",
@@ -83,12 +83,12 @@ def _moment(time_ms: int) -> str:
 
 
 def _drawn(training: TrainingCurves) -> dict[str, Any]:
-    """What the script gets."""
+    """Return the data that the script draws."""
     return training.model_dump(mode="json")
 
 
 def _points(curve: Curve) -> list[tuple[int, float | None]]:
-    """A few, evenly spread, with the first and the last."""
+    """Return some points of a curve, evenly spaced, the first and the last included."""
     last = len(curve.steps) - 1
     places = sorted({round(last * n / (TABLE_POINTS - 1)) for n in range(TABLE_POINTS)})
     return [(curve.steps[place], curve.values[place]) for place in places]
@@ -99,12 +99,12 @@ def _named(report: RefreshReport, stage: str) -> Any:
 
 
 def _side_by_side(old: RefreshReport, new: RefreshReport) -> list[TrainingCurves]:
-    """The new one's curves before the old one's, which are drawn behind."""
-    found: dict[tuple[str, str], list[Curve]] = {}
+    """Return charts with the new refresh's curves in front of the old one's."""
+    charts: dict[tuple[str, str], list[Curve]] = {}
     for report, behind in ((new, False), (old, True)):
         for training in report.trainings:
-            own = [one for one in training.curves if not one.behind]
-            found.setdefault((training.stage, training.chart), []).extend(
-                one.model_copy(update={"name": f"{one.name}, {report.refresh}", "behind": behind}) for one in own
+            own = [curve for curve in training.curves if not curve.behind]
+            charts.setdefault((training.stage, training.chart), []).extend(
+                curve.model_copy(update={"name": f"{curve.name}, {report.refresh}", "behind": behind}) for curve in own
             )
-    return [TrainingCurves(stage=stage, chart=chart, curves=tuple(curves)) for (stage, chart), curves in found.items()]
+    return [TrainingCurves(stage=stage, chart=chart, curves=tuple(curves)) for (stage, chart), curves in charts.items()]

@@ -1,4 +1,4 @@
-"""Ledger and store → what a page says of a refresh (`RefreshReport`). Asks no server."""
+"""Reader of a refresh's report (`RefreshReport`) from ledger and store. Asks no server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOULES_PER_KWH = 3_600_000
 
 
 def read_report(record: RefreshRecord, index: Index) -> RefreshReport:
-    """The refresh as its ledger and the artifacts that are still in the store have it."""
+    """Return the report of a refresh, from its ledger and the artifacts that are still in the store."""
     stages = tuple(_stage(record, name, entry) for name, entry in record.stages.items())
     verdicts = tuple(promotions(record))
     found_scores = tuple(scores(record))
@@ -51,9 +51,9 @@ def read_report(record: RefreshRecord, index: Index) -> RefreshReport:
         answers=tuple(answers(record)),
         promotions=verdicts,
         lineage=tuple(
-            node_of(found, index)
+            node_of(artifact, index)
             for entry in record.stages.values()
-            if (found := index.find(entry.kind, entry.version))
+            if (artifact := index.find(entry.kind, entry.version))
         ),
         cost=_cost(record),
         warnings=tuple(warnings_of(record)),
@@ -91,7 +91,7 @@ def _log_tail(file: Path) -> tuple[str, ...]:
 
 
 def _spans(record: RefreshRecord) -> Iterator[Span]:
-    """Of the latest try; one that runs still has no length yet."""
+    """Yield the attempts of the latest try; one that still runs has no length yet."""
     attempts = [one for one in record.attempts.values() if one.started_ms >= record.started_ms]
     begin_ms = min((one.started_ms for one in attempts), default=0)
     for one in attempts:

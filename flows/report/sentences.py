@@ -12,7 +12,7 @@ STATES = {"cancelled": "was stopped", "not_promoted": "completed, but promoted n
 
 
 def happened(record: RefreshRecord) -> str:
-    """How it ended, and how many stages were built or found."""
+    """Return the refresh's outcome with the number of stages in each state."""
     states = [entry.state for entry in record.stages.values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     if record.state == "running" and not record.killed:
@@ -24,7 +24,7 @@ def happened(record: RefreshRecord) -> str:
 
 
 def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequence[Score]) -> str:
-    """What became of the candidate; without one, what failed, or what was scored."""
+    """Return what became of the candidate; without a promotion, what failed, or the last score."""
     failed = [name for name, entry in record.stages.items() if entry.state == "failed"]
     if failed and not (promotions and all(record.stages[name].kind == "publish" for name in failed)):
         return f"There is no new model: {', '.join(failed)} failed, so what stands on that was not built."
@@ -40,7 +40,7 @@ def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequen
 
 
 def _publications(record: RefreshRecord) -> Iterator[str]:
-    """Of each stage that publishes: a promotion stands, whatever becomes of that."""
+    """Yield a sentence for each stage that publishes. A failed one does not undo the promotion."""
     for name, entry in record.stages.items():
         tags = entry.result.tags
         if entry.kind == "publish" and entry.state == "failed":
@@ -77,8 +77,9 @@ def _score(one: Score) -> str:
 
 
 def warnings_of(record: RefreshRecord) -> list[str]:
-    """`STAGE, …: message` of what the stages that were built in this refresh warned of, each message once, and what
-    became of the attempts that were tried again since the refresh was started last.
+    """Return `STAGE, …: message` for each warning of stages built in this refresh, and attempts tried again.
+
+    Each message appears once. Attempts count since the refresh was last started.
     """
     stages: dict[str, list[str]] = {}
     for name, entry in record.stages.items():

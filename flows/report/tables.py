@@ -1,4 +1,4 @@
-"""What a report measured → rows of tables. Pure: values as they are, and how a person reads them."""
+"""Tables of a report's measurements. Pure: values as they are, and as a person reads them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ DATA_KINDS = ("download", "curate", "generate", "train")
 
 
 PairedMetric = tuple[str, str, float, float]
-"""Stage, metric, and its value in either refresh."""
+"""Stage, metric, and its values in the old and the new refresh."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """rows: a name and its cells, each a value or None where there is none."""
+    """Table of numbers. rows: a name and its cells, each a value or None."""
 
     heading: tuple[str, ...]
     rows: tuple[tuple[str, tuple[float | None, ...]], ...]
@@ -43,7 +43,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """A score as part of a scale, all in percent of its width: the bar, and the 95% interval around its end."""
+    """Score on a scale, in percent of its width: the bar, and the 95% interval around its end."""
 
     score: Score
     zero: float
@@ -54,7 +54,7 @@ class Bar:
 
 
 def number(value: float | None, name: str = "") -> str:
-    """As a person reads it; the value itself stands beside it in the page."""
+    """Return a value as a person reads it; the page has the exact value beside it."""
     if value is None:
         return "–"
     if name == "mfu" or name == "MFU":
@@ -63,7 +63,7 @@ def number(value: float | None, name: str = "") -> str:
 
 
 def training_table(stages: Sequence[StageReport]) -> Table:
-    """Throughput, MFU, memory and time against their predictions."""
+    """Return throughput, MFU, memory and time of trainings, beside their predictions."""
     shown = [one for one in stages if one.kind == "train" and one.metrics.keys() & TRAINING.keys()]
     names = [name for name in TRAINING if any(name in one.metrics for one in shown)]
     rows = tuple((one.name, tuple(one.metrics.get(name) for name in names)) for one in shown)
@@ -71,7 +71,7 @@ def training_table(stages: Sequence[StageReport]) -> Table:
 
 
 def serving_table(stages: Sequence[StageReport]) -> Table:
-    """A row a stage and number of requests at a time."""
+    """Return a row for each stage and number of concurrent requests."""
     rows = []
     for stage in stages:
         loads: dict[int, dict[str, float]] = {}
@@ -86,7 +86,7 @@ def serving_table(stages: Sequence[StageReport]) -> Table:
 
 
 def data_rows(stages: Sequence[StageReport]) -> Iterator[tuple[str, str, float]]:
-    """(stage, what is counted, count): rows, documents, tokens, what was left out."""
+    """Yield (stage, what is counted, count): rows, documents, tokens, what was left out."""
     for stage in stages:
         for name, value in stage.metrics.items() if stage.kind in DATA_KINDS else ():
             if COUNTED.fullmatch(name) and name not in NOT_DATA:
@@ -94,7 +94,10 @@ def data_rows(stages: Sequence[StageReport]) -> Iterator[tuple[str, str, float]]
 
 
 def score_bars(scores: Sequence[Score]) -> dict[str, list[Bar]]:
-    """TASK.METRIC → a bar for each evaluation of it, on one scale from 0 (or the lowest) to 1 (or the highest)."""
+    """Return TASK.METRIC → a bar for each evaluation of it, on one scale.
+
+    The scale is from 0 (or the lowest) to 1 (or the highest).
+    """
     groups: dict[str, list[Score]] = {}
     for one in scores:
         groups.setdefault(one.name, []).append(one)
@@ -121,7 +124,7 @@ def _bars(group: Sequence[Score]) -> list[Bar]:
 def paired_metrics(
     stages: Iterable[tuple[str, Sequence[StageReport | None]]],
 ) -> tuple[list[PairedMetric], list[PairedMetric]]:
-    """Of the stages that two refreshes have, the metrics that both have: those that differ, and those that do not."""
+    """Return the metrics that both refreshes have of a stage: those that differ, and those that do not."""
     rows = [
         (name, metric, value, new.metrics[metric])
         for name, (old, new) in stages
@@ -134,7 +137,7 @@ def paired_metrics(
 
 
 def final_metrics(report: RefreshReport) -> Iterator[tuple[StageReport, list[tuple[str, float]]]]:
-    """Of each stage that has some, all of them."""
+    """Yield each stage that has metrics, with all of them."""
     for stage in report.stages:
         if stage.metrics:
             yield stage, list(stage.metrics.items())

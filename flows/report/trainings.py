@@ -15,25 +15,29 @@ from flows.tracking.rows import CURVES, HELD_OUT, batches, is_curve
 from stages.data.lengths import LENGTHS_FILE, Lengths
 
 MOST_POINTS = 1000
-"""Of a curve on a page: more cannot be distinguished on a screen."""
+"""Most points of a curve on a page; a screen cannot show more."""
 MOST_POINTS_OF_PAGE = 25_000
-"""Of all curves together, at some 30 bytes each: a page of many trainings stays below 2 MB, and one of two such pages
-side by side."""
+"""Most points of all curves together, at some 30 bytes each.
+
+A page of many trainings stays below 2 MB, also when it compares two refreshes.
+"""
 FEWEST_POINTS = 25
 MOST_CHAMPIONS = 3
-"""Earlier champions whose curves are drawn."""
+"""Most earlier champions whose curves are drawn."""
 ASKED, SEEN = "share_asked.", "share_seen."
 
 
 def training_curves(record: RefreshRecord, index: Index) -> list[TrainingCurves]:
-    """Return the charts of every training stage that has logged a loss, the failed ones too.
+    """Return the charts of every training stage that has logged a loss, failed ones included.
 
-    A chart holds metrics that share a scale: the losses, the rewards, and each other metric of the method's.
+    A chart holds metrics that share a scale: the losses, the rewards, and each other metric of the method.
     """
-    found = list(_training_curves(record, index))
-    num_curves = sum(len(one.curves) for one in found) or 1
+    charts = list(_training_curves(record, index))
+    num_curves = sum(len(chart.curves) for chart in charts) or 1
     most = max(FEWEST_POINTS, min(MOST_POINTS, MOST_POINTS_OF_PAGE // num_curves))
-    return [one.model_copy(update={"curves": tuple(_thinned(curve, most) for curve in one.curves)}) for one in found]
+    return [
+        chart.model_copy(update={"curves": tuple(_thinned(curve, most) for curve in chart.curves)}) for chart in charts
+    ]
 
 
 def _training_curves(record: RefreshRecord, index: Index) -> Iterator[TrainingCurves]:
@@ -56,7 +60,7 @@ def _chart_of(metric: str) -> str:
 
 
 def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator[Curve]:
-    """Of the artifact; of a stage that has none, of its last attempt's folder."""
+    """Yield the curves of the artifact; of a stage without one, of its last attempt's folder."""
     attempts = [one for one in record.attempts.values() if one.stage == name]
     folder = entry.artifact or entry.work or (attempts[-1].folder if attempts else None)
     if folder:
@@ -64,7 +68,7 @@ def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator
 
 
 def _curves_behind(champion: Artifact, stage: str, version: str, index: Index) -> Iterator[Curve]:
-    """Of the same stage of an earlier champion, unless it is the very same training."""
+    """Yield the curves of the same stage of an earlier champion, unless it is the very same training."""
     for artifact in closure(champion, index):
         record = artifact.record
         if (record.kind, record.stage) == ("train", stage) and record.version != version:
@@ -73,7 +77,7 @@ def _curves_behind(champion: Artifact, stage: str, version: str, index: Index) -
 
 
 def _earlier_champions(record: RefreshRecord, index: Index) -> Iterator[Artifact]:
-    """Promotions of the same names by other refreshes, the newest first."""
+    """Yield the promotions of the same names by other refreshes, the newest first."""
     own = {entry.version for entry in record.stages.values() if entry.kind == "promote"}
     names = {
         entry.result.tags.get("registered_model") for entry in record.stages.values() if entry.kind == "promote"
@@ -86,14 +90,17 @@ def _earlier_champions(record: RefreshRecord, index: Index) -> Iterator[Artifact
 
 
 def _curves(file: Path, label: str, *, behind: bool) -> Iterator[Curve]:
-    """A later row of a step replaces an earlier one: a resumed attempt does again what its checkpoint lacked."""
-    found: dict[str, dict[int, float]] = {}
+    """Yield the curves in a file.
+
+    A later row of a step replaces an earlier one: a resumed attempt repeats the steps after its checkpoint.
+    """
+    points: dict[str, dict[int, float]] = {}
     for batch in batches(file, 0, None, largest=MOST_POINTS) if file.is_file() else ():
         for row in batch.rows:
             if is_curve(row.name):
-                found.setdefault(row.name, {})[row.step] = row.value
-    for name in sorted(found, key=lambda name: (name not in CURVES, list(found).index(name))):
-        yield _curve(name, label, sorted(found[name].items()), behind)
+                points.setdefault(row.name, {})[row.step] = row.value
+    for name in sorted(points, key=lambda name: (name not in CURVES, list(points).index(name))):
+        yield _curve(name, label, sorted(points[name].items()), behind)
 
 
 def _curve(metric: str, label: str, points: list[tuple[int, float]], behind: bool) -> Curve:
@@ -107,7 +114,7 @@ def _curve(metric: str, label: str, points: list[tuple[int, float]], behind: boo
 
 
 def _thinned(curve: Curve, most: int) -> Curve:
-    """Every so manyth point, and the last."""
+    """Return the curve with every n-th point, and the last."""
     every = math.ceil(len(curve.steps) / most)
     last = len(curve.steps) - 1
     kept = [*range(0, last, every), last]
@@ -121,21 +128,21 @@ def _thinned(curve: Curve, most: int) -> Curve:
 
 
 def data_of_trainings(record: RefreshRecord) -> Iterator[DataOfTraining]:
-    """Of each training that has said something of it; those of before lengths were counted have none."""
+    """Yield the data of each training that has recorded it; old ones did not count lengths."""
     for name, entry in record.stages.items():
         if entry.kind != "train":
             continue
-        found = DataOfTraining(stage=name, lengths=tuple(_lengths(entry)), shares=tuple(_shares(entry.metrics)))
-        if found.lengths or found.shares:
-            yield found
+        data = DataOfTraining(stage=name, lengths=tuple(_lengths(entry)), shares=tuple(_shares(entry.metrics)))
+        if data.lengths or data.shares:
+            yield data
 
 
 def _lengths(entry: StageEntry) -> Iterator[Histogram]:
     file = entry.artifact and entry.artifact / LENGTHS_FILE
     if file and file.is_file():
-        found = Lengths.model_validate_json(file.read_bytes())
-        for dataset, counts in found.counts.items():
-            yield Histogram(dataset=dataset, bin_tokens=found.bin_tokens, counts=counts)
+        lengths = Lengths.model_validate_json(file.read_bytes())
+        for dataset, counts in lengths.counts.items():
+            yield Histogram(dataset=dataset, bin_tokens=lengths.bin_tokens, counts=counts)
 
 
 def _shares(metrics: dict[str, float]) -> Iterator[Share]:

@@ -1,7 +1,7 @@
-"""Bounds on the connections to a server of ours: how many there are, and how long each may keep the server waiting.
+"""Bounds on the connections to our servers: their number, and how long each may make the server wait.
 
-uvicorn closes a connection that has had an answer and asks nothing more. One that never asks, or sends its request byte
-by byte, it would hold for ever, and with some hundreds of those nobody else would be answered.
+uvicorn closes a connection that had an answer and sends nothing more. It would hold a connection forever that never
+sends a request, or sends it byte by byte; with some hundreds of those, no one else would get an answer.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 512
-"""Half of the files that a process may usually open."""
+"""Most connections: half of the files that a process may usually open."""
 HEAD_TIMEOUT_S = 15.0
-"""From the connection, or the last answer, to the end of a request's header."""
+"""Seconds from the connection, or the last answer, to the end of a request's header."""
 BODY_TIMEOUT_S = 300.0
 LOOK_EVERY_S = 1.0
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's side of a connection, which it gives up where a client takes too long. Answers may take any time."""
+    """Server side of a connection, closed when the client takes too long. Answers may take any time."""
 
     _awaited: tuple[str, Any] | None = None
     _since_s: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count it, and begin to watch it."""
+        """Count the connection, and start watching it."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
@@ -45,7 +45,7 @@ class BoundedProtocol(H11Protocol):
             self.loop.call_later(LOOK_EVERY_S, self._look)
 
     def _find_awaited(self) -> tuple[str, Any] | None:
-        """The part of a request that the client has yet to send, and which request; None while it waits itself."""
+        """Return the part that the client has yet to send, and of which request; None if it waits."""
         if self.cycle is None or self.cycle.response_complete:
             return "head", self.cycle
         return ("body", self.cycle) if self.cycle.more_body else None

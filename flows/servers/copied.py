@@ -1,4 +1,4 @@
-"""Prefect of a home that was copied: its schedules are paused, and no refresh that the original began goes on here.
+"""Copies of homes: in the copy's Prefect, schedules are paused, and refreshes that the original began are cancelled.
 
 Otherwise both homes would refresh, promote and publish. Prefect is asked by HTTP, since importing its client fixes
 which server it talks to.
@@ -16,7 +16,7 @@ from stages.remote.http_answers import Answer, AnswerModel, Expected, ask_httpx,
 PAGE = 100
 PAGE_BYTES = 2**26
 TIMEOUT_S = 60.0
-"""For one answer."""
+"""Seconds for one answer."""
 UNFINISHED = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
 CANCELLED = {"type": "CANCELLED", "message": "it belongs to the home of which this one is a copy"}
 
@@ -33,9 +33,9 @@ class _FlowRun(AnswerModel):
 
 
 def settle(api_url: str, password: str) -> list[str]:
-    """Pause all schedules and cancel all runs that have not ended; returns the names of what was paused.
+    """Pause all schedules and cancel all runs that have not ended; return the names of what was paused.
 
-    To be called before a worker starts. Raises `ServerError` when Prefect does not do it.
+    Call it before a worker starts. Raises `ServerError` when Prefect does not do it.
     """
     import httpx
 
@@ -49,12 +49,12 @@ def settle(api_url: str, password: str) -> list[str]:
                 return ask_httpx(client, expected, "POST", f"{api_url}/{path}", json=body).check()
 
             offset = 0
-            while found := ask("deployments/filter", {"limit": PAGE, "offset": offset}).parsed(list[_Deployment]):
+            while page := ask("deployments/filter", {"limit": PAGE, "offset": offset}).parsed(list[_Deployment]):
                 offset += PAGE
-                for one in found:
-                    if one.schedules and not one.paused:
-                        ask(f"deployments/{one.id}/pause_deployment", {})
-                        paused.append(one.name)
+                for deployment in page:
+                    if deployment.schedules and not deployment.paused:
+                        ask(f"deployments/{deployment.id}/pause_deployment", {})
+                        paused.append(deployment.name)
             while runs := ask("flow_runs/filter", unfinished).parsed(list[_FlowRun]):
                 for run in runs:
                     ask(f"flow_runs/{run.id}/set_state", {"state": CANCELLED, "force": True})

@@ -1,7 +1,7 @@
-"""What stands before a server of ours: requests for it by another name, of other pages, or without its key are refused.
+"""Guard of our servers: refuses requests under another host name, from other pages, or without the key.
 
-A web page that somebody has open in a browser can send requests to the loopback, too. Those bear the page's `Origin`;
-one that had its own name resolve to 127.0.0.1 (DNS rebinding) bears that name as `Host`.
+A web page that somebody has open in a browser can send requests to the loopback interface, too. They carry the page's
+`Origin`; a page whose own name resolves to 127.0.0.1 (DNS rebinding) sends that name as `Host`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ location.replace(location.origin + page);
 
 
 def origins(hosts: Iterable[str]) -> list[str]:
-    """What browsers call the pages of these hosts; a proxy with TLS may stand before them."""
+    """Return what browsers call the pages of these hosts; a proxy with TLS may stand before them."""
     return [f"{scheme}://{host}" for host in hosts for scheme in ("http", "https")]
 
 
 def content_policy(hosts: Iterable[str]) -> bytes:
-    """What pages may load and whom they may ask: their own server, by any of its names. Prefect's ask amplitude.com."""
+    """Return the policy of what pages may load: from their own server only, by any of its names.
+
+    Prefect's pages would ask amplitude.com.
+    """
     names = [origin.replace("http", scheme, 1) for origin in origins(hosts) for scheme in ("http", "ws")]
     return f"default-src 'self' {' '.join(sorted(names))} 'unsafe-inline' 'unsafe-eval' data: blob:".encode()
 
 
 class Guard:
-    """An ASGI application before another one.
+    """ASGI application in front of another one.
 
-    hosts: what it is called, as browsers and clients do: `NAME:PORT`. password: asked for on every path but that of
-    health, by basic authentication; None when the application does so itself.
+    hosts: names of the server, as browsers and clients use them: `NAME:PORT`.
+    password: required on every path except that of health, by basic authentication; None when the application does so.
     """
 
     def __init__(self, application: Any, hosts: Collection[str], password: str | None = None):
@@ -59,7 +62,7 @@ class Guard:
         self._authorization = f"Basic {credentials}" if password else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer in the application's place, or let it answer."""
+        """Answer instead of the application, or let it answer."""
         refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
         if refusal and scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -82,24 +85,21 @@ class Guard:
         return sent
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and message."""
-        found: dict[str, set[str]] = {}
+        """Return status and message of a refusal, or None."""
+        headers: dict[str, set[str]] = {}
         for name, value in scope["headers"]:
-            found.setdefault(name.decode("latin-1").lower(), set()).add(value.decode("latin-1"))
-        if {
-            "content-length",
-            "transfer-encoding",
-        } <= found.keys():  # where it ends is anybody's guess: request smuggling
-            return 400, "the length of this request is said in two ways"
-        if not found.get("host", {""}) <= self._hosts:
+            headers.setdefault(name.decode("latin-1").lower(), set()).add(value.decode("latin-1"))
+        if {"content-length", "transfer-encoding"} <= headers.keys():  # its end is ambiguous: request smuggling
+            return 400, "this request gives its length in two ways"
+        if not headers.get("host", {""}) <= self._hosts:
             expected = " or ".join(sorted(self._hosts))
             return 403, f"this server is called {expected} only; forward its port under the same number"
-        if not found.get("origin", set()) <= self._origins:
+        if not headers.get("origin", set()) <= self._origins:
             return 403, "pages of other origins may not use this server"
-        given = ",".join(found.get("authorization", ()))
+        given = ",".join(headers.get("authorization", ()))
         if self._authorization is None:
             # Prefect compares what it decodes as text, which fails for letters beyond ASCII (500).
-            with suppress(ValueError):  # of what is no base64, which it refuses
+            with suppress(ValueError):  # it is no base64, which Prefect refuses itself
                 if not base64.b64decode(given.partition(" ")[2]).isascii():
                     return REFUSED
             return None

@@ -1,11 +1,11 @@
-"""Prefect's and MLflow's servers, each behind a guard.
+"""Program that runs Prefect's or MLflow's server behind a guard.
 
     python -m flows.servers.guarded prefect|mlflow --descriptor DESCRIPTOR
     python -m flows.servers.guarded prefect|mlflow --listen ADDRESS:PORT --host NAME:PORT …
 
-Their own commands let nobody put anything before their applications; what those commands do beyond starting them
-(ports, daemons, worker processes) is done by `local.py` here, which listens already: DESCRIPTOR is its socket. The
-second form is for servers of a team (`deploy/compose.yaml`), which answer to the names given.
+Their own commands do not let anything be put in front of their applications; what those commands do beyond starting
+them (ports, daemons, worker processes) is done by `local.py`. DESCRIPTOR is a socket that listens already. The second
+form is for servers of a team (`deploy/compose.yaml`), which answer to the names given.
 
 Settings come from the environment (`programs.py`): the key as LIFECYCLE_SERVERS_KEY or, in a file, as
 LIFECYCLE_SERVERS_KEY_FILE; a database's password in its URL or, in a file, as LIFECYCLE_DATABASE_PASSWORD_FILE.
@@ -37,7 +37,7 @@ DATABASE_PASSWORD_FILE = "LIFECYCLE_DATABASE_PASSWORD_FILE"  # noqa: S105 (a var
 
 
 def prefect(hosts: list[str], password: str) -> Guard:
-    """Prefect's API asks for the key itself; its pages are the same for everybody, and ask for it to be of use."""
+    """Return Prefect's application. Its API asks for the key itself; its pages are public, but use the API."""
     os.environ["PREFECT_SERVER_API_AUTH_STRING"] = f"{USER}:{password}"
     os.environ["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] = ",".join(origins(hosts))
     _complete(PREFECT_DATABASE)
@@ -51,7 +51,7 @@ def prefect(hosts: list[str], password: str) -> Guard:
 
 
 def mlflow(hosts: list[str], password: str) -> Guard:
-    """MLflow with its database made or migrated; artifacts are stored, and sent, by the server."""
+    """Return MLflow's application with its database made or migrated; the server stores and sends artifacts."""
     from mlflow.server import constants
     from mlflow.server.handlers import initialize_backend_stores
 
@@ -69,13 +69,13 @@ def mlflow(hosts: list[str], password: str) -> Guard:
     from mlflow.server import app as flask_app
     from mlflow.server.fastapi_app import app
 
-    # Else a request of a thousand nested lists is an error of the server, with its traceback in the log.
+    # Otherwise a request of a thousand nested lists is an error of the server, with a traceback in the log.
     flask_app.register_error_handler(RecursionError, lambda _: ("the JSON of this request is nested too deeply", 400))
     return Guard(app, hosts, password)
 
 
 def _complete(variable: str) -> str:
-    """A database's URL, which this process alone then has with the password of the file."""
+    """Put the password of the file into a database's URL, in this process's environment only; return the URL."""
     file = os.environ.get(DATABASE_PASSWORD_FILE)
     if file:
         url = make_url(os.environ[variable]).set(password=Path(file).read_text(encoding="utf-8").strip())
@@ -98,7 +98,7 @@ def main() -> None:
     try:
         public = _socket(options.descriptor, options.listen)
         hosts = options.host or [f"{name}:{public.getsockname()[1]}" for name in (LOOPBACK, "localhost")]
-        gc.disable()  # what imports make, half a million objects, stays: nobody need look through it for garbage
+        gc.disable()  # imports make half a million objects that stay: collecting garbage among them is wasted time
         application = APPLICATIONS[options.server](hosts, _password())
         gc.freeze()
         gc.enable()
@@ -125,7 +125,7 @@ def _password() -> str:
     password = os.environ.pop(KEY_VARIABLE, None) or read_named_key()
     if not password:
         raise ServerError(
-            f"no server goes without a key: name a file that holds {USER}:PASSWORD as {KEY_FILE_VARIABLE}"
+            f"no server runs without a key: name a file that holds {USER}:PASSWORD as {KEY_FILE_VARIABLE}"
         )
     return password
 

@@ -1,6 +1,6 @@
-"""The key of this home's servers: with it, anybody may ask Prefect and MLflow. A file that only its owner may read.
+"""Key of this home's servers: whoever has it may use Prefect and MLflow. Only its owner may read the file.
 
-Of servers elsewhere, which the user names, too: there, the user names the file (`KEY_FILE_VARIABLE`).
+Also the key of servers elsewhere that the user names; then the user names its file, too (`KEY_FILE_VARIABLE`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from stages.core.errors import ServerError
 
 USER = "lifecycle"
 KEY_FILE_VARIABLE = "LIFECYCLE_SERVERS_KEY_FILE"
-"""Where a user names the file that holds the key of the servers of PREFECT_API_URL and MLFLOW_TRACKING_URI."""
+"""Variable that names the file with the key of PREFECT_API_URL's and MLFLOW_TRACKING_URI's servers."""
 READABLE_BY_OTHERS = 0o077
 _REMAKE = "remove it, and `lifecycle up` makes a new one and restarts the servers with it"
 _CORRECT = f"it is to hold {USER}:PASSWORD, for nobody but you to read (mode 0600)"
 
 
 def key_file() -> Path:
-    """Where the key is, as `USER:PASSWORD`."""
+    """Return the path of the key, which the file holds as `USER:PASSWORD`."""
     return home() / "servers.key"
 
 
 def read_key() -> str | None:
-    """The key's password; None before the first `up`. Raises `ServerError` when others could have read it."""
+    """Return the key's password; None before the first `up`. Raises `ServerError` when others could have read it."""
     try:
         return _read(key_file(), "the local servers", _REMAKE)
     except (FileNotFoundError, NotADirectoryError):
@@ -36,7 +36,7 @@ def read_key() -> str | None:
 
 
 def read_named_key() -> str | None:
-    """Password of the key in the file that the user names; None when none is. Raises `ServerError`."""
+    """Return the password of the key in the file that the user names, or None. Raises `ServerError`."""
     named = os.environ.get(KEY_FILE_VARIABLE)
     if not named:
         return None
@@ -64,7 +64,7 @@ def _read(path: Path, of: str, remedy: str) -> str:
 
 
 def make_key() -> str:
-    """The key's password; a new one if there is none. To be called under the lock of the servers."""
+    """Return the key's password; make a key if there is none. Call it under the lock of the servers."""
     password = read_key()
     if password is None:
         password = secrets.token_urlsafe(32)
@@ -74,16 +74,16 @@ def make_key() -> str:
 
 
 def client_settings(server: str, password: str) -> dict[str, str]:
-    """What the clients of a server need in their environment to show the key."""
+    """Return the variables by which the clients of a server send the key."""
     if server == "prefect":
         return {"PREFECT_API_AUTH_STRING": f"{USER}:{password}"}
     return {"MLFLOW_TRACKING_USERNAME": USER, "MLFLOW_TRACKING_PASSWORD": password}
 
 
 def named_settings() -> dict[str, str]:
-    """What the clients of servers that the user names need to show their key, where a file of it is named.
+    """Return the variables by which clients of named servers send their key, where its file is named.
 
-    A setting that is there already stays. Raises `ServerError` when the file cannot be used.
+    Variables that are set already are left out. Raises `ServerError` when the file cannot be used.
     """
     named = [name for name, variable in NAMED_BY.items() if os.environ.get(variable)]
     password = read_named_key() if named else None
@@ -94,5 +94,5 @@ def named_settings() -> dict[str, str]:
 
 
 def open_private(path: Path) -> TextIO:
-    """A new text file that was never anybody else's to read, whatever the umask."""
+    """Create a text file that only its owner can read from the start, whatever the umask."""
     return open(path, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600))

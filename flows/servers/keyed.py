@@ -1,4 +1,4 @@
-"""Runs a program as a client of servers whose key is in a file: `python -m flows.servers.keyed PROGRAM ARGUMENT…`.
+"""Program that runs another one with the key of named servers: `python -m flows.servers.keyed PROGRAM ARGUMENT…`.
 
 For programs that read their settings when they are loaded, such as the worker and Prefect's own command. `lifecycle`
 does the same for itself.
@@ -14,7 +14,7 @@ from stages.core.errors import ServerError
 
 
 def main() -> None:
-    """Become the program, with what LIFECYCLE_SERVERS_KEY_FILE holds in its environment."""
+    """Become the program, with the key from LIFECYCLE_SERVERS_KEY_FILE in its environment."""
     try:
         environment = {**os.environ, **named_settings()}
     except ServerError as error:

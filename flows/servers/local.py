@@ -1,4 +1,4 @@
-"""The local Prefect and MLflow servers and the worker: start, find, check, stop. Loopback, all under LIFECYCLE_HOME.
+"""Local Prefect and MLflow servers and the worker: start, find, check, stop. On loopback, under LIFECYCLE_HOME.
 
 A server that the user named (`PREFECT_API_URL`, `MLFLOW_TRACKING_URI`) is used and checked, never started or stopped.
 """
@@ -57,10 +57,11 @@ ANSWER_BYTES = 2**20
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What `lifecycle status` says of a server. `ours`: started here, so that `down` stops it.
+    """Status of a server, as `lifecycle status` prints it.
 
-    needed: a refresh cannot do without it; the worker is needed once it was started. host: where it runs, if that
-    cannot be seen from here.
+    ours: started here, so that `down` stops it.
+    needed: a refresh cannot do without it; the worker is needed once it was started.
+    host: where it runs, if that cannot be seen from here.
     trouble: what a person should know although it may be healthy at the moment; empty: nothing.
     """
 
@@ -76,7 +77,10 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where the two servers are. `local` are those that run under LIFECYCLE_HOME, and want its key's `password`."""
+    """Addresses of the two servers.
+
+    local: those that run under LIFECYCLE_HOME, and require its key's `password`.
+    """
 
     prefect_api_url: str
     mlflow_tracking_uri: str
@@ -84,7 +88,7 @@ class Endpoints:
     password: str = field(repr=False)
 
     def environment(self) -> dict[str, str]:
-        """What Prefect and MLflow clients need in their environment."""
+        """Return the variables that Prefect and MLflow clients need."""
         settings = {
             **NO_TELEMETRY,
             "PREFECT_API_URL": self.prefect_api_url,
@@ -96,9 +100,9 @@ class Endpoints:
 
 
 def up(*, worker: bool = False) -> Endpoints:
-    """Make sure that both servers answer, and start what is absent, both at once; then, if asked to, the worker.
+    """Make sure that both servers answer, and start absent ones side by side; then, if asked to, the worker.
 
-    With the worker comes the supervisor, which starts again what dies. Where it runs, it is given a minute for that.
+    The worker comes with the supervisor, which restarts what dies. If a supervisor runs, it is given a minute for that.
     Raises `ServerError` when a server that the user named does not answer, or one of ours does not start.
     """
     named = {program.name: url for program in SERVERS if (url := program.named())}
@@ -147,10 +151,10 @@ def up(*, worker: bool = False) -> Endpoints:
 
 
 def down() -> list[str]:
-    """Stop what `up` started, with all its children; returns the names.
+    """Stop what `up` started, with all its children; return the names.
 
-    The supervisor goes first, or it would start again what ends. Then the worker: refreshes that it runs can still
-    report to the servers that they were stopped.
+    The supervisor goes first, or it would restart what ends. Then the worker: its refreshes can still report to the
+    servers that they were stopped.
     """
     with _lock():
         _refuse_elsewhere(read_records())
@@ -174,7 +178,7 @@ def supervise() -> NoReturn:
 
 
 def revive_supervisor() -> None:
-    """Start the supervisor again when it has died. For the worker that it keeps, and which has its environment."""
+    """Start the supervisor again when it has died. Called by the worker, which has its environment."""
     if Lock(home()).holder() is not None:
         return
     with suppress(Timeout), _lock().acquire(timeout=0):
@@ -192,13 +196,13 @@ def revive_supervisor() -> None:
 
 
 def status() -> list[ServerStatus]:
-    """Where each server is and whether it answers."""
+    """Return where each server is and whether it answers."""
     records = read_records()
     return [_status_of(program, records.get(program.name)) for program in (*SERVERS, WORKER)]
 
 
 def answers(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
-    """Whether an HTTP server answers a GET with a success."""
+    """Return whether an HTTP server answers a GET with a success."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310 (http addresses only)
             return bool(response.status < 400)
@@ -220,7 +224,7 @@ def _status_of(program: ServerProgram, record: ServerRecord | None) -> ServerSta
 
 
 def _trouble(program: ServerProgram, record: ServerRecord) -> str:
-    """What is wrong that its health does not show."""
+    """Return what is wrong that the server's health does not show."""
     log = home() / program.name / "server.log"
     if record.deaths >= MANY_DEATHS:
         last = quoted(_last_lines(log, 1)[0], 200)
@@ -231,7 +235,7 @@ def _trouble(program: ServerProgram, record: ServerRecord) -> str:
 
 
 def _refuse_elsewhere(records: Mapping[str, ServerRecord]) -> None:
-    """Raise `ServerError` when one of the servers runs on another host, or in another container, that shares the home.
+    """Raise `ServerError` when one of the servers runs on another host or container that shares the home.
 
     They would write to the same databases of SQLite, and could not be stopped from here.
     """
@@ -246,7 +250,7 @@ def _refuse_elsewhere(records: Mapping[str, ServerRecord]) -> None:
 
 
 def _settle(records: Mapping[str, ServerRecord], endpoints: Endpoints) -> None:
-    """Pause the schedules that a copied home has from its original, and say so."""
+    """Pause the schedules that a copied home has from its original, and print that."""
     paused: list[str] = []
     if PREFECT.name in endpoints.local and not os.environ.get(PREFECT_DATABASE):
         paused = copied.settle(endpoints.prefect_api_url, endpoints.password)
@@ -284,7 +288,7 @@ def _refuses_us(url: str) -> bool:
 
 
 def _named_answers(program: ServerProgram, url: str) -> bool:
-    """Databases, folders and other addresses that are not HTTP are left to the client."""
+    """Return whether a named server answers. Addresses that are not HTTP are left to the client."""
     if not url.startswith(("http://", "https://")):
         return True
     return answers(url.rstrip("/").removesuffix(program.client_path) + program.health_path)
@@ -297,7 +301,7 @@ def _runs_with(program: ServerProgram, records: Mapping[str, ServerRecord], sett
 
 
 def _await_supervised(programs: list[ServerProgram], lock: Lock) -> None:
-    """Wait while the supervisor starts again what has died once: it takes seconds, and needs nobody."""
+    """Wait while the supervisor restarts what has died once, which takes seconds."""
     end_s = time.monotonic() + RESTART_TIMEOUT_S
     while lock.holder() is not None and time.monotonic() < end_s:
         records = read_records()
@@ -318,7 +322,7 @@ def _endpoints(named: Mapping[str, str], records: Mapping[str, ServerRecord], pa
 
 
 def _take(lock: Lock) -> Plan:
-    """The lock of the supervisor, and what it kept. Raises `ServerError`."""
+    """Take the supervisor's lock; return it with what the supervisor kept. Raises `ServerError`."""
     plan = lock.take()
     if plan is None:
         raise ServerError(
@@ -335,7 +339,7 @@ def _close(kept: Collection[Kept]) -> None:
 
 
 def _start_worker(records: dict[str, ServerRecord], settings: Mapping[str, str], kept: dict[str, Kept]) -> None:
-    """Start the worker, unless it runs and knows these servers. Refreshes that outlived a dead worker go on."""
+    """Start the worker, unless it runs and knows these servers. Refreshes that survived a dead worker go on."""
     if not _runs_with(WORKER, records, settings):
         dead = WORKER.name in records and not records[WORKER.name].process.alive()
         _start([WORKER], records, settings, kept, spare_children=dead)
@@ -349,7 +353,7 @@ def _start(
     *,
     spare_children: bool = False,
 ) -> None:
-    """Start servers side by side and wait until all answer; if one fails, none of them stays."""
+    """Start servers side by side and wait until all answer; if one fails, all are stopped."""
     if not spare_children:
         _stop([records[program.name] for program in programs if program.name in records])
     try:
@@ -369,9 +373,10 @@ def _start(
 def _launch(
     program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str], kept: dict[str, Kept]
 ) -> ServerRecord:
-    """before: its record of last time; it keeps token and, if possible, port, since others know both.
+    """Start a server and return its record.
 
-    kept: what a supervisor has handed over, such as the listening socket; what is started is added.
+    before: its last record; it keeps the token and, if possible, the port, since other processes know both.
+    kept: what a supervisor has handed over, such as the listening socket; the started server is added.
     """
     token = before.token if before else os.urandom(16).hex()
     former = kept.get(program.name)
@@ -408,7 +413,7 @@ def _kept(program: ServerProgram, port: int, token: str, settings: Mapping[str, 
 
 
 def _adopted(program: ServerProgram, record: ServerRecord, settings: Mapping[str, str]) -> Kept:
-    """What is on record, for a supervisor that did not start it; if it is dead, it is started."""
+    """Return a recorded server for a supervisor that did not start it; a dead one will be started."""
     kept = _kept(program, record.port, record.token, settings)
     if record.process.alive():
         kept.pid, kept.started_ticks = record.process.pid, started_ticks(record.process.pid)
@@ -417,13 +422,16 @@ def _adopted(program: ServerProgram, record: ServerRecord, settings: Mapping[str
 
 
 def _inherited(program: ServerProgram) -> dict[str, str]:
-    """A server gets none of the settings meant for its clients; the worker is a client, and may need credentials."""
+    """Return this environment without the settings meant for clients, unless the program is the worker.
+
+    The worker is a client, and may need credentials.
+    """
     clients = ("PREFECT_", "MLFLOW_") if program in SERVERS else ()
     return {name: value for name, value in os.environ.items() if not name.startswith(clients)}
 
 
 def _digest(settings: Mapping[str, str]) -> str:
-    """Tells settings apart without keeping them: an address may hold a password. Another version of this code, too."""
+    """Return a digest of settings and version, to detect changes without storing passwords of addresses."""
     distinguished = {**settings, "version": importlib.metadata.version("llm-lifecycle")}
     return hashlib.sha256(json.dumps(distinguished, sort_keys=True).encode()).hexdigest()
 
@@ -448,7 +456,7 @@ def _last_lines(log: Path, count: int) -> list[str]:
 
 
 def _stop_refreshes(worker: ServerRecord) -> None:
-    """Have refreshes that the worker started end in good order: they stop their stages, and say that they did."""
+    """End refreshes that the worker started with SIGTERM: they stop their stages and record that."""
 
     started = marked_processes(worker.token)
     processes = [one.process for one in RunningRefreshes().all() if one.process.pid in started]
@@ -460,7 +468,7 @@ def _stop_refreshes(worker: ServerRecord) -> None:
 
 
 def _stop(records: Collection[ServerRecord]) -> None:
-    """SIGTERM to exactly the recorded processes and their descendants, then SIGKILL to what is left."""
+    """Send SIGTERM to exactly the recorded processes and their descendants, then SIGKILL to what is left."""
     tokens = [record.token for record in records]
 
     def remaining() -> list[int]:
@@ -472,5 +480,5 @@ def _stop(records: Collection[ServerRecord]) -> None:
 
 
 def _lock() -> FileLock:
-    """Keeps two `up`s or `down`s apart; the kernel releases the lock of a dead process."""
+    """Return the lock that serializes `up` and `down`; the kernel releases the lock of a dead process."""
     return FileLock(home() / "servers.lock", fallback_to_soft=False)

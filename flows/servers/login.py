@@ -1,6 +1,7 @@
-"""Log a person in to the pages of the local servers: a file that only they can read takes the key to their browser.
+"""Login of a person to the pages of the local servers, through a file that carries the key to their browser.
 
-A browser is started with the file's name on its command line, which everybody on the machine sees; never with the key.
+Only they can read the file. A browser is started with the file's name on its command line, which everybody on the
+machine can see; never with the key.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PAGE = """<!doctype html><meta name="referrer" content="no-referrer"><title>llm-
 
 
 def open_pages(mlflow_page: str = "") -> Iterator[str]:
-    """Open the pages of our servers that answer; says for each what to do where no browser can be started.
+    """Open the pages of our servers that answer; yield for each what to do if no browser can be started.
 
     mlflow_page: which of MLflow's, from its `#` on; default: its first. Raises `ServerError` when none of them runs.
     """
@@ -36,7 +37,7 @@ def open_pages(mlflow_page: str = "") -> Iterator[str]:
         page = _write(home() / server.name / "login.html", address)
         opened = webbrowser.open(page.as_uri())
         yield f"{server.name}: {'opened' if opened else 'open'} {page.as_uri()}"
-    yield f"a page that asks for a name and a password wants what is in {key_file()}: NAME:PASSWORD"
+    yield f"if a page asks for a name and a password, take them from {key_file()}: NAME:PASSWORD"
 
 
 def _prefect_address(host: str, password: str) -> str:
@@ -48,7 +49,7 @@ def _mlflow_address(host: str, password: str) -> str:
 
 
 ADDRESSES = {"prefect": _prefect_address, "mlflow": _mlflow_address}
-"""Server → (host and port, password) → where a browser gets logged in."""
+"""Server → (host and port, password) → address where a browser gets logged in."""
 
 
 def _write(page: Path, address: str) -> Path:

@@ -1,4 +1,4 @@
-"""The line that says that recipes are scheduled, but nothing runs them."""
+"""Warning that recipes are scheduled but no worker runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ACTIVE = """
 
 
 def missing_worker() -> str | None:
-    """Return what to say when recipes are scheduled here and no worker runs; None when all is well.
+    """Return the warning when recipes are scheduled here and no worker runs; None otherwise.
 
-    Prefect need not run: its database of this home is read. Where the user names a Prefect, its workers are elsewhere.
+    Prefect need not run: its database of this home is read. If the user names a Prefect, its workers are elsewhere.
     """
     records = read_records()
     prefect, worker = records.get(PREFECT.name), records.get(WORKER.name)
-    # A command that has reached the servers names ours.
+    # A command that has started the servers has set the variable to ours.
     if PREFECT.named() not in (None, prefect and prefect.address + PREFECT.client_path):
         return None
     if worker and (worker.process.alive() or host_of(worker)):
@@ -34,4 +34,4 @@ def missing_worker() -> str | None:
             (count,) = database.execute(ACTIVE).fetchone()
     except sqlite3.Error:  # there is none yet, or Prefect has another one
         count = 0
-    return f"no worker runs, so that nothing that is scheduled here does ({count}): `lifecycle up`" if count else None
+    return f"no worker runs, so scheduled recipes ({count}) are not refreshed: `lifecycle up`" if count else None

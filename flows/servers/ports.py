@@ -1,4 +1,4 @@
-"""Ports of local servers: nobody else gets one between its choice and the first answer of the server."""
+"""Ports of local servers, held from their choice to the server's first answer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MAX_WAITING_CONNECTIONS = 2048
 
 
 def listener(*preferred: int | None) -> socket.socket:
-    """A socket that listens on the first of the preferred ports that is free, else on one that the kernel picks.
+    """Return a socket that listens on the first preferred port that is free, else on one that the kernel picks.
 
-    For the server to inherit: it takes seconds before it answers, and who listened there meanwhile, another user of the
-    machine or another `lifecycle up`, would be taken for it and be sent the key. A port that is bound only is not ours
-    yet: with SO_REUSEADDR others bind it too, and it goes to the first that listens.
+    The server inherits it. A server takes seconds before it answers; another program that listened there meanwhile, of
+    another user or of another `lifecycle up`, would be taken for it and receive the key. Binding alone is not enough:
+    with SO_REUSEADDR others bind the port too, and the first that listens gets it.
     """
     for port in (*filter(None, preferred), 0):
         with suppress(OSError):

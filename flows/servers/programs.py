@@ -1,4 +1,4 @@
-"""How the local servers and the worker are started: commands, ports, environment. When belongs to `local.py`."""
+"""Commands, ports and environments of the local servers and the worker; `local.py` decides when they start."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NO_TELEMETRY = {
 }
 PREFECT_DATABASE = "PREFECT_API_DATABASE_CONNECTION_URL"
 MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
-"""Where a user names databases, such as PostgreSQL's; default: sqlite. Never arguments: they may hold a password."""
+"""Variables that name databases, such as PostgreSQL; default: sqlite. Not arguments: URLs have passwords."""
 MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
 MLFLOW_FILE = "mlflow.db"
 KEY_VARIABLE = "LIFECYCLE_SERVERS_KEY"
-"""Where a server finds the password of the home's key."""
+"""Variable that gives a server the password of the home's key."""
 
 SERVICES = {
     # A home's server has nothing to do for most of the day, and its loops took 2% of a core. Nothing here pauses flow
@@ -39,14 +39,16 @@ SERVICES = {
     # state back that follows another one within 5 minutes, since its scheduler emits no event of that.
     "PREFECT_SERVER_SERVICES_LATE_RUNS_AFTER_SECONDS": "300",
 }
-"""How often Prefect's server looks for work of its own."""
+"""Settings of how often Prefect's server looks for work of its own."""
 
 
 @dataclass(frozen=True)
 class ServerProgram:
-    """A server or the worker. `variable` is where a user names another server; paths are relative to its address.
+    """A server or the worker.
 
-    command: the descriptor of its listening socket becomes `{descriptor}`. environment: (its folder, port) → variables.
+    variable: names another server, if the user sets it. health_path, client_path: relative to the server's address.
+    command: the descriptor of its listening socket replaces `{descriptor}`.
+    environment: (its folder, port) → variables.
     """
 
     name: str
@@ -58,12 +60,12 @@ class ServerProgram:
     environment: Callable[[Path, int], dict[str, str]]
 
     def named(self) -> str | None:
-        """The server that the user named, if any."""
+        """Return the address of the server that the user named, if any."""
         return (os.environ.get(self.variable) if self.variable else None) or None
 
 
 def guarded(name: str) -> list[str]:
-    """The command of a server behind its guard, for a listening socket."""
+    """Return the command of a server behind its guard, for a listening socket."""
     return [sys.executable, "-m", "flows.servers.guarded", name, f"--descriptor={DESCRIPTOR}"]
 
 
@@ -105,4 +107,4 @@ WORKER = ServerProgram("worker", None, 4300, "/health", "", _WORKER_COMMAND, _wo
 SERVERS = (PREFECT, MLFLOW)
 PROGRAMS = {program.name: program for program in (*SERVERS, WORKER)}
 NAMED_BY = {program.name: str(program.variable) for program in SERVERS}
-"""Server → the variable in which a user names another one."""
+"""Server → the variable by which a user names another one."""

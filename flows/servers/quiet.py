@@ -1,7 +1,7 @@
-"""Has Prefect's server look less often for work of its own; no setting of it says how often.
+"""Patch of Prefect's server so that it looks less often for work of its own; no setting exists for it.
 
-Its loops (`SERVICES` in `programs.py`) are run by Docket, in memory. That looks for due work four times a second, and
-ten times, by way of another thread, for messages between its workers, of which there is only one.
+Its loops (`SERVICES` in `programs.py`) are run by Docket, in memory. Docket looks for due work four times a second and,
+through another thread, ten times a second for messages between its workers, of which there is only one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 RESOLUTION = timedelta(seconds=1)
 SWEEP = timedelta(seconds=30)
-"""Between looks for automations that another server changed, and for events that wait for others in vain."""
+"""Interval of looking for automations that another server changed, and for events that wait for others in vain."""
 
 
 def look_rarely() -> None:
-    """Change it in this process, before the server's application is made."""
+    """Patch Prefect in this process, before the server's application is made."""
     from burner_redis.pubsub import PubSub
     from prefect.server.api import background_workers
     from prefect.server.events import triggers
@@ -29,7 +29,7 @@ def look_rarely() -> None:
 
 
 async def _next_message(self: Any, timeout_s: float | None) -> Any:
-    """Return the next message; None when there is none, at once if asked to, else after the wait."""
+    """Return the next message or None, at once if `timeout_s` is 0, else after a wait."""
     if self._queue.empty() and timeout_s != 0:
         await asyncio.sleep(RESOLUTION.total_seconds())
     return None if self._queue.empty() else self._queue.get_nowait()

@@ -1,10 +1,10 @@
-"""Which servers we have started: `<home>/servers.json`, server name → process, port, token.
+"""Records of the servers that we started: `<home>/servers.json`, server name → process, port, token.
 
-A copy of a home has the file, too: there the records are void, since the processes are the original's.
+A copy of a home has the file, too; there the records are void, since the processes are the original's.
 
     python -m flows.servers.records NAME PID DEATHS
 
-notes another process of a server, or that it died (PID 0): the supervisor does that.
+records the new process of a server, or that it died (PID 0); the supervisor calls it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from stages.core.files import write_atomically
 
 
 class ServerRecord(StrictModel):
-    """A server that we started. All its processes carry `token` in their environment.
+    """Server that we started. All its processes have `token` in their environment.
 
-    settings: digest of what it got in its environment beyond that, as the worker gets where the servers are.
-    deaths: how often it died in a row. home: path by which its processes know the home; None in earlier records.
+    settings: digest of the rest of its environment, such as the servers' addresses for the worker.
+    deaths: how often it died in a row.
+    home: path by which its processes know the home; None in old records.
     """
 
     process: ProcessIdentity
@@ -43,14 +44,15 @@ class ServerRecord(StrictModel):
 
     @property
     def knows_home(self) -> bool:
-        """Whether its processes still find this home, which may have been moved."""
+        """Return whether its processes still find this home, which may have been moved."""
         return self.home is None or (self.home.exists() and self.home.samefile(home()))
 
 
 class ServerRecords(StrictModel):
-    """`servers.json`. home: where it was written; None in files of earlier versions.
+    """Contents of `servers.json`.
 
-    is_copy: the home is a copy that was not settled yet: its schedules have to be paused before a worker starts.
+    home: where it was written; None in old files.
+    is_copy: the home is a copy that was not settled yet: its schedules must be paused before a worker starts.
     """
 
     servers: dict[str, ServerRecord] = Field(default_factory=dict)
@@ -69,27 +71,30 @@ def is_unsettled_copy() -> bool:
 
 
 def write_records(records: Mapping[str, ServerRecord], *, settled: bool = False) -> None:
-    """Replace all records. settled: this home is no copy any more. Raises what `read_records` raises."""
+    """Replace all records. Raises what `read_records` raises.
+
+    settled: this home is no copy any more.
+    """
     is_copy = is_unsettled_copy() and not settled
     written = ServerRecords(servers=dict(records), home=home_identity(), is_copy=is_copy)
     write_atomically(_file(), written.model_dump_json(indent=1))
 
 
 def address_of(name: str) -> str | None:
-    """Return the address of a server that we started and whose process lives."""
+    """Return the address of a server that we started and whose process lives, else None."""
     record = read_records().get(name)
     return record.address if record and record.process.alive() else None
 
 
 def host_of(record: ServerRecord) -> str | None:
-    """Return where a server runs that cannot be seen from here; None for one of here, and for one that is silent."""
+    """Return the host of a server that cannot be seen from here; None for one of here, and for one that is silent."""
     if record.process.standing() != "foreign" or is_silent(record.process, _heartbeat_file(), _file()):
         return None
     return record.process.host or "another host"
 
 
 def server_heartbeat() -> Heartbeat:
-    """Return the signs of life of a server or worker, for those who share the home, but cannot see its processes."""
+    """Return the heartbeat of a server or worker, for processes that share the home but cannot see it."""
     return Heartbeat(_heartbeat_file())
 
 
@@ -113,7 +118,7 @@ def _heartbeat_file() -> Path:
 
 
 def main() -> None:
-    """Note the process of a server, if it lives, and how often it died in a row."""
+    """Record the process of a server, if it lives, and how often it died in a row."""
     name, pid, deaths = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     records = read_records()
     try:

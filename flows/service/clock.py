@@ -1,6 +1,7 @@
-"""Notices that the machine's clock was set back, when Prefect's server plans nothing until the old time comes again.
+"""Detector of a machine clock that was set back.
 
-Its loops are due at times of the clock. Runs that are planned begin at their new time; late ones are not said to be so.
+Prefect's server then plans nothing until the old time comes again, because its loops are due at clock times. Planned
+runs begin at their new time; late ones are not reported as late.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ TOLERATED_S = 60.0
 
 
 class Clock:
-    """Compares the wall clock with one that nobody sets, and has schedules planned while Prefect's server does not."""
+    """Comparison of the wall clock with the monotonic one; plans schedules while Prefect's server does not."""
 
     def __init__(self, plan: Callable[[], object], wall_s: Callable[[], float] = time.time):
         self._plan = plan
@@ -26,7 +27,7 @@ class Clock:
         self._behind_until_s = 0.0
 
     def look(self) -> None:
-        """Say once that the clock was set back, and plan runs for as long as Prefect's server does not."""
+        """Print once that the clock was set back, and plan runs for as long as Prefect's server does not."""
         offset_s = self._read_offset_s()
         behind_s = self._offset_s - offset_s
         self._offset_s = offset_s
@@ -34,7 +35,7 @@ class Clock:
             self._behind_until_s = time.monotonic() + behind_s
             print(
                 f"the clock was set back by {behind_s / 60:.0f} min: for so long Prefect's server plans no runs and "
-                "says of none that it is late; the worker plans them; `lifecycle down`, then `up` ends this",
+                "reports none as late; the worker plans them; `lifecycle down`, then `up` ends this",
                 flush=True,
             )
         if time.monotonic() < self._behind_until_s:
@@ -45,7 +46,7 @@ class Clock:
 
 
 def plan_schedules() -> None:
-    """Have Prefect plan the next runs of all schedules now. Raises `ServerError` when it does not answer."""
+    """Make Prefect plan the next runs of all schedules now. Raises `ServerError` when it does not answer."""
     with prefect_client() as client:
         for found in client.read_deployments(flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name]))):
             if found.schedules and not found.paused:

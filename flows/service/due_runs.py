@@ -1,4 +1,4 @@
-"""Runs that the worker is to begin: asked of Prefect in two steps, and of missed ones only the latest."""
+"""Query of the worker for due runs: in two steps, and of missed runs only the latest."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from flows.running.due import announce_schedule
 from flows.running.flow_runs import WORK_POOL
 
 ASK_WHOLE_S = 30.0
-"""Prefect calls a queue not ready of which no worker has asked for a minute."""
+"""Seconds between whole queries; Prefect marks a queue as not ready after a minute without one."""
 
 
 class DueRuns:
-    """Stands in for a worker's own question for runs that are due.
+    """Replacement of a worker's own query for due runs.
 
-    It first asks whether there are any: the server needs 5 ms for that, and 17 ms for the whole question, by which it
-    also notes that the worker lives.
+    It first asks whether there are any: the server needs 5 ms for that, and 17 ms for the whole query, by which it also
+    records that the worker lives.
     """
 
     def __init__(self, worker: ProcessWorker):
@@ -43,9 +43,9 @@ class DueRuns:
         self._asks_whole_at_s = 0.0
 
     async def get(self) -> list[WorkerFlowRunResponse]:
-        """Return what is due; of the runs that a schedule has missed only the latest.
+        """Return the due runs; of the runs that a schedule has missed only the latest.
 
-        Each of the others would be a process for some seconds, all of them at once, which found out the same.
+        Each of the others would be a process for some seconds, all at once, only to find out the same.
         """
         if time.monotonic() < self._asks_whole_at_s and not await self._is_anything_due():
             return []
@@ -67,7 +67,7 @@ class DueRuns:
         return bool(await self._worker.client.count_flow_runs(flow_run_filter=due, work_pool_filter=pool))
 
     async def _leave_out(self, missed: list[FlowRun], latest: FlowRun) -> None:
-        """End missed runs. People are notified of one of them, which tells of all."""
+        """Cancel missed runs. People are notified of one of them, whose message covers all."""
         first, last, due = (f"{run.expected_start_time:%Y-%m-%d %H:%M}" for run in (missed[0], missed[-1], latest))
         span = f"{len(missed)} runs, due from {first} to {last} UTC," if missed[1:] else f"one run, due at {last} UTC,"
         message = f"{span} did not begin in time; the latest does, due at {due} UTC"
@@ -78,7 +78,7 @@ class DueRuns:
 
 
 def missed_runs(runs: Iterable[FlowRun], now: datetime) -> list[list[FlowRun]]:
-    """Return the runs that are due by now of each schedule that has several, the latest last. Pure."""
+    """Return, for each schedule that has several due runs, those runs, the latest last. Pure."""
     due: dict[UUID | None, list[FlowRun]] = {}
     for run in runs:
         if run.auto_scheduled and not run.run_count and run.expected_start_time <= now:

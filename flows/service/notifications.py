@@ -1,8 +1,8 @@
 """Notifications of how refreshes end, or that they do not begin, and pings after each that ran: Prefect automations.
 
-The server sends them, so that they come also when the process of a refresh, or the worker, was killed. That the server
-itself is gone, a service finds out that misses its pings (a dead man's switch). Addresses may hold secrets:
-they are taken from the environment, and Prefect keeps them encrypted.
+The server sends them, so they arrive also when the process of a refresh, or the worker, was killed. If the server
+itself is gone, a service notices that misses the pings (a dead man's switch). Addresses may hold secrets: they are read
+from the environment, and Prefect keeps them encrypted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STATES: dict[str, tuple[str, ...]] = {
     "promoted": ("Promoted",),
     "ran": ("Completed", "Cached", "Promoted", "NotPromoted", "StillNotPromoted"),
 }
-"""Occasion → names of states; `ran`, a ping's own, is each end of a refresh but failures."""
+"""Occasion → names of Prefect's states. `ran` is only for pings: each end of a refresh except failures."""
 SCHEMES: dict[Channel, tuple[str, ...]] = {
     "webhook": ("http://", "https://"),
     "slack": ("https://hooks.slack.com/services/",),
@@ -68,23 +68,23 @@ LATE = (
 LINK = "{% if flow_run|ui_url %}\nPrefect: {{ flow_run|ui_url }}{% endif %}"  # a server of others may not know it
 BODY = f"{{% if flow_run.state.name == 'Late' %}}{LATE}{{% else %}}{{{{ flow_run.state.message }}}}{{% endif %}}{LINK}"
 ONCE_WITHIN = timedelta(minutes=1)
-"""A state of a flow run is notified of once: where the disk is full, Prefect sets its last state several times."""
+"""Interval in which equal states count once; when the disk is full, Prefect sets a last state several times."""
 
 
 @dataclass(frozen=True)
 class Notification:
-    """Which channel is notified of what."""
+    """Channel and the occasions on which it is notified."""
 
     channel: str
     occasions: tuple[str, ...]
 
 
 def notify(channel: Channel, address_variable: str, occasions: Sequence[Occasion] = ()) -> Notification:
-    """Notify `channel` whenever a refresh ends so, by default on all occasions; replaces its former notifications.
+    """Notify `channel` of refreshes on these occasions, by default on all; replaces its former notifications.
 
-    address_variable: the environment variable that holds the address: the URL of a webhook (it gets a JSON object
-    with `subject` and `body`), of a Slack webhook, mailto://USER:PASSWORD@HOST?to=ADDRESS, as Apprise reads it, or the
-    URL that a ping asks for (GET) after each refresh that ran, whatever became of its model. A ping has no occasions.
+    address_variable: the environment variable that holds the address: the URL of a webhook (it gets a JSON object with
+    `subject` and `body`), of a Slack webhook, mailto://USER:PASSWORD@HOST?to=ADDRESS, as Apprise reads it, or the URL
+    that a ping requests (GET) after each refresh that ran, whatever became of its model. A ping has no occasions.
     Raises `RecipeError` for an address of another kind; `ServerError` when Prefect does not answer.
     """
     if channel == "ping" and occasions:
@@ -107,21 +107,21 @@ def notify(channel: Channel, address_variable: str, occasions: Sequence[Occasion
 
 
 def notifications() -> list[Notification]:
-    """All of them, by channel. Raises `ServerError` when Prefect does not answer."""
+    """Return all notifications, by channel. Raises `ServerError` when Prefect does not answer."""
     with prefect_client() as client:
-        found = [one for one in client.read_automations() if one.name.startswith(PREFIX)]
-        return sorted((_describe(one) for one in found), key=lambda one: one.channel)
+        automations = [one for one in client.read_automations() if one.name.startswith(PREFIX)]
+        return sorted((_describe(one) for one in automations), key=lambda notification: notification.channel)
 
 
 def remove(channel: str) -> None:
     """Stop notifying a channel, and forget its address. Raises `RecipeError` when it is not notified anyway."""
     with prefect_client() as client:
-        found = client.read_automations_by_name(PREFIX + channel)
-        if not found:
+        automations = client.read_automations_by_name(PREFIX + channel)
+        if not automations:
             raise RecipeError(f"there are no notifications by {channel}{closest(channel, get_args(Channel))}")
-        for one in found:
-            client.delete_automation(one.id)
-            for action in one.actions:
+        for automation in automations:
+            client.delete_automation(automation.id)
+            for action in automation.actions:
                 client.delete_block_document(action.block_document_id)
 
 
@@ -140,8 +140,10 @@ def send_test(channel: Channel) -> None:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(f"notifying by {channel}: the webhook does not answer: {type(error).__name__}") from None
     except NotificationError as error:
-        said = redact(error.log.strip()) or "it was not sent, and nothing says why"
-        raise ServerError(f"notifying by {channel}: {said}; correct the address with `lifecycle notify add`") from None
+        reason = redact(error.log.strip()) or "it was not sent, for an unknown reason"
+        raise ServerError(
+            f"notifying by {channel}: {reason}; correct the address with `lifecycle notify add`"
+        ) from None
 
 
 def _address(channel: Channel, variable: str) -> str:
@@ -170,7 +172,7 @@ def _is_url(address: str) -> bool:
 
 
 def _is_read_by_apprise(address: str) -> bool:
-    """Whether the library that sends it can make something of it; Prefect would say so only when it should send."""
+    """Return whether Apprise, which sends to it, accepts the address; Prefect would check only when sending."""
     logging.getLogger("apprise").setLevel(logging.CRITICAL)
     return bool(Apprise().add(address))
 
@@ -199,7 +201,7 @@ def _trigger(occasions: Sequence[str]) -> EventTrigger:
 
 
 def _events(occasion: str) -> set[str]:
-    """Return the events of an occasion: Prefect names the one of a flow run after the name of its new state."""
+    """Return the events of an occasion: Prefect names the event of a flow run after its new state."""
     return {f"prefect.flow-run.{name}" for name in STATES[occasion]}
 
 

@@ -1,6 +1,6 @@
-"""Refreshes that ended without Prefect knowing: their process died, or the server was away when they ended.
+"""Reaper of refreshes whose end Prefect does not know: their process died, or the server was away when they ended.
 
-A process of here is known by number and start time, so that this needs no heartbeat and no patience with a busy
+A process of this machine is identified by number and start time, so this needs no heartbeat and no patience with a busy
 machine.
 """
 
@@ -34,19 +34,19 @@ from flows.running.refresh import COMPARE, announce, final_state, refresh
 from stages.core.supervisor import marked_processes
 
 ASK_INTERVAL_S = 60.0
-"""Between questions to Prefect while nothing ends here: each costs it 10 ms of a core."""
+"""Seconds between queries to Prefect while nothing ends here; each costs it 10 ms of a core."""
 START_TIMEOUT_S = 60.0
-"""A worker takes seconds from taking a run to its process."""
-NEVER_STARTED = "its process ended before the refresh began, and nobody could be told; the worker's log may say why"
+"""Seconds that a worker may take from taking a run to starting its process."""
+NEVER_STARTED = "its process ended before the refresh began, and could not report it; the worker's log may say why"
 STARTING = ("Submitting", "InfrastructurePending")
 ENDED_WITHIN = timedelta(minutes=10)
 """Refreshes whose last event is looked for. A server is started again in seconds."""
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
-"""In the environment of a process that a worker has started."""
+"""Variable in the environment of a process that a worker has started."""
 
 
 class Reaper:
-    """Closes refreshes whose process died. To be asked every few seconds; asks Prefect only when there is reason to."""
+    """Closes refreshes whose process died. Called every few seconds; queries Prefect only when there is reason to."""
 
     def __init__(self) -> None:
         self._running = RunningRefreshes()
@@ -57,9 +57,9 @@ class Reaper:
         self._missing_since_s: dict[UUID, float] = {}
 
     def reap(self) -> list[str]:
-        """Set in Prefect how refreshes ended that it says run; mark those that died as failed here, and return them.
+        """Set in Prefect the end of refreshes that it shows as running; mark dead ones as failed here, return them.
 
-        Raises when Prefect is away. It is updated first: a refresh is closed here only once that was done.
+        Raises when Prefect is away. Prefect is updated first: a refresh is closed here only once that was done.
         """
         records = list(self._running.all())
         died = [record for record in records if record.interrupted]
@@ -82,8 +82,9 @@ class Reaper:
         return close_interrupted() if died else []
 
     def _never_started(self, client: SyncPrefectClient) -> list[UUID]:
-        """Return flow runs that a worker took a while ago, and that no process runs: of such a one that died early, the
-        worker tells Prefect once, which a full disk may keep it from noting.
+        """Return flow runs that a worker took a while ago, and that no process runs.
+
+        The worker reports the early death of a process to Prefect once, which a full disk may keep it from recording.
         """
         found = client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),
@@ -95,7 +96,7 @@ class Reaper:
         return [run for run, since_s in self._missing_since_s.items() if now_s - since_s >= START_TIMEOUT_S]
 
     def _never_begun(self, client: SyncPrefectClient) -> Iterator[FlowRun]:
-        """Flow runs whose process died before the flow could say that it was due; people are to be notified of them."""
+        """Yield flow runs whose process died before the flow could announce them, for notifications."""
         crashed = FlowRunFilter(
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED])),
             end_time=FlowRunFilterEndTime(after_=self._began),

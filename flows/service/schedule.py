@@ -1,6 +1,6 @@
 """Schedules: Prefect deployments of the refresh flow, which the worker (`flows/service/worker.py`) runs when due.
 
-A schedule has the name of its recipe. Prefect keeps it; what the recipe says is read again at every run.
+A schedule has the name of its recipe. Prefect stores it; the recipe is read again at every run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SCHEDULE_TAG = "lifecycle-schedule"
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a recipe is refreshed. `next_due` is None while it is paused."""
+    """Times at which a recipe is refreshed. next_due: None while it is paused."""
 
     name: str
     recipe: str
@@ -62,7 +62,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """What is to be scheduled: recipe, cron expression and time zone were checked."""
+    """Request for a schedule, with checked recipe, cron expression and time zone."""
 
     name: str
     recipe: Path
@@ -71,7 +71,7 @@ class ScheduleSpec:
 
 
 def schedule_spec(recipe: Path, cron: str, timezone: str, overrides: tuple[str, ...] = ()) -> ScheduleSpec:
-    """Check what is to be scheduled; asks no server. Raises `RecipeError`."""
+    """Check a request for a schedule; asks no server. Raises `RecipeError`."""
     name = load_recipe(recipe, overrides).name
     check_parameters(RefreshRequest(str(recipe), overrides))
     return ScheduleSpec(name, recipe.absolute(), overrides, _cron_schedule(name, cron, timezone))
@@ -95,7 +95,7 @@ def schedule(spec: ScheduleSpec) -> Schedule:
 
 
 def schedules() -> list[Schedule]:
-    """All schedules, by name. Raises `ServerError` when Prefect does not answer."""
+    """Return all schedules, by name. Raises `ServerError` when Prefect does not answer."""
     with prefect_client() as client:
         tagged = DeploymentFilter(tags=DeploymentFilterTags(all_=[SCHEDULE_TAG]))
         found = client.read_deployments(deployment_filter=tagged)
@@ -103,10 +103,10 @@ def schedules() -> list[Schedule]:
 
 
 def pause(name: str) -> Schedule:
-    """Pause a schedule and remove its runs that no worker has taken, late ones among them.
+    """Pause a schedule and remove its runs that no worker has taken, late ones included.
 
-    One that a worker has just taken says itself that the schedule is paused (`flows/running/due.py`).
-    Raises `RecipeError` when there is none of this name.
+    A run that a worker has just taken notices that the schedule is paused (`flows/running/due.py`). Raises
+    `RecipeError` when there is no schedule of this name.
     """
     with prefect_client() as client:
         deployment = _find_or_explain(client, name)
@@ -118,7 +118,7 @@ def pause(name: str) -> Schedule:
 
 
 def resume(name: str) -> Schedule:
-    """Go on with a schedule. Raises `RecipeError` when there is none of this name."""
+    """Resume a schedule. Raises `RecipeError` when there is none of this name."""
     with prefect_client() as client:
         deployment = _find_or_explain(client, name)
         client.resume_deployment(deployment.id)
@@ -161,7 +161,7 @@ def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
 
 
 def _runs_backwards(first: str, last: str) -> bool:
-    """Return whether a range of a cron expression ends before it begins: Prefect takes `1-0` for every minute."""
+    """Return whether a range of a cron expression ends before it begins; Prefect reads `1-0` as every minute."""
     numbers = [int(end) if end.isdecimal() else NUMBERS.get(end, -1) for end in (first, last)]
     if last == "sun":
         numbers[1] = 7  # Sunday is 0 and 7
@@ -178,7 +178,7 @@ def _find_or_explain(client: SyncPrefectClient, name: str) -> DeploymentResponse
 
 
 def _planned(client: SyncPrefectClient, deployment_id: UUID) -> Schedule:
-    """Have Prefect plan the next runs at once instead of when its scheduler looks next; return the schedule."""
+    """Make Prefect plan the next runs at once instead of when its scheduler next looks; return the schedule."""
     client.request("POST", "/deployments/{id}/schedule", path_params={"id": deployment_id}, json={})
     return _describe(client, client.read_deployment(deployment_id))
 

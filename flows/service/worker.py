@@ -45,7 +45,7 @@ POLL_INTERVAL_S = 1.0
 
 @dataclass(frozen=True)
 class Duty:
-    """Something done again and again beside the worker's own work. `name` completes "could not …"."""
+    """Task that the worker repeats beside its own work. `name` completes "could not …"."""
 
     name: str
     interval_s: float
@@ -53,7 +53,7 @@ class Duty:
 
 
 def duties() -> list[Duty]:
-    """Return what the worker does at its start and then every so often."""
+    """Return the tasks that the worker does at its start and then at intervals."""
     return [
         Duty("look whether the home was moved", 5.0, functools.partial(end_if_moved, home_identity())),
         Duty("report dead refreshes", 5.0, Reaper().reap),  # a death is to be known within 10 s
@@ -64,7 +64,7 @@ def duties() -> list[Duty]:
 
 
 async def work(public: socket.socket | None) -> None:
-    """Poll until cancelled; say on `public` whether it does."""
+    """Poll until cancelled; answer health checks on `public`."""
     worker = ProcessWorker(name=f"lifecycle-{os.uname().nodename}", work_pool_name=WORK_POOL)
     worker._get_scheduled_flow_runs = DueRuns(worker).get
     if public:
@@ -74,7 +74,7 @@ async def work(public: socket.socket | None) -> None:
 
 
 def repeat(duty: Duty) -> None:
-    """Perform a duty for ever. A failure is printed; what failed, since a server is away, is tried again next time."""
+    """Perform a duty forever. A failure is printed, and tried again next time."""
     while True:
         try:
             duty.perform()
@@ -91,7 +91,10 @@ def end_if_moved(here: HomeIdentity) -> None:
 
 
 def remove_left_folders(folder: Path) -> None:
-    """Remove those in which no process works any more: a refresh outlives a killed worker, and goes on in its own."""
+    """Remove working directories that a killed worker left and in which no process works.
+
+    A refresh outlives a killed worker, and goes on in its own directory.
+    """
     in_use = set()
     for pid in living_processes():
         with suppress(OSError):
@@ -103,7 +106,10 @@ def remove_left_folders(folder: Path) -> None:
 
 
 def apply_retention() -> None:
-    """Remove what the policy of this home does not keep; nothing without a policy."""
+    """Remove what the policy of this home does not keep; does nothing without a policy.
+
+    Runs in a process of its own, so that the memory of its imports is freed. Its output is in the worker's log.
+    """
     if not policy_file().exists():
         return
     print(f"applying {policy_file()}", flush=True)
@@ -124,7 +130,7 @@ def main() -> None:
     # Prefect's folders for fetched code stay behind, empty; a killed worker's working directories, too.
     (home() / "worker").mkdir(mode=0o700, parents=True, exist_ok=True)
     tempfile.tempdir = str(home() / "worker")
-    if public:  # else workers in other containers may share the folder
+    if public:  # without it, workers in other containers may share the folder
         remove_left_folders(home() / "worker")
     try:
         update_entrypoints()

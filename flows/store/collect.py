@@ -35,7 +35,7 @@ class Verification:
 
     @property
     def whole(self) -> bool:
-        """Whether every file has its recorded hash and no other file is there."""
+        """Return whether every file has its recorded hash and no other file is there."""
         return not (self.damaged or self.missing or self.extra)
 
 

@@ -62,7 +62,7 @@ class Record(StrictModel):
 
     @property
     def finding(self) -> LifecycleError | None:
-        """Reason why the stage that made the artifact refuses it, so that nothing is built on it; else None."""
+        """Return why the stage that made the artifact refuses it, so that nothing is built on it; else None."""
         return finding_of(self.tags)
 
     def refusal(self, folder: Path) -> LifecycleError | None:

@@ -1,6 +1,6 @@
-"""How much of a refresh MLflow has, and which of its runs is which attempt: `mlflow.json` beside the ledger.
+"""Progress of shipping a refresh to MLflow, and the run of each attempt: `mlflow.json` beside the ledger.
 
-The shipper alone writes it. An attempt's run is looked up here when something is displayed, and recorded nowhere else.
+Only the shipper writes it. An attempt's run is looked up here when something is displayed, and recorded nowhere else.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from stages.core.contract import StrictModel
 from stages.core.files import write_atomically
 
 LAYOUTS = "layouts"
-"""The runs of a comparison are noted as `layouts/0`, `layouts/1`, …, as if they were attempts."""
+"""Prefix under which the runs of a comparison's layouts are recorded: `layouts/0`, `layouts/1`, …"""
 
 
 class ShippedAttempt(StrictModel):
-    """How much of an attempt MLflow has: `next_byte` is where the rest of its `metrics.jsonl` begins."""
+    """Progress of shipping an attempt.
+
+    next_byte: position in its `metrics.jsonl` of the first line that MLflow does not have.
+    """
 
     run_id: str
     next_byte: int
@@ -24,7 +27,10 @@ class ShippedAttempt(StrictModel):
 
 
 class Shipped(StrictModel):
-    """`mlflow.json`. `done`: MLflow has all of what the ledger was when it had this many bytes."""
+    """Contents of `mlflow.json`.
+
+    done: MLflow has all of the ledger as it was when it had `ledger_bytes` bytes.
+    """
 
     experiment_id: str | None = None
     parent_run_id: str | None = None
@@ -34,12 +40,12 @@ class Shipped(StrictModel):
     trouble: str | None = None
 
     def has_all_of(self, ledger: Ledger) -> bool:
-        """Whether nothing is left to be shipped; a retry has something again."""
+        """Return whether nothing is left to be shipped; a retry makes something to ship again."""
         return self.done and self.ledger_bytes == ledger.size()
 
 
 def read_shipped(ledger: Ledger) -> Shipped:
-    """How much of a refresh MLflow has."""
+    """Read how much of a refresh has been sent to MLflow."""
     try:
         return Shipped.model_validate_json((ledger.folder / "mlflow.json").read_text())
     except FileNotFoundError:
@@ -47,12 +53,15 @@ def read_shipped(ledger: Ledger) -> Shipped:
 
 
 def write_shipped(ledger: Ledger, shipped: Shipped) -> None:
-    """Note how much of a refresh MLflow has."""
+    """Record how much of a refresh has been sent to MLflow."""
     write_atomically(ledger.folder / "mlflow.json", shipped.model_dump_json(indent=1))
 
 
 def run_id_of(attempt: str | None) -> str | None:
-    """The MLflow run of the attempt with this key (`REFRESH/STAGE-NUMBER`); None as long as MLflow does not have it."""
+    """Return the MLflow run of an attempt, or None while MLflow does not have it.
+
+    attempt: its key, `REFRESH/STAGE-NUMBER`.
+    """
     if attempt is None:
         return None
     refresh, _, name = attempt.partition("/")

@@ -1,4 +1,4 @@
-"""What a run has read, as MLflow's dataset inputs: the splits of a stage's data, the tasks of an evaluation."""
+"""Data that a run has read, as MLflow's dataset inputs: splits of a stage's data, tasks of an evaluation."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ from stages.remote.pointers import is_pointer, size_bytes
 
 UPSTREAM = "upstream."
 DIGEST_CHARACTERS = 36
-"""As many as MLflow takes."""
+"""Longest digest that MLflow accepts."""
 SPLITS = {"split": "training", "evaluation_split": "evaluation"}
-"""Fields beside the one that names the dataset → what MLflow calls the context of an input."""
+"""Fields beside the one that names the dataset → MLflow's context of an input."""
 TYPES = {bool: "boolean", int: "long", float: "double", str: "string"}
 
 
 @dataclass(frozen=True)
 class ReadDataset:
-    """source, profile: JSON objects. columns: MLflow's schema, of the first row; None where there is no row."""
+    """Dataset input of a run.
+
+    source, profile: JSON objects.
+    columns: MLflow's schema, from the first row; None where there is no row.
+    """
 
     name: str
     digest: str
@@ -40,7 +44,7 @@ class ReadDataset:
 
 
 def datasets_read(tags: Mapping[str, str], params: Mapping[str, str], store: Path) -> Iterator[ReadDataset]:
-    """Of an attempt with these tags and parameters; of each dataset that is in the store, the splits that it reads."""
+    """Yield the splits that an attempt with these tags and parameters reads, of each dataset in the store."""
     for tag, version in tags.items():
         if not tag.startswith(UPSTREAM) or not tag.endswith("dataset"):
             continue
@@ -56,7 +60,7 @@ def datasets_read(tags: Mapping[str, str], params: Mapping[str, str], store: Pat
 
 
 def tasks_read(folder: Path) -> Iterator[ReadDataset]:
-    """The tasks of a finished evaluation, with the number of samples that were asked."""
+    """Yield the tasks of a finished evaluation, with the number of samples that were asked."""
     with suppress(OSError, ValueError):
         scores = json.loads((folder / "scores.json").read_bytes())
         for task, numbers in scores.get("n-samples", {}).items():
@@ -74,7 +78,7 @@ def tasks_read(folder: Path) -> Iterator[ReadDataset]:
 
 
 def _task_digest(folder: Path, task: str, config: object) -> str:
-    """Of the samples that were asked, as far as they are recorded; and of how they were asked."""
+    """Return a digest of the samples that were asked, as far as they are recorded, and of the task's config."""
     hashes = [json.dumps(config, sort_keys=True, default=str)]
     with suppress(OSError, ValueError):
         hashes += [str(sample.get("doc_hash")) for sample in read_samples(folder, task)]
@@ -107,7 +111,7 @@ def _column(named: tuple[str, object]) -> dict[str, Any]:
 
 
 def _source(record: Record) -> tuple[str, dict[str, str]]:
-    """MLflow's type of a source, and what it says of it; it knows the Hugging Face hub and local files itself."""
+    """Return MLflow's type of a source, and its description; MLflow knows the Hugging Face hub and local files."""
     source, revision = record.tags.get("source"), record.tags.get("revision", "")
     if source is None:
         return record.kind, {"uri": f"{record.kind}/{record.stage}-{record.version}"}

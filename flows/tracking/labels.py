@@ -1,7 +1,7 @@
-"""What is logged of an attempt before it starts: parameters and tags. Pure.
+"""Parameters and tags that are logged of an attempt before it starts. Pure.
 
-Only the identity is logged, all of it: a recipe keeps secrets in `execution.environment`, or outside. One that is in a
-value all the same is redacted.
+All of the identity is logged, and nothing else: a recipe keeps secrets in `execution.environment`, or outside. A secret
+that is in a value anyway is redacted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from stages.kinds.download.config import DownloadConfig
 
 
 def params_of(planned: PlannedStage) -> dict[str, str]:
-    """The identity config and the outside inputs, flattened: `layout.dp_shard` → `2`.
+    """Return the identity config and the outside inputs, flattened: `layout.dp_shard` → `2`.
 
-    Of a download, the source as the recipe has it: a path is no identity, but what a person looks for.
+    A download's source is logged as the recipe has it: its path is no identity, but people look for it.
     """
     config = planned.config
     tree = {**_mapping(planned.identity.get("config")), **_mapping(planned.identity.get("outside"))}
@@ -28,7 +28,7 @@ def params_of(planned: PlannedStage) -> dict[str, str]:
 
 
 def tags_of(planned: PlannedStage) -> dict[str, str]:
-    """What one searches runs by. `upstream.FIELD` is the version of the artifact that a field refers to."""
+    """Return the tags by which runs are searched. `upstream.FIELD` is the version of the artifact at that field."""
     config = _mapping(planned.identity.get("config"))
     tags = {
         "recipe": planned.recipe,
@@ -46,12 +46,12 @@ def tags_of(planned: PlannedStage) -> dict[str, str]:
 
 
 def layout_text(layout: Mapping[str, Any]) -> str:
-    """`dp_replicate=1 dp_shard=2 micro_batch_size=4 recompute=none …`: equal layouts give equal texts."""
+    """Return `dp_replicate=1 dp_shard=2 micro_batch_size=4 …`: equal layouts have equal texts."""
     return " ".join(f"{name}={value}" for name, value in flatten(layout).items())
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested mappings → dotted names and texts; lists are joined by commas, None stays out."""
+    """Return nested mappings as dotted names and texts; lists are joined by commas, None is left out."""
     flat: dict[str, str] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):

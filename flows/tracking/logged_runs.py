@@ -23,7 +23,7 @@ PAGE = 1000
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run with the last value of each metric; of those that every step has, the median."""
+    """Run with the last value of each metric; of metrics that every step has, the median."""
 
     run_id: str
     name: str
@@ -34,10 +34,10 @@ class LoggedRun:
 
 
 def find_runs(experiment: str, where: str = "") -> list[LoggedRun]:
-    """Runs of an experiment that MLflow's search expression `where` holds for, oldest first.
+    """Return the runs of an experiment that match MLflow's search expression `where`, oldest first.
 
-    Raises RecipeError for an unknown experiment, or an expression that MLflow refuses; ServerError when MLflow
-    does not answer.
+    Raises RecipeError for an unknown experiment, or an expression that MLflow refuses; ServerError when MLflow does not
+    answer.
     """
     os.environ.update(CLIENT_ENVIRONMENT)
     from mlflow import MlflowClient
@@ -45,17 +45,17 @@ def find_runs(experiment: str, where: str = "") -> list[LoggedRun]:
 
     client = MlflowClient()
     try:
-        found = client.get_experiment_by_name(experiment)
-        names = [] if found else [one.name for one in client.search_experiments()]
+        known = client.get_experiment_by_name(experiment)
+        names = [] if known else [other.name for other in client.search_experiments()]
     except MlflowException as error:
         raise ServerError(f"asking MLflow for experiment {experiment}: {error}; see `lifecycle status`") from error
-    if found is None:
+    if known is None:
         raise RecipeError(f"MLflow has no experiment `{experiment}`{closest(experiment, names)}")
     runs: list[LoggedRun] = []
     token = None
     while len(runs) < MOST_RUNS:
         try:
-            page = client.search_runs([found.experiment_id], where, max_results=PAGE, page_token=token)
+            page = client.search_runs([known.experiment_id], where, max_results=PAGE, page_token=token)
         except MlflowException as error:
             raise RecipeError(f"searching runs where {where}: {error}") from error
         runs += [_logged(run) for run in page]
@@ -73,9 +73,9 @@ def _logged(run: object) -> LoggedRun:
 
 
 def measured_runs(file: Path) -> list[LoggedRun]:
-    """The rows of this JSON file that one of our engines was measured in, in their order.
+    """Return the rows of a `gpu.json` in which one of our engines was measured, as runs in their order.
 
-    Raises RecipeError when the file is not what that program writes.
+    Raises RecipeError when the file is not what `tests/benchmarks/gpu.py` writes.
     """
     try:
         rows = [row for row in json.loads(file.read_text()) if row["status"] == "measured"]

@@ -1,7 +1,7 @@
-"""Pages of MLflow: where those of refreshes are, and what its list of runs shows.
+"""Addresses of MLflow's pages of refreshes, and the columns of its list of runs.
 
-By itself MLflow opens an experiment on its traces, of which we have none, and lists runs without anything of ours.
-The address says which of the two it shows; what the columns are is a *view*, kept in a tag of the experiment.
+By default MLflow opens an experiment on its traces, of which we have none, and lists runs without our columns. The
+address selects runs; the columns are a *view*, stored in a tag of the experiment.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ EXPERIMENT_TAGS = {
     ),
 }
 UNFOLDED = {"mlflow.runType": "evaluation"}
-"""Tag of an evaluation's run: the list of runs opens the refresh that it belongs to, with all its stages."""
+"""Tag of an evaluation's run: it makes the list of runs unfold the refresh with all its stages."""
 
 
 def run_page_of(attempt: str | None) -> str | None:
-    """Address of an attempt's page, as `page_of` a refresh's."""
+    """Return the address of an attempt's page, as `page_of` does for a refresh."""
     run = run_id_of(attempt)
     return _run_page(attempt.partition("/")[0], run) if attempt and run else None
 
 
 def page_of(refresh: str) -> str | None:
-    """Address of a refresh's page, when MLflow is a server, named or ours, and has the refresh."""
+    """Return the address of a refresh's page, if MLflow is a server, named or ours, and has the refresh."""
     run = read_shipped(ledger_of(refresh)).parent_run_id
     return _run_page(refresh, run) if run else None
 
 
 def report_page_of(refresh: str) -> str | None:
-    """Address of a refresh's report, likewise."""
+    """Return the address of a refresh's report in MLflow, under the same condition."""
     page, _, options = (page_of(refresh) or "").rpartition("?")
     return f"{page}/artifacts/{REPORT_FILE}?{options}" if page else None
 
 
 def runs_page() -> str:
-    """The list of runs, as it stands behind a server's address; empty as long as MLflow has none."""
+    """Return the part of the address of the list of runs after the server's; empty while MLflow has none."""
     experiments = (read_shipped(ledger).experiment_id for ledger in ledgers())
     experiment = next(filter(None, experiments), None)
     return RUNS_LINK.format(experiment=experiment) if experiment else ""

@@ -1,6 +1,6 @@
-"""Deletion of runs from MLflow: marked as deleted there, and gone for good from the MLflow of this home.
+"""Deletion of runs from MLflow: marked as deleted, and removed for good from this home's own MLflow.
 
-`mlflow gc` is not used: it would also purge whatever people have deleted, and might want back.
+`mlflow gc` is not used: it would also purge runs that people have deleted and might want back.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from stages.core.errors import ServerError
 
 
 def delete_runs(run_ids: Collection[str], *, purge: bool) -> None:
-    """Delete runs that MLFLOW_TRACKING_URI's MLflow has; those it does not know (any more) are no problem.
+    """Delete runs from the MLflow at MLFLOW_TRACKING_URI; those it does not know (any more) are skipped.
 
-    purge: it is the one of this home. Raises ServerError when MLflow does not do it.
+    purge: whether it is this home's own. Raises ServerError when MLflow does not delete them.
     """
     os.environ.update(CLIENT_ENVIRONMENT)
     from mlflow import MlflowClient
@@ -50,7 +50,7 @@ def _unless_unknown() -> Iterator[None]:
 
 
 def _purge(run_ids: Collection[str]) -> None:
-    """Remove deleted runs from the database and the artifacts of this home's MLflow; SQLite uses their pages again."""
+    """Remove deleted runs from the database and artifacts of this home's MLflow; SQLite reuses their pages."""
     from mlflow.store.tracking.dbmodels.models import SqlDataset, SqlInput, SqlInputTag
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 

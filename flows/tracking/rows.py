@@ -1,4 +1,4 @@
-"""What is logged to MLflow, as plain values: metrics from `metrics.jsonl`, tags and parameters of a refresh."""
+"""Values that are logged to MLflow: metrics from `metrics.jsonl`, tags and parameters of a refresh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stages.kinds.train.methods.registry import metric_meanings
 COMPARISON_IDENTITY = "lifecycle.comparison"
 """Tag of a comparison's run in MLflow: `COMPARISON`, and of its layouts' runs `COMPARISON/NUMBER`."""
 HELD_OUT = "evaluation_"
-"""Prefix of a metric over held-out rows."""
+"""Prefix of metrics over held-out rows."""
 CURVES = ("loss", f"{HELD_OUT}loss")
 NOT_METRICS = ("step", "time_ms")
 MEDIAN = "_median"
@@ -43,7 +43,10 @@ class MetricBatch:
 
 
 def batches(file: Path, first_byte: int, last_byte: int | None, largest: int) -> Iterator[MetricBatch]:
-    """Complete lines between two bytes (default: to the end) of a `metrics.jsonl`, in batches of at most `largest`."""
+    """Yield the complete lines between two bytes of a `metrics.jsonl`, in batches of at most `largest` values.
+
+    last_byte: default: the end of the file.
+    """
     rows: list[MetricRow] = []
     position = first_byte
     with file.open("rb") as stream:
@@ -62,7 +65,7 @@ def batches(file: Path, first_byte: int, last_byte: int | None, largest: int) ->
 
 
 def metric_rows(line: bytes) -> list[MetricRow]:
-    """The values of one line; none when a crash has torn it."""
+    """Return the values of one line; empty when a crash has torn it."""
     try:
         row = json.loads(line)
         step, time_ms = int(row["step"]), int(row["time_ms"])
@@ -76,17 +79,20 @@ def metric_rows(line: bytes) -> list[MetricRow]:
 
 
 def is_curve(name: str) -> bool:
-    """Return whether a metric of a training step tells what is learned: a loss, or what the method measures beside."""
+    """Return whether a step's metric shows learning: a loss, or what the method measures beside it."""
     return name in CURVES or name.startswith("reward") or name.removeprefix(HELD_OUT) in metric_meanings()
 
 
 def acceptable(name: str) -> str:
-    """A metric's name without the characters that MLflow refuses."""
+    """Return a metric's name without the characters that MLflow refuses."""
     return REFUSED.sub("_", name)
 
 
 def known_steps(file: Path, first_byte: int) -> dict[str, int]:
-    """Metric → last step that earlier attempts logged, before `first_byte`. A step logged again is not news."""
+    """Return the last step of each metric that earlier attempts logged, before `first_byte`.
+
+    A step that is logged again is not shipped again.
+    """
     steps: dict[str, int] = {}
     for batch in batches(file, 0, first_byte, largest=1000) if first_byte else ():
         for row in batch.rows:
@@ -95,10 +101,10 @@ def known_steps(file: Path, first_byte: int) -> dict[str, int]:
 
 
 def final_rows(metrics: dict[str, float], file: Path | None, last_byte: int | None, ended_ms: int) -> list[MetricRow]:
-    """Return final metrics as values of the last step; what was logged last is left out.
+    """Return final metrics as values of the last step, without those that were logged last anyway.
 
-    The median of what every step measures has a name of its own: as a second value of the last step, a chart would
-    draw it as one more point of the curve.
+    The median of what every step measures has a name of its own: as a second value of the last step, a chart would draw
+    it as another point of the curve.
     """
     last: dict[str, MetricRow] = {}
     for batch in batches(file, 0, last_byte, largest=1000) if file else ():
@@ -113,13 +119,13 @@ def final_rows(metrics: dict[str, float], file: Path | None, last_byte: int | No
 
 
 def parent_params(record: RefreshRecord) -> dict[str, str]:
-    """What the refresh was asked for."""
+    """Return the request of a refresh as parameters."""
     overrides = dict(override.split("=", 1) for override in record.overrides)
     return {"recipe_path": str(record.recipe_path), **overrides, **how_measured(record)}
 
 
 def parent_tags(record: RefreshRecord) -> dict[str, str]:
-    """What one searches refreshes by."""
+    """Return the tags by which refreshes are searched."""
     comparison = record.comparison
     tags = {
         "kind": "comparison" if comparison else "refresh",
@@ -136,7 +142,7 @@ def parent_tags(record: RefreshRecord) -> dict[str, str]:
 
 
 def stage_tags(record: RefreshRecord, runs: Mapping[str, str | None]) -> dict[str, str]:
-    """`stage.NAME` → how it came out, its version, and its run; of a cached stage, the one that built it."""
+    """Return `stage.NAME` → state, version and run of the stage; of a cached stage, the run that built it."""
     return {
         f"stage.{name}": " ".join(filter(None, [entry.state, entry.version, runs[name]]))
         for name, entry in record.stages.items()
@@ -144,22 +150,24 @@ def stage_tags(record: RefreshRecord, runs: Mapping[str, str | None]) -> dict[st
 
 
 def scores_text(kind: str, metrics: Mapping[str, float]) -> str:
-    """`addition.exact_match 0.98`: the TASK.METRIC of an evaluation, without standard errors; empty for other kinds."""
-    found = metrics if kind == "evaluate" else {}
-    scores = {name: value for name, value in found.items() if "." in name and not name.endswith("_stderr")}
+    """Return `addition.exact_match 0.98`: scores of an evaluation without standard errors; empty for other kinds."""
+    metrics = metrics if kind == "evaluate" else {}
+    scores = {name: value for name, value in metrics.items() if "." in name and not name.endswith("_stderr")}
     return ", ".join(f"{name} {value:.4g}" for name, value in scores.items())
 
 
 def score_tags(record: RefreshRecord) -> dict[str, str]:
-    """`scores` of all evaluations, by stage; none when there are none."""
-    found = {name: scores_text(entry.kind, entry.metrics) for name, entry in record.stages.items()}
-    text = "; ".join(f"{name}: {scores}" for name, scores in found.items() if scores)
+    """Return the tag `scores` with all evaluations, by stage; no tag without evaluations."""
+    by_stage = {name: scores_text(entry.kind, entry.metrics) for name, entry in record.stages.items()}
+    text = "; ".join(f"{name}: {scores}" for name, scores in by_stage.items() if scores)
     return {"scores": text} if text else {}
 
 
 def stage_rows(record: RefreshRecord, ended_ms: int) -> list[MetricRow]:
-    """`NAME.METRIC` of every stage: final metrics, cached stages included, so that refreshes can be compared; and, of
-    those built in this refresh, the whole curves of losses, of which a resumed attempt has only its part.
+    """Return `NAME.METRIC` of every stage: final metrics, and whole curves of losses of stages built here.
+
+    Cached stages are included, so that refreshes can be compared. The run of a resumed attempt has only its part of a
+    curve.
     """
     rows = []
     for name, entry in record.stages.items():
@@ -180,7 +188,7 @@ def stage_rows(record: RefreshRecord, ended_ms: int) -> list[MetricRow]:
 
 
 def note(record: RefreshRecord, runs: Mapping[str, str | None], experiment: str) -> str:
-    """Markdown for the run's page: the stages, with links to the runs that built them."""
+    """Return Markdown for the run's page: the stages, with links to the runs that built them."""
     lines = ["| stage | state | version | seconds | run |", "| --- | --- | --- | --- | --- |"]
     for name, entry in record.stages.items():
         run = runs[name]
@@ -190,7 +198,7 @@ def note(record: RefreshRecord, runs: Mapping[str, str | None], experiment: str)
 
 
 def how_measured(record: RefreshRecord) -> dict[str, str]:
-    """Parameters of a comparison and its layouts; none of other refreshes."""
+    """Return the parameters of a comparison and its layouts; empty for other refreshes."""
     comparison = record.comparison
     if comparison is None:
         return {}
@@ -202,12 +210,12 @@ def how_measured(record: RefreshRecord) -> dict[str, str]:
 
 
 def layout_tags(record: RefreshRecord, number: int) -> dict[str, str]:
-    """What one searches the layouts of comparisons by."""
+    """Return the tags by which the layouts of comparisons are searched."""
     assert record.comparison
-    said = {name: value for trial in record.trials_of(number) for name, value in trial.tags.items()}
+    result_tags = {name: value for trial in record.trials_of(number) for name, value in trial.tags.items()}
     return {
         **record.comparison.layouts[number].tags,
-        **said,
+        **result_tags,
         "comparison": record.refresh,
         "hardware": record.hardware,
         "git_commit": record.git_commit or "unknown",
@@ -215,7 +223,7 @@ def layout_tags(record: RefreshRecord, number: int) -> dict[str, str]:
 
 
 def trial_rows(record: RefreshRecord, number: int) -> list[MetricRow]:
-    """Steps of all rounds of a layout; those of a second round go on counting where those of the first one end."""
+    """Return the steps of all rounds of a layout; each round's steps are numbered after those of the one before."""
     assert record.comparison
     steps_per_round = record.comparison.num_warmup_steps + record.comparison.num_steps
     files = [(trial.round, trial.work / "metrics.jsonl") for trial in record.trials_of(number)]

@@ -1,12 +1,12 @@
-"""Ships the ledgers of refreshes to MLflow. Runs as a process of its own.
+"""Program that ships the ledgers of refreshes to MLflow.
 
     python -m flows.tracking.shipper LEDGER_FOLDER
 
-Brings MLflow up to date with the ledger until stdin ends (the refresh is over, or died), then ships what is left of
-this refresh, and of earlier ones that MLflow was not there for.
+It brings MLflow up to date with the ledger until stdin ends (the refresh ended, or died), then ships the rest of this
+refresh, and of earlier ones for which MLflow was away.
 
-Nothing is shipped twice: `mlflow.json` says how far MLflow is, and is written after every batch; should this process
-die in between, MLflow drops what it has already (equal run, key, step, time and value).
+Nothing is shipped twice: `mlflow.json` records the progress and is written after every batch. If this process dies in
+between, MLflow drops what it has already (equal run, key, step, time and value).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ ATTEMPT_STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILL
 
 
 class Shipper:
-    """Brings MLflow up to date with one refresh."""
+    """Shipper of one refresh to MLflow."""
 
     def __init__(self, ledger: Ledger, client: MlflowClient):
         self.ledger = ledger
@@ -85,7 +85,7 @@ class Shipper:
         self._recovering = bool(self.shipped.experiment_id)
 
     def ship(self) -> bool:
-        """Ship what is new; returns whether the refresh is over and MLflow has all of it.
+        """Ship what is new; return whether the refresh is over and MLflow has all of it.
 
         Raises what the MLflow client raises when the server is away; call it again later.
         """
@@ -103,7 +103,7 @@ class Shipper:
         return True
 
     def note_trouble(self, error: Exception) -> None:
-        """Leave word that MLflow is away, so that nobody waits for it; a run may have been created all the same."""
+        """Record that MLflow is away, so that nothing waits for it; a run may have been created anyway."""
         self._recovering = True
         self._save(trouble=shortened(f"{type(error).__name__}: {error}", LONGEST_TROUBLE))
 
@@ -125,7 +125,7 @@ class Shipper:
         return self.shipped.parent_run_id
 
     def _ship_attempt(self, attempt: AttemptRecord, parent: str) -> bool:
-        """Returns whether the attempt is over and shipped."""
+        """Ship what is new of an attempt; return whether it is over and shipped."""
         known = self.shipped.attempts.get(attempt.name) or self._begin_attempt(attempt, parent)
         if known.done:
             return True
@@ -146,7 +146,7 @@ class Shipper:
         return self._save_attempt(attempt, ShippedAttempt(run_id=run, next_byte=attempt.first_byte))
 
     def _ship_layout(self, record: RefreshRecord, number: int, parent: str) -> None:
-        """A run for a layout of a comparison that is over; its last values are those of the table."""
+        """Create the run of a layout of a finished comparison; its last values are those of the table."""
         name = f"{LAYOUTS}/{number}"
         if record.comparison is None or name in self.shipped.attempts:
             return
@@ -170,7 +170,7 @@ class Shipper:
         return shipped
 
     def _create_run(self, tag: str, identity: str, name: str, started_ms: int, tags: dict[str, str]) -> str:
-        """Create a run, or find it when an earlier try created it and could not say so any more."""
+        """Create a run, or find the one that an earlier try created but could not record."""
         experiment = self.shipped.experiment_id
         if self._recovering:
             found = self.client.search_runs([experiment], f"tags.`lifecycle.{tag}` = '{identity}'", max_results=1)
@@ -220,7 +220,7 @@ class Shipper:
 
 
 def main() -> None:
-    """Ship the refresh named by the only argument until stdin ends, then what is left of others."""
+    """Ship the refresh of the ledger named by the argument until stdin ends, then the rest of others."""
     os.environ.update(CLIENT_ENVIRONMENT)
     # Missing, as to MLflow's small distribution: its models and datasets would import them, a quarter of the start.
     missing: dict[str, Any] = dict.fromkeys(("pandas", "scipy"))
@@ -240,7 +240,7 @@ def main() -> None:
 
 
 def ship_pending(client: MlflowClient) -> None:
-    """Ship what is left of refreshes that are over, but for those that another process is shipping."""
+    """Ship what is left of refreshes that are over, except those that another process is shipping."""
     for ledger in ledgers():
         if read_shipped(ledger).has_all_of(ledger):
             continue
@@ -253,12 +253,12 @@ def ship_pending(client: MlflowClient) -> None:
 
 
 def only_shipper(ledger: Ledger) -> FileLock:
-    """What to hold from before a `Shipper` reads how far MLflow is: two would create every run twice."""
+    """Return the lock to hold before a `Shipper` reads the progress: two shippers would create every run twice."""
     return FileLock(ledger.folder / "shipping.lock", fallback_to_soft=False)
 
 
 def _try_to_ship(shipper: Shipper) -> bool:
-    """Returns whether MLflow took what there was."""
+    """Ship what there is; return whether MLflow accepted it."""
     try:
         shipper.ship()
     except Exception as error:
@@ -270,29 +270,32 @@ def _try_to_ship(shipper: Shipper) -> bool:
 
 
 def _stdin_ended(timeout_s: float) -> bool:
-    """Wait for the end of stdin: the refresh holds the other end of the pipe, and writes nothing."""
+    """Wait for the end of stdin. The refresh holds the other end of the pipe, and writes nothing."""
     readable, _, _ = select.select([sys.stdin], [], [], timeout_s)
     return bool(readable)
 
 
 def experiment_id(client: MlflowClient) -> str:
-    """The id of our experiment, made when absent; another process may make it at the same time.
+    """Return the id of our experiment, created when absent; another process may create it at the same time.
 
-    Tags that it has already stay: a person may have changed them.
+    Tags that it has already are kept: a person may have changed them.
     """
     from mlflow.exceptions import MlflowException
 
     with contextlib.suppress(MlflowException):
-        found = client.get_experiment_by_name(EXPERIMENT)
-        identity = str(found.experiment_id if found else client.create_experiment(EXPERIMENT))
-        for name in EXPERIMENT_TAGS.keys() - (found.tags.keys() if found else ()):
+        known = client.get_experiment_by_name(EXPERIMENT)
+        identity = str(known.experiment_id if known else client.create_experiment(EXPERIMENT))
+        for name in EXPERIMENT_TAGS.keys() - (known.tags.keys() if known else ()):
             client.set_experiment_tag(identity, name, EXPERIMENT_TAGS[name])
         return identity
     return str(client.get_experiment_by_name(EXPERIMENT).experiment_id)
 
 
 def _folder(attempt: AttemptRecord) -> Path:
-    """Where an attempt's files are: its work folder becomes the artifact of a later attempt, when it has failed."""
+    """Return where an attempt's files are.
+
+    The work folder of a failed attempt becomes the artifact of a later one.
+    """
     artifact = store_root() / attempt.tags["kind"] / f"{attempt.stage}-{attempt.tags['version']}"
     folder = attempt.folder or attempt.work
     return folder if folder.exists() else artifact

@@ -1,7 +1,7 @@
-"""The refresh's side of tracking: starts the process that ships its ledger to MLflow (`shipper.py`), and ends it.
+"""Starter of the process that ships a refresh's ledger to MLflow (`shipper.py`).
 
-Importing mlflow costs two CPU-seconds and a call to a slow server may take any time; in a process of its own neither
-delays a stage. What happened is in the ledger first, so that nothing is lost when MLflow, or that process, is away.
+Importing mlflow costs two CPU-seconds, and a call to a slow server may take any time; in a process of its own neither
+delays a stage. Events are in the ledger first, so nothing is lost when MLflow, or that process, is away.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Tracker:
-    """Ships one refresh to MLflow, best effort."""
+    """Shipping process of one refresh, best effort."""
 
     def __init__(self, ledger: Ledger):
         self._folder = ledger.folder
@@ -24,7 +24,7 @@ class Tracker:
         self._environment: dict[str, str] = {}
 
     def start(self, environment: dict[str, str]) -> None:
-        """Start the process; it ends by itself once `close` was called, or when this process has died.
+        """Start the process; it ends after `close`, or when this process has died.
 
         environment: where MLflow is, added to the process's own.
         """
@@ -40,9 +40,9 @@ class Tracker:
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let the process ship the rest and end; what it does not manage, the next refresh ships.
+        """Let the process ship the rest and end; what it does not finish, the next refresh ships.
 
-        One that was killed meanwhile gets a successor.
+        A process that was killed meanwhile is replaced first.
         """
         if self._process and self._process.poll():
             self.start(self._environment)

@@ -20,16 +20,16 @@ from itertools import islice
 from typing import Any
 
 MOST_ROWS = 1000
-"""A browser reads the whole table."""
+"""Most rows of a table; a browser reads the whole table."""
 METRICS_PER_BATCH = 1000
 PARAMS_PER_BATCH = 100
 LONGEST_VALUE = 6000
 TABLES_TAG = "mlflow.loggedArtifacts"
-"""By which MLflow's pages, and its `load_table`, know a table."""
+"""Tag by which MLflow's pages, and its `load_table`, find a table."""
 
 
 def log_params(client: MlflowClient, run: str, params: Mapping[str, str]) -> None:
-    """Log parameters; those that the run has must have the same values."""
+    """Log parameters; those that the run has already must have the same values."""
     from mlflow.entities import Param
 
     entities = [Param(name, shortened(value, LONGEST_VALUE)) for name, value in params.items()]
@@ -47,7 +47,7 @@ def log_metrics(client: MlflowClient, run: str, rows: Sequence[MetricRow]) -> No
 
 
 def log_datasets(client: MlflowClient, run: str, datasets: Iterable[ReadDataset]) -> None:
-    """Log what a run has read; an input that it has already is kept once."""
+    """Log the datasets that a run has read; an input that it has already is kept once."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     inputs = [
@@ -69,15 +69,15 @@ def log_datasets(client: MlflowClient, run: str, datasets: Iterable[ReadDataset]
 
 
 def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]) -> None:
-    """Upload files of a folder that are there, and its plots; those of JSON lines once more as a table.
+    """Upload those files of a folder that exist, and its plots; files of JSON lines once more as a table.
 
     MLflow's own `log_table` needs pandas, and appends to what an earlier try has logged.
     """
     plots = [str(plot.relative_to(folder)) for plot in sorted((folder / "plots").glob("*"))]
-    there = [Path(file) for file in dict.fromkeys([*files, *plots]) if (folder / file).is_file()]
-    for file in there:
+    existing = [Path(file) for file in dict.fromkeys([*files, *plots]) if (folder / file).is_file()]
+    for file in existing:
         client.log_artifact(run, str(folder / file), None if file.parent == Path() else str(file.parent))
-    tables = {f"{file.with_suffix('')}.table.json": folder / file for file in there if file.suffix == ".jsonl"}
+    tables = {f"{file.with_suffix('')}.table.json": folder / file for file in existing if file.suffix == ".jsonl"}
     for name, file in tables.items():
         client.log_dict(run, table_of(file), name)
     if tables:
@@ -85,9 +85,9 @@ def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]
 
 
 def table_of(file: Path) -> dict[str, list[Any]]:
-    """`columns` and `data` (rows), as MLflow stores a table, of a file of JSON lines; no columns where there is no row.
+    """Return `columns` and `data` (rows) of a file of JSON lines, as MLflow stores a table.
 
-    At most `MOST_ROWS` rows, evenly apart. The values of an object have columns of their own: `rewards.right`.
+    At most `MOST_ROWS` rows, evenly spaced. The values of an object have columns of their own: `rewards.right`.
     """
     with file.open("rb") as stream:
         stride = math.ceil(sum(1 for _ in stream) / MOST_ROWS) or 1
@@ -101,14 +101,14 @@ def table_of(file: Path) -> dict[str, list[Any]]:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in row.items():
-        found |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
-    return found
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def set_tags(client: MlflowClient, run: str, tags: Mapping[str, str]) -> None:
-    """Set tags; one that the run has is replaced."""
+    """Set tags; one that the run has already is replaced."""
     from mlflow.entities import RunTag
 
     client.log_batch(run, tags=[RunTag(name, shortened(value, LONGEST_VALUE)) for name, value in tags.items()])
