@@ -12,7 +12,7 @@ from flows.report.lineage import closure
 from flows.report.model import Curve, DataOfTraining, Histogram, Share, TrainingCurves
 from flows.store.record import Artifact, Index
 from flows.tracking.rows import CURVES, HELD_OUT, batches, is_curve
-from stages.data.lengths import LENGTHS_FILE, Lengths
+from stages.data.summaries import LENGTHS_FILE, Lengths
 
 MOST_POINTS = 1000
 """Most points of a curve on a page; a screen cannot show more."""
