@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import utils
-from transformers.utils import is_scipy_available, is_sklearn_available, is_torchao_available
+from transformers.utils import import_utils
 
 AUTO_FACTORY = "transformers.models.auto.auto_factory"
 
@@ -20,11 +22,42 @@ def hide_unused_packages() -> None:
     Everybody else finds them as before.
     """
     for name, is_available in (
-        ("sklearn", is_sklearn_available),
-        ("scipy", is_scipy_available),
-        ("torchao", is_torchao_available),
+        ("sklearn", import_utils.is_sklearn_available),
+        ("scipy", import_utils.is_scipy_available),
+        ("torchao", import_utils.is_torchao_available),
     ):
         _remember_missing(name, is_available)
+
+
+def start_training_quickly() -> None:
+    """Hide unused packages, accelerate among them, and do without the docstrings that Transformers gives to models.
+
+    Transformers uses accelerate to spread a model over devices by `device_map`, which training does itself; PEFT finds
+    it as before. Together they are a third of what a training of few steps takes.
+    """
+    hide_unused_packages()
+    _remember_missing("accelerate", import_utils.is_accelerate_available)
+    utils.auto_docstring = _undocumented
+    _import_names_of_models()
+
+
+def _import_names_of_models() -> None:
+    """Import `transformers.models` without reading all of its files again for their names, which takes 0.3 s."""
+    if "transformers.models" in sys.modules:
+        return
+    define = import_utils.define_import_structure
+    prefix = "models."
+    # The answer to these very arguments is cached; names that `transformers` has added to it have no prefix.
+    named = define(Path(transformers.__file__).parent / "models", prefix="models")
+    own = {
+        backends: {module.removeprefix(prefix): names for module, names in modules.items() if module.startswith(prefix)}
+        for backends, modules in named.items()
+    }
+    import_utils.define_import_structure = lambda *_, **__: own
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        import_utils.define_import_structure = define
 
 
 def hide_torchao_from_adapters() -> None:

@@ -15,15 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from stages.adapters.check import loading_problem
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import check_mergeable, write_adapter
-from stages.adapters.lora import add_adapter, changed_weights, factors_of, store_base
-from stages.adapters.start import go_on_with, merge_into, read_start
 from stages.core.contract import is_main_process
 from stages.core.errors import ModelError
 from stages.data.batch import Batch
@@ -31,7 +27,6 @@ from stages.engines.balance import METRIC, num_tokens
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.export import ScoreHead, check_exportable, export_model
 from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits
-from stages.engines.fsdp.eva import InputRows, start_directions
 from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, load_model
 from stages.engines.fsdp.moe import check_mixture, freeze_routers
 from stages.engines.fsdp.optimizer import build_optimizer, decayed_parameters, hold_in_bf16
@@ -46,7 +41,10 @@ from stages.models.transformers_flops import model_flops
 from stages.parallel.layout import Layout
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from torchao.float8 import Float8LinearConfig
+
+    from stages.engines.fsdp.eva import InputRows
 
 
 class FsdpEngine:
@@ -90,6 +88,8 @@ class FsdpEngine:
         drop_weights(self._model, read_later)
         self.flops = model_flops(self._model.causal_lm)
         if settings.adapter:
+            from stages.adapters.lora import store_base
+
             store_base(self._model.causal_lm, settings.adapter.base_precision, self.compute_dtype)
         if settings.low_precision.bf16_stochastic_round:
             hold_in_bf16(self._model.causal_lm)
@@ -190,6 +190,8 @@ class FsdpEngine:
     def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
         """One weight at a time is gathered; rank 0 writes."""
         if self._adapter:
+            from stages.adapters.check import loading_problem
+
             parameters = self._model.causal_lm.named_parameters()
             learned = {name: _full_tensor(one.detach()).cpu() for name, one in parameters if one.requires_grad}
             if not is_main_process():
@@ -231,6 +233,10 @@ class FsdpEngine:
 
     def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
         """Before the model is sharded; what was taken out of the base for it is kept for the export."""
+        # PEFT takes half a second to import: only where there is an adapter.
+        from stages.adapters.lora import add_adapter, changed_weights, factors_of
+        from stages.adapters.start import go_on_with, merge_into, read_start
+
         causal_lm = self._model.causal_lm
         assert settings.adapter
         start = read_start(self._start, self._folder) if self._start else None
@@ -239,6 +245,8 @@ class FsdpEngine:
             merge_into(causal_lm, self._merged)
         directions = None
         if settings.adapter.init == "eva":
+            from stages.engines.fsdp.eva import start_directions
+
             assert rows, "that are given to an engine whose adapter starts from them"
             directions = start_directions(self._model, settings.adapter, rows, self._folder, self._trust_remote_code)
         elif start and not self._merged and start.has_own_ranks:

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from stages.adapters.experts import of_each_expert
-from stages.adapters.lora import num_experts_of_factors
 from stages.models.stored_tensors import CheckpointReader, check_stored
 
 
@@ -28,9 +27,12 @@ class TrainingState:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._num_experts = {
-            name: number for name, number in num_experts_of_factors(model).items() if ".lora_B." in name
-        }
+        self._num_experts: dict[str, int] = {}
+        if any(".lora_B." in name for name, _ in model.named_parameters()):
+            from stages.adapters.lora import num_experts_of_factors  # and PEFT
+
+            of_factors = num_experts_of_factors(model).items()
+            self._num_experts = {name: number for name, number in of_factors if ".lora_B." in name}
         # The writing thread has collectives of its own, which must not meet those of training in one group.
         self._group = dist.new_group(backend="gloo")
 

@@ -7,12 +7,11 @@ import shutil
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from stages.adapters.adapter import Adapter
-from stages.adapters.effect import Changing, changing, has_effect, idle_layers
-from stages.adapters.experts import ChangedParameters, idle_experts
 from stages.adapters.files import NUM_NAMED, read_adapter
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageContext, StageResult, is_main_process
@@ -39,7 +38,7 @@ from stages.kinds.train.watchdog import Watchdog
 from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
 from stages.models.shape import ModelShape
-from stages.models.start_up import hide_unused_packages
+from stages.models.start_up import start_training_quickly
 from stages.models.tokenizer_probe import check_tokenizer
 from stages.models.trained_on import note_trained_on
 from stages.parallel.accelerator import check_precision, type_at_hand
@@ -49,6 +48,9 @@ from stages.parallel.eight_bits import missing_package
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
 
+if TYPE_CHECKING:
+    from stages.adapters.effect import Changing
+
 LOSS_PLOT = "plots/loss.png"
 
 
@@ -57,7 +59,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
 
     Raises a `LifecycleError` when the model, the data, the layout or the machine do not allow it, or training diverges.
     """
-    hide_unused_packages()
+    start_training_quickly()
     model_folder = context.inputs[config.base or config.model] / "model"
     config = config.model_copy(update={"data": data_with_template(config.data, context.inputs[config.model])})
     _check_machine(config)
@@ -144,10 +146,11 @@ def _build_engine(
     start = context.inputs[config.model] / "adapter" if config.base else None
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
-        from stages.engines.fsdp.eva import InputRows
 
         rows = None
         if config.adapter and config.adapter.init == "eva":
+            from stages.engines.fsdp.eva import InputRows
+
             if not isinstance(data, RowData):
                 raise ModelError(
                     f"adapter.init is eva, and `method: {config.method}` has no rows that it could start from"
@@ -228,6 +231,10 @@ def _write(training_run: TrainingRun, data: TrainingData, context: StageContext,
 
 def _judge_adapter(config: TrainConfig, context: StageContext, base: Path) -> None:
     """Refuse an adapter of which nothing is left once it is merged; warn of layers and experts that learned nothing."""
+    # Not atop: they import what Transformers loads models with, before `start_training_quickly` could make that light.
+    from stages.adapters.effect import has_effect, idle_layers
+    from stages.adapters.experts import idle_experts
+
     start = read_adapter(context.inputs[config.model] / ADAPTER_FOLDER) if config.base else None
     adapter = read_adapter(context.work / config.product)
     if idle := idle_layers(adapter):
@@ -251,9 +258,12 @@ def _judge_adapter(config: TrainConfig, context: StageContext, base: Path) -> No
 
 
 def _changing(adapter: Adapter, config: TrainConfig, base: Path) -> Changing:
+    from stages.adapters.effect import changing
+
     if not adapter.parameters:
         return changing(adapter, None)
     from stages.adapters.check import model_without_weights  # and PEFT, which this process has loaded for experts
+    from stages.adapters.experts import ChangedParameters
 
     causal_lm = model_without_weights(base, trust_remote_code=config.trust_remote_code)
     return changing(adapter, ChangedParameters(adapter, causal_lm))

@@ -42,6 +42,30 @@ class CameWithItsModel(PreTrainedModel):
 print(issubclass(auto_factory.add_generation_mixin_to_remote_model(CameWithItsModel), GenerationMixin))
 """
 
+TRAINING = """
+import sys
+from pathlib import Path
+import torch, transformers
+from transformers.utils import import_utils
+from stages.models.start_up import start_training_quickly
+import stages.kinds.train.run
+start_training_quickly()
+import stages.engines.fsdp.engine
+assert not {"peft", "accelerate", "matplotlib", "prometheus_client"} & {*sys.modules}
+import transformers.models
+names = import_utils.define_import_structure(str(Path(transformers.__file__).parent / "models" / "__init__.py"))
+alone = import_utils._LazyModule("transformers.models", transformers.models.__file__, names)
+assert transformers.models._class_to_module == alone._class_to_module
+assert dir(transformers.models) == dir(alone)
+import peft, accelerate
+print(peft.peft_model.dispatch_model is accelerate.dispatch_model)
+"""
+
+
+def test_training_does_without_what_only_adapters_and_other_ways_to_load_need():
+    done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
+
 
 def test_models_do_without_packages_that_everybody_else_still_finds():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
