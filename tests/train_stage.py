@@ -6,6 +6,8 @@ import itertools
 import json
 import shutil
 import subprocess
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ from flows.launch import local
 from stages.core.contract import StageContext, StageInput
 from stages.hubs.builtin import addition, addition_preferences, qwen3
 from stages.kinds.train.config import TrainConfig
+from tests.parity.ranks import Ranks, started_ranks
 
 VERSION = "0" * 12
 NUM_ROWS = {"problems": (400, 40), "preferences": (32, 16)}
 """Training and held-out rows; preferences are few, so that a few steps see them several times."""
+PARENTS = ExitStack()
 
 
 def make_artifacts(folder: Path) -> dict[str, Path]:
@@ -92,8 +96,23 @@ def start(work: Path, config: TrainConfig) -> subprocess.Popen[bytes]:
 
 
 def run_to_end(work: Path, config: TrainConfig) -> None:
-    """Run the stage's processes until they end, well."""
-    assert start(work, config).wait(timeout=300) == 0, (work / "log.txt").read_text()[-4000:]
+    """Run the stage's processes until they end, well: forks of a parent that has imported all that they need.
+
+    Where there is a GPU they are started as ever, since a process that knows of it is not to be forked.
+    """
+    log = work / "log.txt"
+    if shutil.which("nvidia-smi"):
+        assert start(work, config).wait(timeout=300) == 0, log.read_text()[-4000:]
+        return
+    program = f"tests.warm_{'megatron_' * (config.engine == 'megatron')}stage"
+    environment = json.dumps({**local.environment(config), "OMP_NUM_THREADS": "1"})
+    _warm_parent(program).run(program, config.processes, work, environment, log=log)
+
+
+@cache
+def _warm_parent(program: str) -> Ranks:
+    """Lives as long as this process."""
+    return PARENTS.enter_context(started_ranks())
 
 
 def logged(work: Path) -> list[dict[str, float]]:
