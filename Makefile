@@ -37,17 +37,16 @@ test: export OMP_WAIT_POLICY := PASSIVE
 
 test: check llama-cpp
 	.venv/bin/pytest tests/unit tests/parity tests/faults tests/pipeline tests/gpu --durations 15 $(BESIDE_EACH_OTHER)
+	@.venv/bin/python tests/nightly/parts.py --stale
 
 unit: environments llama-cpp .venv/.test-ready
 	.venv/bin/pytest tests/unit $(BESIDE_EACH_OTHER)
 
-# Every injected fault, and a table: how fast it was noticed and mended, and what was lost. A refresh whose processes are
-# killed at random is run with three seeds here, with one in `make test`.
-faults: export KILL_SEEDS := 3
+# Every injected fault, and a table: how fast it was noticed and mended, and what was lost.
 faults: environments .venv/.test-ready
-	.venv/bin/pytest tests/faults
+	.venv/bin/pytest -m "" tests/faults --ignore tests/faults/test_year.py
 
-# What takes too long for `make test`, a year of nightly refreshes first; and when each file of it last passed.
+# What takes too long for `make test`, in parts, a year of nightly refreshes first; and when each part last passed.
 nightly: environments .venv/.test-ready
 	.venv/bin/python tests/nightly/parts.py
 

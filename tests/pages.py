@@ -8,7 +8,7 @@ A comment above a table or a console block says where it comes from:
     <!-- measured 2026-11-21 -->           a console block whose commands take minutes, or an idle machine
     <!-- measured 2026-11-21: COMMAND -->  a table that such a command prints
 
-python tests/pages.py                       # write again all but the last; unit tests hold that this changes nothing
+python tests/pages.py [--page PAGE]         # write again all but the last; unit tests hold that this changes nothing
 python tests/pages.py --measured [WORDS]    # run the last, if WORDS are in the command; name lines no longer printed
 """
 
@@ -43,11 +43,13 @@ from stages.data.formats import format_table  # noqa: E402
 from stages.kinds.registry import KINDS  # noqa: E402
 from stages.rewards.registry import REWARDS  # noqa: E402
 from stages.rewards.reward import Reward  # noqa: E402
+from tests.nightly.parts import table  # noqa: E402
 
 FOLDERS = ("configs", "flows", "stages", "deploy", "tests")
 PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("README.md")))]
 SHOWN = re.compile(
-    r"^<!-- (?P<kind>fields|rewards|exit codes|names|graph|engines|formats|run|measured) ?(?P<argument>.*?) ?-->\n"
+    r"^<!-- (?P<kind>fields|rewards|exit codes|names|graph|engines|formats|nightly|run|measured)"
+    r" ?(?P<argument>.*?) ?-->\n"
     r"(?P<body>```[\s\S]*?^```$|(?:^\|.*\n?)+)",
     re.MULTILINE,
 )
@@ -235,6 +237,7 @@ WRITERS = {
     "graph": _graph,
     "engines": _engines,
     "formats": lambda _: format_table(),
+    "nightly": lambda _: table(),
 }
 
 
@@ -258,8 +261,10 @@ def main() -> None:
     """Write the pages again, or check what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", nargs="?", const="", metavar="WORDS")
-    words = parser.parse_args().measured
-    for page in PAGES:
+    parser.add_argument("--page", type=Path, help="this one alone")
+    options = parser.parse_args()
+    words = options.measured
+    for page in [options.page.resolve()] if options.page else PAGES:
         if words is None:
             page.write_text(rewritten(page), encoding="utf-8")
         for shown in shown_in(page) if words is not None else ():

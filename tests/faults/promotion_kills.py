@@ -1,4 +1,4 @@
-"""Promotions and rollbacks, each killed at a random moment: `promotion_kills.py SEED NUM_KILLS`.
+"""Promotions and rollbacks, each killed at a random moment of another stretch: `promotion_kills.py SEED NUM_KILLS`.
 
 Prints a JSON line for each kill: who was champion and previous before it, after it, and had the move been completed.
 This process imports MLflow once and never asks it: every move, and every look at the registry, is a fork of its own.
@@ -24,6 +24,8 @@ from flows.store.store import Store
 from stages.kinds.promote.verdict import VERDICT_FILE, Verdict
 from tests.promotion import NAME, commit, offer
 
+LATEST = 1.5
+"""Share of an undisturbed promotion after which the last is killed, which is over by then."""
 Standing = tuple[str | None, str | None]
 """Versions in the registry that are champion and previous."""
 
@@ -80,11 +82,13 @@ def main(seed: int, num_kills: int) -> None:
     forked(promotion_of("first", None))
     duration_s = time.monotonic() - started_s
     standing: Standing = tuple(json.loads(forked(look)))
-    for number in range(num_kills):
+    moments = [(number + chance.random()) / num_kills for number in range(num_kills)]
+    chance.shuffle(moments)
+    for number, moment in enumerate(moments):
         champion, previous = standing
         rolls_back = previous is not None and chance.random() < 0.3
         move = roll_back if rolls_back else promotion_of(f"{seed}-{number}", champion)
-        forked(move, kill_after_s=chance.uniform(0, duration_s))
+        forked(move, kill_after_s=LATEST * moment * duration_s)
         found = tuple(json.loads(forked(look)))
         print(json.dumps({"rollback": rolls_back, "before": standing, "after": found}), flush=True)
         if not rolls_back and found == standing and chance.random() < 0.5:

@@ -81,10 +81,26 @@ def recover(store, stage, ranks, undisturbed, fault) -> None:
 
 
 STAGES_AND_SIGNALS = [(stage, signal.SIGKILL) for stage in ("base", "sft", "awq", "scores")] + [("sft", signal.SIGTERM)]
+FEW = {
+    ("flow", "base", signal.SIGKILL),
+    ("supervisor", "awq", signal.SIGKILL),
+    ("process", "scores", signal.SIGKILL),
+    *((victim, "sft", signal.SIGTERM) for victim in ("flow", "supervisor", "process")),
+    (0, signal.SIGTERM),
+    (1, signal.SIGKILL),
+}
+"""Each signal for each kind of process, and each stage; the others are nightly."""
 
 
-@pytest.mark.parametrize(("stage", "number"), STAGES_AND_SIGNALS)
-@pytest.mark.parametrize("victim", ["flow", "supervisor", "process"])
+def kills(*all_of_them):
+    """Parameters of a test."""
+    return [pytest.param(*one, marks=() if one in FEW else pytest.mark.nightly) for one in all_of_them]
+
+
+@pytest.mark.parametrize(
+    ("victim", "stage", "number"),
+    kills(*((victim, *place) for victim in ("flow", "supervisor", "process") for place in STAGES_AND_SIGNALS)),
+)
 def test_a_refresh_whose_process_was_killed_goes_on_where_it_was(tmp_path, undisturbed, fault, number, victim, stage):
     errors = disturb(tmp_path, stage, victim, number, 1, fault)
     if victim == "process":
@@ -92,8 +108,9 @@ def test_a_refresh_whose_process_was_killed_goes_on_where_it_was(tmp_path, undis
     recover(tmp_path, stage, 1, undisturbed, fault)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])
+@pytest.mark.parametrize(
+    ("rank", "number"), kills(*((rank, number) for rank in (0, 1) for number in (signal.SIGKILL, signal.SIGTERM)))
+)
 def test_training_whose_rank_was_killed_goes_on_where_it_was(tmp_path, undisturbed, fault, number, rank):
     errors = disturb(tmp_path, "sft", f"rank {rank}", number, 2, fault)
     assert f"rank {rank} was killed by {number.name}" in errors

@@ -3,7 +3,9 @@
 Each seed kills every kind once: flow, supervisor, rank, quantizer, vLLM, Prefect, MLflow. Some live in one stage only,
 so they die in the order of these; chance puts the others between them, picks the process, and when it dies. As often
 as the refresh dies it is run again; in the end every artifact has the version and the bytes of an undisturbed refresh.
-KILL_SEEDS says how often that is done: three times in `make faults`, else once.
+KILL_SEEDS says how often that is done.
+
+Quick siblings: `test_killed_anywhere.py`, `test_train_faults.py`, `test_serve_faults.py` and `test_server_faults.py`.
 """
 
 import json
@@ -82,7 +84,7 @@ RECIPE = {
     },
 }
 
-pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2 * TIMEOUT_S)]
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +208,7 @@ def kill_in_turn(
             assert not is_server or home.lifecycle("up").returncode == 0
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("KILL_SEEDS", "1"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("KILL_SEEDS", "3"))))
 def test_a_refresh_whose_processes_are_killed_at_random_ends_with_the_bytes_of_an_undisturbed_one(
     home, recipe, undisturbed, fault, seed
 ):

@@ -1,4 +1,7 @@
-"""Thirty promotions and rollbacks killed at random moments: always one champion, and the right one before it."""
+"""Promotions and rollbacks killed at random moments: always one champion, and the right one before it.
+
+Eight in `make test`, thirty by night.
+"""
 
 import json
 import os
@@ -6,17 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.promotion import own_mlflow
 
 PROGRAM = Path(__file__).with_name("promotion_kills.py")
-SEED, NUM_KILLS = 12, 30
+SEED = 12
 
 
-def test_whenever_a_promotion_is_killed_there_is_one_champion_and_the_right_previous(tmp_path, fault):
-    fault.name, fault.stage = f"{NUM_KILLS} kills at random moments", "promote"
+@pytest.mark.parametrize("num_kills", [8, pytest.param(30, marks=pytest.mark.nightly)])
+def test_whenever_a_promotion_is_killed_there_is_one_champion_and_the_right_previous(tmp_path, fault, num_kills):
+    fault.name, fault.stage = f"{num_kills} kills at random moments", "promote"
     with fault.timed("recovered"):
         done = subprocess.run(
-            [sys.executable, PROGRAM, str(SEED), str(NUM_KILLS)],
+            [sys.executable, PROGRAM, str(SEED), str(num_kills)],
             env={**os.environ, **own_mlflow(tmp_path)},
             text=True,
             capture_output=True,
@@ -35,5 +41,5 @@ def test_whenever_a_promotion_is_killed_there_is_one_champion_and_the_right_prev
         else:
             assert move["after"] == [champion, previous]
             assert "again" not in move
-    assert len(kills) == NUM_KILLS
+    assert len(kills) == num_kills
     assert {move["after"] == move["before"] for move in kills} == {True, False}

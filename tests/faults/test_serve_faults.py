@@ -167,6 +167,7 @@ def test_a_server_that_refuses_to_start_says_why(root: Path) -> None:
     assert not list(runtime(root).iterdir())
 
 
+@pytest.mark.nightly
 def test_heads_that_vllm_starts_with_but_cannot_run_are_named(root: Path) -> None:
     make_model(root / "heads" / "model", head_dim=24)
     config = {"model": "heads", "serving": SERVING, "benchmark": None}
@@ -190,7 +191,9 @@ def test_a_killed_serve_stage_takes_its_server_along(root: Path, fault: Fault) -
             assert_nothing_left(runtime(root), port)
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "server", "engine"])
+@pytest.mark.parametrize(
+    "victim", [*(pytest.param(one, marks=pytest.mark.nightly) for one in ("supervisor", "server")), "engine"]
+)
 def test_whatever_is_killed_while_a_server_starts_takes_it_along(root: Path, fault: Fault, victim: str) -> None:
     fault.name, fault.stage = f"SIGKILL of vLLM's {victim}", "serve"
     work = serve_work(root, f"without-{victim}")
@@ -206,9 +209,16 @@ def test_whatever_is_killed_while_a_server_starts_takes_it_along(root: Path, fau
     assert_nothing_left(runtime(root), None)
 
 
-def test_an_evaluation_goes_on_where_it_was_whoever_is_killed(root: Path, new_fault: Callable[..., Fault]) -> None:
+@pytest.mark.parametrize(
+    "victims", [["engine"], pytest.param(["server", "engine", "lm-eval"], marks=pytest.mark.nightly)], ids="+".join
+)
+def test_an_evaluation_goes_on_where_it_was_whoever_is_killed(
+    root: Path, new_fault: Callable[..., Fault], victims: list[str]
+) -> None:
+    """By day, `tests/pipeline/test_serve_evaluate.py` kills lm-eval."""
+    shutil.rmtree(root / "evaluate", ignore_errors=True)
     left = range(200, 201)
-    for victim in ("server", "engine", "lm-eval"):
+    for victim in victims:
         fault = new_fault(f"SIGKILL of {'' if victim == 'lm-eval' else 'its '}{victim}", "evaluate")
         answered, requested = disturb_evaluation(evaluation_work(root), victim, fault)
         assert requested in left

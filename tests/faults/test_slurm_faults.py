@@ -1,4 +1,8 @@
-"""Whatever happens to a Slurm job, or to the refresh that waits for it: nothing stays in the queue, nothing is lost."""
+"""Whatever happens to a Slurm job, or to the refresh that waits for it: nothing stays in the queue, nothing is lost.
+
+Most are nightly, since Slurm looks at its jobs every half minute; quick siblings: those that stay, and
+`tests/pipeline/test_slurm.py`.
+"""
 
 import os
 import signal
@@ -80,7 +84,9 @@ def went_on(built: Built) -> str:
 # ------------------------------------------------------------------------------------- the refresh that waits for it
 
 
-@pytest.mark.parametrize(("number", "mode"), [(signal.SIGKILL, "family"), (signal.SIGTERM, "steps")])
+@pytest.mark.parametrize(
+    ("number", "mode"), [(signal.SIGKILL, "family"), pytest.param(signal.SIGTERM, "steps", marks=pytest.mark.nightly)]
+)
 def test_a_refresh_that_is_killed_takes_its_job_along(cluster, store, fault, number, mode):
     fault.name, fault.stage = f"{number.name} of flow, on Slurm", "download"
     flow = start_flow(store, mode)
@@ -92,6 +98,7 @@ def test_a_refresh_that_is_killed_takes_its_job_along(cluster, store, fault, num
         eventually(lambda: not tiny.processes_of(store), "processes are left")
 
 
+@pytest.mark.nightly
 def test_a_stage_that_is_stopped_takes_its_job_along(cluster, store):
     stop = threading.Event()
     threading.Thread(target=lambda: (work_of(store, "scratch"), stop.set())).start()
@@ -102,6 +109,7 @@ def test_a_stage_that_is_stopped_takes_its_job_along(cluster, store):
     assert tiny.processes_of(store) == []
 
 
+@pytest.mark.nightly
 def test_a_job_whose_machine_of_the_refresh_was_lost_ends_itself(cluster, store, fault):
     fault.name, fault.stage = "machine of the flow lost, on Slurm", "download"
     flow = start_flow(store, "steps")
@@ -113,6 +121,7 @@ def test_a_job_whose_machine_of_the_refresh_was_lost_ends_itself(cluster, store,
     assert "no heartbeat from the agent" in (work / "log.txt").read_text()
 
 
+@pytest.mark.nightly
 def test_the_next_refresh_cancels_a_job_that_a_lost_one_left_waiting(cluster, store, fault):
     fault.name, fault.stage = "machine of the flow lost, job waiting", "download"
     blocker = occupy(cluster)
@@ -139,6 +148,7 @@ def kill_at_once(flow: subprocess.Popen) -> None:
 # ----------------------------------------------------------------------------------------------------- the job itself
 
 
+@pytest.mark.nightly
 def test_a_job_that_reaches_its_time_limit_goes_on_in_another(store, fault):
     fault.name, fault.stage = "Slurm job at its time limit", "download"
     with fault.timed("recovered"):
@@ -148,6 +158,7 @@ def test_a_job_that_reaches_its_time_limit_goes_on_in_another(store, fault):
     assert "was ended by its time limit; submitting it again" in messages(built.artifact)
 
 
+@pytest.mark.nightly
 def test_a_time_limit_that_leads_nowhere_is_an_error(store, fault):
     fault.name, fault.stage = "Slurm time limit without progress", "download"
     with (
@@ -157,6 +168,7 @@ def test_a_time_limit_that_leads_nowhere_is_an_error(store, fault):
         slurm_stage.build(store, "steps", STUCK, **SOON_OVER)
 
 
+@pytest.mark.nightly
 def test_a_preempted_job_goes_on_when_the_nodes_are_free_again(cluster, store, fault):
     fault.name, fault.stage = "Slurm job preempted", "download"
     outcome, thread = in_the_background(store, "steps", SLOW)
@@ -171,6 +183,7 @@ def test_a_preempted_job_goes_on_when_the_nodes_are_free_again(cluster, store, f
     fault.lost = went_on(outcome[0])
 
 
+@pytest.mark.nightly
 def test_a_job_whose_node_is_lost_goes_on_elsewhere(cluster, store, fault):
     fault.name, fault.stage = "SIGKILL of slurmd", "download"
     outcome, thread = in_the_background(store, "steps", SLOW)

@@ -1,54 +1,131 @@
-"""Tests that take too long for `make test`, a file at a time: `make nightly`, or
+"""Tests that take too long for `make test`, in parts: `make nightly`, or
 
-    python tests/nightly/parts.py [FILE …]
+    python tests/nightly/parts.py [PART …]     run these parts, or all
+    python tests/nightly/parts.py --stale      name the parts that are due
 
-The year comes first. Which file last passed on which commit, and how long that took, is kept in `build/nightly.json`;
-the exit code is 1 when a file failed.
+Each part is a run of pytest over the tests that are marked `nightly` in some files, and says what it proved. On which
+commit and day it last passed is kept in `stamps.json` here, which `tests/README.md` shows; the exit code is 1 when a
+part failed. All take at most an hour on two cores, but for the year, which takes two.
 """
+
+from __future__ import annotations
 
 import json
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
-PASSED = ROOT / "build" / "nightly.json"
-YEAR = ROOT / "tests" / "faults" / "test_year.py"
+STAMPS = Path(__file__).with_name("stamps.json")
+RESULTS = ROOT / "build" / "nightly.xml"
+PAGE = ROOT / "tests" / "README.md"
+FRESH_DAYS = 7
 
 
-def main(files: list[Path]) -> int:
-    parts = files or [YEAR, *sorted((ROOT / "tests" / "nightly").glob("test_*.py"))]
+@dataclass(frozen=True)
+class Part:
+    """Tests, by files or folders below `tests/`, without those of `but`."""
+
+    name: str
+    proves: str
+    tests: tuple[str, ...]
+    but: tuple[str, ...] = ()
+
+    def command(self) -> list[str]:
+        left_out = [f"--ignore=tests/{path}" for path in self.but]
+        # The last -m counts: that of pyproject.toml leaves these tests out.
+        command = [sys.executable, "-m", "pytest", "-m", "nightly", "--durations=10", f"--junitxml={RESULTS}"]
+        return [*command, *left_out, *(f"tests/{path}" for path in self.tests)]
+
+
+RANDOM, SLURM = "faults/test_killed_at_random.py", "faults/test_slurm_faults.py"
+YEAR = "faults/test_year.py"
+PARTS = (
+    Part("year", "365 nightly refreshes on a clock of their own lose nothing and need no hand", (YEAR,)),
+    Part("matrices", "every layout, method and adapter of both engines learns what Transformers learns", ("parity",)),
+    Part(
+        "kills", "every kill point of a refresh, a server, a promotion is survived", ("faults",), (YEAR, RANDOM, SLURM)
+    ),
+    Part("random kills", "three refreshes killed at random end with the bytes of an undisturbed one", (RANDOM,)),
+    Part("slurm", "jobs that are lost, preempted or out of time go on", (SLURM,)),
+    Part("pipelines", "recipes that stand on the quickstart: adapters, GGUF files", ("pipeline",)),
+    Part("homes", "homes copied, moved, killed in their parts while they run", ("nightly",)),
+)
+
+
+def main(names: list[str]) -> int:
+    """Run parts; returns the exit code."""
+    if names == ["--stale"]:
+        print(stale_parts())
+        return 0
+    if unknown := set(names) - {part.name for part in PARTS}:
+        sys.exit(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in PARTS)}")
     commit = checked_out()
-    failed = [part for part in parts if not passes(part, commit)]
-    for part, last in noted().items():
-        how = f"in {last['seconds']} s, {last['skipped']} skipped"
-        print(f"{part}: last passed on {last['commit']}, {last['time']}, {how}")
-    for part in failed:
-        print(f"{name_of(part)}: failed on {commit}")
+    chosen = [part for part in PARTS if part.name in names or not names]
+    failed = [part for part in chosen if not passes(part, commit)]
+    for part in chosen:
+        how = "FAILED" if part in failed else f"{stamps()[part.name]['passed']} tests passed"
+        print(f"{part.name}: {part.proves}: {how} on {commit}")
+    write_page()
     return 1 if failed else 0
 
 
-def passes(part: Path, commit: str) -> bool:
-    """Run the tests of one file; note that they passed."""
+def passes(part: Part, commit: str) -> bool:
+    """Run the tests of a part; stamp it if they passed."""
     started_s = time.monotonic()
-    results = PASSED.with_suffix(".xml")
-    # The last -m counts: that of pyproject.toml leaves these tests out.
-    command = [sys.executable, "-m", "pytest", "-m", "", f"--junitxml={results}", part]
-    done = subprocess.run(command, cwd=ROOT, check=False)
-    if done.returncode == 0:
-        seconds, now = round(time.monotonic() - started_s), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-        skipped = sum(int(suite.get("skipped", 0)) for suite in ElementTree.parse(results).iter("testsuite"))
-        last = {name_of(part): {"commit": commit, "time": now, "seconds": seconds, "skipped": skipped}}
-        PASSED.write_text(json.dumps({**noted(), **last}, indent=2))
-    return done.returncode == 0
+    RESULTS.parent.mkdir(exist_ok=True)
+    if subprocess.run(part.command(), cwd=ROOT, check=False).returncode:
+        return False
+    suites = list(ElementTree.parse(RESULTS).iter("testsuite"))
+    skipped = sum(int(suite.get("skipped", 0)) for suite in suites)
+    stamp = {
+        "commit": commit,
+        "day": f"{datetime.now(UTC):%Y-%m-%d}",
+        "minutes": round((time.monotonic() - started_s) / 60, 1),
+        "passed": sum(int(suite.get("tests", 0)) for suite in suites) - skipped,
+        "skipped": skipped,
+    }
+    STAMPS.write_text(json.dumps({**stamps(), part.name: stamp}, indent=2) + "\n")
+    return True
 
 
-def noted() -> dict[str, dict[str, object]]:
-    """Return what is known of each file that has ever passed here."""
-    return json.loads(PASSED.read_text()) if PASSED.exists() else {}
+def stamps() -> dict[str, dict[str, object]]:
+    """Return what is known of each part that has ever passed."""
+    return json.loads(STAMPS.read_text()) if STAMPS.exists() else {}
+
+
+def stale_parts() -> str:
+    """Return a sentence on parts that never passed, or not in the last days."""
+    today = datetime.now(UTC).date()
+    days = {name: date.fromisoformat(str(stamp["day"])) for name, stamp in stamps().items()}
+    due = [part.name for part in PARTS if part.name not in days or (today - days[part.name]).days > FRESH_DAYS]
+    named = [f"{name} ({f'last passed on {days[name]}' if name in days else 'never passed'})" for name in due]
+    return f"due by `make nightly`: {', '.join(named)}" if named else "no nightly part is due"
+
+
+def table() -> str:
+    """Return a table of the parts, in Markdown."""
+    rows = [
+        "| part | proves | last passed on | day | minutes | tests, skipped |",
+        "| --- | --- | --- | --- | ---: | ---: |",
+    ]
+    for part in PARTS:
+        stamp = stamps().get(part.name)
+        cells = [part.name, part.proves, "–", "–", "–", "–"]
+        if stamp:
+            counts = f"{stamp['passed']}, {stamp['skipped']}"
+            cells[2:] = [f"`{stamp['commit']}`", str(stamp["day"]), str(stamp["minutes"]), counts]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def write_page() -> None:
+    """Show the stamps on the page, as `make docs` does."""
+    subprocess.run([sys.executable, ROOT / "tests" / "pages.py", "--page", PAGE], cwd=ROOT, check=True)
 
 
 def checked_out() -> str:
@@ -57,12 +134,13 @@ def checked_out() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
-    return git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
-
-
-def name_of(part: Path) -> str:
-    return str(part.resolve().relative_to(ROOT))
+    changed = [
+        line
+        for line in git("status", "--porcelain").splitlines()
+        if not line.endswith(("stamps.json", "tests/README.md"))
+    ]
+    return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
 
 
 if __name__ == "__main__":
-    sys.exit(main([Path(argument) for argument in sys.argv[1:]]))
+    sys.exit(main(sys.argv[1:]))

@@ -149,6 +149,23 @@ def cases(processes: int) -> list[Case]:
     return {1: _alone, 2: _two, 4: _four}[processes]()
 
 
+def values_of(case: Case) -> dict[str, object]:
+    """Value by axis, for `pairwise`; sequence parallelism is a kind of TP."""
+    degrees = {name: value for name, value in case.layout.items() if name not in ("micro_batch_size", "tp")}
+    degrees.pop("sequence_parallel", None)
+    tp = (case.layout.get("tp", 1), case.layout.get("sequence_parallel", False))
+    rows = case.layout.get("micro_batch_size", 1)
+    chosen = {"adapter": case.adapter, "moe": case.moe}
+    return {
+        "model": case.model,
+        "data": case.data,
+        **{name: value for name, value in chosen.items() if value},
+        **({"tp": tp} if tp[0] > 1 else {}),
+        **({"rows": rows} if rows > 1 else {}),
+        **degrees,
+    }
+
+
 def _alone() -> list[Case]:
     models = [Case(model, {"micro_batch_size": 4}) for model in MODELS]
     choices: list[dict[str, Any]] = [{}, {"recompute": "full"}, {"recompute": "selective"}]

@@ -7,6 +7,7 @@ to their bounds; `stages/engines/README.md` shows the table of groups.
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="megatron-layouts-") as folder, started_ranks() as ranks:
         make_models(Path(folder) / "models")
         for processes in (1, 2, 4):
-            for comparison in compare(ranks, Path(folder), processes):
+            for comparison in compare(ranks, Path(folder), processes, cases(processes)):
                 numbers = "".join(f"{comparison.differences[name]:>17.1e}" for name in LIMITS)
                 print(f"{processes} {comparison.case.name:58}{numbers}", flush=True)
                 groups.setdefault(group(comparison.case), []).append(comparison)
@@ -120,13 +121,15 @@ def group(case: Case) -> str:
     return alone[degrees.pop()] if degrees else "one process"
 
 
-def compare(ranks: Ranks, folder: Path, processes: int) -> list[Comparison]:
-    """Run all cases of so many processes, started once, on the models in `folder/models`."""
+def compare(ranks: Ranks, folder: Path, processes: int, chosen: list[Case]) -> list[Comparison]:
+    """Run cases of so many processes, started once, on the models in `folder/models`."""
     torch.set_num_threads(1)
-    ranks.run("tests.parity.megatron_program", processes, folder, log=folder / f"log-{processes}.txt")
-    names = [f"{processes}-{index}" for index in range(len(cases(processes)))]
+    indices = [cases(processes).index(case) for case in chosen]
+    log = folder / f"log-{processes}.txt"
+    ranks.run("tests.parity.megatron_program", processes, folder, json.dumps(indices), log=log)
     return [
-        Comparison(case, differences(folder, name, case)) for name, case in zip(names, cases(processes), strict=True)
+        Comparison(case, differences(folder, f"{processes}-{index}", case))
+        for index, case in zip(indices, chosen, strict=True)
     ]
 
 

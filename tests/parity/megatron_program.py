@@ -8,6 +8,7 @@ trained model in `FOLDER/exported/PROCESSES-INDEX`.
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -63,7 +64,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     (folder / "results").mkdir(exist_ok=True)
     with joined_processes() as device:
-        for index, case in enumerate(cases(dist.get_world_size())):
+        for index in json.loads(sys.argv[2]):
+            case = cases(dist.get_world_size())[index]
             config = TrainConfig.model_validate(train_config(case))
             model = folder / "models" / case.model
             engine = MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model)))

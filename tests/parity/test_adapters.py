@@ -240,8 +240,9 @@ def test_merged_they_are_what_peft_trained_and_merged(trained, plain, folders):
         assert all((expected[key] - before[key]).abs().max().item() > 1e-4 for key in adapter.weights), name
 
 
+@pytest.mark.nightly
 def test_compiled_it_learns_the_same_beside_a_base_in_4_bits(ranks, data, tmp_path):
-    """One layer, two adapted: compiling takes long."""
+    """One layer, two adapted: compiling takes long. Quick siblings: here uncompiled, `test_fsdp.py` without adapter."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
     config = Qwen3Config(**sizes, num_hidden_layers=1, intermediate_size=64, initializer_range=0.2)

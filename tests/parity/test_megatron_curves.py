@@ -7,7 +7,10 @@ import pytest
 from stages.core.contract import StageResult
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
 
-NUM_STEPS = 50
+TOLERANCES = {12: 1e-5, 50: 1e-4}
+"""Absolute tolerance of a loss, by the number of steps: rounding is amplified by each."""
+LEARNED = {12: 0.9, 50: 0.6}
+"""Largest share of the first loss that is left at the end."""
 LAYOUTS = {
     "fsdp, two processes": ("fsdp", {"dp_shard": 2, "micro_batch_size": 2}),
     "megatron TP2": ("megatron", {"tp": 2, "micro_batch_size": 2}),
@@ -16,8 +19,13 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module", params=[12, pytest.param(50, marks=pytest.mark.nightly)])
+def num_steps(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(num_steps, tmp_path_factory):
     """Work folders of the quickstart's model, trained on its data."""
     root = tmp_path_factory.mktemp("curves")
     artifacts = make_artifacts(root)
@@ -25,7 +33,7 @@ def runs(tmp_path_factory):
     for number, (name, (engine, layout)) in enumerate(LAYOUTS.items()):
         works[name] = root / f"work-{number}"
         config = make_config(
-            steps=NUM_STEPS,
+            steps=num_steps,
             learning_rate=2e-3,  # from the first step on, where rounding is amplified the most
             warmup_steps=0,
             engine=engine,
@@ -37,17 +45,17 @@ def runs(tmp_path_factory):
     return works
 
 
-def test_the_loss_curves_of_the_engines_are_one(runs):
+def test_the_loss_curves_of_the_engines_are_one(runs, num_steps):
     expected, *others = ([row["loss"] for row in logged(work)] for work in runs.values())
-    assert len(expected) == NUM_STEPS
-    assert expected[-1] < 0.6 * expected[0]
+    assert len(expected) == num_steps
+    assert expected[-1] < LEARNED[num_steps] * expected[0]
     for name, losses in zip(list(LAYOUTS)[1:], others, strict=True):
-        assert losses == pytest.approx(expected, abs=1e-4), name
+        assert losses == pytest.approx(expected, abs=TOLERANCES[num_steps]), name
 
 
-def test_held_out_losses_are_one(runs):
+def test_held_out_losses_are_one(runs, num_steps):
     expected, *others = (result(work).metrics["evaluation_loss"] for work in runs.values())
-    assert others == pytest.approx([expected] * len(others), abs=1e-4)
+    assert others == pytest.approx([expected] * len(others), abs=TOLERANCES[num_steps])
 
 
 def test_the_bubble_is_measured_beside_the_prediction(runs):

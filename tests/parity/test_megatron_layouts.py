@@ -1,12 +1,23 @@
 """The Megatron engine learns what plain Transformers learns, under every layout, in fp32: dense and mixtures, packed or
-not, SFT and DPO."""
+not, SFT and DPO.
+
+`make test` has cases in which whatever two choices meet in any case meet; `make nightly` has all.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.parity.megatron_cases import make_models
+from tests.pairwise import pairwise
+from tests.parity.megatron_cases import cases, make_models, values_of
 from tests.parity.megatron_layouts import LIMITS, compare
+
+PROCESSES = (1, 2, 4)
+ALL = {processes: cases(processes) for processes in PROCESSES}
+CHOSEN = pairwise(
+    [(processes, case) for processes in PROCESSES for case in ALL[processes]], lambda one: values_of(one[1])
+)
+FEW = {processes: [case for its_processes, case in CHOSEN if its_processes == processes] for processes in PROCESSES}
 
 
 @pytest.fixture(scope="module")
@@ -16,11 +27,22 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_every_layout_equals_plain_transformers(megatron_ranks, folder, processes):
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_layouts_equal_plain_transformers(megatron_ranks, folder, processes):
+    check(megatron_ranks, folder, processes, FEW[processes])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_every_other_layout_equals_plain_transformers(megatron_ranks, folder, processes):
+    check(megatron_ranks, folder, processes, [case for case in ALL[processes] if case not in FEW[processes]])
+
+
+def check(ranks, folder, processes, chosen):
+    assert chosen
     too_large = {
         comparison.case.name: found
-        for comparison in compare(megatron_ranks, folder, processes)
+        for comparison in compare(ranks, folder, processes, chosen)
         if (found := {name: value for name, value in comparison.differences.items() if not value <= LIMITS[name]})
     }
     assert not too_large

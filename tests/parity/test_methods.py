@@ -1,7 +1,8 @@
 """Every method learns the same under every layout of both engines as in a loop over plain Transformers, in fp32.
 
 The loop takes the global batch as one, so that a method that did not count over all of it would be seen; its losses are
-held to TRL's by unit tests.
+held to TRL's by unit tests. `make test` has each method under each layout, with an adapter or without; `make nightly`
+the others.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from stages.kinds.train.batches import BatchSource
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss
 from stages.kinds.train.methods.registry import METHODS as METHODS_THERE_ARE
+from tests.pairwise import pairwise
 from tests.parity.methods_program import NUM_STEPS, VOCABULARY, with_rollouts
 from tests.parity.ranks import started_ranks
 
@@ -60,6 +62,18 @@ LAYOUTS = {
     ("fsdp", 2): [{"dp_shard": 2}],
     ("megatron", 2): [{"tp": 2, "micro_batch_size": 2}, {"pp": 2}],
 }
+
+
+Chosen = tuple[str, int, str, int, bool]
+"""Engine, processes, method, number of the layout, has an adapter."""
+ALL: list[Chosen] = [
+    (engine, processes, name, number, adapter)
+    for (engine, processes), layouts in LAYOUTS.items()
+    for name in METHODS
+    for number in range(len(layouts))
+    for adapter in (False, True)
+]
+FEW = pairwise(ALL, lambda one: {"layout": (*one[:2], one[3]), "method": one[2], "adapter": one[4]})
 
 
 def test_every_method_is_here():
@@ -150,16 +164,20 @@ def plain_ranks():
         yield ranks
 
 
+@pytest.mark.parametrize("chosen", ["few", pytest.param("others", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("engine", "processes"), LAYOUTS, ids=lambda value: str(value))
-def test_every_layout_learns_what_one_process_of_transformers_learns(request, folder, tmp_path, engine, processes):
+def test_every_layout_learns_what_one_process_of_transformers_learns(
+    request, folder, tmp_path, engine, processes, chosen
+):
     ranks = request.getfixturevalue("plain_ranks" if engine == "fsdp" else "megatron_ranks")
+    layouts = LAYOUTS[engine, processes]
     cases = {
-        f"{name}-{number}{'-adapter' * adapter}": train_config(engine, layout, fields, adapter)
-        for name, fields in METHODS.items()
-        for number, layout in enumerate(LAYOUTS[engine, processes])
-        for adapter in (False, True)
+        f"{name}-{number}{'-adapter' * adapter}": train_config(engine, layouts[number], METHODS[name], adapter)
+        for one in ALL
+        if one[:2] == (engine, processes) and (one in FEW) == (chosen == "few")
+        for _, _, name, number, adapter in [one]
     }
-    if engine == "megatron":
+    if engine == "megatron" and chosen == "few":
         split = {"cp": 2, "micro_batch_size": 2}
         cases |= {f"{name}-cp": train_config(engine, split, METHODS[name], False) for name in ("distill-top", "grpo")}
     folders = {name: str(folder / name) for name in ("data", "model", "teacher")}

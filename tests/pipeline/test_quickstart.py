@@ -1,4 +1,8 @@
-"""The quickstart end to end, as a user runs it: its scores, its records in MLflow, and again fully cached."""
+"""The quickstart end to end, as a user runs it: its scores, its records in MLflow, and again fully cached.
+
+What stands on it with adapters and GGUF files is nightly; quick siblings: `test_adapters.py`, `test_serve_adapters.py`
+and `test_llama_cpp.py`.
+"""
 
 from __future__ import annotations
 
@@ -151,6 +155,7 @@ def test_mlflow_shows_layout_and_loss_of_training(quickstart: Quickstart, first:
     assert history[0]["value"] == pytest.approx(0.6931, abs=0.02)
 
 
+@pytest.mark.nightly
 def test_an_adapter_learns_beside_the_cached_model_is_merged_and_served_beside_it(
     quickstart: Quickstart, first: dict[str, Any]
 ) -> None:
@@ -172,6 +177,7 @@ def test_an_adapter_learns_beside_the_cached_model_is_merged_and_served_beside_i
     assert stages["evaluate-adapter"]["metrics"][SCORE] >= 0.9
 
 
+@pytest.mark.nightly
 def test_a_gguf_file_is_served_by_llama_cpp_and_answers_as_the_model_that_it_is_made_from(
     quickstart: Quickstart, first: dict[str, Any]
 ) -> None:
