@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from stages.core.errors import ModelError
 from stages.models.projections import read_projections
-from stages.serving.quantization import Quantization
+from stages.serving.engine import Quantization
 
 
 def quantize(

@@ -14,12 +14,9 @@ from stages.models.projections import Projection
 from stages.models.recorded import Predicted
 from stages.remote.http_answers import AnswerModel
 from stages.serving.backend import EngineAddress
-from stages.serving.client import Client
-from stages.serving.completions import Models
+from stages.serving.client import Client, Models
 from stages.serving.config import BenchmarkConfig
-from stages.serving.engine import Capabilities, LoadResult
-from stages.serving.launch import LaunchSpec
-from stages.serving.quantization import Quantization
+from stages.serving.engine import Capabilities, LaunchSpec, LoadResult, Quantization
 
 PROGRAM = Path(__file__).with_name("tiny_openai_server.py")
 

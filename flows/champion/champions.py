@@ -17,7 +17,7 @@ from flows.store.store import Store
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import LifecycleError, ServerError, StoreError
 from stages.serving.config import ServingConfig
-from stages.serving.launch import LAUNCH_FILE, LaunchSpec
+from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 from stages.serving.registry import engine_of, new_launch_spec
 
 URI_PREFIX = "models:/"

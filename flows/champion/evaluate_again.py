@@ -22,7 +22,7 @@ from flows.store.record import Artifact
 from flows.store.store import Store
 from stages.core.contract import StageContext, StageInput
 from stages.kinds.evaluate.config import EvaluateConfig
-from stages.serving.launch import LAUNCH_FILE, LaunchSpec
+from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 BASE = "base"
 """Name of the model that an adapter belongs to, among what its evaluation stands on."""

@@ -27,7 +27,7 @@ from stages.serving.agreement import compare_with_records
 from stages.serving.backend import Backend, Naming
 from stages.serving.client import check_server
 from stages.serving.config import ServeExecution
-from stages.serving.launch import LaunchSpec
+from stages.serving.engine import LaunchSpec
 from stages.serving.lines import say, starting_lines
 from stages.serving.server import Server, started_server
 from stages.serving.tally import ServedVersion

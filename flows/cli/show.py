@@ -26,8 +26,8 @@ from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import StoreError
 from stages.core.files import read_json_lines
 from stages.core.redaction import quoted, redact
-from stages.harnesses.samples import answered, asked
-from stages.serving.launch import LAUNCH_FILE, LaunchSpec
+from stages.harnesses.scores import answered, asked
+from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 RECENT_REFRESHES = 10
 SHORTEST_PREFIX = 4

@@ -24,7 +24,7 @@ from stages.core.clusters import KubernetesOptions
 from stages.core.errors import RecipeError
 from stages.kinds.serve.config import ServeConfig
 from stages.serving.backend import EngineAddress
-from stages.serving.launch import LaunchSpec
+from stages.serving.engine import LaunchSpec
 from stages.serving.proxy import API_KEY_VARIABLE
 from stages.serving.proxy_program import LAST_ANSWERS_TIMEOUT_S, LOCK_NAME
 from stages.serving.registry import chosen_engine

@@ -30,9 +30,8 @@ from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.serve.config import ServeConfig
 from stages.models.model_config import shape_of_config
 from stages.models.projections import projections_of
-from stages.serving.config import ServingConfig
-from stages.serving.limits import limit_problems
-from stages.serving.own_parser import NotAsked
+from stages.serving.config import ServingConfig, limit_problems
+from stages.serving.engine import NotAsked
 from stages.serving.registry import chosen_engine
 
 SHARES = ("acc", "acc_norm", "exact_match")

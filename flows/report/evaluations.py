@@ -13,7 +13,7 @@ from stages.core.files import read_json_lines
 from stages.core.intervals import score_interval
 from stages.core.lines import visible
 from stages.core.redaction import redact, shortened
-from stages.harnesses.samples import answer_and_expected, asked, samples_by_score
+from stages.harnesses.scores import answer_and_expected, asked, samples_by_score
 from stages.kinds.promote.verdict import VERDICT_FILE, Verdict, tables
 
 ERROR = "_stderr"

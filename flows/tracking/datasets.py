@@ -15,7 +15,7 @@ from flows.store.record import Artifact, Record
 from flows.store.store import read_artifact
 from stages.core.errors import DataError
 from stages.data.files import Row, find_files, read_rows
-from stages.harnesses.samples import read_samples
+from stages.harnesses.scores import read_samples
 from stages.remote.pointers import is_pointer, size_bytes
 
 UPSTREAM = "upstream."

@@ -1,10 +1,17 @@
-"""From a harness's results to the metrics of the stage (pure)."""
+"""Scores and samples of an evaluation's artifact: `scores.json`, and `samples/TASK.jsonl` with what was asked, answered
+and expected.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from stages.core.files import read_json_lines
 
 NO_FILTER = "none"
 
@@ -37,3 +44,68 @@ def score_metrics(results: dict[str, dict[str, Any]]) -> dict[str, float]:
                 name = f"{task}.{metric}" if filter_name == NO_FILTER else f"{task}.{filter_name}.{metric}"
                 metrics[name] = float(value)
     return metrics
+
+
+def samples_file(evaluation: Path, task: str) -> Path:
+    """A task's file; the names of some tasks hold a slash."""
+    return evaluation / "samples" / f"{task.replace('/', '_')}.jsonl"
+
+
+def samples_by_score(evaluation: Path) -> dict[str, int]:
+    """Return score name (as in the metrics of the stage) → number of samples, of scores that are known to have some."""
+    try:
+        scores = json.loads((evaluation / "scores.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    found: dict[str, int] = {}
+    for task, results in scores["results"].items():
+        if num_samples := _num_samples(evaluation, scores, task):
+            found |= dict.fromkeys(score_metrics({task: results}), num_samples)
+    return found
+
+
+def _num_samples(evaluation: Path, scores: dict[str, Any], task: str) -> int | None:
+    """Documents, not rows: a task has a row for each filter of a document. None for a group, which has no samples."""
+    if counted := scores.get("n-samples", {}).get(task):
+        return int(counted["effective"])
+    with suppress(OSError, ValueError, KeyError):
+        return len({row["doc_id"] for row in read_samples(evaluation, task)})
+    return None
+
+
+def read_samples(evaluation: Path, task: str) -> list[dict[str, Any]]:
+    """The rows of a task, as `stages/harnesses/harness.py` says. Raises OSError or ValueError for a file without."""
+    return read_json_lines(samples_file(evaluation, task))
+
+
+def asked(row: dict[str, Any]) -> str:
+    """Return the prompt; of a choice, which has one for each answer, the first."""
+    requests = _requests(row)
+    return requests[0][0] if requests else str(row.get("question") or row.get("doc", ""))
+
+
+def answered(responses: Any) -> Any:
+    """Return the text; of a choice, (log-likelihood, whether it is the likeliest) of each answer."""
+    texts = [one[0] if isinstance(one, list) and len(one) == 1 else one for one in responses]
+    return texts[0] if len(texts) == 1 else texts
+
+
+def answer_and_expected(row: dict[str, Any]) -> tuple[str, str]:
+    """Return the texts of both; of a choice, those of the likeliest answer and of the right one."""
+    answer, target = answered(row["resps"]), row.get("target")
+    expected = "" if target is None else str(target)
+    choices = [request[1].strip() for request in _requests(row)]
+    if len(choices) < 2 or not isinstance(answer, list) or len(answer) != len(choices):
+        return str(answer), expected
+    if len(set(choices)) < len(choices):  # the answers stand in the prompts, and the same text follows each
+        choices = [f"choice {number}" for number in range(len(choices))]
+    likeliest = max(range(len(choices)), key=lambda number: answer[number][0])
+    is_number = expected.isdecimal() and int(expected) < len(choices)
+    return choices[likeliest], choices[int(expected)] if is_number else expected
+
+
+def _requests(row: dict[str, Any]) -> list[list[str]]:
+    """Return the prompt, and what follows it, of each request of lm-eval; of other harnesses, nothing."""
+    arguments = row.get("arguments", ())
+    requests = arguments.values() if isinstance(arguments, dict) else arguments
+    return [[str(part) for part in (one.values() if isinstance(one, dict) else one)] for one in requests]

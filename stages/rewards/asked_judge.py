@@ -26,7 +26,7 @@ from stages.remote.http_answers import Expected, ask_httpx, httpx_client
 from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
 from stages.rewards.judge import PLACE, JudgeConfig
 from stages.rewards.reward import Completion
-from stages.serving.completions import ChatChoice, Choices, Usage, answer_bytes
+from stages.serving.client import ChatChoice, Choices, Usage, answer_bytes
 
 CONCURRENT_REQUESTS = 8
 NUM_TRIES = 3

@@ -14,8 +14,7 @@ import aiohttp
 from stages.core.errors import TransientError
 from stages.remote.http_answers import Expected, ask_aiohttp
 from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
-from stages.serving.client import COMPLETIONS, Client
-from stages.serving.completions import Choice, Choices, answer_bytes
+from stages.serving.client import COMPLETIONS, Choice, Choices, Client, answer_bytes
 
 Request = dict[str, Any]
 """Of `/v1/completions`."""

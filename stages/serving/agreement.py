@@ -32,8 +32,7 @@ from stages.models.recorded import (
     read_tool_prompts,
 )
 from stages.serving.client import Client
-from stages.serving.engine import Engine
-from stages.serving.launch import LaunchSpec
+from stages.serving.engine import Engine, LaunchSpec
 from stages.serving.registry import engine_of
 
 SHOWN_TOKENS, SHOWN_CHARACTERS = 24, 100

@@ -14,7 +14,7 @@ from stages.serving.agreement import agreement_metrics, compare_with_records
 from stages.serving.asked import AskedModelConfig, ServedModel
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServingConfig
-from stages.serving.launch import LAUNCH_FILE, LaunchSpec
+from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 from stages.serving.registry import engine_of, new_launch_spec
 from stages.serving.server import Server, api_key, started_server
 

@@ -1,4 +1,4 @@
-"""What a serving engine does: find its program, start it, explain its death, and say what it can load.
+"""Serving engines: the protocol that each implements, how a server is started again, and what several engines share.
 
 One room an engine, one line in `registry.py`. An engine lives in an environment of its own and is never imported: its
 program is started and spoken to over HTTP, through a proxy (`proxy.py`) that alone reaches it. It answers `/health`,
@@ -8,23 +8,121 @@ environment gives it. What not all of them can do is among its `Capabilities`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import functools
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
-from pydantic import JsonValue
+from pydantic import AliasChoices, Field, JsonValue
 
-from stages.models.projections import Projection
+from stages.core.cache_entries import note_use
+from stages.core.contract import StrictModel
+from stages.core.errors import ModelError, RecipeError
+from stages.core.files import write_atomically
+from stages.core.redaction import shortened
+from stages.models.model_config import read_config
+from stages.models.projections import Projection, matches
 from stages.models.recorded import Predicted
-from stages.serving.config import BenchmarkConfig
-from stages.serving.launch import LaunchSpec
-from stages.serving.own_parser import NotAsked
-from stages.serving.quantization import Quantization
+from stages.serving.config import BenchmarkConfig, ServingConfig
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
     from stages.serving.backend import EngineAddress
     from stages.serving.client import Client
+
+
+LAUNCH_FILE = "launch.json"
+PARSER_TIMEOUT_S = 300.0
+REASON_CHARACTERS = 200
+
+
+class LaunchSpec(StrictModel):
+    """The content of `launch.json`. Files written before there was more than one engine say `vllm_version`.
+
+    model: the folder of the weights; of adapters, that of their base. served_name: what requests ask for.
+    """
+
+    model: Path
+    served_name: str
+    adapters: dict[str, Path] = Field(default_factory=dict, description="Name in requests → folder of the adapter.")
+    base_name: str | None = Field(None, description="Of `model` in requests, where `served_name` is an adapter.")
+    swaps_adapters: bool = Field(False, description="Other adapters of `model` may be loaded while it runs.")
+    for_training: bool = Field(
+        False,
+        description="Answers are learned from: other weights may be loaded while it runs, and nothing but the "
+        "request says how to sample.",
+    )
+    num_tried: int = Field(
+        0,
+        description="Servers that a person tries side by side, this one included, which need to start soon and to "
+        "share the devices; 0: it serves others.",
+    )
+    serving: ServingConfig
+    engine: str = "vllm"
+    engine_version: str = Field(validation_alias=AliasChoices("engine_version", "vllm_version"))
+
+    @property
+    def own_name(self) -> str:
+        """Of `model` itself in requests."""
+        return self.base_name or self.served_name
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Name in requests → folder, of the model and its adapters."""
+        return {self.own_name: self.model, **self.adapters}
+
+    def asking(self, name: str) -> LaunchSpec:
+        """The same server, another of whose names is asked for."""
+        return self.model_copy(update={"served_name": name, "base_name": self.own_name})
+
+    @property
+    def version_tag(self) -> dict[str, str]:
+        """`ENGINE_version`: how versions of artifacts and tags have it."""
+        return {f"{self.engine}_version": self.engine_version}
+
+
+GgufType = Literal["f16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_0", "q4_k_m", "q4_k_s", "q4_0"]
+K_BLOCK_SIZE = 256
+"""Numbers in a block of a K-quant."""
+WeightFormat = Literal["int4", "int8", "fp8"] | GgufType
+
+
+def is_k_quant(weights: str) -> bool:
+    """Whether blocks are K-quants, which llama.cpp's own library makes."""
+    return "_k" in weights
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """method: as the recipe names it. group_size: input channels that share a scale (int4). ignore: names or patterns
+    (`re:…`) of layers that are left alone.
+    """
+
+    method: str
+    weights: WeightFormat
+    group_size: int
+    symmetric: bool
+    ignore: tuple[str, ...]
+    tensor_parallel_size: int
+
+    def layers(self, projections: list[Projection]) -> list[Projection]:
+        """Those of a model's layers that are quantized."""
+        return [layer for layer in projections if not matches(layer.name, self.ignore)]
+
+
+@dataclass(frozen=True)
+class NotAsked:
+    """Nothing is known of options. why: what follows `whether ENGINE takes them`."""
+
+    why: str
+
+
+LATER = NotAsked("is asked when it runs")
 
 
 WeightFiles = Literal["safetensors", "gguf"]
@@ -180,3 +278,142 @@ class Engine(Protocol):
 
     def caveats(self, quantization: Quantization) -> list[str]:
         """What to warn of: the quantized model would be served, but not as its KL or its size promise."""
+
+
+def problems_by_parser(
+    engine: str,
+    version: str,
+    command: Sequence[str | Path],
+    options: Mapping[str, Sequence[str]],
+    *,
+    at_once: bool = False,
+) -> list[str] | NotAsked:
+    """`OPTION: why`, of what this version of an engine does not take; or why its parser has not said so.
+
+    command: reads options from stdin, as JSON, and prints problems as its last line. options: name → as the command
+    line has it. at_once: the parser is not asked what it has not been asked before. Where it cannot run, that is not
+    kept: it is tried again.
+    """
+    asked = json.dumps(options, sort_keys=True)
+    key = hashlib.sha256(f"{version} {asked}".encode()).hexdigest()[:24]
+    home = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve()
+    kept = home / "cache" / f"{engine}-arguments" / f"{key}.json"
+    if not kept.is_file():
+        if at_once:
+            return LATER
+        problems = parsed(tuple(command), asked)
+        if isinstance(problems, NotAsked):
+            return problems
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept, json.dumps(problems))
+    note_use(kept)
+    found: list[str] = json.loads(kept.read_text())
+    return found
+
+
+@functools.cache
+def parsed(command: tuple[str | Path, ...], asked: str) -> list[str] | NotAsked:
+    """What the program says; why not, where it cannot run: a build for GPUs may not be imported without one."""
+    try:
+        ended = subprocess.run(
+            command, input=asked, capture_output=True, text=True, timeout=PARSER_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return _unable(f"no answer within {PARSER_TIMEOUT_S:g} s")
+    if ended.returncode:
+        said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+        return _unable(shortened(said[-1], REASON_CHARACTERS) if said else f"exit status {ended.returncode}")
+    problems: list[str] = json.loads(ended.stdout.splitlines()[-1])
+    return problems
+
+
+def _unable(reason: str) -> NotAsked:
+    return NotAsked(
+        f"was not checked: its parser does not run here ({reason}); its server says at its start what it does not take"
+    )
+
+
+@dataclass(frozen=True)
+class PassedOptions:
+    """title: the engine's, in messages. names: of the options that are passed; no other is."""
+
+    title: str
+    names: tuple[str, ...]
+
+    def refusals(self, arguments: Mapping[str, JsonValue]) -> Iterator[str]:
+        """`OPTION: why`, of those that are passed to no server."""
+        for name, value in arguments.items():
+            if name not in self.names:
+                close = difflib.get_close_matches(name, self.names, n=2)
+                meant = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(self.names)}"
+                yield f"{name}: no option that is passed on to {self.title}; {meant}"
+            elif value is None or value is False:
+                yield f"{name}: found {json.dumps(value)}; leave the option out, or say true for one without a value"
+
+    def written(self, arguments: Mapping[str, JsonValue]) -> dict[str, list[str]]:
+        """Option → how the command line has it. Raises RecipeError for one that is refused."""
+        if refused := list(self.refusals(arguments)):
+            raise RecipeError(f"the arguments of {self.title}: {'; '.join(refused)}")
+        return {
+            name: [f"--{name}"]
+            if value is True
+            else [f"--{name}={value if isinstance(value, str) else json.dumps(value)}"]
+            for name, value in arguments.items()
+        }
+
+
+def dtype_of(spec: LaunchSpec) -> str:
+    """What the recipe says; of `auto`, bfloat16 for weights in float32."""
+    stored = read_config(spec.model)
+    if spec.serving.dtype == "auto" and "float32" in (stored.get("dtype"), stored.get("torch_dtype")):
+        return "bfloat16"
+    return spec.serving.dtype
+
+
+class FixedWeights:
+    """Recipes that ask for more are refused by `Capabilities` when they are read; these are the last line."""
+
+    title: str
+
+    def program_in_image(self, *, on_cpu: bool) -> NoReturn:
+        raise RecipeError(f"serving with {self.title} in Kubernetes: there is no image of it; serve with vllm")
+
+    def check_adapters(self, spec: LaunchSpec) -> None:
+        self._refuse_adapters()
+
+    def has_room(self, spec: LaunchSpec, adapter: Path) -> bool:
+        return False
+
+    def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
+        self._refuse_adapters()
+
+    def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
+        self._refuse_adapters()
+
+    def check_takes_weights(self, client: Client, num_tokens: int, dtype: str) -> None:
+        self._refuse_reloads()
+
+    def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
+        self._refuse_reloads()
+
+    def prepare_reloads(self, folder: Path, client: Client | None = None) -> None:
+        self._refuse_reloads()
+
+    def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
+        self._refuse_reloads()
+
+    def check_loadable(
+        self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
+    ) -> None:
+        """Nothing is quantized for it, unless it says more of that."""
+
+    def caveats(self, quantization: Quantization) -> list[str]:
+        return []
+
+    def _refuse_adapters(self) -> NoReturn:
+        raise ModelError(
+            f"{self.title} serves no adapters of ours; merge them (`kind: merge`), and serve what comes out"
+        )
+
+    def _refuse_reloads(self) -> NoReturn:
+        raise ModelError(f"{self.title} loads its weights once; completions to learn from are sampled by vllm")

@@ -30,7 +30,7 @@ from yarl import URL
 from stages.core.errors import ServerError
 from stages.remote.http_answers import Expected, read_aiohttp
 from stages.serving.backend import Backend, Canary, EngineAddress, Naming, sticky_key
-from stages.serving.completions import Models
+from stages.serving.client import Models
 from stages.serving.exchange import Exchange, json_object
 from stages.serving.http_messages import body_of, error, passed
 from stages.serving.tally import ServedVersion, Tallies, labelled

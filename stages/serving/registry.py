@@ -1,4 +1,7 @@
-"""The serving engines there are. A new engine is a room beside `vllm/` and one line here."""
+"""Registry of the serving engines.
+
+A new engine is a room beside `vllm/`, or a class in `packaged.py`, and one line here.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,9 @@ from stages.core.contract import StageConfig
 from stages.core.errors import ModelError, ResourceError
 from stages.models.gguf_file import holds_gguf
 from stages.serving.config import ServingConfig
-from stages.serving.engine import Engine, WeightFiles
-from stages.serving.launch import LaunchSpec
+from stages.serving.engine import Engine, LaunchSpec, WeightFiles
 from stages.serving.llama_cpp.engine import LlamaCpp
-from stages.serving.lmdeploy.engine import Lmdeploy
-from stages.serving.sglang.engine import Sglang
+from stages.serving.packaged import Lmdeploy, Sglang
 from stages.serving.vllm.engine import Vllm
 
 ENGINES: dict[str, Engine] = {"vllm": Vllm(), "llama_cpp": LlamaCpp(), "sglang": Sglang(), "lmdeploy": Lmdeploy()}

@@ -16,8 +16,7 @@ import aiohttp
 
 from stages.core.errors import ServerError
 from stages.remote.http_answers import EventReader, opened_aiohttp
-from stages.serving.client import STREAM_TIMEOUT_S, Client
-from stages.serving.completions import ChatEvent, answer_bytes
+from stages.serving.client import STREAM_TIMEOUT_S, ChatEvent, Client, answer_bytes
 from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import LoadResult
 

@@ -15,7 +15,7 @@ from fault_table import Fault
 
 from stages.core.errors import ModelError, ResourceError, ServerError, TransientError
 from stages.serving.config import ServeExecution, ServingConfig
-from stages.serving.launch import LaunchSpec
+from stages.serving.engine import LaunchSpec
 from stages.serving.server import listening_socket, started_server
 from tests.listening import listening_addresses
 from tests.serving import (

@@ -29,11 +29,9 @@ from stages.kinds.train.run import run
 from stages.models.recorded import read_record
 from stages.serving.client import Client
 from stages.serving.config import ServingConfig
-from stages.serving.launch import LaunchSpec
-from stages.serving.vllm.engine import Vllm
-from stages.serving.vllm.named_server import START
-from stages.serving.vllm.program import find_vllm
-from stages.serving.vllm.swap import prepare_reloads
+from stages.serving.engine import LaunchSpec
+from stages.serving.vllm.engine import Vllm, find_vllm
+from stages.serving.vllm.swap import START, prepare_reloads
 from tests.serving import engine_processes, kill, served_processes, wait_for
 from tests.slurm_cluster import free_ports
 from tests.train_stage import logged, make_artifacts, make_config, make_context, make_teacher, run_to_end, start

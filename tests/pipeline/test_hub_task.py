@@ -32,7 +32,7 @@ CHECK = """
 import json, sys
 from pathlib import Path
 import lm_eval.tasks
-from stages.harnesses.lm_eval.revisions import check_loaded
+from stages.harnesses.lm_eval.tasks import check_loaded
 arc = Path(lm_eval.tasks.__file__).with_name("arc")
 loaded = lm_eval.tasks.TaskManager(include_path=arc, include_defaults=False).load("arc_easy")
 check_loaded(loaded["tasks"].values(), json.loads(sys.argv[1]), Path("kept"))

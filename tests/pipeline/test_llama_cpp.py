@@ -16,7 +16,7 @@ from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.gguf_file import quantize
 from stages.models.gguf_file import GGUF_FILE
 from stages.serving.client import Client
-from stages.serving.launch import LaunchSpec
+from stages.serving.engine import LaunchSpec
 from stages.serving.registry import ENGINES
 from tests.serving import API_KEY, is_port_free, served_processes, stage_process, wait_for, write_work
 

@@ -16,7 +16,7 @@ from stages.kinds.quantize.divergence import measure_divergence
 from stages.kinds.quantize.layers import build_without_weights, check_quantizable, quantized_layers
 from stages.kinds.quantize.llm_compressor import quantize
 from stages.kinds.quantize.run import run
-from stages.serving.quantization import Quantization
+from stages.serving.engine import Quantization
 from tests.pipeline.test_quantize import counting_rows, save_model
 from tests.quantizable_models import make_family
 

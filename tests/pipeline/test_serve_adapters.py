@@ -29,7 +29,7 @@ from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Standing, 
 from stages.models.recorded import RECORD, Predicted
 from stages.serving.agreement import compare_with_records
 from stages.serving.client import Client
-from stages.serving.launch import LaunchSpec
+from stages.serving.engine import LaunchSpec
 from tests.served_adapters import DOCUMENTS, adapted, greedy, load, log_probabilities, make_adapter, write_record
 from tests.serving import (
     API_KEY,

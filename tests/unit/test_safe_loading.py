@@ -63,7 +63,7 @@ def test_yaml_is_loaded_by_safe_loaders_only(trees):
         for name, node in calls(tree)
         if name in ("yaml.load", "yaml.load_all")
     }
-    assert loaders == {"flows/recipe/text.py: RecipeLoader", "stages/harnesses/lm_eval/task_file.py: _Loader"}
+    assert loaders == {"flows/recipe/text.py: RecipeLoader", "stages/harnesses/lm_eval/task_files.py: _Loader"}
     assert not [file for file, tree in trees.items() for name, _ in calls(tree) if name.startswith("yaml.unsafe")]
 
 

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.harnesses.evalscope import environment
-from stages.harnesses.evalscope.installed import find_evalscope, is_missing
+from stages.harnesses.evalscope.environment import find_evalscope, is_missing
 from stages.harnesses.harness import Evaluation, Results, TaskItem
 from stages.harnesses.question_sets import items_of, question_sets
 from stages.serving.asked import ServedModel

@@ -14,9 +14,15 @@ from stages.core.contract import StageContext
 from stages.core.errors import TransientError
 from stages.core.scores import NUM_CUT
 from stages.harnesses.harness import Evaluation, Results, TaskItem
-from stages.harnesses.lm_eval.revisions import check_loaded, resolve_hub_datasets
-from stages.harnesses.lm_eval.score_names import log_likelihood_tasks, may_give
-from stages.harnesses.lm_eval.tasks import TaskSelection, check_trusted, select_tasks
+from stages.harnesses.lm_eval.tasks import (
+    TaskSelection,
+    check_loaded,
+    check_trusted,
+    log_likelihood_tasks,
+    may_give,
+    resolve_hub_datasets,
+    select_tasks,
+)
 from stages.serving.asked import ServedModel
 
 PROGRESS_EVERY = 10
@@ -77,7 +83,7 @@ class LmEval:
 
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
         from stages.harnesses.lm_eval import scoring
-        from stages.harnesses.lm_eval.items import items_of
+        from stages.harnesses.lm_eval.scoring import items_of
 
         self.prepare(evaluation, context.cache)
         tasks = scoring.load_tasks(_selection(evaluation), evaluation)["tasks"]

@@ -20,9 +20,8 @@ from stages.data.config import DEFAULT_DATE
 from stages.data.templates import ChatTemplate
 from stages.data.tokenizer import DocumentTokenizer
 from stages.harnesses.harness import Evaluation
-from stages.harnesses.lm_eval.score_names import metrics_of_tasks
 from stages.harnesses.lm_eval.scoring import MAX_SHOWN, load_tasks, named_mistakes, render_prompt
-from stages.harnesses.lm_eval.tasks import TaskSelection
+from stages.harnesses.lm_eval.tasks import TaskSelection, metrics_of_tasks
 from stages.harnesses.scores import score_metrics
 from stages.models.trained_on import noted_date
 

@@ -35,7 +35,8 @@ from stages.data.config import DEFAULT_DATE
 from stages.data.messages import Conversation, RowError
 from stages.data.templates import ChatTemplate, load_chat_template
 from stages.data.tokenizer import SpecialTokens
-from stages.harnesses.harness import Evaluation
+from stages.harnesses.harness import Evaluation, TaskItem
+from stages.harnesses.lm_eval.task_files import strings_in
 from stages.harnesses.lm_eval.tasks import TaskSelection
 from stages.models.trained_on import noted_date
 from stages.serving.asked import ServedModel
@@ -332,3 +333,34 @@ def _check_room(model: LmEvalModel, tasks: dict[str, Any]) -> None:
                 f"task {name} generates up to {generated} tokens, but the server takes {model.context_tokens} "
                 "for prompt and answer together; raise serving.max_model_len"
             )
+
+
+def items_of(tasks: Mapping[str, Any]) -> Iterator[TaskItem]:
+    """tasks: lm-eval's, by name. Raises EvaluationError for a sample that its task cannot write down."""
+    for name, task in tasks.items():
+        for number, document in enumerate(task.eval_docs):
+            try:
+                yield _item(name, number, task, document)
+            except Exception as error:
+                raise EvaluationError(
+                    f"reading sample {number} of the task {name}: {type(error).__name__}: {error}; mend the task, or "
+                    "leave it out"
+                ) from error
+
+
+def _item(name: str, number: int, task: Any, document: dict[str, Any]) -> TaskItem:
+    """What is asked: the question as the task writes it, alone and with its answer, and each text in it."""
+    choices = task.doc_to_choice(document) if task.OUTPUT_TYPE == "multiple_choice" else []
+    question, answers = _chosen(task.doc_to_text(document), choices), task.doc_to_target(document)
+    answers = [_chosen(one, choices) for one in (answers if isinstance(answers, list) else [answers])]
+    texts = list(strings_in(document))
+    within = [text for text in texts if text.strip() and text in question]
+    questions = dict.fromkeys([question, *(f"{question} {answer}" for answer in answers), *within])
+    return TaskItem(name, number, tuple(questions), tuple(texts))
+
+
+def _chosen(value: object, choices: list[str]) -> str:
+    """Where a task has the number of a choice, the choice."""
+    if isinstance(value, int) and 0 <= value < len(choices):
+        return str(choices[value])
+    return str(value)

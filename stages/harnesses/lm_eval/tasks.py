@@ -1,16 +1,52 @@
-"""Finds the tasks that a recipe names, in its task folder and among those that lm-eval brings, before anything slow."""
+"""The tasks that a recipe names: where they are defined, which datasets they read, and which scores they give.
+
+All of it is known from files alone, before anything slow starts. The commits of hub datasets are part of an
+evaluation's version, so that changed samples are scored again.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from stages.core.errors import EvaluationError
-from stages.harnesses.lm_eval import installed_tasks
-from stages.harnesses.lm_eval.task_file import HubDataset
-from stages.harnesses.lm_eval.task_folder import TaskFolder, read_task_folder
+from pydantic import JsonValue
+
+from stages.core.cache_entries import note_use_of_file
+from stages.core.errors import EvaluationError, TransientError
+from stages.harnesses.lm_eval import task_files
+from stages.harnesses.lm_eval.task_files import (
+    Function,
+    HubDataset,
+    TaskFolder,
+    members_of,
+    names_of,
+    read_task_file,
+    read_task_folder,
+    strings_in,
+)
+from stages.harnesses.scores import NO_FILTER
+from stages.hubs.answers import Answers
+from stages.hubs.hub import Request
+from stages.hubs.registry import hub_of
+from stages.hubs.source import repository
+
+HUB_DATASETS = "hub_datasets"
+
+
+DEFAULT_METRICS = {
+    "loglikelihood": ("perplexity", "acc"),
+    "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
+    "multiple_choice": ("acc", "acc_norm"),
+    "generate_until": ("exact_match",),
+}
+"""Of a task that names none: lm-eval's `DEFAULT_METRIC_REGISTRY`, whose import takes seconds."""
+GENERATES = "generate_until"
+STANDARD_ERROR = "_stderr"
+MAX_INCLUDES = 10
 
 
 @dataclass(frozen=True)
@@ -50,14 +86,132 @@ def hub_datasets(selection: TaskSelection) -> frozenset[HubDataset]:
     """The repositories of the hub that the selected tasks, and those of the task folder, take their samples from."""
     local = selection.folder or TaskFolder(Path())
     elsewhere = {*selection.names, *local.members_elsewhere} - local.names
-    return local.hub_datasets | (installed_tasks.hub_datasets(elsewhere) if elsewhere else frozenset())
+    return local.hub_datasets | (task_files.hub_datasets(elsewhere) if elsewhere else frozenset())
 
 
 def _check_known(names: Iterable[str], known_locally: Collection[str], folder: Path | None) -> None:
     for name in names:
-        if not installed_tasks.is_installed(name):
-            known = [*known_locally, *installed_tasks.mentioned_names()]
+        if not task_files.is_installed(name):
+            known = [*known_locally, *task_files.mentioned_names()]
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             where = f"neither {folder} nor lm-eval has" if folder else "lm-eval does not have"
             meant = f"did you mean {' or '.join(close)}?" if close else "see `lm-eval ls tasks` for those that it has"
             raise EvaluationError(f"{where} a task {name!r}; {meant}")
+
+
+def resolve_hub_datasets(selection: TaskSelection, limit_s: float | None = None) -> dict[str, JsonValue]:
+    """`hub_datasets`: repository → commit. Empty, and no hub is asked, when all tasks are local.
+
+    Raises DownloadError or TransientError when the hub gives no answer.
+    """
+    datasets = {str(dataset): dataset for dataset in sorted(hub_datasets(selection), key=str)}
+    answers = Answers[str](limit_s)
+    for name, dataset in datasets.items():
+        source = repository("hf", "dataset", dataset.repository, dataset.revision)
+        answers.ask(name, partial(hub_of(source).resolve_revision, Request(source, limit_s=limit_s)))
+    commits: dict[str, JsonValue] = {name: answers.of(name) for name in datasets}
+    return {HUB_DATASETS: commits} if commits else {}
+
+
+def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue], kept: Path) -> None:
+    """Raise TransientError when a loaded task's samples are of another commit than the version says.
+
+    tasks: of lm-eval. kept: the folder of `datasets`, which keeps what it has prepared in folders named after the
+    commit; their use is noted.
+    """
+    expected = outside.get(HUB_DATASETS, {})
+    assert isinstance(expected, dict)
+    for task in tasks:
+        revision = (task.config.dataset_kwargs or {}).get("revision")
+        name = f"{task.DATASET_PATH}@{revision}" if revision else str(task.DATASET_PATH)
+        commit = expected.get(name)
+        files = [file for split in task.dataset.values() for file in getattr(split, "cache_files", ())]
+        for file in files:
+            note_use_of_file(kept, Path(file["filename"]))
+        if commit and not all(str(commit) in Path(file["filename"]).parts for file in files):
+            raise TransientError(f"the dataset {name} changed after this refresh was planned; run it again")
+
+
+def may_give(score: str, names: Iterable[str], folder: Path | None) -> bool:
+    """Whether one of the tasks, groups and tags of these names may give `TASK.METRIC` or `TASK.FILTER.METRIC`.
+
+    True for what cannot be known from files: scores of groups, of tasks written in Python, of tasks that do not exist.
+    """
+    return any(
+        score.startswith(f"{task}.") and _gives(file, config, score, task)
+        for file, config in _defining(names, folder)
+        for task in _titles(config)
+    )
+
+
+def log_likelihood_tasks(names: Iterable[str], folder: Path | None) -> list[str]:
+    """Those of the tasks that compare or sum log-likelihoods of given texts. Tasks written in Python may, unnoticed."""
+    return sorted(
+        task
+        for file, config in _defining(names, folder)
+        if _with_includes(file, config, MAX_INCLUDES).get("output_type", GENERATES) != GENERATES
+        for task in _titles(config)
+    )
+
+
+def metrics_of_tasks(names: Iterable[str], folder: Path) -> dict[str, list[str]]:
+    """Return the metrics that each of the folder's own tasks among these asks lm-eval for, by name."""
+    local = {file for file, _ in _local_tasks(folder)}
+    found: dict[str, list[str]] = {}
+    for file, config in _defining(names, folder):
+        whole = _with_includes(file, config, MAX_INCLUDES)
+        listed = whole.get("metric_list")
+        if file in local and isinstance(listed, list) and "process_results" not in whole:
+            metrics = [entry.get("metric") for entry in listed if isinstance(entry, dict)]
+            named = [metric for metric in metrics if isinstance(metric, str) and not isinstance(metric, Function)]
+            found |= dict.fromkeys(_titles(config), named)
+    return found
+
+
+def _defining(names: Iterable[str], folder: Path | None) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """File and content of the tasks, groups and tags of these names, and of their members."""
+    local = _local_tasks(folder) if folder else []
+    todo, seen = [*names], set()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        found = [(file, config) for file, config in local if name in names_of(config)]
+        for file, config in found or [*task_files.defining(name)] or [(Path(), {"task": name, "class": ""})]:
+            todo += members_of(config)
+            yield file, config
+
+
+def _titles(config: dict[str, Any]) -> list[str]:
+    return [config[key] for key in ("task", "group") if isinstance(config.get(key), str)]
+
+
+def _gives(file: Path, config: dict[str, Any], score: str, task: str) -> bool:
+    config = _with_includes(file, config, MAX_INCLUDES)
+    if "class" in config or "group" in config:
+        return True
+    filters = [str(one.get("name")) for one in config.get("filter_list") or ()] or [NO_FILTER]
+    rest = score.removeprefix(f"{task}.").removesuffix(STANDARD_ERROR)
+    return any(
+        rest == (metric if name == NO_FILTER else f"{name}.{metric}") for name in filters for metric in _metrics(config)
+    )
+
+
+def _metrics(config: dict[str, Any]) -> list[str]:
+    listed = config.get("metric_list") or [
+        {"metric": metric} for metric in DEFAULT_METRICS.get(config.get("output_type", "generate_until"), ())
+    ]
+    return [str(one.get("metric")).rpartition(".")[2] for one in listed]  # a function gives its own name
+
+
+def _with_includes(file: Path, config: dict[str, Any], num_left: int) -> dict[str, Any]:
+    whole: dict[str, Any] = {}
+    for name in strings_in(config.get("include")) if num_left else ():
+        included = file.parent / name
+        whole |= _with_includes(included, read_task_file(included), num_left - 1)
+    return whole | config
+
+
+def _local_tasks(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    return [(file, read_task_file(file)) for pattern in ("*.yaml", "*.yml") for file in sorted(folder.rglob(pattern))]

@@ -14,7 +14,7 @@ from stages.harnesses.registry import harness_of
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.models.model_config import read_config
 from stages.models.trained_on import has_chat_template, is_asked_as_chat
-from stages.serving.limits import limit_problems
+from stages.serving.config import limit_problems
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:

@@ -20,8 +20,7 @@ from stages.core.errors import EvaluationError, LifecycleError, TransientError
 from stages.core.scores import NUM_CUT, zero_score_warning
 from stages.harnesses.harness import Harness, Results
 from stages.harnesses.registry import harness_of
-from stages.harnesses.samples import samples_by_score, samples_file
-from stages.harnesses.scores import score_metrics, zero_scores
+from stages.harnesses.scores import samples_by_score, samples_file, score_metrics, zero_scores
 from stages.kinds.evaluate.check import check_chat_template
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.models.trained_on import is_asked_as_chat, trained_on_conversations

@@ -19,7 +19,7 @@ from typing import Any
 from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.data.messages import PlainText
-from stages.harnesses.samples import read_samples
+from stages.harnesses.scores import read_samples
 from stages.kinds.promote.paired import ASKED_ALIKE, Difference, win_rate_interval
 from stages.rewards.asked_judge import AskedJudge, bounded, cost_metrics
 from stages.rewards.judge import PairsConfig

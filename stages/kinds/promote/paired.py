@@ -19,8 +19,7 @@ from typing import Any
 
 from stages.core.errors import EvaluationError
 from stages.core.intervals import QUANTILE_95, Interval, newcombe, student_t
-from stages.harnesses.samples import read_samples
-from stages.harnesses.scores import NO_FILTER
+from stages.harnesses.scores import NO_FILTER, read_samples
 
 TOLERANCE = 1e-9
 ASKED_ALIKE = ("doc_hash", "target_hash", "prompt_hash")

@@ -29,7 +29,7 @@ from stages.kinds.promote.verdict import (
     markdown,
 )
 from stages.models.gguf_file import files_with_weights
-from stages.serving.launch import LAUNCH_FILE, LaunchSpec
+from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 MIB = 2**20
 LOGPROB_DIFFERENCE = "max_abs_logprob_difference"

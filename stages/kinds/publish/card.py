@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from stages.core.intervals import score_interval
-from stages.harnesses.samples import samples_by_score
+from stages.harnesses.scores import samples_by_score
 from stages.kinds.publish.licences import Licence, licence_of, stated_licence
 from stages.kinds.publish.records import Made, Promoted
 from stages.models.gguf_file import holds_gguf

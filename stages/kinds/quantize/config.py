@@ -14,8 +14,7 @@ from stages.core.fields import AddedLater, Product, SplitName
 from stages.core.numbers import NatsPerToken
 from stages.core.patterns import LIMIT_S, is_endless_on_names
 from stages.kinds.quantize.registry import METHODS
-from stages.serving.engine import Engine, WeightFiles
-from stages.serving.quantization import GgufType, Quantization, WeightFormat, is_k_quant
+from stages.serving.engine import Engine, GgufType, Quantization, WeightFiles, WeightFormat, is_k_quant
 from stages.serving.registry import engine_of, installed_version
 
 if TYPE_CHECKING:

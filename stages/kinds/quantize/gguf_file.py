@@ -30,7 +30,7 @@ from stages.kinds.quantize.written import copy_companions
 from stages.models.gguf_file import GGUF_FILE
 from stages.models.model_config import read_config
 from stages.models.projections import matches
-from stages.serving.quantization import Quantization, is_k_quant
+from stages.serving.engine import Quantization, is_k_quant
 
 ROTARY_BUFFER = ".rotary_emb.inv_freq"
 """Of old Llama folders: computed, not learned."""

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from stages.core.errors import ModelError
 from stages.core.redaction import quoted
 from stages.serving.config import ServeExecution, ServingConfig
-from stages.serving.llama_cpp.tokenize import tokenize
+from stages.serving.llama_cpp.queries import tokenize
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import started_server
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from gguf import GGUFReader
 
 from stages.kinds.quantize.k_quants import SMALLER_BLOCKS
-from stages.serving.quantization import K_BLOCK_SIZE, is_k_quant
+from stages.serving.engine import K_BLOCK_SIZE, is_k_quant
 
 NUM_NAMED = 6
 

@@ -21,9 +21,9 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
 from stages.core.errors import ResourceError
+from stages.serving.engine import K_BLOCK_SIZE, is_k_quant
 from stages.serving.llama_cpp import quantize_program
-from stages.serving.llama_cpp.program import find_llama_cpp
-from stages.serving.quantization import K_BLOCK_SIZE, is_k_quant
+from stages.serving.llama_cpp.engine import find_llama_cpp
 
 PROGRAM = Path(quantize_program.__file__)
 HEADER = struct.Struct("<3q")

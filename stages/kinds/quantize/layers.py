@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import ModelError, RecipeError
 from stages.models.projections import EXPERTS, Projection, matches
-from stages.serving.quantization import Quantization
+from stages.serving.engine import Quantization
 
 EXPERT_SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")
 """One expert's layer in a file, as Transformers' mapping of names has it."""

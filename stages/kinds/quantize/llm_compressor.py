@@ -36,7 +36,7 @@ from stages.kinds.quantize.scaling import Scaling, find_scalings
 from stages.kinds.quantize.written import copy_companions, problems_of_written
 from stages.models.kept_precision import dtype_of_weights
 from stages.models.model_folder import follow_file_mask
-from stages.serving.quantization import Quantization
+from stages.serving.engine import Quantization
 
 CALIBRATION_BATCH_TOKENS = 8192
 

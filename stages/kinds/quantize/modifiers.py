@@ -18,7 +18,7 @@ from llmcompressor.modifiers.transform.smoothquant.base import SmoothQuantMappin
 from torch import nn
 
 from stages.kinds.quantize.scaling import Scaling
-from stages.serving.quantization import Quantization
+from stages.serving.engine import Quantization
 
 SMOOTHING_STRENGTH = 0.8
 """Of activations against weights: what SmoothQuant's authors use for models of many outliers."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stages.core.errors import ModelError
-from stages.serving.quantization import Quantization
+from stages.serving.engine import Quantization
 
 
 class Quantizer(Protocol):

@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 
 from stages.kinds.quantize.quantizer import Quantizer
-from stages.serving.quantization import WeightFormat
+from stages.serving.engine import WeightFormat
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from stages.kinds.serve.chat import Conversation, chat, sampling_of
 from stages.kinds.serve.run import guard
 from stages.serving.agreement import compare_with_records
 from stages.serving.config import ServeExecution, ServingConfig
-from stages.serving.launch import LaunchSpec
+from stages.serving.engine import LaunchSpec
 from stages.serving.lines import say, starting_lines
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import API_KEY_VARIABLE, Server, started_server

@@ -9,7 +9,7 @@ from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, RecipeError
 from stages.kinds.serve.config import ServeConfig
 from stages.models.model_config import read_config
-from stages.serving.limits import limit_problems
+from stages.serving.config import limit_problems
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:

@@ -20,7 +20,7 @@ from stages.kinds.serve.config import ServeConfig
 from stages.serving.adapters import adapter_folders
 from stages.serving.agreement import agreement_metrics, compare_with_records
 from stages.serving.benchmark import measure
-from stages.serving.launch import LAUNCH_FILE
+from stages.serving.engine import LAUNCH_FILE
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import Server, started_server
 

@@ -24,8 +24,7 @@ from stages.kinds.train.methods.method import TeacherServer, TeacherTokens
 from stages.kinds.train.teacher_rows import OpenTeacher, ShareOf, said_record
 from stages.kinds.train.watchdog import Watchdog
 from stages.parallel.processes import gathered
-from stages.serving.client import Client
-from stages.serving.completions import token_number
+from stages.serving.client import Client, token_number
 
 if TYPE_CHECKING:
     from stages.rollouts.asking import Answer, Request

@@ -2,28 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
+from stages.core.redaction import shortened
+from stages.models.gguf_file import GGUF_FILE
+from stages.models.model_config import read_config
 from stages.models.projections import Projection
 from stages.models.recorded import Predicted
 from stages.serving.config import BenchmarkConfig
-from stages.serving.engine import Capabilities, LoadResult
-from stages.serving.fixed_weights import FixedWeights
-from stages.serving.launch import LaunchSpec
-from stages.serving.llama_cpp.architectures import BLOCK_SIZE, config_problems
-from stages.serving.llama_cpp.program import LlamaCppProgram, find_llama_cpp
-from stages.serving.llama_cpp.root_cause import find_root_cause
-from stages.serving.quantization import K_BLOCK_SIZE, Quantization, is_k_quant
+from stages.serving.engine import (
+    K_BLOCK_SIZE,
+    Capabilities,
+    FixedWeights,
+    LaunchSpec,
+    LoadResult,
+    Quantization,
+    is_k_quant,
+)
+from stages.serving.interpreter import find_interpreter, inherited_environment
 
-if TYPE_CHECKING:
-    from stages.serving.client import Client  # its HTTP imports would slow every plan
+if TYPE_CHECKING:  # their HTTP imports would slow every plan
+    from stages.serving.backend import EngineAddress
+    from stages.serving.client import Client
+
+
+SERVER = Path(__file__).with_name("server_program.py")
+DEFAULT_SLOTS = 4
+
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+"""Called so in GGUF, too."""
+LANGUAGE_MODEL = "ForCausalLM"
+ROTARY = ("default", "llama3")
+BLOCK_SIZE = 32
+"""Numbers that share a scale, in all formats but f16."""
+
+
+ERROR = re.compile(r"^[\d.]+ E (.+)$", re.MULTILINE)
+"""Such as `0.00.567.051 E llama_model_load: error loading model: tensor … not within the file bounds`."""
+PYTHON = re.compile(r"^(?:server_program\.py: error: .+|[A-Za-z_.]*(?:Error|Exception): .+)$", re.MULTILINE)
+GENERIC = "please check the input params"
+MAX_CHARACTERS = 600
+
 
 NUM_NAMED = 3
+
+
+@dataclass(frozen=True)
+class LlamaCppProgram:
+    """command: the interpreter of the wheel's environment. version: the wheel's."""
+
+    command: Path
+    version: str
+
+    def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
+        slots = spec.serving.max_num_seqs or DEFAULT_SLOTS
+        context = spec.serving.max_model_len or int(read_config(spec.model)["max_position_embeddings"])
+        command = [str(self.command), "-P", str(SERVER), str(spec.model / GGUF_FILE), "--alias", spec.own_name]
+        command += ["--socket", str(address.socket), "--context", str(context), "--slots", str(slots)]
+        return [*command, "--threads", str(free_cores())]
+
+    def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
+        return {**inherited_environment(), "LLAMA_API_KEY": api_key, "PYTHONUNBUFFERED": "1"}
+
+
+def free_cores() -> int:
+    """Cores that nobody has used of late, at least one: threads beyond those spin at barriers, and an answer that takes
+    6 ms on an idle core took 6 s with two threads on two busy ones."""
+    most = int(os.environ.get("OMP_NUM_THREADS") or 0) or len(os.sched_getaffinity(0))
+    return max(1, min(most, len(os.sched_getaffinity(0)) - round(os.getloadavg()[0])))
+
+
+def find_llama_cpp() -> LlamaCppProgram:
+    """The interpreter that LIFECYCLE_LLAMA_CPP names, or `.venv-llama-cpp/bin/python` beside our environment.
+
+    Raises ResourceError when there is none, or it has no `xllamacpp`.
+    """
+    return LlamaCppProgram(
+        *find_interpreter(
+            "xllamacpp",
+            title="llama.cpp",
+            variable="LIFECYCLE_LLAMA_CPP",
+            environment=".venv-llama-cpp",
+            how="make llama-cpp",
+        )
+    )
 
 
 class LlamaCpp(FixedWeights):
@@ -53,12 +124,12 @@ class LlamaCpp(FixedWeights):
         return find_root_cause(log)
 
     def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
-        from stages.serving.llama_cpp.predictions import meta_of
+        from stages.serving.llama_cpp.queries import meta_of
 
         return meta_of(client).n_ctx
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
-        from stages.serving.llama_cpp.predictions import predictions
+        from stages.serving.llama_cpp.queries import predictions
 
         return predictions(client, rows)
 
@@ -68,7 +139,7 @@ class LlamaCpp(FixedWeights):
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
     ) -> list[LoadResult]:
-        from stages.serving.llama_cpp.predictions import meta_of
+        from stages.serving.llama_cpp.queries import meta_of
         from stages.serving.streamed_load import generate_load
 
         return generate_load(client, meta_of(client).n_vocab, benchmark, folder)
@@ -92,3 +163,29 @@ class LlamaCpp(FixedWeights):
                 f"{quantization.weights} has blocks of {K_BLOCK_SIZE} inputs, which divide those of no layer "
                 f"({sizes}); say `gguf_type: q5_0` or q8_0, whose blocks are of 32"
             )
+
+
+def find_root_cause(log: str) -> str | None:
+    """None when the log does not say."""
+    found = [" ".join(match.split()) for match in ERROR.findall(log)]
+    found += [line for line in PYTHON.findall(log) if GENERIC not in line]
+    return shortened(" ".join(found[0].split()), MAX_CHARACTERS) if found else None
+
+
+def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """config: the model's `config.json`."""
+    if config.get("model_type") not in MODEL_TYPES:
+        yield f"its model_type is {config.get('model_type')}; expected {' or '.join(MODEL_TYPES)}"
+        return
+    if other := [name for name in config.get("architectures") or () if not name.endswith(LANGUAGE_MODEL)]:
+        yield f"it is a {', '.join(other)}; expected a language model (…{LANGUAGE_MODEL})"
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rotary.get("rope_type") or rotary.get("type") or "default"
+    if kind not in ROTARY:
+        yield f"its rotary embedding is of type {kind}; expected {' or '.join(ROTARY)}"
+    if config.get("use_sliding_window"):
+        yield "it attends to a sliding window (use_sliding_window)"
+    if config.get("hidden_act", "silu") != "silu":
+        yield f"its activation is {config['hidden_act']}; expected silu"
+    if config.get("mlp_bias"):
+        yield "its feed-forward layers have biases (mlp_bias)"

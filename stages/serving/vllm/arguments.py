@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
-from stages.serving.own_parser import NotAsked, problems_by_parser
+from stages.serving.engine import NotAsked, problems_by_parser
 from stages.serving.vllm.tool_parsers import known_parsers, parser_problem
 
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")

@@ -2,36 +2,203 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
+from stages.core.errors import ResourceError, ServerError
+from stages.core.supervised import was_killed
 from stages.models.projections import Projection
 from stages.models.recorded import Predicted
-from stages.serving.config import BenchmarkConfig
-from stages.serving.engine import Capabilities, LoadResult
-from stages.serving.launch import LaunchSpec
-from stages.serving.own_parser import NotAsked
-from stages.serving.quantization import Quantization
+from stages.serving.config import MOST_STOP_TEXTS, BenchmarkConfig, ServingConfig
+from stages.serving.engine import Capabilities, LaunchSpec, LoadResult, NotAsked, Quantization
+from stages.serving.interpreter import inherited_environment
+from stages.serving.tracebacks import root_cause
 from stages.serving.vllm import servability
-from stages.serving.vllm.adapters import check_adapters, has_room
-from stages.serving.vllm.arguments import argument_problems
-from stages.serving.vllm.load import generate_load
-from stages.serving.vllm.program import SETTINGS, VllmProgram, find_vllm
-from stages.serving.vllm.root_cause import find_root_cause
+from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
+from stages.serving.vllm.arguments import argument_problems, written
+from stages.serving.vllm.tool_parsers import parser_of
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # their HTTP imports would slow every plan
     from stages.serving.backend import EngineAddress
-    from stages.serving.client import Client  # its HTTP imports would slow every plan
+    from stages.serving.client import Client
+
+
+BYTES_PER_GIB = 2**30
+CPU_KV_CACHE_GIB = 4.0
+"""vLLM would take 92% of the host's memory, and refuse to start when something else uses more than the rest."""
+GPU_SHARE = 0.9
+"""Part of a GPU's memory that servers beside each other take."""
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+SETTINGS = {
+    **QUIET,
+    # By itself it takes 4, and answers 400 to tasks of lm-eval that have more, the end token among them.
+    "VLLM_MAX_STOP_STRINGS": str(MOST_STOP_TEXTS),
+}
+
+LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Where the processes of a server, all on one machine, reach one another."""
 
 
 SMOKE_PROMPT = "1 + 1 = 2"
 """Several tokens: on CPUs with AMX, attention of vLLM 0.32 in bf16 dies by SIGILL until a product of two matrices,
 which a single token does not need, has asked the kernel for the tile registers."""
 SMOKE_TOKENS = 2
+
+
+LOAD_GENERATOR = Path(__file__).with_name("load_generator.py")
+LOAD_TIMEOUT_S = 3600.0
+
+
+PREFIX = re.compile(r"^(?:\(\w+[^)]*pid=\d+\)\s*)?(?:(?:ERROR|CRITICAL)\s+\d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s?)?")
+"""The process, then the level, the time and the module."""
+USAGE = re.compile(r"^(?:vllm|vllm serve|api_server\.py)\S*: error: (.+)")
+GENERIC = (
+    "engine core initialization failed",
+    "enginecore encountered an issue",
+    "see root cause above",
+    "see stack trace for root cause",
+    "cancellederror",
+    "systemexit",
+    "keyboardinterrupt",
+)
+
+
+@dataclass(frozen=True)
+class VllmProgram:
+    """An installed vLLM: its `vllm` command, the interpreter beside it, and its version."""
+
+    command: Path
+    python: Path
+    version: str
+
+    @property
+    def runs_on_cpu(self) -> bool:
+        """Whether this is a build for CPUs; it serves there even when the machine has a GPU."""
+        return "cpu" in self.version
+
+    def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
+        serving = spec.serving
+        command = [str(self.command), "serve", str(spec.model), "--served-model-name", spec.own_name]
+        command += ["--uds", str(address.socket), "--dtype", serving.dtype]
+        command += ["--tensor-parallel-size", str(serving.tensor_parallel_size)]
+        kv_cache_gib = serving.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if self.runs_on_cpu else None)
+        sizes = {
+            "--max-model-len": serving.max_model_len,
+            "--max-num-seqs": serving.max_num_seqs,
+            "--kv-cache-memory-bytes": kv_cache_gib and int(kv_cache_gib * BYTES_PER_GIB),
+        }
+        command += [part for name, size in sizes.items() if size for part in (name, str(size))]
+        if self._is_eager(spec):
+            command += ["--enforce-eager"]
+        if serving.trust_remote_code:
+            command += ["--trust-remote-code"]
+        if spec.adapters:
+            command += adapter_arguments(spec)
+        if spec.num_tried > 1 and not self.runs_on_cpu:
+            # By itself each would take 92% of a GPU's memory.
+            command += ["--gpu-memory-utilization", f"{GPU_SHARE / spec.num_tried:.2f}"]
+        if parser := serving.tool_call_parser or parser_of(spec.model, self.python):
+            command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+        command += [part for parts in written(serving.arguments).values() for part in parts]
+        if spec.for_training:
+            # What a model's own generation_config.json says of sampling, nobody asked for; log-probabilities are those
+            # of what was sampled from, temperature included.
+            command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+        if self._runs_in_one_worker(serving):
+            command += ["--distributed-executor-backend", "uni"]
+        return command
+
+    def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
+        """Ours, without what would confuse vLLM, with the key and the CPU's settings."""
+        serving = spec.serving
+        # Sockets get names relative to the working folder, since their paths may not be longer than 107 bytes.
+        environment = {**inherited_environment(), **SETTINGS, "VLLM_API_KEY": api_key, "VLLM_RPC_BASE_PATH": "."}
+        for variable, value in LOOPBACK.items():
+            environment.setdefault(variable, value)
+        if self.runs_on_cpu:
+            environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+            # Threads that spin while they wait make a server ten times slower on cores that others use too.
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # Its routes would let anybody with the key read folders as adapters; the proxy passes none of them on.
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = str(int(spec.swaps_adapters))
+        # The routes that load other weights run any method of a worker; the proxy passes none of them on, either.
+        environment["VLLM_SERVER_DEV_MODE"] = str(int(spec.for_training))
+        if self._runs_in_one_worker(serving):
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if self.runs_on_cpu and self._is_eager(spec):
+            # Without this, the first request for log-probabilities compiles for 17 s in spite of --enforce-eager.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+        return environment
+
+    def _is_eager(self, spec: LaunchSpec) -> bool:
+        """Return whether nothing is compiled: on a CPU that takes minutes, which a person who tries a model spends
+        waiting for its first answer.
+        """
+        return spec.serving.enforce_eager or (spec.num_tried > 0 and self.runs_on_cpu)
+
+    def _runs_in_one_worker(self, serving: ServingConfig) -> bool:
+        """On a CPU a single worker can live in the engine's process, which saves the import of another one."""
+        return self.runs_on_cpu and serving.tensor_parallel_size == 1
+
+
+def find_vllm() -> VllmProgram:
+    """The program that LIFECYCLE_VLLM names, or `.venv-serve/bin/vllm` beside our environment, or that on PATH.
+
+    Raises ResourceError when there is none.
+    """
+    command = _find_command()
+    python = command.with_name("python")
+    if not python.exists():
+        raise ResourceError(f"{command} has no `python` beside it; expected vLLM in a virtual environment of its own")
+    return VllmProgram(command, python, _read_version(command))
+
+
+def _find_command() -> Path:
+    named = os.environ.get("LIFECYCLE_VLLM")
+    beside = Path(sys.prefix).parent / ".venv-serve" / "bin" / "vllm"
+    on_path = shutil.which("vllm")
+    if named and not os.access(named, os.X_OK):
+        raise ResourceError(f"LIFECYCLE_VLLM names {named}, which is no program; point it at the `vllm` command")
+    if named:
+        return Path(named).absolute()
+    if os.access(beside, os.X_OK):
+        return beside
+    if on_path:
+        return Path(on_path).resolve()
+    raise ResourceError(
+        f"vLLM was not found: LIFECYCLE_VLLM is not set, {beside} does not exist, and there is no `vllm` on PATH; "
+        "create the serve environment with `make environments`, or set LIFECYCLE_VLLM"
+    )
+
+
+@cache
+def _read_version(command: Path) -> str:
+    """Version by the package metadata in the program's environment: importing vLLM would cost seconds."""
+    for folder in sorted(command.parent.parent.glob("lib/python3*/site-packages")):
+        for distribution in distributions(name="vllm", path=[str(folder)]):
+            return distribution.version
+    raise ResourceError(
+        f"{command} belongs to no environment with vLLM's package metadata; create the serve environment again"
+    )
 
 
 class Vllm:
@@ -93,17 +260,17 @@ class Vllm:
         unload_adapter(address, api_key, name, timeout_s)
 
     def check_takes_weights(self, client: Client, num_tokens: int, dtype: str) -> None:
-        from stages.serving.vllm.named_server import check_takes_weights
+        from stages.serving.vllm.swap import check_takes_weights
 
         check_takes_weights(client, num_tokens, dtype)
 
     def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-        from stages.serving.vllm.named_server import check_reads
+        from stages.serving.vllm.swap import check_reads
 
         check_reads(address, api_key, folder, timeout_s)
 
     def prepare_reloads(self, folder: Path, client: Client | None = None) -> None:
-        from stages.serving.vllm.named_server import runs_on_cpu
+        from stages.serving.vllm.swap import runs_on_cpu
 
         if runs_on_cpu(client) if client else self.find_program().runs_on_cpu:
             from stages.serving.vllm.swap import prepare_reloads
@@ -123,3 +290,67 @@ class Vllm:
 
     def caveats(self, quantization: Quantization) -> list[str]:
         return servability.caveats(quantization, servability.serving_device(), servability.cpu_flags())
+
+
+def find_root_cause(log: str) -> str | None:
+    """The first exception in `log` that is not a mere consequence of another, with its message; None without one."""
+    return root_cause(log, prefix=PREFIX, usage=USAGE, generic=GENERIC)
+
+
+def generate_load(client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path) -> list[LoadResult]:
+    """A result for each concurrency. Leaves `benchmark.json` (vLLM's own results) and `benchmark.log` in `folder`.
+
+    Raises ServerError when the load generator fails.
+    """
+    arguments = [_load_arguments(client, spec, benchmark, concurrency) for concurrency in benchmark.concurrencies]
+    results = _run_load_generator(client, arguments, folder)
+    return [
+        LoadResult(
+            concurrency=concurrency,
+            num_requests=result["num_prompts"],
+            num_failed=result["failed"],
+            num_output_tokens=result["total_output_tokens"],
+            ttft_ms=float(result["median_ttft_ms"]),
+            # Not the median time between chunks: chunks that arrive together have none, however slow the tokens were.
+            inter_token_latency_ms=float(result["median_tpot_ms"]),
+            output_tokens_per_s=float(result["output_throughput"]),
+        )
+        for concurrency, result in zip(benchmark.concurrencies, results, strict=True)
+    ]
+
+
+def _load_arguments(client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, concurrency: int) -> list[str]:
+    options = {
+        "backend": "openai",
+        "base-url": client.url,
+        "model": spec.model,
+        "served-model-name": spec.served_name,
+        "dataset-name": "random",
+        "random-input-len": benchmark.input_tokens,
+        "random-output-len": benchmark.output_tokens,
+        "num-prompts": benchmark.requests_per_concurrency * concurrency,
+        "num-warmups": concurrency,
+        "max-concurrency": concurrency,
+        "temperature": 0,
+    }
+    return ["--disable-tqdm", *(f"--{name}={value}" for name, value in options.items())]
+
+
+def _run_load_generator(client: Client, argument_lists: list[list[str]], folder: Path) -> list[dict[str, Any]]:
+    output, log = folder / "benchmark.json", folder / "benchmark.log"
+    with log.open("wb") as stream:
+        ended = subprocess.run(
+            [find_vllm().python, "-P", LOAD_GENERATOR, output],
+            input=json.dumps(argument_lists).encode(),
+            env={**os.environ, **QUIET, "OPENAI_API_KEY": client.api_key},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            timeout=LOAD_TIMEOUT_S,
+            check=False,
+        )
+    if ended.returncode:
+        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        reason = f"`vllm bench serve` failed with exit code {ended.returncode}: {last}; its log is {log}"
+        raise ServerError(reason, died=was_killed(ended.returncode))
+    results: list[dict[str, Any]] = json.loads(output.read_text())
+    return results

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from stages.core.errors import RecipeError
 from stages.models.projections import EXPERTS, Projection, Split
-from stages.serving.quantization import Quantization
+from stages.serving.engine import Quantization
 
 Device = Literal["cpu", "cuda"]
 

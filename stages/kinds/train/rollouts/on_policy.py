@@ -38,7 +38,7 @@ from stages.kinds.train.teacher import Taught
 from stages.kinds.train.teacher_rows import with_candidates
 from stages.kinds.train.watchdog import Watchdog
 from stages.rollouts.asking import Answer, Request
-from stages.serving.completions import Choice
+from stages.serving.client import Choice
 
 DOCUMENTS = TypeAdapter(list[AnsweredPrompt])
 

@@ -16,7 +16,7 @@ from stages.core.errors import ResourceError
 from stages.kinds.train.execution import TrainExecution
 from stages.parallel.accelerator import type_at_hand
 from stages.serving.config import ServeExecution, ServingConfig
-from stages.serving.launch import LaunchSpec
+from stages.serving.engine import LaunchSpec
 from stages.serving.registry import chosen_engine, new_launch_spec
 from stages.serving.server import Server, started_server
 

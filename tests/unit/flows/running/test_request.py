@@ -7,10 +7,10 @@ import pytest
 
 from flows.running.request import RefreshRequest, make_plan
 from stages.core.errors import LifecycleError, ResourceError
+from stages.harnesses.evalscope.environment import PYTHON_VARIABLE
 from stages.harnesses.evalscope.harness import EvalScope
-from stages.harnesses.evalscope.installed import PYTHON_VARIABLE
 from stages.serving.registry import ENGINES
-from stages.serving.vllm.program import VllmProgram
+from stages.serving.vllm.engine import VllmProgram
 
 SECRET = "plantedabcdef0123"
 

@@ -15,7 +15,7 @@ from stages.core.cache_entries import note_use_of_file
 from stages.data.cache import is_intact, write_seal
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
-from stages.serving import own_parser
+from stages.serving import engine
 from tests.unit.stages.data.reports import Reports
 
 DAY_S = 86_400
@@ -81,7 +81,7 @@ def test_notes_and_answers_of_parsers_that_are_read_stay(store, tmp_path, monkey
     answered = [sys.executable, "-c", "print('[]')"]
 
     def ask(version: str) -> object:
-        return own_parser.problems_by_parser("vllm", version, answered, {})
+        return engine.problems_by_parser("vllm", version, answered, {})
 
     assert ask("1") == ask("2") == []
     notes = store.cache_folder("contents")

@@ -34,7 +34,7 @@ SHAPE = ModelShape(
 ELSEWHERE = (
     "stages/engines/megatron/",  # Megatron-core's own names
     "stages/serving/vllm/",  # what vLLM builds kernels for
-    "stages/serving/sglang/",  # options of SGLang's server, which are called so
+    "stages/serving/packaged.py",  # options of SGLang's server, which are called so
     "stages/planner/",  # recorded launches, which are called so
     "flows/launch/cluster.py",  # variables of every vendor, so that none is passed on
     "flows/planning/devices.py",  # asks the table for the GPUs that the driver lists

@@ -11,7 +11,7 @@ import pytest
 from stages.core.errors import ServerError, TransientError
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServingConfig
-from stages.serving.launch import LaunchSpec
+from stages.serving.engine import LaunchSpec
 from stages.serving.vllm.engine import Vllm
 from tests.http_server import serving
 

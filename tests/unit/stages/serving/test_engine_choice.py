@@ -9,7 +9,7 @@ import yaml
 from flows.planning.checks import check_idle
 from flows.recipe.recipe import Recipe, load_recipe
 from stages.core.errors import RecipeError
-from stages.serving.llama_cpp.program import LlamaCppProgram
+from stages.serving.llama_cpp.engine import LlamaCppProgram
 from stages.serving.registry import ENGINES
 from tests.serving import write_tasks
 

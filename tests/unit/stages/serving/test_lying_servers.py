@@ -17,12 +17,10 @@ from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
 from stages.serving.config import BenchmarkConfig
 from stages.serving.exchange import Exchange
-from stages.serving.llama_cpp.predictions import meta_of, predictions
-from stages.serving.llama_cpp.tokenize import tokenize
-from stages.serving.lmdeploy.engine import Lmdeploy
+from stages.serving.llama_cpp.queries import meta_of, predictions, tokenize
+from stages.serving.packaged import Lmdeploy
 from stages.serving.streamed_load import generate_load
-from stages.serving.vllm.named_server import check_takes_weights
-from stages.serving.vllm.swap import reload_weights
+from stages.serving.vllm.swap import check_takes_weights, reload_weights
 from tests.lying_server import head, lying_server, whole
 
 KEY = "a-key-that-is-secret"
@@ -130,7 +128,7 @@ def test_a_server_that_dribbles_is_given_up(name: str, monkeypatch: pytest.Monke
             time.sleep(0.01)
 
     monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr("stages.serving.llama_cpp.tokenize.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("stages.serving.llama_cpp.queries.TOKENIZE_TIMEOUT_S", 0.1)
     with lying_server(answer) as server, pytest.raises(TransientError):
         ASKED[name](Client(server.url, KEY, "m", timeout_s=0.1))
 

@@ -10,7 +10,7 @@ from socketserver import ThreadingUnixStreamServer
 
 import httpx
 
-from stages.serving.vllm.program import find_vllm
+from stages.serving.vllm.engine import find_vllm
 from tests.serving import wait_for
 from tests.slurm_cluster import free_ports
 

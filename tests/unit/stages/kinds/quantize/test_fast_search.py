@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stages.kinds.quantize.llm_compressor import _fast_search
-from stages.serving.quantization import Quantization
+from stages.serving.engine import Quantization
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="on an accelerator nothing is changed")

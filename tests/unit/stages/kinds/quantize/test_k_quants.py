@@ -12,7 +12,7 @@ from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.gguf_types import StoredTypes
 from stages.kinds.quantize.k_quants import k_quantizer, type_of
 from stages.models.projections import Projection
-from stages.serving.llama_cpp import program
+from stages.serving.llama_cpp import engine
 from stages.serving.registry import ENGINES
 
 LAYERS = 16
@@ -76,7 +76,7 @@ def test_a_library_that_fails_is_an_error_with_its_words(tmp_path: Path, monkeyp
     broken.write_text("#!/bin/sh\necho no such library >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setattr(
-        "stages.kinds.quantize.k_quants.find_llama_cpp", lambda: program.LlamaCppProgram(broken, "2026.10")
+        "stages.kinds.quantize.k_quants.find_llama_cpp", lambda: engine.LlamaCppProgram(broken, "2026.10")
     )
 
     with k_quantizer("q6_k") as of_llama_cpp, pytest.raises(ResourceError, match="no such library; make its environ"):
@@ -88,7 +88,7 @@ def test_who_made_the_blocks_is_part_of_the_version() -> None:
     tree = {"kind": "quantize", "model": "sft", "method": "gguf", "calibration": {"dataset": "d"}}
     made, rounded = (QuantizeConfig.model_validate({**tree, "gguf_type": one}) for one in ("q4_k_m", "q8_0"))
 
-    assert made.resolve_outside() == {"llama_cpp_version": program.find_llama_cpp().version}
+    assert made.resolve_outside() == {"llama_cpp_version": engine.find_llama_cpp().version}
     assert rounded.resolve_outside() == {}
 
 

@@ -12,7 +12,7 @@ from stages.core.errors import ServerError, TransientError
 from stages.kinds.serve.config import ServeConfig
 from stages.kinds.serve.run import run
 from stages.serving.client import Client
-from stages.serving.launch import LAUNCH_FILE, LaunchSpec
+from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 from tests.hub_repository import model_files
 from tests.tiny_engine import TinyEngine
 

@@ -8,10 +8,9 @@ import pytest
 from stages.core.errors import ResourceError
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
-from stages.serving.launch import LaunchSpec
-from stages.serving.llama_cpp import program
-from stages.serving.llama_cpp.program import LlamaCppProgram, find_llama_cpp, free_cores
-from stages.serving.llama_cpp.root_cause import find_root_cause
+from stages.serving.engine import LaunchSpec
+from stages.serving.llama_cpp import engine
+from stages.serving.llama_cpp.engine import LlamaCppProgram, find_llama_cpp, find_root_cause, free_cores
 
 SOCKET = EngineAddress(Path("engine.sock"))
 INSTALLED = LlamaCppProgram(Path("/env/bin/python"), "2026.10")
@@ -69,7 +68,7 @@ def test_without_it_the_way_to_get_it_is_told(tmp_path: Path, monkeypatch: pytes
 
 
 def test_everything_the_recipe_says_reaches_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "free_cores", lambda: 3)
+    monkeypatch.setattr(engine, "free_cores", lambda: 3)
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
 
     command = INSTALLED.server_command(spec(tmp_path, max_model_len=512, max_num_seqs=7), SOCKET)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file as save_torch_file
 from stages.adapters.idle import write_idle_adapter
 from stages.core.errors import ModelError
 from stages.serving.config import ServingConfig
-from stages.serving.launch import LaunchSpec
+from stages.serving.engine import LaunchSpec
 from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
 
 LAYER = "model.layers.0.self_attn.q_proj"

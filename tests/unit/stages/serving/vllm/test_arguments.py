@@ -8,15 +8,14 @@ import pytest
 
 from stages.core.errors import RecipeError
 from stages.kinds.serve.config import ServeConfig
-from stages.serving import own_parser
+from stages.serving import engine
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
-from stages.serving.launch import LaunchSpec
-from stages.serving.own_parser import NotAsked, parsed
+from stages.serving.engine import LaunchSpec, NotAsked, parsed
 from stages.serving.registry import ENGINES
 from stages.serving.vllm import arguments
 from stages.serving.vllm.arguments import argument_problems, refusals, written
-from stages.serving.vllm.program import VllmProgram, find_vllm
+from stages.serving.vllm.engine import VllmProgram, find_vllm
 
 ON_CPU = VllmProgram(Path("/env/bin/vllm"), Path("/env/bin/python"), "0.32.0+cpu")
 GOOD: dict[str, Any] = {
@@ -134,7 +133,7 @@ def test_the_rest_is_asked_of_vllms_own_parser_once(tmp_path: Path, monkeypatch:
 def test_a_vllm_that_cannot_be_asked_leaves_it_to_its_server_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, reason: str
 ) -> None:
-    monkeypatch.setattr(own_parser, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(engine, "PARSER_TIMEOUT_S", 0.5)
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     unable = tmp_path / "python"
     unable.write_text(f"#!/bin/sh\n{end}\n")

@@ -8,8 +8,8 @@ import trl
 
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
-from stages.serving.launch import LaunchSpec
-from stages.serving.vllm.program import VllmProgram, find_vllm
+from stages.serving.engine import LaunchSpec
+from stages.serving.vllm.engine import VllmProgram, find_vllm
 from stages.serving.vllm.tool_parsers import MARKERS, known_parsers, parser_problem
 
 SOCKET = EngineAddress(Path("engine.sock"))

@@ -6,7 +6,7 @@ import pytest
 
 from stages.core.errors import ResourceError
 from stages.kinds.serve.config import ServeConfig
-from stages.serving.vllm.program import find_vllm
+from stages.serving.vllm.engine import find_vllm
 
 
 def make_environment(root: Path, version: str | None) -> Path:

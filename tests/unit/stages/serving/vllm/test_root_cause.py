@@ -3,7 +3,7 @@
 import pytest
 
 from stages.serving.server import last_lines
-from stages.serving.vllm.root_cause import find_root_cause
+from stages.serving.vllm.engine import find_root_cause
 
 PREFIX = "(EngineCore pid=10753) ERROR 11-21 08:44:59 [core.py:1510] "
 ENGINE_FAILED = f"""\

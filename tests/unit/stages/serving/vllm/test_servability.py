@@ -5,7 +5,7 @@ import pytest
 from stages.core.errors import RecipeError
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.models.projections import Projection
-from stages.serving.quantization import Quantization
+from stages.serving.engine import Quantization
 from stages.serving.vllm.servability import Heads, caveats, check_servable
 
 LLAMA_2_7B = {"hidden": 4096, "inner": 11008, "queries": 32, "keys": 32, "head": 128}

@@ -18,10 +18,10 @@ from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
 from stages.core.errors import ResourceError
 from stages.harnesses.evalscope import environment
-from stages.harnesses.evalscope.installed import PYTHON_VARIABLE, find_evalscope
+from stages.harnesses.evalscope.environment import PYTHON_VARIABLE, find_evalscope
 from stages.harnesses.registry import HARNESSES
 from stages.serving.registry import ENGINES
-from stages.serving.vllm.program import VllmProgram
+from stages.serving.vllm.engine import VllmProgram
 from tests.serving import wait_for
 
 VERSION = "9.1"

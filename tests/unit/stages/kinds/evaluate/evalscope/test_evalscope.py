@@ -10,8 +10,8 @@ import pytest
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import EvaluationError, ResourceError
-from stages.harnesses.evalscope.installed import PYTHON_VARIABLE, find_evalscope
-from stages.harnesses.evalscope.results import SUBSET_SIZE, read_results
+from stages.harnesses.evalscope.environment import PYTHON_VARIABLE, find_evalscope
+from stages.harnesses.evalscope.running import SUBSET_SIZE, read_results
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.registry import HARNESSES
 from stages.kinds.evaluate.config import EvaluateConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.harnesses.lm_eval.score_names import DEFAULT_METRICS, may_give
+from stages.harnesses.lm_eval.tasks import DEFAULT_METRICS, may_give
 
 TASK = "task: sums\noutput_type: generate_until\n"
 FILES = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import EvaluationError
-from stages.harnesses.lm_eval.task_folder import read_task_folder
+from stages.harnesses.lm_eval.task_files import read_task_folder
 
 TASK = "task: sums\ndataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\n"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.errors import EvaluationError
-from stages.harnesses.lm_eval import installed_tasks
+from stages.harnesses.lm_eval import task_files
 from stages.harnesses.lm_eval.tasks import hub_datasets, select_tasks
 
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_local_tasks_need_neither_the_index_nor_a_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(installed_tasks, "_files_by_name")
+    monkeypatch.delattr(task_files, "_files_by_name")
     selection = select_tasks(("addition",), folder)
 
     assert selection.offline

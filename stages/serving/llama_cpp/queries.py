@@ -1,23 +1,29 @@
-"""What a llama.cpp server predicts of given tokens: it knows no `echo`, so each token is asked for on its own.
+"""Queries to a llama.cpp server beyond OpenAI's API: predictions of given tokens, and token ids of texts.
 
-After the tokens before it, one token is sampled that a bias makes certain. Its log-probability is reported as it is
-without the bias, and so is the likeliest token. What was asked before is in the server's cache: a token costs a step.
+The server knows no `echo`, so each token is asked for on its own: after the tokens before it, one token is sampled that
+a bias makes certain. Its log-probability is reported as it is without the bias, and so is the likeliest token. The
+server caches earlier prompts: a token costs a step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from stages.core.errors import ServerError
+import aiohttp
+
+from stages.core.errors import ServerError, TransientError
+from stages.core.redaction import shortened
 from stages.models.recorded import Predicted
-from stages.remote.http_answers import AnswerModel
-from stages.serving.completions import Choices, Count, Models
-
-if TYPE_CHECKING:
-    from stages.serving.client import Client  # its HTTP imports would slow every plan
+from stages.remote.http_answers import AnswerModel, Expected
+from stages.serving.backend import EngineAddress, post_to_engine
+from stages.serving.client import Choices, Client, Count, Models
 
 CERTAIN = 1e4
 """Added to a logit: more than they differ by."""
+
+
+TOKENIZE_TIMEOUT_S = 600.0
+TOKEN_ID_BYTES = 16
 
 
 class Meta(AnswerModel):
@@ -50,6 +56,10 @@ class _Choice(AnswerModel):
     logprobs: _LogProbs | None = None
 
 
+class _Tokenized(AnswerModel):
+    tokens: list[Count]
+
+
 def meta_of(client: Client) -> Meta:
     """Return the facts of the model that the server lists first."""
     listed = client.answer("/v1/models", Models[_Listed]).data
@@ -61,6 +71,22 @@ def meta_of(client: Client) -> Meta:
 def predictions(client: Client, rows: list[list[int]]) -> list[Predicted]:
     """Of every token of each row but the first. Raises ServerError when the server does not say."""
     return [_of_row(client, row) for row in rows]
+
+
+def tokenize(address: EngineAddress, api_key: str, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
+    """Return the token ids of each text, which may hold special tokens. add_special: with those around a text.
+
+    Raises ServerError when it refuses, TransientError when it does not answer.
+    """
+    longest = max((len(text.encode()) for text in texts), default=0)
+    max_bytes = 2**16 + longest * TOKEN_ID_BYTES
+    expected = Expected("asking llama.cpp for token ids: it", max_bytes, TOKENIZE_TIMEOUT_S, key=api_key)
+    bodies = [{"content": text, "add_special": add_special, "parse_special": True} for text in texts]
+    try:
+        return [answer.parsed(_Tokenized).tokens for answer in post_to_engine(address, expected, "tokenize", bodies)]
+    except (OSError, aiohttp.ClientError) as error:
+        cause = shortened(str(error), 200)
+        raise TransientError(f"asking llama.cpp for token ids: {type(error).__name__}: {cause}") from error
 
 
 def _of_row(client: Client, row: list[int]) -> Predicted:

@@ -13,15 +13,12 @@ from stages.core.errors import ModelError, RecipeError, ResourceError
 from stages.models.recorded import Predicted, RecordedDocument, differences
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
-from stages.serving.launch import LaunchSpec
-from stages.serving.own_parser import parsed
-from stages.serving.registry import ENGINES
-from stages.serving.sglang.arguments import CHECK, PASSED
-from stages.serving.sglang.program import SglangProgram, find_sglang
-from stages.serving.sglang.root_cause import find_root_cause
+from stages.serving.engine import LaunchSpec, parsed
+from stages.serving.packaged import CHECK, PackagedProgram, Sglang
 
 ADDRESS = EngineAddress(port=4321)
-PROGRAM = SglangProgram(Path("/env/bin/python"), "0.5.23")
+ENGINE = Sglang()
+PROGRAM = PackagedProgram(ENGINE, Path("/env/bin/python"), "0.5.23")
 EVERYTHING: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 7,
@@ -58,7 +55,7 @@ def option(command: list[str], name: str) -> str:
 def test_everything_the_recipe_says_reaches_the_command(command, tmp_path: Path) -> None:
     made = command(**EVERYTHING)
 
-    assert made[:2] == ["/env/bin/python", "-P"] and made[2].endswith("sglang/server_program.py")
+    assert made[:2] == ["/env/bin/python", "-P"] and made[2].endswith("serving/sglang_program.py")
     given = {"--model-path": str(tmp_path), "--served-model-name": "m", "--host": "127.0.0.1", "--port": "4321"}
     given |= {"--dtype": "float16", "--tp-size": "2", "--context-length": "512", "--max-running-requests": "7"}
     assert {name: option(made, name) for name in given} == given
@@ -87,49 +84,47 @@ def test_what_the_recipe_leaves_out_is_not_said(command) -> None:
     ],
 )
 def test_options_that_are_not_listed_are_refused(name: str, value: Any, said: str) -> None:
-    (refused,) = PASSED.refusals({name: value})
+    (refused,) = ENGINE.passed.refusals({name: value})
 
     assert refused.startswith(f"{name}: ") and said in refused
     with pytest.raises(RecipeError, match=said):
-        PASSED.written({name: value})
+        ENGINE.passed.written({name: value})
 
 
 def test_its_own_parser_takes_the_command(command) -> None:
     try:
-        program = find_sglang()
+        program = ENGINE.find_program()
     except ResourceError as error:
         pytest.skip(str(error))
     options = command(**EVERYTHING)[3:]
-    whole = {"everything": options, **{name: [f"--{name}"] for name in PASSED.names}}
+    whole = {"everything": options, **{name: [f"--{name}"] for name in ENGINE.passed.names}}
 
-    found = parsed((program.command, "-P", CHECK), json.dumps(whole))
+    found = parsed((program.command, "-P", ENGINE.program, CHECK), json.dumps(whole))
 
-    assert found is not None, f"{program.command} {CHECK} did not end well"
+    assert found is not None, f"{program.command} {ENGINE.program} did not end well"
     assert not [one for one in found if one.startswith("everything") or "unrecognized arguments" in one]
 
 
 def test_the_cause_comes_with_what_to_change() -> None:
-    found = find_root_cause(DIED) or ""
+    found = ENGINE.root_cause(DIED) or ""
 
     assert found.startswith("RuntimeError: Not enough memory.")
     assert "raise serving.arguments.mem-fraction-static" in found
-    assert find_root_cause("server_program.py: error: argument --tp-size: invalid int value: 'x'") == (
+    assert ENGINE.root_cause("sglang_program.py: error: argument --tp-size: invalid int value: 'x'") == (
         "argument --tp-size: invalid int value: 'x'"
     )
-    assert find_root_cause("[2026-11-23 10:00:01] Received sigquit from a child process.") is None
+    assert ENGINE.root_cause("[2026-11-23 10:00:01] Received sigquit from a child process.") is None
     below = "ImportError: \nAutoImageProcessor requires the Torchvision library\nPlease note"
-    assert find_root_cause(below) == "ImportError: AutoImageProcessor requires the Torchvision library"
+    assert ENGINE.root_cause(below) == "ImportError: AutoImageProcessor requires the Torchvision library"
 
 
 def test_what_it_is_not_known_to_do_is_not_promised() -> None:
-    engine = ENGINES["sglang"]
-
-    assert engine.capabilities.prompt_log_probabilities
-    assert not engine.capabilities.adapters and not engine.capabilities.new_weights
+    assert ENGINE.capabilities.prompt_log_probabilities
+    assert not ENGINE.capabilities.adapters and not ENGINE.capabilities.new_weights
     with pytest.raises(ModelError, match="SGLang loads its weights once"):
-        engine.prepare_reloads(Path("model"))
+        ENGINE.prepare_reloads(Path("model"))
     with pytest.raises(RecipeError, match="serving with SGLang in Kubernetes"):
-        engine.program_in_image(on_cpu=False)
+        ENGINE.program_in_image(on_cpu=False)
 
 
 def test_a_server_that_tells_no_ids_is_compared_by_log_probabilities_alone() -> None:

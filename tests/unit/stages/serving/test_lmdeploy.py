@@ -17,17 +17,13 @@ from stages.serving.agreement import compare_with_records
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client, check_server
 from stages.serving.config import BenchmarkConfig, ServingConfig
-from stages.serving.launch import LaunchSpec
-from stages.serving.lmdeploy.arguments import CHECK, PASSED
-from stages.serving.lmdeploy.program import LmdeployProgram, find_lmdeploy
-from stages.serving.lmdeploy.root_cause import find_root_cause
-from stages.serving.own_parser import parsed
-from stages.serving.registry import ENGINES
+from stages.serving.engine import LaunchSpec, parsed
+from stages.serving.packaged import CHECK, Lmdeploy, PackagedProgram
 from tests.http_server import serving
 
 ADDRESS = EngineAddress(port=4321)
-PROGRAM = LmdeployProgram(Path("/env/bin/python"), "0.18.0")
-ENGINE = ENGINES["lmdeploy"]
+ENGINE = Lmdeploy()
+PROGRAM = PackagedProgram(ENGINE, Path("/env/bin/python"), "0.18.0")
 EVERYTHING: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 7,
@@ -41,7 +37,7 @@ VALUES = {"backend": "pytorch", "model-format": "awq", "communicator": "nccl", "
 FLAGS = ("enable-prefix-caching", "enable-microbatch")
 DIED = """2026-11-24 10:00:00,123 - lmdeploy - WARNING - archs.py:33 - Fallback to pytorch engine
 Traceback (most recent call last):
-  File "server_program.py", line 21, in main
+  File "lmdeploy_program.py", line 21, in main
 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.
 """
 
@@ -64,7 +60,7 @@ def option(command: list[str], name: str) -> str:
 def test_everything_the_recipe_says_reaches_the_command(spec, tmp_path: Path) -> None:
     made = PROGRAM.server_command(spec(**EVERYTHING), ADDRESS)
 
-    assert made[:2] == ["/env/bin/python", "-P"] and made[2].endswith("lmdeploy/server_program.py")
+    assert made[:2] == ["/env/bin/python", "-P"] and made[2].endswith("serving/lmdeploy_program.py")
     assert made[3] == str(tmp_path)
     given = {"--model-name": "m", "--server-name": "127.0.0.1", "--server-port": "4321", "--dtype": "float16"}
     given |= {"--tp": "2", "--session-len": "512", "--max-batch-size": "7", "--logprobs-mode": "raw_logprobs"}
@@ -88,35 +84,37 @@ def test_what_the_recipe_leaves_out_is_the_models(spec) -> None:
 
 @pytest.mark.parametrize("name", ["api-keys", "proxy-url", "speculative-draft-model", "allow-terminate-by-client"])
 def test_options_that_are_not_listed_are_refused(name: str) -> None:
-    assert ENGINE.argument_problems({name: "x"}, at_once=True) == [*PASSED.refusals({name: "x"})]
+    assert ENGINE.argument_problems({name: "x"}, at_once=True) == [*ENGINE.passed.refusals({name: "x"})]
     with pytest.raises(RecipeError, match="no option that is passed on to LMDeploy"):
-        PASSED.written({name: "x"})
+        ENGINE.passed.written({name: "x"})
 
 
 def test_its_own_parser_takes_the_command(spec) -> None:
     try:
-        program = find_lmdeploy()
+        program = ENGINE.find_program()
     except ResourceError as error:
         pytest.skip(str(error))
     options = PROGRAM.server_command(spec(**EVERYTHING), ADDRESS)[4:]
-    each = {name: [f"--{name}"] if name in FLAGS else [f"--{name}={VALUES.get(name, 1)}"] for name in PASSED.names}
+    each = {
+        name: [f"--{name}"] if name in FLAGS else [f"--{name}={VALUES.get(name, 1)}"] for name in ENGINE.passed.names
+    }
     whole = {"everything": options, **each, "quant-policy": ["--quant-policy=int8"], "unknown": ["--tpp=2"]}
 
-    found = parsed((program.command, "-P", CHECK), json.dumps(whole))
+    found = parsed((program.command, "-P", ENGINE.program, CHECK), json.dumps(whole))
 
     assert found == ["unknown: unrecognized arguments: --tpp=2"]
 
 
 def test_the_cause_comes_with_what_to_change() -> None:
-    found = find_root_cause(DIED) or ""
+    found = ENGINE.root_cause(DIED) or ""
 
     assert found.startswith("torch.OutOfMemoryError: CUDA out of memory.")
     assert "lower serving.arguments.cache-max-entry-count" in found
-    usage = "server_program.py api_server: error: argument --tp: invalid int value: 'x'"
-    assert find_root_cause(usage) == "argument --tp: invalid int value: 'x'"
+    usage = "lmdeploy_program.py api_server: error: argument --tp: invalid int value: 'x'"
+    assert ENGINE.root_cause(usage) == "argument --tp: invalid int value: 'x'"
     quantized = "ValueError: Only compressed-tensors `pack-quantized` format is supported."
-    assert "serve this model with `engine: vllm`" in (find_root_cause(quantized) or "")
-    assert find_root_cause("2026-11-24 10:00:00,123 - lmdeploy - WARNING - archs.py:33 - Fallback") is None
+    assert "serve this model with `engine: vllm`" in (ENGINE.root_cause(quantized) or "")
+    assert ENGINE.root_cause("2026-11-24 10:00:00,123 - lmdeploy - WARNING - archs.py:33 - Fallback") is None
 
 
 class Handler(BaseHTTPRequestHandler):

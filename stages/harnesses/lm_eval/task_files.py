@@ -1,0 +1,284 @@
+"""Files of lm-eval tasks, read without running what they name: a local folder's, and those that lm-eval brings.
+
+A local folder's content is part of the evaluation's version, so all that a task is made of must lie in it: its YAML
+files, the data files that they name, and the Python files that their `!function` tags name.
+
+lm-eval's own index parses its 14,000 files and takes 10 to 20 s. This one reads them as text and parses only those that
+are asked for, in less than a second, so that a plan can be made with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from stages.core.errors import EvaluationError, RecipeError
+from stages.core.yaml_bounds import check_bounds
+
+FILE_FORMATS = ("json", "csv", "parquet", "text", "arrow")
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, order=True)
+class HubDataset:
+    """A dataset repository of the Hugging Face hub. `revision`: what the task asks for; None is the default branch."""
+
+    repository: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.repository}@{self.revision}" if self.revision else self.repository
+
+
+class Function(str):
+    """What a `!function module.name` tag says."""
+
+    @property
+    def module_file(self) -> str:
+        """Where the function lies, relative to the file that names it."""
+        return self.rpartition(".")[0].replace(".", "/") + ".py"
+
+
+class _Loader(yaml.SafeLoader):
+    """Knows the one tag that task files have."""
+
+
+def _construct_function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Function:
+    return Function(loader.construct_scalar(node))
+
+
+_Loader.add_constructor("!function", _construct_function)
+
+
+def parse_task_file(text: str) -> Any:
+    """What a task file says. Raises RecipeError for one that is not valid YAML, or that reading would not end of."""
+    check_bounds(text, _Loader)
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+
+
+def read_task_file(file: Path) -> dict[str, Any]:
+    """Its mapping; empty for a file that cannot be read: lm-eval itself says what is wrong when it runs the task."""
+    try:
+        config = parse_task_file(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def names_of(config: dict[str, Any]) -> Iterator[str]:
+    """What the config may be called by: its task or group, and its tags."""
+    yield from (config[key] for key in ("task", "group") if isinstance(config.get(key), str))
+    yield from strings_in(config.get("tag"))
+
+
+def members_of(config: dict[str, Any]) -> Iterator[str]:
+    """Names of the tasks that a group consists of."""
+    for member in config["task"] if isinstance(config.get("task"), list) else ():
+        yield member if isinstance(member, str) else str(member.get("task", member.get("group")))
+
+
+def dataset_of(config: dict[str, Any]) -> HubDataset | None:
+    """The repository that the config itself names; None for files of a known format, and where none is named."""
+    path = config.get("dataset_path")
+    if not isinstance(path, str) or path in FILE_FORMATS or not _REPOSITORY.fullmatch(path):
+        return None
+    return HubDataset(path, (config.get("dataset_kwargs") or {}).get("revision"))
+
+
+def code_in(config: dict[str, Any]) -> Iterator[str]:
+    """What the config would run outside a sandbox: `!function` tags, Jinja that reaches into Python's objects, and
+    metrics that Hugging Face's `evaluate` loads as Python files.
+
+    Jinja that hides what it does is stopped by the sandbox when it is rendered.
+    """
+    metrics = config.get("metric_list")
+    for metric in metrics if isinstance(metrics, list) else ():
+        if isinstance(metric, dict) and (metric.get("hf_evaluate") or "/" in str(metric.get("metric"))):
+            yield f"the metric {metric.get('metric')} of Hugging Face's evaluate"
+    for text in strings_in(config):
+        if isinstance(text, Function):
+            yield f"!function {text}"
+        elif "__" in text and _reaches_into_python(text):
+            yield f"the Jinja {text!r}"
+
+
+def _reaches_into_python(template: str) -> bool:
+    try:
+        parsed = jinja2.Environment(autoescape=True).parse(template)
+    except jinja2.TemplateSyntaxError:
+        return False
+    return any(node.attr.startswith("__") for node in parsed.find_all(jinja2.nodes.Getattr))
+
+
+def strings_in(tree: Any) -> Iterator[str]:
+    """Every string in nested dicts (their values) and lists."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from strings_in(value)
+
+
+@dataclass(frozen=True)
+class TaskFolder:
+    """names: tasks, groups and tags that it defines. code: its Python files, and what else its tasks would run.
+
+    What lies elsewhere: the repositories whose samples its tasks take, and the tasks of others that its groups have.
+    """
+
+    path: Path
+    names: frozenset[str] = frozenset()
+    hub_datasets: frozenset[HubDataset] = frozenset()
+    members_elsewhere: frozenset[str] = frozenset()
+    code: tuple[str, ...] = ()
+
+    @property
+    def uses_hub(self) -> bool:
+        """Whether any of its tasks needs more than the folder."""
+        return bool(self.hub_datasets or self.members_elsewhere)
+
+
+def read_task_folder(path: Path) -> TaskFolder:
+    """Read every YAML file of `path`. Raises EvaluationError for a bad file, or for one that reaches outside."""
+    if not path.is_dir():
+        raise EvaluationError(f"there is no task folder {path}; expected a folder with YAML files of lm-eval tasks")
+    _refuse_links_outside(path)
+    files = sorted([*path.rglob("*.yaml"), *path.rglob("*.yml")])
+    configs = [_read_config(file, path) for file in files]
+    names = frozenset(name for config in configs for name in names_of(config))
+    members = frozenset(name for config in configs for name in members_of(config))
+    datasets = frozenset(dataset for config in configs if (dataset := dataset_of(config)))
+    code = [str(file.relative_to(path)) for file in sorted(path.rglob("*.py"))]
+    for file, config in zip(files, configs, strict=True):
+        code += [f"{file.relative_to(path)}: {one}" for one in code_in(config)]
+    return TaskFolder(path, names, datasets, members - names, tuple(code))
+
+
+def _refuse_links_outside(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+            raise EvaluationError(
+                f"{path} is a link to {path.resolve()}, outside the task folder; put the file itself there, "
+                "so that the evaluation's version holds its content"
+            )
+
+
+def _read_config(file: Path, folder: Path) -> dict[str, Any]:
+    try:
+        config = parse_task_file(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecipeError) as error:
+        raise EvaluationError(f"{file} is no readable YAML: {error}") from error
+    if not isinstance(config, dict):
+        raise EvaluationError(f"{file} holds a {type(config).__name__}; expected the mapping of an lm-eval task")
+    _check_data_files(config, file, folder)
+    _check_functions(config, file, folder)
+    return config
+
+
+def _check_data_files(config: dict[str, Any], file: Path, folder: Path) -> None:
+    """Data files are named relative to the task folder, and exist there; so are included YAML files, to their own."""
+    arguments = config.get("dataset_kwargs") or {}
+    for name in strings_in([arguments.get("data_files"), arguments.get("data_dir")]):
+        if "://" in name:
+            raise EvaluationError(f"{file} takes {name} from the network; put the file into {folder} and name it there")
+        _check_inside(folder / name, file, folder)
+    for name in strings_in(config.get("include")):
+        _check_inside(file.parent / name, file, folder)
+
+
+def _check_functions(config: dict[str, Any], file: Path, folder: Path) -> None:
+    for function in (value for value in strings_in(config) if isinstance(value, Function)):
+        _check_inside(file.parent / function.module_file, file, folder)
+
+
+def _check_inside(path: Path, file: Path, folder: Path) -> None:
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise EvaluationError(f"{file} names {path}, which is outside the task folder {folder}; put the file into it")
+    if "*" not in path.name and not path.exists():
+        raise EvaluationError(f"{file} names {path}, which does not exist; paths of data files start at {folder}")
+
+
+_NAMING = re.compile(r"""^["']?(?:task|group|tag)["']?\s*:[ \t]*(.*(?:\n[ \t]*(?:-.*|\#.*)?$)*)""", re.MULTILINE)
+"""A `task`, `group` or `tag` of a file, with the lines of its list; tasks of a group are in it, too."""
+
+_NAME = re.compile(r"[^\s\"'\[\],#]+")
+_NO_TASKS = (".py", ".pyc", ".md", ".json", ".jsonl", ".csv", ".txt", ".zip")
+_parsed = functools.cache(read_task_file)
+_DATASET_PATH = re.compile(r"""DATASET_PATH\s*=\s*["']([^"']+)["']""")
+
+
+def mentioned_names() -> Iterable[str]:
+    """Every name that there may be; a few more than there are."""
+    return _files_by_name().keys()
+
+
+def is_installed(name: str) -> bool:
+    """Whether lm-eval has a task, group or tag of that name."""
+    return any(True for _ in defining(name))
+
+
+def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Files whose task, group or tag has that name; for a tag that a template gives, all files beside the template."""
+    for file in _files_by_name().get(name, ()):
+        config = _parsed(file)
+        if name not in names_of(config):
+            continue
+        if isinstance(config.get("task") or config.get("group"), str):
+            yield file, config
+        else:
+            yield from ((path, _parsed(path)) for path in sorted(file.parent.rglob("*.yaml")))
+
+
+def hub_datasets(names: Iterable[str]) -> frozenset[HubDataset]:
+    """The repositories that the tasks, groups and tags of these names take their samples from."""
+    todo, seen = list(names), set()
+    found: set[HubDataset] = set()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for file, config in defining(name):
+            todo += members_of(config)
+            found |= set(_datasets(file, config))
+    return frozenset(found)
+
+
+def _datasets(file: Path, config: dict[str, Any]) -> Iterator[HubDataset]:
+    """Of the file itself, else of the class that it names, else of those that it includes."""
+    if own := dataset_of(config):
+        yield own
+    elif isinstance(config.get("class"), Function):
+        code = (file.parent / config["class"].module_file).read_text(encoding="utf-8")
+        yield from (HubDataset(path) for path in _DATASET_PATH.findall(code))
+    elif "dataset_path" not in config:
+        for included in strings_in(config.get("include")):
+            path = file.parent / included
+            yield from _datasets(path, _parsed(path))
+
+
+@functools.cache
+def _files_by_name() -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for parent, _, files in os.walk(_folder()):
+        for file in (file for file in files if not file.endswith(_NO_TASKS)):
+            path = Path(parent, file)
+            for naming in _NAMING.finditer(path.read_text(encoding="utf-8", errors="replace")):
+                for name in _NAME.findall(naming[1]):
+                    found.setdefault(name, []).append(path)
+    return found
+
+
+def _folder() -> Path:
+    spec = importlib.util.find_spec("lm_eval")
+    assert spec and spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0]) / "tasks"

@@ -1,0 +1,348 @@
+"""SGLang and LMDeploy: engines whose Python package brings an HTTP server, each described by the rows of one table.
+
+Written from their sources (SGLang 0.5.23, LMDeploy 0.18.0) and checked against their own argument parsers; no server of
+either was ever run here. What was not seen to work is not promised: neither puts adapters on a model, nor takes new
+weights while it runs. Each lives in an environment of its own, whose interpreter runs `NAME_program.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue
+
+from stages.core.errors import ModelError, ServerError
+from stages.models.model_config import max_positions, read_config
+from stages.models.recorded import Predicted
+from stages.serving.config import BenchmarkConfig
+from stages.serving.engine import (
+    Capabilities,
+    FixedWeights,
+    LaunchSpec,
+    LoadResult,
+    NotAsked,
+    PassedOptions,
+    dtype_of,
+    problems_by_parser,
+)
+from stages.serving.interpreter import find_interpreter, inherited_environment
+from stages.serving.tracebacks import root_cause
+
+if TYPE_CHECKING:  # their HTTP imports would slow every plan
+    from stages.serving.backend import EngineAddress
+    from stages.serving.client import Client
+
+CHECK = "--check-options"
+"""Argument of a program that asks the engine's own parser instead of starting a server."""
+QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Names of an engine's command-line options.
+
+    model: "" where the folder is a positional argument.
+    fixed: options that every server gets.
+    enforce_eager: options that keep it from compiling and from capturing graphs.
+    """
+
+    model: str
+    served_name: str
+    host: str
+    port: str
+    tensor_parallel_size: str
+    max_model_len: str
+    max_num_seqs: str
+    fixed: tuple[str, ...]
+    enforce_eager: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Log:
+    """How an engine's log is read for the cause of a failure.
+
+    prefix: text before each line, such as time and process.
+    consequences: phrases, in lower case, of exceptions that only follow from others.
+    cures: text of a cause → what to change.
+    """
+
+    prefix: re.Pattern[str]
+    consequences: tuple[str, ...]
+    cures: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PackagedProgram:
+    """An engine's interpreter, with the version of its package."""
+
+    engine: PackagedEngine
+    command: Path
+    version: str
+
+    def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
+        serving, options = spec.serving, self.engine.options
+        command = [str(self.command), "-P", str(self.engine.program)]
+        command += [*([options.model] if options.model else []), str(spec.model)]
+        values = {
+            options.served_name: spec.own_name,
+            options.host: "127.0.0.1",
+            options.port: address.port,
+            "--dtype": dtype_of(spec),
+            options.tensor_parallel_size: serving.tensor_parallel_size,
+            options.max_model_len: self.engine.max_model_len(spec),
+            options.max_num_seqs: serving.max_num_seqs,
+            "--tool-call-parser": serving.tool_call_parser,
+        }
+        command += [part for name, value in values.items() if value for part in (name, str(value))]
+        command += options.fixed
+        if serving.enforce_eager:
+            command += options.enforce_eager
+        if serving.trust_remote_code:
+            command += ["--trust-remote-code"]
+        return [*command, *(part for parts in self.engine.passed.written(serving.arguments).values() for part in parts)]
+
+    def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
+        key = {f"{self.engine.name.upper()}_SERVER_KEY": api_key}
+        return {**inherited_environment(), **self.engine.settings, **key}
+
+
+class PackagedEngine(FixedWeights):
+    """An engine described by its class attributes; a subclass says how its server is asked.
+
+    passed: options that a recipe may pass through, of some hundred: those that tune.
+    """
+
+    name: str
+    title: str
+    settings: Mapping[str, str]
+    waiting_requests_metric: str
+    listens_on_sockets = False
+    capabilities: Capabilities
+    options: Options
+    passed: PassedOptions
+    log: Log
+
+    @property
+    def program(self) -> Path:
+        """The script that runs the server, for the interpreter of the engine's environment."""
+        return Path(__file__).with_name(f"{self.name}_program.py")
+
+    @property
+    def installation(self) -> str:
+        return (
+            f"install the package {self.name} into .venv-{self.name}, or set LIFECYCLE_{self.name.upper()} to an "
+            "environment's python"
+        )
+
+    def find_program(self) -> PackagedProgram:
+        environment = f".venv-{self.name}"
+        found = find_interpreter(
+            self.name,
+            title=self.title,
+            variable=f"LIFECYCLE_{self.name.upper()}",
+            environment=environment,
+            how=f"python -m venv {environment} && {environment}/bin/pip install {self.name}",
+        )
+        return PackagedProgram(self, *found)
+
+    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
+        if refused := list(self.passed.refusals(arguments)):
+            return refused
+        program = self.find_program()
+        command: list[str | Path] = [program.command, "-P", self.program, CHECK]
+        written = self.passed.written(arguments)
+        return problems_by_parser(self.name, program.version, command, written, at_once=at_once)
+
+    def root_cause(self, log: str) -> str | None:
+        return root_cause(
+            log,
+            prefix=self.log.prefix,
+            usage=re.compile(rf"^(?:{self.name} serve|{self.name}_program\.py)\b.*?: error: (.+)"),
+            generic=self.log.consequences,
+            cures=self.log.cures,
+        )
+
+    def max_model_len(self, spec: LaunchSpec) -> int | None:
+        """Return the length that the command line states; None to leave it to the engine."""
+        return spec.serving.max_model_len
+
+
+class Sglang(PackagedEngine):
+    """SGLang: scores prompts, but names tokens by their texts."""
+
+    name = "sglang"
+    title = "SGLang"
+    settings = QUIET
+    waiting_requests_metric = "sglang:num_queue_reqs"
+    capabilities = Capabilities("safetensors", prompt_log_probabilities=True, idle_fields=("kv_cache_memory_gib",))
+    options = Options(
+        model="--model-path",
+        served_name="--served-model-name",
+        host="--host",
+        port="--port",
+        tensor_parallel_size="--tp-size",
+        max_model_len="--context-length",
+        max_num_seqs="--max-running-requests",
+        fixed=(
+            *("--enable-metrics", "--load-format", "safetensors"),
+            # At its usual level it logs all of its settings, the key among them.
+            *("--log-level", "warning"),
+        ),
+        enforce_eager=("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
+    )
+    passed = PassedOptions(
+        "SGLang",
+        (
+            *("attention-backend", "sampling-backend", "grammar-backend", "quantization", "kv-cache-dtype"),
+            *("page-size", "mem-fraction-static", "max-total-tokens", "max-prefill-tokens", "chunked-prefill-size"),
+            *("enable-mixed-chunk", "schedule-policy", "schedule-conservativeness", "num-continuous-decode-steps"),
+            *("disable-overlap-schedule", "disable-radix-cache", "radix-eviction-policy"),
+            *("enable-deterministic-inference", "enable-fp32-lm-head", "cuda-graph-max-bs-decode"),
+            *("cuda-graph-max-bs-prefill", "enable-torch-compile", "disable-custom-all-reduce", "dp-size", "ep-size"),
+            *("pp-size", "random-seed", "watchdog-timeout", "reasoning-parser", "tool-call-parser"),
+            *("speculative-algorithm", "speculative-num-steps", "speculative-eagle-topk"),
+            *("speculative-num-draft-tokens", "speculative-ngram-max-trie-depth", "speculative-ngram-capacity"),
+        ),
+    )
+    log = Log(
+        # Such as `[2026-11-23 10:00:00 TP0] Scheduler hit an exception: Traceback (most recent call last):`.
+        prefix=re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]]*\]\s?(?:Scheduler hit an exception: )?"),
+        consequences=("died during initialization", "cancellederror", "systemexit", "keyboardinterrupt"),
+        cures={
+            "Not enough memory. Please try to increase --mem-fraction-static": (
+                "the weights leave no room for keys and values; raise serving.arguments.mem-fraction-static, or share "
+                "the layers by serving.tensor_parallel_size"
+            ),
+            "out of memory": (
+                "lower serving.arguments.mem-fraction-static or serving.max_num_seqs, or share the layers by "
+                "serving.tensor_parallel_size"
+            ),
+        },
+    )
+
+    def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
+        return client.context_tokens()
+
+    def smoke_log_probabilities(self, client: Client) -> list[float]:
+        choice = client.complete("1 + 1 = 2", max_tokens=2, ignore_eos=True, logprobs=1)
+        return [math.nan if value is None else value for value in choice.reported(client.url).token_logprobs]
+
+    def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
+        """Return log-probabilities only: several tokens may have the same text, so the likeliest have no ids."""
+        reports = zip(rows, client.echoed(rows), strict=True)
+        return [Predicted(report.of_prompt(len(row), client.url), ()) for row, report in reports]
+
+    def generate_load(
+        self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
+    ) -> list[LoadResult]:
+        from stages.serving.streamed_load import generate_load
+
+        return generate_load(client, int(read_config(spec.model)["vocab_size"]), benchmark, folder)
+
+
+class Lmdeploy(PackagedEngine):
+    """LMDeploy: takes token ids in chats only, where it gives log-probabilities of what it generates.
+
+    Its `/v1/completions` takes a list of token ids for a list of prompts, and gives no log-probabilities. So prompts
+    are texts, and what it serves is compared with no record of training.
+    """
+
+    name = "lmdeploy"
+    title = "LMDeploy"
+    settings = {**QUIET, "RAY_USAGE_STATS_ENABLED": "0", "UVICORN_LOG_LEVEL": "warning"}  # noqa: RUF012 (never written)
+    waiting_requests_metric = "lmdeploy:num_requests_waiting"
+    capabilities = Capabilities(
+        "safetensors",
+        token_prompts=False,
+        stop_texts=False,
+        dtypes=("bfloat16", "float16"),
+        idle_fields=("kv_cache_memory_gib",),
+    )
+    options = Options(
+        model="",
+        served_name="--model-name",
+        host="--server-name",
+        port="--server-port",
+        tensor_parallel_size="--tp",
+        max_model_len="--session-len",
+        max_num_seqs="--max-batch-size",
+        fixed=(
+            "--disable-fastapi-docs",
+            # Without it the PyTorch backend refuses requests for log-probabilities.
+            *("--logprobs-mode", "raw_logprobs"),
+        ),
+        enforce_eager=("--eager-mode",),
+    )
+    passed = PassedOptions(
+        "LMDeploy",
+        (
+            *("backend", "model-format", "quant-policy", "cache-max-entry-count", "cache-block-seq-len"),
+            *("num-gpu-blocks", "enable-prefix-caching", "max-prefill-token-num", "num-tokens-per-iter"),
+            *("max-prefill-iters", "rope-scaling-factor", "communicator", "cp", "ep", "enable-microbatch"),
+            *("max-concurrent-requests", "reasoning-parser", "tool-call-parser", "speculative-algorithm"),
+            "speculative-num-draft-tokens",
+        ),
+    )
+    log = Log(
+        # Such as `2026-11-24 10:00:00,123 - lmdeploy - ERROR - base.py:45 - RuntimeError: no GPU`.
+        prefix=re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \w+ - (?:ERROR|CRITICAL) - \S+ - "),
+        consequences=("cancellederror", "systemexit", "keyboardinterrupt", "worker failed", "engine loop failed"),
+        cures={
+            "out of memory": (
+                "lower serving.arguments.cache-max-entry-count or serving.max_num_seqs, or share the layers by "
+                "serving.tensor_parallel_size"
+            ),
+            "ompressed-tensors": (
+                "LMDeploy reads int4 weights only, of few group sizes; serve this model with `engine: vllm`"
+            ),
+        },
+    )
+
+    def max_model_len(self, spec: LaunchSpec) -> int:
+        """Return the context length, which is always stated: no answer of the server reports its own choice.
+
+        Raises ModelError where neither the recipe nor the model's config gives one.
+        """
+        length = spec.serving.max_model_len or max_positions(read_config(spec.model))
+        if length is None:
+            raise ModelError(
+                f"serving {spec.model} with LMDeploy: its config.json has no max_position_embeddings; say how many "
+                "tokens a prompt and its answer may have (`serving.max_model_len`)"
+            )
+        return length
+
+    def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
+        return self.max_model_len(spec)
+
+    def smoke_log_probabilities(self, client: Client) -> list[float]:
+        """Ask by a chat of token ids, which needs no chat template."""
+        from stages.serving.client import ChatChoice, Choices
+
+        options = {"temperature": 0, "max_tokens": 2, "ignore_eos": True, "logprobs": True}
+        request = {"model": client.model, **_chat_of_ids([*range(4)]), **options}
+        choice = client.answer(CHAT, Choices[ChatChoice], request).choices[0]
+        if not (choice.logprobs and choice.logprobs.content):
+            raise ServerError(f"{client.url} gives no log-probabilities of what it generated")
+        return [token.logprob for token in choice.logprobs.content]
+
+    def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
+        raise ServerError(f"{self.title} predicts no given tokens")
+
+    def generate_load(
+        self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
+    ) -> list[LoadResult]:
+        from stages.serving.streamed_load import generate_load
+
+        vocabulary = int(read_config(spec.model)["vocab_size"])
+        return generate_load(client, vocabulary, benchmark, folder, CHAT, _chat_of_ids)
+
+
+def _chat_of_ids(prompt: list[int]) -> dict[str, Any]:
+    """Return the fields of an LMDeploy chat whose prompt is token ids: without messages, it answers to those."""
+    return {"messages": [], "input_ids": prompt}

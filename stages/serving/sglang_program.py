@@ -1,0 +1,56 @@
+"""SGLang's own HTTP server: `sglang_program.py OPTION…`, with the options of `sglang serve`.
+
+With `--check-options` alone, its parser is asked about the options on stdin instead (JSON, option → its arguments); the
+last line on stdout is a JSON list of problems. A program for the interpreter of SGLang's environment; it imports
+nothing of ours. SGLang takes its API key as an option only, which everybody on the machine can read: here it is
+SGLANG_SERVER_KEY of the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import NoReturn
+
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+
+class Refusing(argparse.ArgumentParser):
+    """A parser that raises ValueError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def main() -> None:
+    """Serve until SIGTERM, or check options."""
+    if sys.argv[1:] == ["--check-options"]:
+        check_options()
+        return
+    # Not to check options: a build for GPUs may not import these without one.
+    from sglang.launch_server import run_server
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args([*sys.argv[1:], "--api-key", os.environ.pop("SGLANG_SERVER_KEY")]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def check_options() -> None:
+    """Print `OPTION: reason` for each option on stdin that the parser refuses, as a JSON list."""
+    parser = Refusing(allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    problems = []
+    for name, arguments in json.load(sys.stdin).items():
+        try:
+            parser.parse_args(["--model-path", "model", *arguments])
+        except (ValueError, TypeError) as error:
+            problems.append(f"{name}: {error}")
+    print(json.dumps(problems))
+
+
+if __name__ == "__main__":
+    main()
