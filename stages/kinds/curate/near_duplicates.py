@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.kinds.curate.kept_files import KeptFiles
+from stages.kinds.curate.spool import KeptFiles
 from stages.kinds.curate.words import WORD_OR_SIGN, Hashes, hashes_of, runs_of, words_of
 
 RUNS, ENDS, SIGNATURES = "runs.bin", "ends.bin", "signatures.bin"

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import regex
 
 from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.core.redaction import quoted
-from stages.data.any_rows import ReadRow
+from stages.data.any_rows import AnyRowReader, ReadRow
+from stages.data.messages import RowError
+from stages.data.personal_data import redacted
 from stages.harnesses.registry import harness_of
-from stages.kinds.curate.config import CurateConfig, Decontaminate, Length, Patterns
+from stages.kinds.curate.config import CurateConfig, Decontaminate, Language, Length, Patterns
 from stages.kinds.curate.contamination import SHORTEST_WHOLE, Benchmarks
-from stages.kinds.curate.language import LanguageFilter
 from stages.kinds.curate.spool import SourcePlace
 
+LONGEST_CHARACTERS = 4000
+"""Of a row that are looked at: more tell nothing new, and take long."""
+FEWEST_LETTER_BYTES = 20
+"""In UTF-8, where languages that say more with a letter have longer ones. Of less nobody could tell the language."""
 SEARCH_TIMEOUT_S = 5.0
 """Of one pattern in one row: some take time that grows exponentially with the text."""
 SHOWN_CHARACTERS = 60
@@ -34,6 +40,18 @@ def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str
         yield "decontaminate", benchmarks_of(decontaminate, context).reason
 
 
+def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: ReadRow) -> tuple[str, str] | None:
+    """Step and reason of the first that leaves out the row; DataErrors say which row cannot be looked at."""
+    for name, step in steps:
+        try:
+            reason = step(row)
+        except DataError as error:
+            raise DataError(f"`{name}`: {place} {error}") from error
+        if reason:
+            return name, reason
+    return None
+
+
 def benchmarks_of(config: Decontaminate, context: StageContext) -> Benchmarks:
     """The samples of the tasks. Warns of those that no row can be compared with."""
     context.doing("reading the tasks of the evaluations")
@@ -49,18 +67,6 @@ def benchmarks_of(config: Decontaminate, context: StageContext) -> Benchmarks:
         )
     context.milestone(f"rows are compared with {found.num_items} samples, by runs of {config.words} words")
     return found
-
-
-def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: ReadRow) -> tuple[str, str] | None:
-    """Step and reason of the first that leaves out the row; DataErrors say which row cannot be looked at."""
-    for name, step in steps:
-        try:
-            reason = step(row)
-        except DataError as error:
-            raise DataError(f"`{name}`: {place} {error}") from error
-        if reason:
-            return name, reason
-    return None
 
 
 def too_short_or_long(row: ReadRow, bounds: Length) -> str | None:
@@ -100,3 +106,46 @@ def _searched(pattern: str, text: str) -> regex.Match[str] | None:
             f"has {len(text)} characters, in which the search for {pattern!r} takes over {SEARCH_TIMEOUT_S:g} s; write "
             "a pattern without repetitions of repetitions"
         ) from error
+
+
+class LanguageFilter:
+    """Tells the language of one row after the other."""
+
+    def __init__(self, config: Language) -> None:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier  # takes a second
+
+        self._config = config
+        self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+    def reason(self, row: ReadRow) -> str | None:
+        """To leave out a row that is not in one of the languages with enough probability; None for one that says too
+        little to tell."""
+        text = "\n".join(text for texts in row.parts for text in texts)[:LONGEST_CHARACTERS]
+        if len("".join(filter(str.isalpha, text)).encode()) < FEWEST_LETTER_BYTES:
+            return None
+        ranked = self._identifier.rank(text)
+        wanted = sum(probability for language, probability in ranked if language in self._config.keep)
+        if wanted >= self._config.min_probability:
+            return None
+        language, probability = ranked[0]
+        return (
+            f"is {language} with probability {probability:.2f}, and {' or '.join(self._config.keep)} with "
+            f"{wanted:.2f}, less than {self._config.min_probability:g}"
+        )
+
+
+class Redactor:
+    """Writes over what the recipe names, and counts it. readers: what read the rows of each dataset."""
+
+    def __init__(self, kinds: Collection[str], counts: Counter[str], readers: Mapping[str, AnyRowReader]) -> None:
+        self._kinds = kinds
+        self._counts = counts
+        self._readers = readers
+
+    def redacted(self, dataset: str, row: ReadRow) -> tuple[ReadRow, tuple[str, str] | None]:
+        """The row; and step and reason where nothing can be learned from it any more."""
+        content = redacted(row.content, self._kinds, self._counts)
+        try:
+            return self._readers[dataset].read(content), None
+        except RowError as error:
+            return row, ("redact", f"{error}, once personal data are written over")

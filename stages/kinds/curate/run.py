@@ -11,6 +11,7 @@ goes on where a killed one was.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -22,16 +23,13 @@ from numpy.typing import NDArray
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import DataError, full_disk_named
-from stages.kinds.curate.config import CurateConfig
-from stages.kinds.curate.drawing import below, drawn, ranks
-from stages.kinds.curate.kept_files import KeptFiles
+from stages.kinds.curate.config import CurateConfig, Sample
 from stages.kinds.curate.near_duplicates import Comparison, Sets, set_of
 from stages.kinds.curate.quality import scored
 from stages.kinds.curate.reading import Readers, rows_of
-from stages.kinds.curate.redaction import Redactor
 from stages.kinds.curate.report import Report
-from stages.kinds.curate.row_steps import first_reason, row_steps
-from stages.kinds.curate.spool import Spool, SpoolWriter
+from stages.kinds.curate.row_steps import Redactor, first_reason, row_steps
+from stages.kinds.curate.spool import KeptFiles, Spool, SpoolWriter
 
 DROPPED_FILE = "dropped.jsonl"
 REPORT_FILE = "report.json"
@@ -152,6 +150,30 @@ def _left_out(
         yield LeftOut(
             "sample", kept & ~drawn(spool.digests, kept, config.sample, config.seed), lambda _: "was not drawn"
         )
+
+
+def drawn(digests: NDArray[np.uint64], kept: NDArray[np.bool_], config: Sample, seed: int) -> NDArray[np.bool_]:
+    """[rows]: of those that are kept, the ones that the sample consists of."""
+    numbers = ranks(digests, seed, "sample")
+    if config.fraction is not None:
+        return kept & below(numbers, config.fraction)
+    candidates = np.flatnonzero(kept)
+    chosen = candidates[np.argsort(numbers[candidates], kind="stable")[: config.rows]]
+    found = np.zeros(len(kept), np.bool_)
+    found[chosen] = True
+    return found
+
+
+def ranks(digests: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.uint64]:
+    """[rows]: uniform numbers; the purpose keeps two drawings of one seed from being of the same rows."""
+    salt = f"{purpose} {seed}".encode()
+    found = (hashlib.blake2b(digest.tobytes() + salt, digest_size=8).digest() for digest in digests)
+    return np.frombuffer(b"".join(found), np.uint64)
+
+
+def below(numbers: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
+    """Those in the first `fraction` of all numbers."""
+    return numbers < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
 
 
 def _held_out(

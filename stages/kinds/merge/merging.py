@@ -2,18 +2,20 @@
 
 What it claims is checked: every adapted layer is found in the model's files, before anything is written; some weight
 changes by more than the rounding takes away again; and the merged model gives the recorded documents what the training
-engine gave them, or, for a mixture of several adapters, what the base gives with the mixture beside it (`compare.py`).
+engine gave them, or, for a mixture of several adapters, what the base gives with the mixture beside it.
 A merged model that fails the latter two is kept, and refused.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from stages.adapters.adapter import Adapter
 from stages.adapters.effect import Changing, changing, merged_weight
@@ -23,11 +25,18 @@ from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, ModelError
 from stages.engines.export import copy_all_but_weights
-from stages.engines.streamed import StreamedModel
-from stages.kinds.merge.compare import Comparison, compare
+from stages.engines.streamed import StreamedModel, by_document, targets_of
 from stages.kinds.merge.config import MergeConfig
 from stages.models.model_folder import check_model_folder
-from stages.models.recorded import RECORD, differences, read_record, read_tool_prompts, write_record
+from stages.models.recorded import (
+    RECORD,
+    Predicted,
+    RecordedDocument,
+    differences,
+    read_record,
+    read_tool_prompts,
+    write_record,
+)
 from stages.models.weight_files import WEIGHTS_INDEX, read_tensors, weight_paths
 
 NUM_NAMED = 5
@@ -134,6 +143,53 @@ def _check_changed(changed: Mapping[str, float], context: StageContext) -> None:
         context.warn(f"{lost}; their part of the adapter is lost")
     else:
         context.refuse(ModelError(f"{lost}: the adapter would be lost; train longer, or export the base in fp32"))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`given`: what the merged model predicts of each document; `expected`: what its base does with the adapter beside
+    it, from which KL and greedy choices are counted, over all targets."""
+
+    documents: list[RecordedDocument]
+    given: list[Predicted]
+    expected: list[Predicted] | None = None
+    kl_nats_per_token: float = 0.0
+    same_choice_fraction: float = 1.0
+
+    @property
+    def expected_documents(self) -> list[RecordedDocument]:
+        """The documents with what they are expected to have, in place of what was recorded."""
+        assert self.expected is not None, "of a mixture, which is compared with its parts"
+        return [document.recording(one) for document, one in zip(self.documents, self.expected, strict=True)]
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names that a quantization has for them, too."""
+        if self.expected is None:
+            return {}
+        return {"kl_nats_per_token": self.kl_nats_per_token, "same_choice_fraction": self.same_choice_fraction}
+
+
+def compare(given: StreamedModel, expected: StreamedModel | None, documents: Sequence[RecordedDocument]) -> Comparison:
+    """The merged model, and its base with the adapter beside it where that is to be had. KL(expected ‖ given)."""
+    targets = targets_of(documents)
+    models = [given, *([expected] if expected else [])]
+    hidden = [model.hidden_states(documents) for model in models]
+    values: list[list[Tensor]] = [[] for _ in models]
+    greedy: list[list[Tensor]] = [[] for _ in models]
+    kl_nats = 0.0
+    for chunk in torch.arange(len(targets)).split(given.chunk_tokens):
+        rows = [model.log_probabilities(state[chunk]) for model, state in zip(models, hidden, strict=True)]
+        for number, row in enumerate(rows):
+            values[number].append(row.gather(1, targets[chunk, None]).squeeze(1))
+            greedy[number].append(row.argmax(1))
+        q, p = rows[0], rows[-1]
+        kl_nats += (p.exp() * (p - q)).sum().item()
+    predicted = [
+        by_document(torch.cat(of_model), torch.cat(chosen), documents)
+        for of_model, chosen in zip(values, greedy, strict=True)
+    ]
+    same = (torch.cat(greedy[0]) == torch.cat(greedy[-1])).float().mean().item()
+    return Comparison(list(documents), predicted[0], predicted[1] if expected else None, kl_nats / len(targets), same)
 
 
 def _judged(found: Comparison, config: MergeConfig, trained: Path, context: StageContext) -> dict[str, float]:

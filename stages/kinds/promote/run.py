@@ -13,7 +13,6 @@ from stages.core.contract import StageContext, StageResult
 from stages.core.files import write_atomically
 from stages.core.scores import NUM_CUT, zero_score_warning
 from stages.kinds.promote.config import PromoteConfig
-from stages.kinds.promote.gates import Gate, Measurements, judge
 from stages.kinds.promote.judged_pairs import JudgedPairs, judged_pairs
 from stages.kinds.promote.paired import Difference, compare, read_scores
 from stages.kinds.promote.verdict import (
@@ -21,11 +20,14 @@ from stages.kinds.promote.verdict import (
     TABLE_FILE,
     VERDICT_FILE,
     Champion,
+    Gate,
+    Measurements,
     Outcome,
     Standing,
     Verdict,
     comparison_metrics,
     gate_sentence,
+    judge,
     markdown,
 )
 from stages.models.gguf_file import files_with_weights

@@ -11,8 +11,7 @@ from stages.core.errors import ModelError
 from stages.core.files import write_atomically
 from stages.core.hashing import sha256_of_files
 from stages.core.redaction import shortened
-from stages.kinds.publish.card import CARD_FILE, model_card, repository_of
-from stages.kinds.publish.licences import licence_files
+from stages.kinds.publish.card import CARD_FILE, licence_files, model_card, repository_of
 from stages.kinds.publish.records import Promoted
 from stages.kinds.publish.targets.target import LocalFile
 from stages.models.json_object import read_json_object

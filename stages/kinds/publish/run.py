@@ -19,9 +19,9 @@ from stages.core.strict import StrictModel
 from stages.hubs.delivery import MIB, Progress
 from stages.hubs.verification import Digest, digest_of
 from stages.kinds.publish.bundle import SUMS_FILE, names_in, write_bundle
+from stages.kinds.publish.card import stated_licence
 from stages.kinds.publish.check import check_stores
 from stages.kinds.publish.config import PublishConfig
-from stages.kinds.publish.licences import stated_licence
 from stages.kinds.publish.records import read_promoted
 from stages.kinds.publish.targets.registry import parse_address, target_of
 from stages.kinds.publish.targets.target import Held, LocalFile, Target

@@ -1,14 +1,20 @@
-"""What is wrong with the model and the rows of a quantization, before the model is made."""
+"""Checks of a quantization before anything slow: the model by config, file headers and modules, and the rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from stages.core.contract import StageInput
-from stages.core.errors import LifecycleError
-from stages.kinds.quantize.check_model import check_headers, check_modules
+from stages.core.errors import LifecycleError, RecipeError
 from stages.kinds.quantize.config import QuantizeConfig
+from stages.kinds.quantize.gguf_tokenizer import splitting_of
 from stages.kinds.quantize.samples import read_samples
+from stages.models.config_check import check_unquantized
+from stages.models.model_config import read_config
+from stages.models.model_folder import check_model_folder
+from stages.models.projections import read_projections
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
@@ -27,3 +33,45 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
         read_samples(data / "data", model / "model", config.calibration, warn=lambda _: None)
     except LifecycleError as error:
         yield "calibration", error
+
+
+@dataclass(frozen=True)
+class QuantizedLayers:
+    """What is about to be quantized."""
+
+    model_class: str
+    num_layers: int
+    fraction_of_weights: float
+
+
+def check_headers(source: Path, config: QuantizeConfig) -> None:
+    """Raise ModelError or RecipeError for what cannot work by config and file headers, within milliseconds."""
+    check_model_folder(source)
+    model_config = read_config(source)
+    check_unquantized(model_config, str(source))
+    projections = read_projections(source)
+    if not config.quantization.layers(projections):
+        raise RecipeError(
+            f"there is nothing to quantize: `ignore` matches all {len(projections)} linear layers of the model"
+        )
+    config.serving_engine.check_loadable(model_config, projections, config.quantization)
+    if config.method == "gguf":
+        splitting_of(source)
+        config.serving_engine.find_program()  # which cuts rows into tokens, to be compared
+
+
+def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
+    """What to quantize. Raises ModelError or RecipeError for what the model's modules do not allow, within seconds."""
+    import torch  # which takes as long: what file headers say comes first
+
+    from stages.models.start_up import hide_unused_packages
+
+    hide_unused_packages()
+    from stages.kinds.quantize.layers import build_without_weights, check_quantizable, quantized_layers
+
+    model = build_without_weights(source, trust_remote_code=config.trust_remote_code)
+    check_quantizable(model, config.quantization, config.ignore)
+    quantized = quantized_layers(model, config.quantization)
+    num_weights = sum(layer.output_size * layer.input_size for layer in quantized.values())
+    num_all = sum(map(torch.numel, model.parameters()))
+    return QuantizedLayers(type(model).__name__, len(quantized), num_weights / num_all)

@@ -9,7 +9,9 @@ the same tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,25 +19,34 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf import GGUFReader
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
-from stages.kinds.quantize.gguf_rows import problem_of_token_ids
+from stages.core.redaction import quoted
 from stages.kinds.quantize.gguf_tokenizer import write_tokenizer
-from stages.kinds.quantize.k_quants import KQuantizer, k_quantizer, type_of
+from stages.kinds.quantize.k_quants import SMALLER_BLOCKS, KQuantizer, k_quantizer, type_of
 from stages.kinds.quantize.written import copy_companions
 from stages.models.gguf_file import GGUF_FILE
 from stages.models.model_config import read_config
 from stages.models.projections import matches
-from stages.serving.engine import Quantization, is_k_quant
+from stages.serving.config import ServeExecution, ServingConfig
+from stages.serving.engine import K_BLOCK_SIZE, Quantization, is_k_quant
+from stages.serving.llama_cpp.queries import tokenize
+from stages.serving.registry import new_launch_spec
+from stages.serving.server import started_server
 
+MAX_MODEL_LEN = 512
+"""Of a server that is asked for nothing but token ids."""
+NUM_SHOWN = 60
 ROTARY_BUFFER = ".rotary_emb.inv_freq"
 """Of old Llama folders: computed, not learned."""
 ROTARY_FACTORS = "rope_freqs.weight"
 NUM_NAMED = 3
+NUM_NAMED_MATRICES = 6
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,53 @@ def quantize(
     write_atomically(target / "config.json", json.dumps(described, indent=2))
     problems = [_problem_of_tensors(target / GGUF_FILE, tensors), problem_of_token_ids(target, samples)]
     return [problem for problem in problems if problem]
+
+
+@dataclass(frozen=True)
+class StoredTypes:
+    """matrices: (name in the file, inputs of a row, type) of each tensor that has rows. mix: of the recipe."""
+
+    matrices: tuple[tuple[str, int, str], ...]
+    mix: str
+
+    def metrics(self) -> dict[str, float]:
+        """Matrices by type; of K-quants, how many have another type than the mix meant."""
+        counts = {f"num_matrices_{name.lower()}": float(count) for name, count in self._counts().items()}
+        smaller = {"num_matrices_of_smaller_blocks": float(len(self._fallen_back()))} if is_k_quant(self.mix) else {}
+        return {**counts, **smaller}
+
+    def in_words(self) -> str:
+        """Such as `stored as 12 Q4_K, 3 Q6_K`."""
+        return "stored as " + ", ".join(f"{count} {name}" for name, count in self._counts().items())
+
+    def caveats(self) -> Iterator[str]:
+        """That some matrices take more bits than was asked for, and which."""
+        found = self._fallen_back()
+        if not found:
+            return
+        named = ", ".join(
+            f"{name} ({size} inputs, {stored_as})" for name, size, stored_as in found[:NUM_NAMED_MATRICES]
+        )
+        more = f" and {len(found) - NUM_NAMED_MATRICES} more" if len(found) > NUM_NAMED_MATRICES else ""
+        yield (
+            f"{len(found)} of {len(self.matrices)} matrices have rows that blocks of {K_BLOCK_SIZE} do not divide, and "
+            f"are stored in a larger type with blocks of 32: {named}{more}"
+        )
+
+    def _counts(self) -> Counter[str]:
+        counts = Counter(stored_as for _, _, stored_as in self.matrices)
+        return Counter(dict(sorted(counts.items())))
+
+    def _fallen_back(self) -> list[tuple[str, int, str]]:
+        """A mix of K-quants has no such type but for want of a block."""
+        smaller = {one.name for one in SMALLER_BLOCKS.values()}
+        return [one for one in self.matrices if is_k_quant(self.mix) and one[2] in smaller]
+
+
+def stored_types(file: Path, mix: str) -> StoredTypes:
+    """What a GGUF file says of its matrices."""
+    tensors = (one for one in GGUFReader(file).tensors if len(one.shape) > 1)
+    return StoredTypes(tuple((one.name, int(one.shape[0]), one.tensor_type.name) for one in tensors), mix)
 
 
 def _sources(source: Path, config: dict[str, Any], architecture: str, quantization: Quantization) -> Iterator[Source]:
@@ -195,4 +253,31 @@ def _problem_of_tensors(path: Path, expected: list[Source]) -> ModelError | None
             f"{path} holds {len(found)} tensors, expected {len(wanted)}; missing or of another shape or type: "
             f"{', '.join(wrong[:NUM_NAMED])}; please report it"
         )
+    return None
+
+
+def problem_of_token_ids(model: Path, samples: Sequence[Sequence[int]]) -> ModelError | None:
+    """Return an error for the first row whose token ids differ.
+
+    model: a folder with a GGUF file and the tokenizer that it was made of. samples: token ids, a list a row.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [tokenizer.decode(sample) for sample in samples]
+    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    begun = tokenizer(texts[0])["input_ids"]
+    serving = ServingConfig(engine="llama_cpp", max_model_len=MAX_MODEL_LEN, max_num_seqs=1)
+    execution = ServeExecution()
+    with tempfile.TemporaryDirectory(dir=model.parent) as folder:
+        spec = new_launch_spec(model.resolve(), "model", serving)
+        with started_server(spec, execution, Path(folder) / "server.log", Path(folder) / "server") as server:
+            server.wait_until_ready(execution.ready_timeout_s)
+            found = tokenize(server.address, server.api_key, texts, add_special=False)
+            found_begun = tokenize(server.address, server.api_key, texts[:1], add_special=True)[0]
+    for text, ids, theirs in zip([*texts, texts[0]], [*expected, begun], [*found, found_begun], strict=True):
+        if ids != theirs:
+            at = next((i for i, pair in enumerate(zip(ids, theirs, strict=False)) if pair[0] != pair[1]), len(ids))
+            return ModelError(
+                f"llama.cpp cuts a row into other tokens than the model's tokenizer: {quoted(text, NUM_SHOWN)} is "
+                f"{len(ids)} tokens, and {len(theirs)} there; they differ from token {at} on. Choose another method"
+            )
     return None

@@ -1,12 +1,16 @@
-"""The methods of quantization there are. A new one is a line here, and a module when its quantizer is new."""
+"""Methods of quantization, and what a quantizer does. A new method is a line here, and a module if its quantizer is new.
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
-from stages.kinds.quantize.quantizer import Quantizer
-from stages.serving.engine import WeightFormat
+from stages.core.errors import ModelError
+from stages.serving.engine import Quantization, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -33,3 +37,25 @@ def quantizer_of(method: str) -> Quantizer:
     """The function that quantizes by a method."""
     quantizer: Quantizer = importlib.import_module(METHODS[method].module).quantize
     return quantizer
+
+
+class Quantizer(Protocol):
+    """A module's function `quantize`; `registry.py` says which methods it knows."""
+
+    def __call__(
+        self,
+        source: Path,
+        target: Path,
+        quantization: Quantization,
+        samples: list[list[int]],
+        *,
+        seed: int,
+        trust_remote_code: bool,
+        report: Callable[[int, int], None],
+    ) -> Sequence[ModelError]:
+        """Write the quantized model of folder `source` to `target`, with everything else that `source` holds.
+
+        Returns what is wrong with what was written; raises ModelError for what cannot be written.
+        samples: token ids, a list a row. `report(done, total)` counts the layers that were calibrated. The same folder,
+        samples and seed give the same weights, bit for bit, on the same machine.
+        """

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, LifecycleError, ModelError
-from stages.kinds.quantize.check_model import check_headers, check_modules
+from stages.kinds.quantize.check import check_headers, check_modules
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.registry import quantizer_of
 from stages.kinds.quantize.samples import Samples, read_samples
@@ -74,7 +74,7 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
 
 def _told_types(file: Path, config: QuantizeConfig, context: StageContext) -> dict[str, float]:
     """Metrics of the types in a GGUF file, which need not be the one that the recipe names."""
-    from stages.kinds.quantize.gguf_types import stored_types
+    from stages.kinds.quantize.gguf_file import stored_types
 
     found = stored_types(file, config.quantization.weights)
     context.milestone(found.in_words())

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from stages.core.errors import DownloadError, PublishError
 from stages.hubs.registry import parse_source
 from stages.hubs.verification import Digest
-from stages.kinds.publish.targets.address import Address
-from stages.kinds.publish.targets.target import Held, LocalFile, LocalFiles, Names, Sent
+from stages.kinds.publish.targets.target import Address, Held, LocalFile, LocalFiles, Names, Sent
 from stages.remote.buckets import FILESYSTEMS, explained
 
 NUM_CONNECTIONS = 4

@@ -11,8 +11,7 @@ from pathlib import Path
 from stages.core.errors import PublishError, full_disk_named
 from stages.core.hashing import sha256_of_files
 from stages.hubs.verification import Digest
-from stages.kinds.publish.targets.address import Address
-from stages.kinds.publish.targets.target import Held, LocalFiles, Names, Sent
+from stages.kinds.publish.targets.target import Address, Held, LocalFiles, Names, Sent
 
 PARTIAL_SUFFIX = ".partial"
 CHUNK_BYTES = 8 << 20

@@ -19,8 +19,7 @@ from stages.core.errors import LifecycleError, PublishError, TransientError
 from stages.hubs.hub import Request
 from stages.hubs.huggingface import HUB, hub_api
 from stages.hubs.source import repository
-from stages.kinds.publish.targets.address import Address
-from stages.kinds.publish.targets.target import Held, LocalFiles, Names, Sent
+from stages.kinds.publish.targets.target import Address, Held, LocalFiles, Names, Sent
 from stages.remote.hub_file import TOKEN_VARIABLE, endpoint
 from stages.remote.retry import busy_from_status
 

@@ -37,8 +37,7 @@ from stages.core.errors import LifecycleError, PublishError, TransientError
 from stages.hubs.modelscope import DEFAULT_REVISION, HUB, TOKEN_VARIABLE
 from stages.hubs.source import Product, repository
 from stages.hubs.verification import Digest, content_hash
-from stages.kinds.publish.targets.address import Address
-from stages.kinds.publish.targets.target import Held, LocalFile, LocalFiles, Names, Sent
+from stages.kinds.publish.targets.target import Address, Held, LocalFile, LocalFiles, Names, Sent
 
 KIND: Product = "model"
 NOTHING = {"type": "normal", "size": 0, "sha256": "", "content": "", "encoding": ""}

@@ -21,8 +21,7 @@ from pydantic import Field
 from stages.core.errors import PublishError, TransientError
 from stages.core.redaction import quoted
 from stages.hubs.verification import Digest
-from stages.kinds.publish.targets.address import Address
-from stages.kinds.publish.targets.target import Held, LocalFile, LocalFiles, Names, Sent
+from stages.kinds.publish.targets.target import Address, Held, LocalFile, LocalFiles, Names, Sent
 from stages.remote.http_answers import AnswerModel, Expected
 from stages.remote.retry import busy_from_status
 

@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass
 
 from stages.core.redaction import quoted
-from stages.kinds.publish.targets.address import Address
-from stages.kinds.publish.targets.target import Target
+from stages.kinds.publish.targets.target import Address, Target
 
 MAX_SHOWN_CHARACTERS = 300
 

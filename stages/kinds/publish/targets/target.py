@@ -1,4 +1,7 @@
-"""What a target does: say what it holds, and take files. One module a kind of target, one line in `registry.py`."""
+"""Protocol of a publishing target, with its address and the files it takes.
+
+A new kind of target is a module here and a line in `registry.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,19 @@ from pathlib import Path
 from typing import Protocol
 
 from stages.hubs.verification import Digest
+
+
+@dataclass(frozen=True)
+class Address:
+    """scheme: of the registry. place: what follows it, as its pattern has it."""
+
+    scheme: str
+    place: str
+    is_hub: bool = False
+
+    def __str__(self) -> str:
+        """As a recipe writes it."""
+        return f"{self.scheme}://{self.place}"
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from flows.ledger.refreshes import ledger_of
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages
 from stages.data.summaries import LENGTHS_FILE, Lengths
-from stages.kinds.promote.gates import Gate
 from stages.kinds.promote.paired import Difference
-from stages.kinds.promote.verdict import Verdict
+from stages.kinds.promote.verdict import Gate, Verdict
 from tests.unit.flows.conftest import commit_stage
 
 STAGES = {

@@ -4,8 +4,7 @@ import pytest
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 from pydantic import ValidationError
 
-from stages.kinds.curate.config import CurateConfig
-from stages.kinds.curate.language_codes import LANGUAGES
+from stages.kinds.curate.config import LANGUAGES, CurateConfig
 from tests.unit.stages.kinds.curate.curating import curate
 
 ENGLISH = "The harbour was quiet in the morning, and the boats had not yet left for the open sea."

@@ -6,8 +6,8 @@ import pytest
 
 from stages.core.errors import EvaluationError
 from stages.kinds.promote.config import GatesConfig
-from stages.kinds.promote.gates import Measurements, judge
 from stages.kinds.promote.paired import Difference
+from stages.kinds.promote.verdict import Measurements, judge
 
 
 def measured(**changes):

@@ -22,7 +22,7 @@ from transformers import (
 from stages.core.contract import StageContext
 from stages.core.errors import ModelError, RecipeError
 from stages.hubs.builtin import qwen3
-from stages.kinds.quantize.check_model import check_headers
+from stages.kinds.quantize.check import check_headers
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.divergence import _load, measure_divergence
 from stages.kinds.quantize.gguf_file import quantize
