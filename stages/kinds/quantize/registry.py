@@ -1,4 +1,6 @@
-"""Methods of quantization, and what a quantizer does. A new method is a line here, and a module if its quantizer is new.
+"""Methods of quantization, and the protocol of a quantizer.
+
+A new method is a line here, and a module if its quantizer is new.
 """
 
 from __future__ import annotations
