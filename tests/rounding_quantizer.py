@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages.core.errors import ModelError
-from stages.models.projections import read_projections
+from stages.models.linear_layers import read_projections
 from stages.serving.engine import Quantization
 
 

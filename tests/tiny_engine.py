@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import ModelError, RecipeError, ServerError
-from stages.models.projections import Projection
+from stages.models.linear_layers import Projection
 from stages.models.recorded import Predicted
 from stages.remote.http_answers import AnswerModel
 from stages.serving.backend import EngineAddress

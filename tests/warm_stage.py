@@ -18,7 +18,7 @@ for name in (
     "stages.engines.fsdp.eva",
     "stages.adapters.check",
     "stages.adapters.effect",
-    "stages.adapters.start",
+    "stages.adapters.lora",
     "torch._dynamo",
     "transformers.models.qwen3.modeling_qwen3",
     "matplotlib.figure",

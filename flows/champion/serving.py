@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from flows.champion import champions
 from flows.champion.registry import RegisteredVersion
-from stages.adapters.idle import write_idle_adapter
+from stages.adapters.headers import write_idle_adapter
 from stages.core.errors import LifecycleError
 from stages.core.supervisor import descendants, end_processes
 from stages.serving.agreement import compare_with_records

@@ -28,8 +28,8 @@ from stages.kinds.publish.targets.folder import Folder, check_outside
 from stages.kinds.publish.targets.registry import parse_address, token_of
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.serve.config import ServeConfig
+from stages.models.linear_layers import projections_of
 from stages.models.model_config import shape_of_config
-from stages.models.projections import projections_of
 from stages.serving.config import ServingConfig, limit_problems
 from stages.serving.engine import NotAsked
 from stages.serving.registry import chosen_engine

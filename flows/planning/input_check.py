@@ -28,9 +28,8 @@ from stages.data.templates import read_template
 from stages.engines.megatron.families import check_supported
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.train.config import TrainConfig
-from stages.models.config_check import check_config, check_unquantized, code_not_run
 from stages.models.model_config import CONFIG_FILE, max_positions, read_config
-from stages.models.model_folder import check_model_folder
+from stages.models.model_folder import check_config, check_model_folder, check_unquantized, code_not_run
 from stages.parallel.legality import layout_warnings, model_errors
 
 

@@ -18,7 +18,7 @@ from flows.store.content import CONTENT_FOLDERS
 from flows.store.record import Artifact, Index
 from stages.core.errors import INTERNAL_ERROR, LifecycleError, RecipeError, ServerError, error_classes
 from stages.core.fields import Product
-from stages.hubs.source import Source
+from stages.hubs.hub import Source
 from stages.kinds.download.config import DownloadConfig
 
 ADOPTED_RECIPE = "adopted"

@@ -1,17 +1,74 @@
-"""Effect of a trained adapter: whether anything of it is left once it is added to its base's weights in their dtype."""
+"""Effect of an adapter on the weights in a model's files: merged weights, and adapters or experts that change nothing.
+
+A parameter of experts is [experts, out, in], or [experts, in, out] where its module says `is_transposed`; most files
+hold each expert, and gate and up, by themselves. Transformers knows how one becomes the other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from stages.adapters.adapter import Adapter
-from stages.adapters.experts import ChangedParameters
+from stages.core.errors import ModelError
 from stages.models.weight_files import weight_paths
+
+NUM_NAMED = 5
+KEPT_CHANGES = 2
+"""Parameters whose changes are in memory at a time: files hold gate, up and down of an expert side by side."""
+
+
+class ChangedParameters:
+    """What an adapter makes of parameters, by the names of the weights in the model's files."""
+
+    def __init__(self, adapter: Adapter, causal_lm: Any) -> None:
+        """Raises ModelError when the model does not have one of them."""
+        self._adapter = adapter
+        self._causal_lm = causal_lm
+        shapes = {name: tuple(one.shape) for name, one in causal_lm.named_parameters()}
+        if lost := sorted(set(adapter.parameters.values()) - set(shapes)):
+            raise ModelError(
+                f"the adapter is of {', '.join(lost[:NUM_NAMED])}, which {type(causal_lm).__name__} does not have; "
+                "they do not belong together"
+            )
+        self.layers = {
+            stored: layer
+            for layer, name in adapter.parameters.items()
+            for stored in stored_names(causal_lm, name, shapes[name])
+        }
+        """Name of a weight in the files → layer of the adapter that changes it."""
+        self._changes = lru_cache(KEPT_CHANGES)(self._changes_of)
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """fp32: what the weight `name` of a file is with the adapter in it. Raises ModelError for another shape."""
+        change = self._changes(self.layers[name])[name]
+        if change.shape != weight.shape:
+            raise ModelError(
+                f"merging {name}: the adapter changes a weight of {tuple(change.shape)}, the model's is "
+                f"{tuple(weight.shape)}; they do not belong together"
+            )
+        return weight.float() + change
+
+    def _changes_of(self, layer: str) -> dict[str, Tensor]:
+        name = self._adapter.parameters[layer]
+        change = self._adapter.change(layer)
+        module = self._causal_lm.get_submodule(name.rpartition(".")[0])
+        if change.ndim == 3 and getattr(module, "is_transposed", False):
+            change = change.transpose(1, 2)
+        return revert_weight_conversion(self._causal_lm, {name: change.contiguous()})
+
+
+def stored_names(causal_lm: Any, parameter: str, shape: tuple[int, ...]) -> list[str]:
+    """What the weights that a parameter of the model is made of are called in its files."""
+    return list(revert_weight_conversion(causal_lm, {parameter: torch.empty(shape, device="meta")}))
+
 
 Changing = Mapping[str, Adapter | ChangedParameters]
 """Name of a weight in the files of a model → what changes it."""
@@ -45,3 +102,29 @@ def has_effect(trained: Changing, start: Changing, base: Path) -> bool:
 def idle_layers(adapter: Adapter) -> list[str]:
     """Return the linear layers whose B is all 0: no gradient reached them, or its change was lost in rounding."""
     return sorted(layer for layer in adapter.layers if not adapter.factors[layer][1].any())
+
+
+def idle_experts(adapter: Adapter) -> str | None:
+    """A sentence on experts whose adapter adds nothing: no token came to them. None where there are none."""
+    counts = [
+        (b.flatten(1).any(1).logical_not().sum().item(), len(b)) for _, b in adapter.factors.values() if b.ndim > 2
+    ]
+    idle, everyone = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+    if not idle:
+        return None
+    return (
+        f"{idle:,.0f} of {everyone:,} adapters of experts have learned nothing: no training token was routed to these "
+        "experts; they stay as they are in the base"
+    )
+
+
+def of_each_expert(factor: Tensor, num_experts: int, name: str) -> Tensor:
+    """PEFT's A [experts × rank, in] or B [out, rank × experts] → [experts, rank, in] or [experts, out, rank]."""
+    if name == "A":
+        return factor.unflatten(0, (num_experts, -1))
+    return factor.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+
+
+def experts_together(factors: Tensor, name: str) -> Tensor:
+    """The other way round."""
+    return factors.flatten(0, 1) if name == "A" else factors.permute(1, 2, 0).flatten(1)

@@ -19,9 +19,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.adapters.adapter import Adapter
+from stages.adapters.adapter import Adapter, of_unchanged_base
 from stages.adapters.headers import CONFIG_FILE, PREFIX, WEIGHTS_FILE, read_headers
-from stages.adapters.sums import of_unchanged_base
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
 from stages.core.patterns import PatternError, Patterns

@@ -1,11 +1,15 @@
-"""An adapter's files as far as they can be known without reading weights (no torch, milliseconds): before a server.
+"""Adapter files checked without reading weights (no torch, milliseconds), before a server or a training starts.
 
-Files come from other programs and other people, so the fields of `adapter_config.json` that anything here reads, and
-dtypes and shapes of the tensors, are checked before they are used.
+Files come from other programs and other people, so the fields of `adapter_config.json` that are read here, and dtypes
+and shapes of the tensors, are checked before they are used.
+
+An idle adapter has 0 for every B, so the model answers as its base does. Servers ask it instead of the base, because
+vLLM answers requests to a base wrongly once every slot has an adapter (`stages/serving/vllm/adapters.py`).
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,3 +143,16 @@ def _check_tensors(tensors: Mapping[str, StoredTensor], file: Path) -> None:
                 f"reading {file}: found {named} ({len(odd)} in all), expected {expected}; take the file from where the "
                 "adapter was trained"
             )
+
+
+def write_idle_adapter(source: Path, folder: Path) -> None:
+    """Into `folder`: the adapter in `source` with 0 for every B. Raises ModelError for damaged files."""
+    tensors = read_tensors(source / WEIGHTS_FILE)
+    folder.mkdir(parents=True)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        shutil.copyfile(source / name, folder / name)
+    with (folder / WEIGHTS_FILE).open("r+b") as file:
+        for tensor in tensors:
+            if ".lora_B." in tensor.name:
+                file.seek(tensor.start)
+                file.write(bytes(tensor.end - tensor.start))

@@ -1,14 +1,18 @@
-"""Puts adapters into a Transformers model, by PEFT: the base is frozen, what learns are A and B of each adapted layer.
+"""LoRA adapters in a Transformers model, put there by PEFT: the base is frozen; A and B of each adapted layer learn.
 
 PEFT decides where they go: `all-linear`, and names of experts' projections, mean the parameters in which a mixture of
 experts has all experts of a layer. Refused by name: targets that match nothing (`targets`), a rank that a layer does
-not have, adapters of embeddings and of the head (servers leave those out without a word), layers that PEFT adapts but
-whose weights cannot be merged again.
+not have, adapters of embeddings and of the head (servers leave those out silently), layers that PEFT adapts but whose
+weights cannot be merged again.
+
+`go_on_with` and `merge_into` put an adapter that was read from disk into the layers that learn, or into the weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +23,10 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from stages.adapters.adapter import Adapter
 from stages.adapters.config import AdapterConfig, BasePrecision
-from stages.adapters.experts import stored_names
-from stages.adapters.files import INNER
+from stages.adapters.effect import stored_names
+from stages.adapters.files import INNER, NUM_NAMED, read_adapter
 from stages.adapters.quantized import quantize_base
 from stages.adapters.targets import PeftTargets, check_layers, peft_targets, targets_of_ranks
 from stages.core.errors import ModelError
@@ -30,7 +35,7 @@ from stages.models.start_up import hide_torchao_from_adapters
 
 ADAPTER_NAME = "default"
 """PEFT's name for an adapter that has none; part of the names of its parameters."""
-NUM_NAMED = 12
+MAX_NAMED = 12
 
 
 def add_adapter(
@@ -75,25 +80,66 @@ def add_adapter(
     return lora
 
 
-def _lora_config(config: AdapterConfig, targets: PeftTargets, *, is_transposed: bool, has_weights: bool) -> LoraConfig:
-    layers = config.layers_to_transform if isinstance(config.target_modules, tuple) else None
-    return LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # a fraction serves as well
-        lora_dropout=config.dropout,
-        target_modules=targets.modules,
-        target_parameters=targets.parameters or None,
-        rank_pattern=targets.ranks,
-        alpha_pattern=targets.alphas,
-        exclude_modules=list(config.exclude_modules) or None,
-        layers_to_transform=list(layers) if layers else None,
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
-        init_lora_weights=config.init if config.changes_base and has_weights else True,  # type: ignore[arg-type]
-        modules_to_save=list(config.modules_to_save) or None,
-        fan_in_fan_out=is_transposed,
-        task_type="CAUSAL_LM",
-    )
+def read_start(folder: Path, base: Path) -> Adapter:
+    """The adapter in `folder`, to train on the model folder `base`. Raises ModelError when it belongs to another."""
+    adapter = read_adapter(folder)
+    if adapter.base != base.parent.name:
+        raise ModelError(
+            f"training on from {folder.parent.name}: it is an adapter of {adapter.base or 'no artifact'}, not of "
+            f"{base.parent.name}"
+        )
+    return adapter
+
+
+def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
+    """Give what learns in `causal_lm` the adapter's numbers. Raises ModelError when it has other layers or sizes."""
+    given = _parameters(adapter)
+    learning = {name: one for name, one in causal_lm.named_parameters() if one.requires_grad}
+    odd = set(given) ^ set(learning)
+    odd |= {name for name in set(given) & set(learning) if given[name].shape != learning[name].shape}
+    if odd:
+        raise ModelError(
+            f"going on with an adapter: {', '.join(sorted(odd)[:NUM_NAMED])} is not in both it and what `adapter:` "
+            "describes, or has another size there; give rank and target_modules that it was trained with, or say "
+            "`stack: merge`"
+        )
+    for layer, module in adapted_layers(causal_lm).items():
+        scaling, given_scaling = module.scaling[ADAPTER_NAME], adapter.scaling_of(layer)
+        if not math.isclose(scaling, given_scaling):
+            raise ModelError(
+                f"going on with an adapter that counts {given_scaling:g} times: `adapter:` says {scaling:g} (alpha / "
+                f"rank, or alpha / √rank with use_rslora) on {layer}; give those that it was trained with, or say "
+                "`stack: merge`"
+            )
+    for name, parameter in learning.items():
+        parameter.data.copy_(given[name])
+
+
+def merge_into(causal_lm: Any, adapter: Adapter) -> None:
+    """Change the model's weights as the merge stage does. Raises ModelError when it does not have them."""
+    if adapter.parameters:
+        raise ModelError(
+            f"merging an adapter, to stack another on it: it changes {next(iter(adapter.parameters.values()))}, and "
+            "adapters of parameters are not added up to one of the base; merge it by a stage of `kind: merge`"
+        )
+    named = dict(causal_lm.named_parameters())
+    if lost := sorted(adapter.weights - set(named)):
+        raise ModelError(f"merging an adapter: the model has no {', '.join(lost[:NUM_NAMED])}; it is another one's")
+    for name in adapter.weights:
+        named[name].data = adapter.merged(name, named[name].data).to(named[name].dtype)
+
+
+def _parameters(adapter: Adapter) -> dict[str, Tensor]:
+    """By the names that PEFT gives them in a model."""
+    found = dict(adapter.saved)
+    for layer, (a, b) in adapter.factors.items():
+        if a.ndim > 2:  # of experts, as PEFT has them
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        found[f"{layer}.lora_A.{ADAPTER_NAME}.weight"] = a
+        found[f"{layer}.lora_B.{ADAPTER_NAME}.weight"] = b
+    for layer, magnitude in adapter.magnitudes.items():
+        found[f"{layer}.lora_magnitude_vector.{ADAPTER_NAME}.weight"] = magnitude
+    return found
 
 
 def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: torch.dtype) -> None:
@@ -156,6 +202,27 @@ def factors_of(causal_lm: nn.Module) -> dict[str, Tensor]:
     return {name: one.detach().clone() for name, one in named if ".lora_A." in name or ".lora_B." in name}
 
 
+def _lora_config(config: AdapterConfig, targets: PeftTargets, *, is_transposed: bool, has_weights: bool) -> LoraConfig:
+    layers = config.layers_to_transform if isinstance(config.target_modules, tuple) else None
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # a fraction serves as well
+        lora_dropout=config.dropout,
+        target_modules=targets.modules,
+        target_parameters=targets.parameters or None,
+        rank_pattern=targets.ranks,
+        alpha_pattern=targets.alphas,
+        exclude_modules=list(config.exclude_modules) or None,
+        layers_to_transform=list(layers) if layers else None,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        init_lora_weights=config.init if config.changes_base and has_weights else True,  # type: ignore[arg-type]
+        modules_to_save=list(config.modules_to_save) or None,
+        fan_in_fan_out=is_transposed,
+        task_type="CAUSAL_LM",
+    )
+
+
 def _let_saved_modules_learn(causal_lm: Any, config: AdapterConfig) -> None:
     """PEFT would train a copy beside each frozen module; trained in its place the file is the same."""
     wrapped = {name: one for name, one in causal_lm.named_modules() if isinstance(one, ModulesToSaveWrapper)}
@@ -180,12 +247,12 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
     odd += [name for name, module in layers.items() if id(module) not in decoder]
     if odd := list(dict.fromkeys(odd)):
         raise ModelError(
-            f"adapter.target_modules is {config.target_modules!r}, which adapts {', '.join(odd[:NUM_NAMED])}: only "
+            f"adapter.target_modules is {config.target_modules!r}, which adapts {', '.join(odd[:MAX_NAMED])}: only "
             "linear layers between the embedding and the head can be adapted; leave these out with exclude_modules"
         )
     if odd := [name for name, module in layers.items() if not _is_product(module.get_base_layer())]:
         raise ModelError(
-            f"adapter.target_modules is {config.target_modules!r}, which adapts {', '.join(odd[:NUM_NAMED])}, of class "
+            f"adapter.target_modules is {config.target_modules!r}, which adapts {', '.join(odd[:MAX_NAMED])}, of class "
             f"{type(layers[odd[0]].get_base_layer()).__name__}, which gives something else than the product with its "
             "weight; leave these out with exclude_modules"
         )
@@ -194,7 +261,7 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
     if too_narrow := [f"{name} ({width})" for name, width in widths.items() if width < config.highest_rank]:
         times = f" × eva_rho {config.eva_rho:g}" * (config.init == "eva")
         raise ModelError(
-            f"adapter.rank is {config.rank}{times}, more than the width of {', '.join(too_narrow[:NUM_NAMED])}; lower "
+            f"adapter.rank is {config.rank}{times}, more than the width of {', '.join(too_narrow[:MAX_NAMED])}; lower "
             "it, or leave these layers out with exclude_modules"
         )
 

@@ -13,9 +13,8 @@ from typing import Any
 from stages.adapters.config import AdapterConfig
 from stages.core.errors import ModelError
 from stages.core.redaction import quoted
-from stages.models.linear_layers import linear_layers
+from stages.models.linear_layers import linear_layers, read_projections
 from stages.models.model_config import shape_of_config
-from stages.models.projections import read_projections
 
 NUM_NAMED = 3
 

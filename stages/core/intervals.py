@@ -1,4 +1,4 @@
-"""95% confidence intervals of scores, and of differences between scores of the same samples. Pure.
+"""Confidence intervals (95%) of scores and of differences between scores of the same samples; a warning for a 0.
 
 A score whose samples are all 0 or 1 is a share. Its normal interval is empty at 0 of 30, although the next sample may
 well be right, and leaves [0, 1] near the ends; the score intervals of Wilson (1927) and Newcombe (1998) do neither.
@@ -73,3 +73,21 @@ def score_interval(value: float, standard_error: float, num_samples: int | None)
         if math.isclose(standard_error, of_share, rel_tol=SAME_ERROR, abs_tol=1e-12):
             return wilson(value, num_samples)
     return student_t(value, standard_error, num_samples)
+
+
+NUM_CUT = "num_answers_cut"
+"""Metric of an evaluation: answers that ended at the most tokens that they may have, where some did."""
+
+
+def zero_score_warning(name: str, evaluation: str, num_samples: int, num_cut: int) -> str:
+    """Return what to look at when the score `TASK.METRIC` of a stage is 0: most often the model was asked otherwise
+    than it was trained.
+
+    num_cut: answers of the evaluation that ended at the most tokens that they may have.
+    """
+    cut = f" ({num_cut} answers reached max_gen_toks and were cut there)" if num_cut else ""
+    return (
+        f"{name} is 0: of {num_samples} answers none was right{cut}. Read them: `lifecycle show {evaluation} "
+        "--samples`. Is the model asked as it was trained (apply_chat_template, the task's prompt), and does it end an "
+        "answer where the task expects it?"
+    )

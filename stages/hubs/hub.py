@@ -1,27 +1,24 @@
-"""What a hub does: say what a source holds now, and deliver it. One module a hub, one line in `registry.py`."""
+"""Protocol of a hub, and the sources that a recipe's `model` and `dataset` name, parsed.
+
+A hub resolves a source to a revision and delivers its files. Each hub is a module with one line in `registry.py`. Each
+`parse_…` function reads one way of writing a source, the text after the hub's prefix, and raises ValueError.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from stages.core.contract import StageContext
-from stages.hubs.source import Source
 from stages.remote.pointers import Pointer
 
+_PART = r"(?!\.+(?:[/@]|$))[\w.-]+"  # `..` is a path
+_REPOSITORY = re.compile(rf"(?P<name>{_PART}/{_PART})(?:@(?P<revision>[\w./-]+))?")
 
-@dataclass(frozen=True)
-class Request:
-    """Which files of a source to take. patterns: globs; None takes what a model or a dataset is made of.
 
-    limit_s: of a question that is to be answered at once, or not at all: one attempt gets this long.
-    """
-
-    source: Source
-    patterns: tuple[str, ...] | None = None
-    trust_remote_code: bool = False
-    limit_s: float | None = None
+Product = Literal["model", "dataset"]
 
 
 class Hub(Protocol):
@@ -50,3 +47,82 @@ class StreamingHub(Hub, Protocol):
 
     def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
         """Name → pointer of each requested file of a resolved revision."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which files of a source to take. patterns: globs; None takes what a model or a dataset is made of.
+
+    limit_s: of a question that is to be answered at once, or not at all: one attempt gets this long.
+    """
+
+    source: Source
+    patterns: tuple[str, ...] | None = None
+    trust_remote_code: bool = False
+    limit_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model or dataset of a hub.
+
+    hub: its name in the registry. name: what the hub knows it by (`org/name`, a path, a builtin's name). place: where
+    it comes from, without what a resolved revision says better: part of the identity. revision: branch, tag or commit;
+    None is the hub's default branch.
+    """
+
+    hub: str
+    product: Product
+    name: str
+    place: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        """As a recipe writes it."""
+        if self.place.endswith("://"):
+            return f"{self.place}{self.name}"
+        return f"{self.place}@{self.revision}" if self.revision else self.place
+
+
+def repository(hub: str, product: Product, name: str, revision: str | None = None) -> Source:
+    """A repository of a model hub."""
+    return Source(hub, product, name, f"{hub}://{'datasets/' if product == 'dataset' else ''}{name}", revision)
+
+
+def parse_repository(hub: str, rest: str, product: Product) -> Source:
+    """`[datasets/]org/name[@revision]`."""
+    is_dataset = rest.startswith("datasets/")
+    match = _REPOSITORY.fullmatch(rest.removeprefix("datasets/"))
+    if match is None or is_dataset != (product == "dataset"):
+        raise ValueError(f"{hub}://{rest} is no {product} repository")
+    return repository(hub, product, match["name"], match["revision"])
+
+
+def parse_path(hub: str, rest: str, product: Product) -> Source:
+    """A path, absolute or relative to the recipe. Its content is what counts, so the place is any."""
+    if not rest:
+        raise ValueError(f"{hub}:// needs a path, absolute or relative to the recipe")
+    return Source(hub, product, rest, f"{hub}://")
+
+
+def parse_object(hub: str, rest: str, product: Product) -> Source:
+    """A bucket, and the path of an object or of the folder of several. Their content counts, so the place is any."""
+    name = rest.rstrip("/")
+    if not re.fullmatch(r"[a-z0-9][\w.-]+(/[^/]+)*", name) or {".", ".."} & set(name.split("/")):
+        raise ValueError(f"{hub}://{rest} is no bucket, nor a path in one")
+    return Source(hub, product, name, f"{hub}://")
+
+
+def parse_stored(hub: str, rest: str, product: Product) -> Source:
+    """The name of a stage, with its version or without; of an adopted artifact, its name."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", rest):
+        raise ValueError(f"{rest!r} is no name of an artifact")
+    place = {"store": "store://", "adopted": "adopted:"}[hub]
+    return Source(hub, product, rest, f"{place}{rest}")
+
+
+def parse_champion(hub: str, rest: str, product: Product) -> Source:
+    """`NAME@ALIAS` of a registered model."""
+    if product != "model" or not re.fullmatch(r"[^/@]+@[^/@]+", rest):
+        raise ValueError(f"models:/{rest} is no registered {product}")
+    return Source(hub, product, rest, f"models:/{rest}")

@@ -20,12 +20,9 @@ from pydantic import Field
 
 from stages.core.errors import DownloadError, LifecycleError
 from stages.core.redaction import quoted, shortened
-from stages.hubs.fetch import RemoteFile, Snapshot
-from stages.hubs.hub import Request
-from stages.hubs.listing import FileSize, Sha1, Sha256
-from stages.hubs.repository import RepositoryHub, ask_hub
-from stages.hubs.source import Source
-from stages.hubs.verification import Digest
+from stages.hubs.hub import Request, Source
+from stages.hubs.listing import Digest, FileSize, Sha1, Sha256
+from stages.hubs.repository import RemoteFile, RepositoryHub, Snapshot, ask_hub
 from stages.remote.http_answers import Answer, AnswerModel
 from stages.remote.hub_file import TOKEN_VARIABLE, authorization, endpoint, token_in
 from stages.remote.pointers import Pointer

@@ -1,15 +1,18 @@
-"""Checks of what hubs say of their files: names, sizes and digests. A hub, a mirror or a proxy may lie."""
+"""Checks of the names, sizes and digests that hubs list for their files. A hub, a mirror or a proxy may lie."""
 
 from __future__ import annotations
 
+import hashlib
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from stages.core.errors import DownloadError
+from stages.core.hashing import content_hasher
 from stages.core.redaction import quoted
 
 FileSize = Annotated[int, Field(ge=0, lt=2**63)]
@@ -85,3 +88,31 @@ def _problem(name: str) -> str | None:
     if num_bytes > MAX_PART_BYTES or len(name.encode()) > MAX_NAME_BYTES:
         return f"whose name is too long to be written ({len(name.encode()):,} bytes)"
     return None
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What the content of a file must hash to. Git blobs are hashed with a header that holds their size."""
+
+    algorithm: Literal["sha256", "git-blob-sha1"]
+    hex: str
+
+
+def digest_of_bytes(content: bytes, algorithm: Literal["sha256", "git-blob-sha1"]) -> Digest:
+    """Hash the content of a file."""
+    hasher = content_hasher(algorithm, len(content))
+    hasher.update(content)
+    return Digest(algorithm, hasher.hexdigest())
+
+
+def digest_of(path: Path, algorithm: Literal["sha256", "git-blob-sha1"] = "sha256") -> Digest:
+    """Hash a file."""
+    hasher = content_hasher(algorithm, path.stat().st_size)
+    with path.open("rb") as stream:
+        return Digest(algorithm, hashlib.file_digest(stream, lambda: hasher).hexdigest())
+
+
+def content_hash(digests: Iterable[tuple[str, str]]) -> str:
+    """One sha256 over the names and the sha256 of several files, in any order."""
+    lines = "".join(f"{sha256} {name}\n" for name, sha256 in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()

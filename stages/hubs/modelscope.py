@@ -16,12 +16,9 @@ from pydantic import Field
 
 from stages.core.errors import DownloadError, TransientError
 from stages.core.redaction import quoted
-from stages.hubs.fetch import RemoteFile, Snapshot
-from stages.hubs.hub import Request
-from stages.hubs.listing import FileSize
-from stages.hubs.repository import LISTING_BYTES, RepositoryHub, ask_hub
-from stages.hubs.source import Source
-from stages.hubs.verification import Digest, content_hash
+from stages.hubs.hub import Request, Source
+from stages.hubs.listing import Digest, FileSize, content_hash
+from stages.hubs.repository import LISTING_BYTES, RemoteFile, RepositoryHub, Snapshot, ask_hub
 from stages.remote.http_answers import AnswerModel
 from stages.remote.hub_file import token_in
 

@@ -19,11 +19,9 @@ from stages.hubs.delivery import (
     hand_over,
     size_bytes,
 )
-from stages.hubs.hub import Request
-from stages.hubs.listing import path_in
+from stages.hubs.hub import Request, Source
+from stages.hubs.listing import content_hash, path_in
 from stages.hubs.selection import select_files
-from stages.hubs.source import Source
-from stages.hubs.verification import content_hash
 from stages.remote.buckets import Bucket, StoredObject, check_listening, explained
 from stages.remote.pointers import Pointer
 

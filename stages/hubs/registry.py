@@ -12,8 +12,17 @@ from typing import Any
 
 from stages.core.errors import ModelError
 from stages.hubs.builtin.catalog import parse_builtin
-from stages.hubs.hub import Hub, StreamingHub
-from stages.hubs.source import Product, Source, parse_champion, parse_object, parse_path, parse_repository, parse_stored
+from stages.hubs.hub import (
+    Hub,
+    Product,
+    Source,
+    StreamingHub,
+    parse_champion,
+    parse_object,
+    parse_path,
+    parse_repository,
+    parse_stored,
+)
 from stages.models.json_object import parse_json_object
 from stages.models.model_config import CONFIG_FILE
 

@@ -11,9 +11,8 @@ from pathlib import PurePosixPath
 
 from stages.core.errors import DataError, DownloadError, ModelError
 from stages.core.redaction import shortened
-from stages.hubs.hub import Request
+from stages.hubs.hub import Request, Source
 from stages.hubs.listing import check_fit, check_names
-from stages.hubs.source import Source
 from stages.models.model_folder import PICKLE_SUFFIXES
 
 MAX_SHOWN_CHARACTERS = 500

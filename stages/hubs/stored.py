@@ -11,8 +11,7 @@ from typing import NoReturn
 
 from stages.core.contract import StageContext
 from stages.core.errors import DownloadError
-from stages.hubs.hub import Request
-from stages.hubs.source import Source
+from stages.hubs.hub import Request, Source
 
 
 class Stored:

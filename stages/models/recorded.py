@@ -1,8 +1,9 @@
-"""Documents with what training predicted last: whatever is made of the model must predict the same.
+"""Records that training leaves beside a model: predictions that must be reproduced, and the kind of text it learned.
 
-A train stage leaves them in `log_probabilities.json`: token ids and targets (below 0: none), their log-probabilities in
-nats, and the likeliest token in the place of each target; and of each dataset with tools a prompt, which servers have
-to render to the same tokens.
+`log_probabilities.json` holds documents with token ids and targets (below 0: none), their log-probabilities in nats,
+and the likeliest token at each target; and for each dataset with tools a prompt, which servers have to render to the
+same tokens. Whatever is made of the model must predict the same. `trained_on.json` lies in the model's folder, is
+copied with it, and says whether it learned conversations or plain texts, and on which date.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from pathlib import Path
 
 from stages.core.errors import ModelError
@@ -157,3 +159,42 @@ def _kl_nats(recorded: float, given: float) -> float:
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return math.fsum(found) / max(1, len(found))
+
+
+TRAINED_ON_FILE = "trained_on.json"
+
+
+def note_trained_on(folder: Path, *, conversations: bool, template_date: date | None = None) -> None:
+    """Write it beside the weights, from where exports and quantizers copy it.
+
+    template_date: what its chat template took for the current date; None for the default.
+    """
+    noted = {"conversations": conversations}
+    dated = {"template_date": template_date.isoformat()} if template_date else {}
+    write_atomically(folder / TRAINED_ON_FILE, json.dumps({**noted, **dated}))
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a model folder's tokenizer can render conversations."""
+    tokenizer_config = folder / "tokenizer_config.json"
+    in_config = tokenizer_config.is_file() and json.loads(tokenizer_config.read_text()).get("chat_template")
+    return bool(in_config) or (folder / "chat_template.jinja").is_file()
+
+
+def trained_on_conversations(folder: Path) -> bool | None:
+    """What was noted; None for a model that was trained elsewhere."""
+    noted = folder / TRAINED_ON_FILE
+    return bool(json.loads(noted.read_text())["conversations"]) if noted.is_file() else None
+
+
+def is_asked_as_chat(folder: Path) -> bool:
+    """Whether plain text is asked as by a user of a chat: as the model was trained, else if it has a template."""
+    trained = trained_on_conversations(folder)
+    return has_chat_template(folder) if trained is None else trained
+
+
+def noted_date(folder: Path) -> date | None:
+    """The date that the chat template is to take for the current one, as in training; None for the default."""
+    noted = folder / TRAINED_ON_FILE
+    found = json.loads(noted.read_text()).get("template_date") if noted.is_file() else None
+    return date.fromisoformat(found) if found else None

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from stages.core.errors import ModelError
 from stages.models.json_object import read_json_object
-from stages.models.projections import EMBEDDINGS
+from stages.models.linear_layers import EMBEDDINGS
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"

@@ -1,11 +1,12 @@
-"""`s3://`, `gs://` and `az://`: the objects of a bucket, or those below a prefix of it, by pyarrow's filesystems.
+"""Buckets of object storage (`s3://`, `gs://`, `az://`), by pyarrow's filesystems: listed, and read in ranges.
 
 Credentials come from the environment, as the providers' own programs take them, and never from a recipe; so does the
-address of a server that speaks as they do (`AWS_ENDPOINT_URL`).
+address of a server with the same protocol (`AWS_ENDPOINT_URL`).
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import socket
@@ -17,11 +18,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from stages.core.errors import DownloadError, TransientError
+from stages.core.errors import DataError, DownloadError, TransientError
 from stages.core.redaction import quoted
+from stages.remote.pointers import Pointer
 
 if TYPE_CHECKING:
+    from pyarrow import NativeFile
     from pyarrow.fs import FileSystem
+
 
 NUM_CONNECTIONS = 16
 RETRIED_FOR_S = 30.0
@@ -104,6 +108,59 @@ class Bucket:
                 "the server (AWS_ENDPOINT_URL)"
             )
         return name
+
+
+@contextmanager
+def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
+    """What `open_file` gives. An object that is replaced meanwhile is found out at the end: ranges are asked for by
+    name alone."""
+    bucket = Bucket(pointer.address)
+    _check(bucket, pointer)
+    with explained(pointer.address):
+        stream = bucket.filesystem.open_input_file(bucket.path)
+    with stream:
+        try:
+            yield _ObjectFile(stream, pointer.address)
+        except DataError:
+            _check(bucket, pointer)  # of two contents mixed, this is why
+            raise
+        _check(bucket, pointer)
+
+
+class _ObjectFile(io.RawIOBase):
+    """What pyarrow reads, with its errors explained."""
+
+    def __init__(self, stream: NativeFile, address: str) -> None:
+        self._stream = stream
+        self._address = address
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with explained(self._address):
+            return int(self._stream.readinto(buffer))
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._stream.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
+
+def _check(bucket: Bucket, pointer: Pointer) -> None:
+    """Raises DownloadError for an object that is not what it was."""
+    with explained(pointer.address):
+        now = bucket.look_at(bucket.path)
+    if (now.size_bytes, now.tag) != (pointer.size_bytes, pointer.tag):
+        raise DownloadError(
+            f"{pointer.address} changed: it had {pointer.size_bytes:,} bytes (ETag {pointer.tag}) when its download "
+            f"was planned, and has {now.size_bytes:,} now (ETag {now.tag}); run the refresh again, which takes what is "
+            "there, once what writes it is done"
+        )
 
 
 def check_listening(address: str, limit_s: float) -> None:

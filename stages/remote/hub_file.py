@@ -21,9 +21,8 @@ import httpx
 from stages.core.errors import DownloadError
 from stages.core.hashing import content_hasher
 from stages.core.redaction import quoted
-from stages.remote.http import check_part, check_status
+from stages.remote.http import BusyError, RetryBackoff, busy_from_transport, check_part, check_status
 from stages.remote.pointers import Pointer
-from stages.remote.retry import BusyError, RetryBackoff, busy_from_transport
 
 TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of a variable
 DEFAULT_ENDPOINT = "https://huggingface.co"

@@ -21,9 +21,9 @@ SUFFIX = ".pointer"
 BUFFER_BYTES = 1 << 20
 """Of one request."""
 MODULES = {
-    "s3": "stages.remote.object_file",
-    "gs": "stages.remote.object_file",
-    "az": "stages.remote.object_file",
+    "s3": "stages.remote.buckets",
+    "gs": "stages.remote.buckets",
+    "az": "stages.remote.buckets",
     "hf": "stages.remote.hub_file",
 }
 """Provider → module with `opened(Pointer)`. They import libraries that take a second to load."""

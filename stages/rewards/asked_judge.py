@@ -22,8 +22,8 @@ from stages.core.files import read_json_lines, remove_cut_off_line
 from stages.core.keys import key_in
 from stages.core.redaction import quoted, redact
 from stages.data.messages import PlainText
+from stages.remote.http import RetryBackoff, busy_from_status, busy_from_transport
 from stages.remote.http_answers import Expected, ask_httpx, httpx_client
-from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
 from stages.rewards.judge import PLACE, JudgeConfig
 from stages.rewards.reward import Completion
 from stages.serving.client import ChatChoice, Choices, Usage, answer_bytes

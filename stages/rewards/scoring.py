@@ -17,7 +17,7 @@ from stages.data.config import DEFAULT_DATE
 from stages.data.messages import Document, PlainText, RowError, make_message
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
-from stages.models.trained_on import noted_date
+from stages.models.recorded import noted_date
 from stages.rewards.reward import Completion
 
 BATCH_TOKENS = 8192

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import aiohttp
 
 from stages.core.errors import TransientError
+from stages.remote.http import RetryBackoff, busy_from_status, busy_from_transport
 from stages.remote.http_answers import Expected, ask_aiohttp
-from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
 from stages.serving.client import COMPLETIONS, Choice, Choices, Client, answer_bytes
 
 Request = dict[str, Any]

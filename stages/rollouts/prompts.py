@@ -15,7 +15,7 @@ from stages.data.files import BadRow, Place, find_files, read_rows
 from stages.data.messages import Conversation, PlainText, RowError, make_message
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
-from stages.models.trained_on import is_asked_as_chat, noted_date
+from stages.models.recorded import is_asked_as_chat, noted_date
 from stages.rewards.reward import Completion, RowCheck
 from stages.rollouts.options import PromptOptions
 

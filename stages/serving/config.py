@@ -11,8 +11,8 @@ from stages.core.contract import Execution, StrictModel
 from stages.core.errors import ModelError
 from stages.core.fields import AddedLater
 from stages.core.numbers import Seconds
-from stages.models.config_check import check_config
 from stages.models.model_config import SPELLINGS, shape_of_config
+from stages.models.model_folder import check_config
 
 EngineName = Literal["vllm", "llama_cpp", "sglang", "lmdeploy"]
 MOST_STOP_TEXTS = 64

@@ -26,8 +26,8 @@ from stages.core.contract import StrictModel
 from stages.core.errors import ModelError, RecipeError
 from stages.core.files import write_atomically
 from stages.core.redaction import shortened
+from stages.models.linear_layers import Projection, matches
 from stages.models.model_config import read_config
-from stages.models.projections import Projection, matches
 from stages.models.recorded import Predicted
 from stages.serving.config import BenchmarkConfig, ServingConfig
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from stages.core.contract import StageConfig
 from stages.core.errors import ModelError, ResourceError
-from stages.models.gguf_file import holds_gguf
+from stages.models.model_folder import holds_gguf
 from stages.serving.config import ServingConfig
 from stages.serving.engine import Engine, LaunchSpec, WeightFiles
 from stages.serving.llama_cpp.engine import LlamaCpp

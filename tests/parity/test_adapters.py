@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, 
 from transformers.core_model_loading import revert_weight_conversion
 
 from stages.adapters.config import AdapterConfig
-from stages.adapters.experts import ChangedParameters
+from stages.adapters.effect import ChangedParameters
 from stages.adapters.files import read_adapter
 from stages.adapters.quantized import Int8Linear, Nf4Linear
 from tests.parity.test_fsdp import (

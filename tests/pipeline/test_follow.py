@@ -23,8 +23,7 @@ from flows.champion.registrations import Registration
 from flows.champion.registry import Registry
 from flows.ledger.home import store_root
 from flows.store.store import Store
-from stages.adapters.headers import WEIGHTS_FILE
-from stages.adapters.idle import write_idle_adapter
+from stages.adapters.headers import WEIGHTS_FILE, write_idle_adapter
 from stages.serving.engine import LaunchSpec
 from tests.promotion import NAME, commit, own_mlflow, planned_stages
 from tests.served_adapters import adapted, greedy, make_adapter

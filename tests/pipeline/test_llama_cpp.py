@@ -14,7 +14,7 @@ from stages.core.contract import StageResult
 from stages.hubs.builtin import qwen3
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.gguf_file import quantize
-from stages.models.gguf_file import GGUF_FILE
+from stages.models.model_folder import GGUF_FILE
 from stages.serving.client import Client
 from stages.serving.engine import LaunchSpec
 from stages.serving.registry import ENGINES

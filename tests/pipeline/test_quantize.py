@@ -267,7 +267,7 @@ def test_a_quantizer_is_its_module_and_a_line_of_the_registry(home):
 
 def test_shapes_are_judged_as_the_cpu_kernel_of_vllm_judges_them():
     from stages.core.errors import RecipeError
-    from stages.models.projections import Projection
+    from stages.models.linear_layers import Projection
     from stages.serving.engine import Quantization
     from stages.serving.vllm.servability import check_servable
 

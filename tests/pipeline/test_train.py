@@ -22,7 +22,7 @@ from flows.launch import local
 from stages.core.contract import StageInput, StageResult
 from stages.data.summaries import LENGTHS_FILE, Lengths
 from stages.kinds.train.run import run
-from stages.models.trained_on import TRAINED_ON_FILE, trained_on_conversations
+from stages.models.recorded import TRAINED_ON_FILE, trained_on_conversations
 from tests.damage import flip_bit
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
 

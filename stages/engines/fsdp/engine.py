@@ -234,8 +234,7 @@ class FsdpEngine:
     def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
         """Before the model is sharded; what was taken out of the base for it is kept for the export."""
         # PEFT takes half a second to import: only where there is an adapter.
-        from stages.adapters.lora import add_adapter, changed_weights, factors_of
-        from stages.adapters.start import go_on_with, merge_into, read_start
+        from stages.adapters.lora import add_adapter, changed_weights, factors_of, go_on_with, merge_into, read_start
 
         causal_lm = self._model.causal_lm
         assert settings.adapter

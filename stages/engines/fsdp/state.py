@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from stages.adapters.experts import of_each_expert
+from stages.adapters.effect import of_each_expert
 from stages.models.stored_tensors import CheckpointReader, check_stored
 
 

@@ -22,10 +22,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.adapters.config import AdapterConfig
-from stages.adapters.experts import experts_together, of_each_expert
+from stages.adapters.effect import experts_together, of_each_expert
 from stages.adapters.files import INNER, check_mergeable
-from stages.adapters.lora import ADAPTER_NAME, adapted_layers, adapted_parameters, add_adapter, changed_weights
-from stages.adapters.start import go_on_with, read_start
+from stages.adapters.lora import (
+    ADAPTER_NAME,
+    adapted_layers,
+    adapted_parameters,
+    add_adapter,
+    changed_weights,
+    go_on_with,
+    read_start,
+)
 from stages.core.errors import ModelError
 from stages.engines.megatron.families import Cut, expert_layer, factor_name
 from stages.engines.megatron.low_rank import ExpertChange, LowRankChange, adapt_router

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from stages.core.contract import StageContext
 from stages.core.errors import TransientError
-from stages.core.scores import NUM_CUT
+from stages.core.intervals import NUM_CUT
 from stages.harnesses.harness import Evaluation, Results, TaskItem
 from stages.harnesses.lm_eval.tasks import (
     TaskSelection,

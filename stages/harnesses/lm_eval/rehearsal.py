@@ -23,7 +23,7 @@ from stages.harnesses.harness import Evaluation
 from stages.harnesses.lm_eval.scoring import MAX_SHOWN, load_tasks, named_mistakes, render_prompt
 from stages.harnesses.lm_eval.tasks import TaskSelection, metrics_of_tasks
 from stages.harnesses.scores import score_metrics
-from stages.models.trained_on import noted_date
+from stages.models.recorded import noted_date
 
 NUM_SAMPLES = 100
 """Samples of each task, in their order. They take tenths of a second, also through a chat template."""

@@ -38,7 +38,7 @@ from stages.data.tokenizer import SpecialTokens
 from stages.harnesses.harness import Evaluation, TaskItem
 from stages.harnesses.lm_eval.task_files import strings_in
 from stages.harnesses.lm_eval.tasks import TaskSelection
-from stages.models.trained_on import noted_date
+from stages.models.recorded import noted_date
 from stages.serving.asked import ServedModel
 
 MAX_TRIES = 3

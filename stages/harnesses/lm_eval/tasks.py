@@ -30,9 +30,8 @@ from stages.harnesses.lm_eval.task_files import (
 )
 from stages.harnesses.scores import NO_FILTER
 from stages.hubs.answers import Answers
-from stages.hubs.hub import Request
+from stages.hubs.hub import Request, repository
 from stages.hubs.registry import hub_of
-from stages.hubs.source import repository
 
 HUB_DATASETS = "hub_datasets"
 

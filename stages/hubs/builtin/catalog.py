@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from stages.hubs.source import Product, Source
+from stages.hubs.hub import Product, Source
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.hubs.builtin.catalog import BUILTINS
-from stages.hubs.hub import Request
-from stages.hubs.source import Source
+from stages.hubs.hub import Request, Source
 
 
 class Builtins:

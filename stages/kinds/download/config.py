@@ -10,9 +10,8 @@ from pydantic import Field, JsonValue, model_validator
 from stages.adapters.headers import CONFIG_FILE, WEIGHTS_FILE
 from stages.core.contract import ModelReference, StageConfig
 from stages.core.fields import AddedLater, SourceText
-from stages.hubs.hub import Request
+from stages.hubs.hub import Request, Source
 from stages.hubs.registry import HUBS, forms, hub_of, parse_source, streaming_prefixes
-from stages.hubs.source import Source
 
 
 class DownloadConfig(StageConfig):

@@ -19,7 +19,7 @@ from stages.hubs.listing import path_in
 from stages.hubs.registry import hub_of, streaming_hub_of
 from stages.kinds.download.config import DownloadConfig
 from stages.models.model_folder import check_model_folder
-from stages.models.trained_on import TRAINED_ON_FILE
+from stages.models.recorded import TRAINED_ON_FILE
 from stages.remote.pointers import write_pointer
 
 FOLDERS = {"model": "model", "adapter": "adapter", "dataset": "data"}

@@ -13,7 +13,7 @@ from stages.core.errors import EvaluationError, LifecycleError, RecipeError
 from stages.harnesses.registry import harness_of
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.models.model_config import read_config
-from stages.models.trained_on import has_chat_template, is_asked_as_chat
+from stages.models.recorded import has_chat_template, is_asked_as_chat
 from stages.serving.config import limit_problems
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import EvaluationError, LifecycleError, TransientError
-from stages.core.scores import NUM_CUT, zero_score_warning
+from stages.core.intervals import NUM_CUT, zero_score_warning
 from stages.harnesses.harness import Harness, Results
 from stages.harnesses.registry import harness_of
 from stages.harnesses.scores import samples_by_score, samples_file, score_metrics, zero_scores
 from stages.kinds.evaluate.check import check_chat_template
 from stages.kinds.evaluate.config import EvaluateConfig
-from stages.models.trained_on import is_asked_as_chat, trained_on_conversations
+from stages.models.recorded import is_asked_as_chat, trained_on_conversations
 from stages.serving.endpoint import Endpoint, endpoint_for
 
 MISSING_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)

@@ -18,8 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from stages.adapters.adapter import Adapter
-from stages.adapters.effect import Changing, changing, merged_weight
-from stages.adapters.experts import ChangedParameters
+from stages.adapters.effect import ChangedParameters, Changing, changing, merged_weight
 from stages.adapters.files import copy_companions, read_adapter
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageContext, StageResult

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.files import write_atomically
-from stages.core.scores import NUM_CUT, zero_score_warning
+from stages.core.intervals import NUM_CUT, zero_score_warning
 from stages.kinds.promote.config import PromoteConfig
 from stages.kinds.promote.judged_pairs import JudgedPairs, judged_pairs
 from stages.kinds.promote.paired import Difference, compare, read_scores
@@ -30,7 +30,7 @@ from stages.kinds.promote.verdict import (
     judge,
     markdown,
 )
-from stages.models.gguf_file import files_with_weights
+from stages.models.model_folder import files_with_weights
 from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 MIB = 2**20

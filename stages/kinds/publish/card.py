@@ -19,7 +19,7 @@ from stages.core.intervals import score_interval
 from stages.core.yaml_bounds import check_bounds
 from stages.harnesses.scores import samples_by_score
 from stages.kinds.publish.records import Made, Promoted
-from stages.models.gguf_file import holds_gguf
+from stages.models.model_folder import holds_gguf
 
 _METADATA = re.compile(r"\A---\r?\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}")

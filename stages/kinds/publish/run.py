@@ -17,7 +17,7 @@ from stages.core.errors import PublishError
 from stages.core.files import write_atomically
 from stages.core.strict import StrictModel
 from stages.hubs.delivery import MIB, Progress
-from stages.hubs.verification import Digest, digest_of
+from stages.hubs.listing import Digest, digest_of
 from stages.kinds.publish.bundle import SUMS_FILE, names_in, write_bundle
 from stages.kinds.publish.card import stated_licence
 from stages.kinds.publish.check import check_stores

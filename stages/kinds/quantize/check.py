@@ -11,10 +11,9 @@ from stages.core.errors import LifecycleError, RecipeError
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.gguf_tokenizer import splitting_of
 from stages.kinds.quantize.samples import read_samples
-from stages.models.config_check import check_unquantized
+from stages.models.linear_layers import read_projections
 from stages.models.model_config import read_config
-from stages.models.model_folder import check_model_folder
-from stages.models.projections import read_projections
+from stages.models.model_folder import check_model_folder, check_unquantized
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:

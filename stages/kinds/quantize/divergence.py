@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from stages.core.errors import ModelError
 from stages.kinds.quantize.samples import batches_of_one_length
-from stages.models.gguf_file import GGUF_FILE, holds_gguf
+from stages.models.model_folder import GGUF_FILE, holds_gguf
 from stages.models.recorded import Differences, Predicted, RecordedDocument, differences
 
 BATCH_TOKENS = 4096

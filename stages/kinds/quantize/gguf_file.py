@@ -30,9 +30,9 @@ from stages.core.redaction import quoted
 from stages.kinds.quantize.gguf_tokenizer import write_tokenizer
 from stages.kinds.quantize.k_quants import SMALLER_BLOCKS, KQuantizer, k_quantizer, type_of
 from stages.kinds.quantize.written import copy_companions
-from stages.models.gguf_file import GGUF_FILE
+from stages.models.linear_layers import matches
 from stages.models.model_config import read_config
-from stages.models.projections import matches
+from stages.models.model_folder import GGUF_FILE
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.engine import K_BLOCK_SIZE, Quantization, is_k_quant
 from stages.serving.llama_cpp.queries import tokenize

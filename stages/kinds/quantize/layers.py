@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import ModelError, RecipeError
-from stages.models.projections import EXPERTS, Projection, matches
+from stages.models.linear_layers import EXPERTS, Projection, matches
 from stages.serving.engine import Quantization
 
 EXPERT_SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")

@@ -21,7 +21,7 @@ from stages.kinds.quantize.check import check_headers, check_modules
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.registry import quantizer_of
 from stages.kinds.quantize.samples import Samples, read_samples
-from stages.models.gguf_file import GGUF_FILE, files_with_weights
+from stages.models.model_folder import GGUF_FILE, files_with_weights
 from stages.models.recorded import RECORD, read_record
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.execution import TrainExecution
 from stages.kinds.train.methods.method import TeacherTokens
 from stages.kinds.train.teacher_server import ServedTeacher
-from stages.models.config_check import vocabulary_size
 from stages.models.model_config import read_config
+from stages.models.model_folder import vocabulary_size
 
 NUM_NAMED = 3
 

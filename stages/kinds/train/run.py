@@ -37,10 +37,10 @@ from stages.kinds.train.start import data_with_template
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
+from stages.models.recorded import note_trained_on
 from stages.models.shape import ModelShape
 from stages.models.start_up import start_training_quickly
 from stages.models.tokenizer_probe import check_tokenizer
-from stages.models.trained_on import note_trained_on
 from stages.parallel.accelerator import check_precision, type_at_hand
 from stages.parallel.device_types import check_device
 from stages.parallel.devices import Peak, device_peak
@@ -232,8 +232,7 @@ def _write(training_run: TrainingRun, data: TrainingData, context: StageContext,
 def _judge_adapter(config: TrainConfig, context: StageContext, base: Path) -> None:
     """Refuse an adapter of which nothing is left once it is merged; warn of layers and experts that learned nothing."""
     # Not atop: they import what Transformers loads models with, before `start_training_quickly` could make that light.
-    from stages.adapters.effect import has_effect, idle_layers
-    from stages.adapters.experts import idle_experts
+    from stages.adapters.effect import has_effect, idle_experts, idle_layers
 
     start = read_adapter(context.inputs[config.model] / ADAPTER_FOLDER) if config.base else None
     adapter = read_adapter(context.work / config.product)
@@ -263,7 +262,7 @@ def _changing(adapter: Adapter, config: TrainConfig, base: Path) -> Changing:
     if not adapter.parameters:
         return changing(adapter, None)
     from stages.adapters.check import model_without_weights  # and PEFT, which this process has loaded for experts
-    from stages.adapters.experts import ChangedParameters
+    from stages.adapters.effect import ChangedParameters
 
     causal_lm = model_without_weights(base, trust_remote_code=config.trust_remote_code)
     return changing(adapter, ChangedParameters(adapter, causal_lm))

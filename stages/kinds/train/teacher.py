@@ -34,8 +34,8 @@ from stages.kinds.train.reference import model_digest
 from stages.kinds.train.teacher_rows import OpenTeacher, ShareOf, TeacherRows, said_record
 from stages.kinds.train.teacher_server import ServedTeacher
 from stages.kinds.train.watchdog import Watchdog
-from stages.models.config_check import vocabulary_size
 from stages.models.model_config import read_config
+from stages.models.model_folder import vocabulary_size
 from stages.models.shape import ModelShape
 from stages.parallel.processes import gathered
 

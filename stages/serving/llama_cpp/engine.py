@@ -13,9 +13,9 @@ from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
 from stages.core.redaction import shortened
-from stages.models.gguf_file import GGUF_FILE
+from stages.models.linear_layers import Projection
 from stages.models.model_config import read_config
-from stages.models.projections import Projection
+from stages.models.model_folder import GGUF_FILE
 from stages.models.recorded import Predicted
 from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import (

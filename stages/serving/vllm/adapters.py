@@ -19,8 +19,8 @@ from typing import Any
 
 from stages.adapters.headers import CHANGES_THE_BASE, AdapterHeaders, read_headers
 from stages.core.errors import ModelError
-from stages.models.config_check import is_quantized
 from stages.models.model_config import read_config
+from stages.models.model_folder import is_quantized
 from stages.serving.engine import LaunchSpec
 
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 
 from stages.core.errors import ResourceError, ServerError
 from stages.core.supervised import was_killed
-from stages.models.projections import Projection
+from stages.models.linear_layers import Projection
 from stages.models.recorded import Predicted
 from stages.serving.config import MOST_STOP_TEXTS, BenchmarkConfig, ServingConfig
 from stages.serving.engine import Capabilities, LaunchSpec, LoadResult, NotAsked, Quantization

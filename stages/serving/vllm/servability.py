@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stages.core.errors import RecipeError
-from stages.models.projections import EXPERTS, Projection, Split
+from stages.models.linear_layers import EXPERTS, Projection, Split
 from stages.serving.engine import Quantization
 
 Device = Literal["cpu", "cuda"]

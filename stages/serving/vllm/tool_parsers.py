@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.models.json_object import read_json_object
-from stages.models.tokenizer_files import tokens_of
+from stages.models.model_folder import tokens_of
 
 DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 MARKERS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (

@@ -13,7 +13,7 @@ from flows.store.record import Index
 from stages.data.formats import RowReader
 from stages.data.messages import Conversation
 from stages.data.templates import ChatTemplate
-from stages.models.projections import Projection
+from stages.models.linear_layers import Projection
 from stages.serving.vllm.servability import Heads, check_servable
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from stages.core.errors import DownloadError, PublishError
+from stages.hubs.listing import Digest
 from stages.hubs.registry import parse_source
-from stages.hubs.verification import Digest
 from stages.kinds.publish.targets.target import Address, Held, LocalFile, LocalFiles, Names, Sent
 from stages.remote.buckets import FILESYSTEMS, explained
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stages.core.errors import PublishError, full_disk_named
 from stages.core.hashing import sha256_of_files
-from stages.hubs.verification import Digest
+from stages.hubs.listing import Digest
 from stages.kinds.publish.targets.target import Address, Held, LocalFiles, Names, Sent
 
 PARTIAL_SUFFIX = ".partial"

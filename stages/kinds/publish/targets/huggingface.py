@@ -16,12 +16,11 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars
 
 from stages.core.errors import LifecycleError, PublishError, TransientError
-from stages.hubs.hub import Request
+from stages.hubs.hub import Request, repository
 from stages.hubs.huggingface import HUB, hub_api
-from stages.hubs.source import repository
 from stages.kinds.publish.targets.target import Address, Held, LocalFiles, Names, Sent
+from stages.remote.http import busy_from_status
 from stages.remote.hub_file import TOKEN_VARIABLE, endpoint
-from stages.remote.retry import busy_from_status
 
 
 class HuggingFaceRepository:

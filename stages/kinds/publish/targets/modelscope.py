@@ -34,9 +34,9 @@ from modelscope_hub.errors import (
 )
 
 from stages.core.errors import LifecycleError, PublishError, TransientError
+from stages.hubs.hub import Product, repository
+from stages.hubs.listing import Digest, content_hash
 from stages.hubs.modelscope import DEFAULT_REVISION, HUB, TOKEN_VARIABLE
-from stages.hubs.source import Product, repository
-from stages.hubs.verification import Digest, content_hash
 from stages.kinds.publish.targets.target import Address, Held, LocalFile, LocalFiles, Names, Sent
 
 KIND: Product = "model"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from stages.hubs.verification import Digest
+from stages.hubs.listing import Digest
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ VALUES = [
 
 def test_hundreds_of_mutations_of_a_recipe_end_with_a_plan_or_a_sentence(plan, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("stages.remote.retry.FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("stages.remote.http.FIRST_WAIT_S", 0.001)
     definitions = json_schema()["$defs"].values()
     fields = sorted({field for one in definitions for field in one.get("properties", ())})
     rng = random.Random(20261122)

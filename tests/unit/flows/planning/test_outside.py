@@ -11,7 +11,7 @@ from flows.recipe.recipe import load_stages
 from flows.store.content import hash_path
 from flows.store.record import Index
 from stages.core.errors import RecipeError, TransientError
-from stages.remote import retry
+from stages.remote import http
 
 
 def unused_port() -> int:
@@ -65,7 +65,7 @@ def test_outside_paths_are_resolved_to_hashes(tasks, tmp_path):
 
 def test_a_hub_that_does_not_answer_stops_a_refresh_but_not_a_plan(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unused_port()}")
-    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.001)
     tree = {
         "base": {"kind": "download", "model": "hf://org/name"},
         "problems": {"kind": "download", "dataset": "builtin/addition"},

@@ -15,7 +15,7 @@ from flows.running.refresh import final_state
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest, make_plan
 from flows.tracking.cursor import Shipped, write_shipped
-from stages.core.scores import zero_score_warning
+from stages.core.intervals import zero_score_warning
 
 RISEN = "the held-out loss has risen again"
 VERDICT = {"outcome": "not promoted", "name": "adder", "champion_version": "1", "against": "champion (version 1)"}

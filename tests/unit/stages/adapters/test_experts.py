@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen
 
 from stages.adapters.check import loading_problem
 from stages.adapters.config import AdapterConfig
-from stages.adapters.experts import ChangedParameters, idle_experts
+from stages.adapters.effect import ChangedParameters, idle_experts
 from stages.adapters.files import check_mergeable, read_adapter, write_adapter
-from stages.adapters.lora import adapted_parameters, add_adapter, changed_weights
-from stages.adapters.start import go_on_with, merge_into
+from stages.adapters.lora import adapted_parameters, add_adapter, changed_weights, go_on_with, merge_into
 from stages.core.errors import ModelError
 
 SIZES = {

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from stages.adapters.adapter import Adapter
-from stages.adapters.sums import of_unchanged_base
+from stages.adapters.adapter import Adapter, of_unchanged_base
 
 RANK, ALPHA, SIZE = 3, 6.0, {"wide": (16, 10), "narrow": (4, 10), "other": (12, 10)}
 

@@ -20,7 +20,7 @@ from stages.data.prepare import prepare
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.download.run import run
 from stages.kinds.train.check import check
-from stages.remote import pointers, retry
+from stages.remote import http, pointers
 from stages.remote.pointers import open_file
 from tests.hub_server import Fault, HubServer, running_hub
 from tests.s3_server import S3Server, running_s3
@@ -66,7 +66,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     with running_hub() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", "token-of-the-test")
-        monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+        monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
         yield server
 
 

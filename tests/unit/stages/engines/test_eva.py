@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, Qwen3Moe
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import read_adapter, write_adapter
-from stages.adapters.lora import ADAPTER_NAME, adapted_layers, add_adapter, store_base
+from stages.adapters.lora import ADAPTER_NAME, adapted_layers, add_adapter, go_on_with, store_base
 from stages.adapters.quantized import Int8Linear, Nf4Linear, QuantizedLinear
-from stages.adapters.start import go_on_with
 from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch
 from stages.engines.fsdp.eva import InputRows, start_directions

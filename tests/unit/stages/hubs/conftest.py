@@ -8,7 +8,7 @@ import pytest
 from stages.core.contract import StageContext, StageResult
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.download.run import run
-from stages.remote import retry
+from stages.remote import http
 from tests.hub_server import HubServer, running_hub
 
 Download = Callable[..., StageResult]
@@ -21,7 +21,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.url)
         for variable in ("HF_TOKEN", "MODELSCOPE_API_TOKEN", "HF_HUB_OFFLINE"):
             monkeypatch.delenv(variable, raising=False)
-        monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+        monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
         yield server
 
 

@@ -4,11 +4,9 @@ import json
 import os
 import urllib.request
 
-from stages.hubs.fetch import RemoteFile, Snapshot
-from stages.hubs.hub import Request
-from stages.hubs.repository import RepositoryHub
-from stages.hubs.source import Source
-from stages.hubs.verification import Digest, content_hash
+from stages.hubs.hub import Request, Source
+from stages.hubs.listing import Digest, content_hash
+from stages.hubs.repository import RemoteFile, RepositoryHub, Snapshot
 
 
 class IndexHub(RepositoryHub):

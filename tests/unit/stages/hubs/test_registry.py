@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from stages.hubs.hub import parse_repository
 from stages.hubs.registry import HUBS, HubEntry, read_model_config
-from stages.hubs.source import parse_repository
 from stages.kinds.download.config import DownloadConfig
 from tests.hub_repository import model_files
 from tests.unit.stages.hubs.conftest import Download

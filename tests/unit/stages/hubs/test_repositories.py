@@ -12,7 +12,7 @@ from stages.core.contract import StageContext, StageResult
 from stages.core.errors import DataError, DownloadError, LifecycleError, ModelError, ResourceError, TransientError
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.download.run import run
-from stages.models.trained_on import is_asked_as_chat, trained_on_conversations
+from stages.models.recorded import is_asked_as_chat, trained_on_conversations
 from tests.http_server import serving
 from tests.hub_repository import model_files
 from tests.hub_server import Fault, HubServer

@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from stages.hubs.builtin.catalog import BUILTINS
+from stages.hubs.hub import Source, repository
 from stages.hubs.registry import parse_source
-from stages.hubs.source import Source, repository
 from stages.kinds.download.config import DownloadConfig
 
 

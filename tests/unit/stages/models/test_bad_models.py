@@ -16,9 +16,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from stages.core.errors import ModelError
-from stages.models.config_check import check_unquantized, other_architecture
 from stages.models.json_object import read_json_object
-from stages.models.model_folder import check_model_folder
+from stages.models.model_folder import check_model_folder, check_unquantized, other_architecture
 
 CONFIG = {
     "model_type": "llama",

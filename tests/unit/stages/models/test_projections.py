@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from stages.models.projections import Projection, Split, matches, read_projections
+from stages.models.linear_layers import Projection, Split, matches, read_projections
 
 
 def test_matrices_of_all_shards_are_read_and_embeddings_norms_and_biases_are_not(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from pydantic import NonNegativeInt
 
 from stages.core.errors import DownloadError, ServerError
+from stages.remote.http import busy_from_status
 from stages.remote.http_answers import (
     Answer,
     AnswerModel,
@@ -24,7 +25,6 @@ from stages.remote.http_answers import (
     ask_httpx,
     httpx_client,
 )
-from stages.remote.retry import busy_from_status
 from tests.lying_server import head, lying_server, whole
 
 KEY = "key-0123456789"

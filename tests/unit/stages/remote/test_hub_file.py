@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from stages.core.errors import DownloadError
-from stages.remote import retry
+from stages.remote import http
 from stages.remote.hub_file import opened
 from stages.remote.pointers import Pointer
 from tests.hub_repository import LARGE_FILE_BYTES, blob_id
@@ -25,7 +25,7 @@ WITHOUT_DIGEST = {"X-Linked-ETag": None}
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     with running_hub() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+        monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
         yield server
 
 

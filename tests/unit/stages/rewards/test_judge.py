@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from stages.core.errors import DataError, LifecycleError, RecipeError, ServerError, TransientError
 from stages.data.messages import PlainText
-from stages.remote import retry
+from stages.remote import http
 from stages.rewards.asked_judge import AskedJudge
 from stages.rewards.judge import JudgeReward
 from stages.rewards.judging import judging
@@ -26,7 +26,7 @@ from tests.lying_server import head, lying_server, whole
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     """Rates by the length of the answer."""
     monkeypatch.setenv("CRITIC_KEY", KEY)
-    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     with judge_server() as judge:
         yield judge
 

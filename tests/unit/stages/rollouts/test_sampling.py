@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from stages.core.errors import ServerError, TransientError
-from stages.remote import retry
+from stages.remote import http
 from stages.rollouts.asking import ask_all
 from stages.rollouts.options import SamplingOptions
 from stages.rollouts.sampling import Sample, sample_all, seed_of
@@ -128,7 +128,7 @@ def test_a_kill_loses_nothing_that_was_answered(server: Server, tmp_path: Path) 
 
 
 def test_a_busy_server_is_asked_again(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     server.statuses = [503, 429, 502]
     assert len(sample(server, tmp_path / "kept")) == 12
     assert len(server.asked) == 12
@@ -141,7 +141,7 @@ def test_a_refused_request_is_an_error_with_the_servers_words(server: Server, tm
 
 
 def test_a_server_that_is_gone_is_worth_another_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     with pytest.raises(TransientError, match="the connection failed"):
         sample(Server("http://127.0.0.1:9"), tmp_path / "kept")
 

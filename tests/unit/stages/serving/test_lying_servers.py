@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stages.core.errors import ServerError, TransientError
-from stages.remote import retry
+from stages.remote import http
 from stages.rollouts.asking import ask_all
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
@@ -113,7 +113,7 @@ def test_an_error_shows_what_the_server_says_without_the_key(name: str) -> None:
 @pytest.mark.parametrize("name", [*ASKED, "reload"])
 @pytest.mark.parametrize("sent", [b"", b"\xff\0" * 9999, b"HTTP/1.1 abc\r\n\r\n", head(Content_Length="-5") + b"{}"])
 def test_what_is_no_http_is_no_answer(name: str, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     with lying_server(lambda send, _: send(sent)) as server, pytest.raises((TransientError, ServerError)) as caught:
         {**ASKED, "reload": loaded}[name](Client(server.url, KEY, "m", timeout_s=5.0))
     assert len(str(caught.value)) < 900
@@ -127,7 +127,7 @@ def test_a_server_that_dribbles_is_given_up(name: str, monkeypatch: pytest.Monke
             send(b" ")
             time.sleep(0.01)
 
-    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr("stages.serving.llama_cpp.queries.TOKENIZE_TIMEOUT_S", 0.1)
     with lying_server(answer) as server, pytest.raises(TransientError):
         ASKED[name](Client(server.url, KEY, "m", timeout_s=0.1))

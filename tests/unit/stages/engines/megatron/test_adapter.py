@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from stages.adapters.config import AdapterConfig
-from stages.adapters.experts import experts_together, of_each_expert
+from stages.adapters.effect import experts_together, of_each_expert
 from stages.core.errors import ModelError
 from stages.engines.megatron.compat import prepare_megatron
 from stages.engines.megatron.families import rules_of

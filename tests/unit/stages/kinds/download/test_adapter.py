@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages.adapters import files
 from stages.adapters.config import AdapterConfig
-from stages.adapters.lora import add_adapter
-from stages.adapters.start import go_on_with, read_start
+from stages.adapters.lora import add_adapter, go_on_with, read_start
 from stages.core.contract import StageContext
 from stages.core.errors import DownloadError, LifecycleError, ModelError
 from stages.kinds.download.adapter import TEXTS

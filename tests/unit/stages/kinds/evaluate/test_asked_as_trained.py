@@ -16,7 +16,7 @@ from stages.harnesses.harness import Evaluation, Results
 from stages.harnesses.scores import zero_scores
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.kinds.evaluate.run import run
-from stages.models.trained_on import note_trained_on
+from stages.models.recorded import note_trained_on
 from tests.hub_repository import model_files
 from tests.tiny_engine import TinyEngine
 from tests.unit.stages.kinds.evaluate.exact_match import ExactMatch

@@ -19,7 +19,7 @@ from stages.harnesses.question_sets import sample_row
 from stages.kinds.promote.config import PromoteConfig
 from stages.kinds.promote.run import run
 from stages.kinds.promote.verdict import CHAMPION_FILE, Champion, Standing, Verdict
-from stages.remote import retry
+from stages.remote import http
 from tests.judge_server import KEY, MODEL, Judge, judge_server
 from tests.promotion import write_model
 
@@ -32,7 +32,7 @@ NUM_QUESTIONS = 20
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     """Prefers the longer answer, wherever it stands."""
     monkeypatch.setenv("CRITIC_KEY", KEY)
-    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     with judge_server() as judge:
         judge.says = prefers(lambda first, second: len(first) - len(second))
         yield judge

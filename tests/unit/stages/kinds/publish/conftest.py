@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from stages.remote import retry
+from stages.remote import http
 from tests.hub_server import HubServer, running_hub
 from tests.published import Publishing, recipe_tree
 
@@ -40,5 +40,5 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+        monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
         yield server

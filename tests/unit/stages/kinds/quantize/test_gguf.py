@@ -28,8 +28,7 @@ from stages.kinds.quantize.divergence import _load, measure_divergence
 from stages.kinds.quantize.gguf_file import quantize
 from stages.kinds.quantize.gguf_tokenizer import SPLITS, splitting_of
 from stages.kinds.quantize.run import run
-from stages.models.gguf_file import GGUF_FILE
-from stages.models.model_folder import check_model_folder
+from stages.models.model_folder import GGUF_FILE, check_model_folder
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.registry import ENGINES, check_weight_files, new_launch_spec
 from stages.serving.server import started_server

@@ -11,7 +11,7 @@ from stages.core.errors import RecipeError, ResourceError
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.gguf_file import StoredTypes
 from stages.kinds.quantize.k_quants import k_quantizer, type_of
-from stages.models.projections import Projection
+from stages.models.linear_layers import Projection
 from stages.serving.llama_cpp import engine
 from stages.serving.registry import ENGINES
 

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from safetensors.torch import save_file as save_torch_file
 
-from stages.adapters.idle import write_idle_adapter
+from stages.adapters.headers import write_idle_adapter
 from stages.core.errors import ModelError
 from stages.serving.config import ServingConfig
 from stages.serving.engine import LaunchSpec

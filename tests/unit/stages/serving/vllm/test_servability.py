@@ -4,7 +4,7 @@ import pytest
 
 from stages.core.errors import RecipeError
 from stages.kinds.quantize.config import QuantizeConfig
-from stages.models.projections import Projection
+from stages.models.linear_layers import Projection
 from stages.serving.engine import Quantization
 from stages.serving.vllm.servability import Heads, caveats, check_servable
 

@@ -16,7 +16,7 @@ from stages.kinds.evaluate.check import check
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.kinds.evaluate.run import run
 from stages.kinds.promote.paired import compare
-from stages.remote import retry
+from stages.remote import http
 from tests.judge_server import COMPLETION_TOKENS, KEY, MODEL, PROMPT_TOKENS, Judge, answer_in, judge_server
 from tests.serving import make_model
 from tests.tiny_engine import TinyEngine
@@ -32,7 +32,7 @@ ROWS = [
 def server(monkeypatch: pytest.MonkeyPatch, tiny_engine: TinyEngine) -> Iterator[Judge]:
     """Likes numbers: 9 of 10, and 2 for all else."""
     monkeypatch.setenv("CRITIC_KEY", KEY)
-    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     handler = signal.getsignal(signal.SIGTERM)
     with judge_server() as judge:
         judge.says = lambda question: f"Rating: {9 if answer_in(question).isdigit() else 2}"

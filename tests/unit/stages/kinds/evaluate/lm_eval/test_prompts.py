@@ -14,7 +14,7 @@ from stages.data.messages import Conversation
 from stages.data.tokenizer import DocumentTokenizer
 from stages.harnesses.lm_eval.scoring import LmEvalModel
 from stages.kinds.evaluate.config import EvaluateConfig
-from stages.models.trained_on import note_trained_on
+from stages.models.recorded import note_trained_on
 from stages.serving.asked import ServedModel
 from stages.serving.client import Client
 from tests.serving import make_model
