@@ -1,4 +1,4 @@
-"""Champions as the command line needs them: where MLflow is, where in the store a champion is, what must be kept."""
+"""Champions for the command line: MLflow's address, artifacts of champions, and versions that must be kept."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ URI_OF_VERSION = re.compile(r"models:/(?P<name>[^/@]+)/(?P<number>[0-9]+)")
 
 
 def connect() -> Registry:
-    """The registry of the MLflow that is named, or runs here. Raises ServerError when there is none."""
+    """Return the registry of the MLflow that is named, or runs here. Raises ServerError when there is none."""
     find_mlflow()
     return Registry()
 
 
 def find_mlflow() -> None:
-    """Have the environment name an MLflow, and what it asks for. Raises ServerError when none is named or runs here."""
+    """Set the variables of an MLflow server and its key. Raises ServerError when none is named or runs here."""
     if not os.environ.get("MLFLOW_TRACKING_URI"):
-        ours = next(one for one in servers.status() if one.name == "mlflow")
+        ours = next(server for server in servers.status() if server.name == "mlflow")
         password = read_key()
         if not (ours.url and ours.healthy):
-            found = f"runs on {ours.host}: ask there" if ours.host else "is not running; `lifecycle up`"
-            raise ServerError(f"the local MLflow server, which knows the champions, {found}")
+            state = f"runs on {ours.host}: ask there" if ours.host else "is not running; `lifecycle up`"
+            raise ServerError(f"the local MLflow server, which knows the champions, {state}")
         if password is None:
             raise ServerError(
                 f"the local MLflow server, which knows the champions, runs without a key: there is no {key_file()}, "
@@ -49,25 +49,25 @@ def find_mlflow() -> None:
 
 
 def parse(uri: str) -> tuple[str, str]:
-    """Name and alias of `models:/NAME@ALIAS`. Raises StoreError for anything else."""
-    found = URI.fullmatch(uri)
-    if found is None:
+    """Return the name and alias of `models:/NAME@ALIAS`. Raises StoreError for anything else."""
+    match = URI.fullmatch(uri)
+    if match is None:
         raise StoreError(
             f"{uri} names no registered model; expected models:/NAME@ALIAS, such as models:/adder@champion"
         )
-    return found["name"], found["alias"]
+    return match["name"], match["alias"]
 
 
-def mend(registry: Registry, name: str) -> None:
+def repair(registry: Registry, name: str) -> None:
     """Repair the aliases of a model whose promotion or rollback was killed; waits for one that is under way."""
     if registry.was_cut_short(name):
         with only_one(name):
-            registry.mend(name)
+            registry.repair(name)
 
 
 def find(registry: Registry, name: str, alias: str) -> RegisteredVersion:
-    """The version that an alias points to, mended. Raises StoreError when there is none."""
-    mend(registry, name)
+    """Return the version that an alias points to, after repairing the aliases. Raises StoreError when there is none."""
+    repair(registry, name)
     version = registry.find(name, alias)
     if version is None:
         raise absent(name, alias)
@@ -75,12 +75,12 @@ def find(registry: Registry, name: str, alias: str) -> RegisteredVersion:
 
 
 def absent(name: str, alias: str) -> StoreError:
-    """What to raise where there is no such model, or no such alias of it."""
+    """Return the error for a model or an alias that does not exist."""
     return StoreError(f"MLflow's registry has no {alias} of {name}; a stage of kind promote makes one")
 
 
 def find_version(registry: Registry, uri: str) -> RegisteredVersion:
-    """Of `models:/NAME@ALIAS`, or `models:/NAME/NUMBER`. Raises StoreError when there is none."""
+    """Return the version of `models:/NAME@ALIAS` or `models:/NAME/NUMBER`. Raises StoreError when absent."""
     by_number = URI_OF_VERSION.fullmatch(uri)
     if by_number is None:
         return find(registry, *parse(uri))
@@ -91,16 +91,19 @@ def find_version(registry: Registry, uri: str) -> RegisteredVersion:
 
 
 def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
-    """An artifact (`kind/version`) that belongs to a registered version. Raises StoreError when it is not here."""
+    """Return an artifact (`kind/version`) of a registered version. Raises StoreError when it is not here."""
     store = Store(store_root())
-    found = store.find(*key.split("/"))
-    if found is None:
+    artifact = store.find(*key.split("/"))
+    if artifact is None:
         raise StoreError(f"version {version.number} of {version.name} is {key}, which is not in the store {store.root}")
-    return found
+    return artifact
 
 
 def registered_subject(uri: str, index: Index) -> Subject:
-    """Of `models:/NAME@ALIAS` or `models:/NAME/VERSION`. Raises what MLflow does, StoreError when it is not here."""
+    """Return the subject of `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
+
+    Raises what MLflow does, StoreError when the artifact is not here.
+    """
     version = find_version(connect(), uri)
     registration = version.registration
     found = (index.find(*key.split("/")) for key in registration.evaluations)
@@ -113,15 +116,19 @@ def registered_subject(uri: str, index: Index) -> Subject:
 
 
 def base_of(version: RegisteredVersion) -> Artifact | None:
-    """The model that a registered adapter belongs to; None for a model. Raises StoreError when it is not here."""
+    """Return the model that a registered adapter belongs to; None for a model.
+
+    Raises StoreError when the model is not here.
+    """
     base = version.registration.base
     return artifact_of(version, base) if base else None
 
 
 def launch_spec(version: RegisteredVersion) -> LaunchSpec:
-    """How to serve a registered version under its registered name: as the serve stage of its promotion did, if any.
+    """Return how to serve a registered version under its registered name.
 
-    The base of an adapter is `NAME-base` in requests.
+    It is served as the serve stage of its promotion did, if there was one. The base of an adapter is `NAME-base` in
+    requests.
     """
     name, server = version.name, version.registration.server
     artifact, base = artifact_of(version, version.registration.model).folder, base_of(version)
@@ -136,9 +143,9 @@ def launch_spec(version: RegisteredVersion) -> LaunchSpec:
 
 
 def kept_versions() -> frozenset[str]:
-    """Versions of artifacts that some alias points to.
+    """Return the versions of artifacts that some alias points to.
 
-    Where MLflow cannot be asked, or does not know a name that was registered, all that was ever registered is kept.
+    If MLflow cannot be asked, or does not know a name that was registered, all that was ever registered is kept.
     """
     noted = registrations()
     if not noted:
@@ -146,7 +153,7 @@ def kept_versions() -> frozenset[str]:
     try:
         registry = connect()
         for name in {one.name for one in noted}:
-            mend(registry, name)
+            repair(registry, name)
         pointed_at = registry.pointed_at()
     except LifecycleError as error:
         print(f"keeping every model that was ever registered, since MLflow cannot be asked: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What differs between two champions, refreshes or artifacts, as a person would say it. Reads the store."""
+"""Differences between two champions, refreshes or artifacts, in words. Reads the store."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ COMMIT_CHARACTERS = 12
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared: artifacts, and what they scored. root: where one artifact is meant, and not a refresh.
+    """One side of a comparison: its artifacts and their scores.
 
-    unbuilt: stages of a refresh without an artifact → how they ended.
+    root: where one artifact is compared, and not a refresh.
+    unbuilt: stages of a refresh without an artifact → their states.
     """
 
     name: str
@@ -34,7 +35,10 @@ class Side:
 
 
 class Differences(StrictModel):
-    """A sentence each, from the old one's side to the new one's. rebuilt: what only follows from the others."""
+    """Differences from the old side to the new one, a sentence each.
+
+    rebuilt: stages that were built again only because what they were built from differs.
+    """
 
     old: str
     new: str
@@ -48,23 +52,23 @@ class Differences(StrictModel):
 
     @property
     def none(self) -> bool:
-        """Whether both are the same."""
+        """Return whether both sides are the same."""
         return not (self.data or self.config or self.code or self.stages or self.scores or self.rebuilt)
 
     def by_heading(self) -> dict[str, tuple[str, ...]]:
-        """All that differs."""
+        """Return all differences by heading."""
         return {name: getattr(self, name) for name in ("data", "config", "code", "stages", "scores", "rebuilt")}
 
 
 def side_of_subject(subject: Subject, index: Index) -> Side:
-    """An artifact, all that it was made from, and its evaluations."""
+    """Return the side of an artifact, all that it was made from, and its evaluations."""
     found = {one.folder: one for root in (subject.root, *subject.evaluations) for one in closure(root, index)}
     name = f"{subject.name} ({subject.registered + ', ' if subject.registered else ''}{subject.root.folder.name})"
     return Side(name, tuple(found.values()), scores_of(subject.evaluations), subject.root)
 
 
 def side_of_refresh(record: RefreshRecord, index: Index) -> Side:
-    """All stages of a refresh."""
+    """Return the side of all stages of a refresh."""
     found = {name: index.find(entry.kind, entry.version) for name, entry in record.stages.items()}
     artifacts = tuple(one for name, one in found.items() if one and record.stages[name].artifact)
     unbuilt = {name: entry.state for name, entry in record.stages.items() if not entry.artifact}
@@ -73,37 +77,43 @@ def side_of_refresh(record: RefreshRecord, index: Index) -> Side:
 
 
 def compare(old: Side, new: Side, kept: Path) -> Differences:
-    """kept: folder of what files outside the store held, by their hash (`flows/planning/changes.py`)."""
+    """Return the differences of two sides.
+
+    kept: folder of the contents of files outside the store, by their hash (`flows/planning/changes.py`).
+    """
     pairs, gone, come = _paired(old, new)
     changed = [pair for pair in pairs if not _is_same(*pair)]
-    found: dict[str, list[str]] = defaultdict(list)
+    lines: dict[str, list[str]] = defaultdict(list)
     for pair in changed:
-        _compare_pair(*pair, kept, found)
-    found["code"] += _commits(changed)
-    found["code"] += _packages(changed)
+        _compare_pair(*pair, kept, lines)
+    lines["code"] += _commits(changed)
+    lines["code"] += _packages(changed)
     if old.overrides != new.overrides:
-        found["config"].append(f"overrides {' '.join(old.overrides) or 'none'} → {' '.join(new.overrides) or 'none'}")
-    found["stages"] += [f"{one.folder.name} ({one.record.kind}) is gone" for one in gone]
-    found["stages"] += [f"{one.folder.name} ({one.record.kind}) is new" for one in come]
+        lines["config"].append(f"overrides {' '.join(old.overrides) or 'none'} → {' '.join(new.overrides) or 'none'}")
+    lines["stages"] += [f"{artifact.folder.name} ({artifact.record.kind}) is gone" for artifact in gone]
+    lines["stages"] += [f"{artifact.folder.name} ({artifact.record.kind}) is new" for artifact in come]
     for side in (old, new):
-        found["stages"] += [
+        lines["stages"] += [
             f"{name} was not built in {side.name}: {state}" for name, state in (side.unbuilt or {}).items()
         ]
     return Differences(
         old=old.name,
         new=new.name,
-        data=tuple(found["data"]),
-        config=tuple(found["config"]),
-        code=tuple(found["code"]),
-        stages=tuple(found["stages"]),
+        data=tuple(lines["data"]),
+        config=tuple(lines["config"]),
+        code=tuple(lines["code"]),
+        stages=tuple(lines["stages"]),
         scores=tuple(_scores(old.scores, new.scores)),
-        rebuilt=tuple(found["rebuilt"]),
-        same=tuple(one.folder.name for pair in pairs if _is_same(*pair) for one in pair[1:]),
+        rebuilt=tuple(lines["rebuilt"]),
+        same=tuple(artifact.folder.name for pair in pairs if _is_same(*pair) for artifact in pair[1:]),
     )
 
 
 def _paired(old: Side, new: Side) -> tuple[list[tuple[Artifact, Artifact]], list[Artifact], list[Artifact]]:
-    """Which stand for each other: the two that are meant, of one version or stage name, or the only ones of a kind."""
+    """Return the pairs of artifacts that correspond, and those that are only in the old or the new side.
+
+    Artifacts correspond if they are the two roots, have the same version or stage name, or are the only ones of a kind.
+    """
     before, after = [*old.artifacts], [*new.artifacts]
     pairs: list[tuple[Artifact, Artifact]] = []
 
@@ -137,36 +147,38 @@ def _is_same(old: Artifact, new: Artifact) -> bool:
     return _same_version(old, new) and old.record.digest == new.record.digest
 
 
-def _compare_pair(old: Artifact, new: Artifact, kept: Path, found: dict[str, list[str]]) -> None:
+def _compare_pair(old: Artifact, new: Artifact, kept: Path, lines: dict[str, list[str]]) -> None:
     name = new.record.stage if _same_stage(old, new) else f"{old.record.stage} → {new.record.stage}"
-    own = [one for one in differences(old.record.identity, new.record.identity) if not one.field.startswith(UPSTREAM)]
+    own = [
+        item for item in differences(old.record.identity, new.record.identity) if not item.field.startswith(UPSTREAM)
+    ]
     if new.record.product == "dataset" or new.record.kind == "download":
-        found["data"] += [f"{name}: {change}" for change in _content(old, new, own)]
+        lines["data"] += [f"{name}: {change}" for change in _content(old, new, own)]
     elif not own:
-        found["rebuilt"].append(name)
-    for one in own:
-        if one.field == "stage_version":
-            found["code"].append(f"{name}: how its kind computes ({new.record.kind} {one.old} → {one.new})")
-        elif one.field.startswith(CONTENT) and one.field != REVISION:
-            said = kept_changes(kept, one) or "has changed"
-            found["config"].append(f"{name}: {one.field.removeprefix(CONTENT)} {said}")
-        elif one.field != REVISION:
-            found["config"].append(f"{name}: {one}")
+        lines["rebuilt"].append(name)
+    for item in own:
+        if item.field == "stage_version":
+            lines["code"].append(f"{name}: how its kind computes ({new.record.kind} {item.old} → {item.new})")
+        elif item.field.startswith(CONTENT) and item.field != REVISION:
+            change = kept_changes(kept, item) or "has changed"
+            lines["config"].append(f"{name}: {item.field.removeprefix(CONTENT)} {change}")
+        elif item.field != REVISION:
+            lines["config"].append(f"{name}: {item}")
 
 
 def _content(old: Artifact, new: Artifact, own: Sequence[Difference]) -> Iterator[str]:
-    """Of data and downloads: another source, another revision of it, and which files that changed."""
+    """Yield the differences of data and downloads: source, revision, and which files changed."""
     sources = [one.record.tags.get("source") for one in (old, new)]
     revision = next((one for one in own if one.field == REVISION), None)
     if sources[0] != sources[1]:
         yield f"from {sources[0] or 'elsewhere'} → {sources[1] or 'elsewhere'}"
-    elif revision and "has changed" not in str(revision):  # of a file it is a hash, and says nothing
+    elif revision and "has changed" not in str(revision):  # a file's revision is a hash, which means nothing to people
         yield f"revision {revision.old} → {revision.new}"
     yield from artifact_changes(old, new)
 
 
 def _commits(changed: Sequence[tuple[Artifact, Artifact]]) -> Iterator[str]:
-    """What the stages that differ were built by, each pair of commits once."""
+    """Yield each pair of commits that built differing stages, once."""
     stages: dict[tuple[str, str], list[str]] = defaultdict(list)
     for old, new in changed:
         stages[_commit(old.record.git_commit), _commit(new.record.git_commit)].append(new.record.stage)
@@ -180,14 +192,14 @@ def _commit(commit: str | None) -> str:
 
 
 def _packages(changed: Sequence[tuple[Artifact, Artifact]]) -> Iterator[str]:
-    """Each change once, although many stages have it."""
-    found: dict[str, tuple[str | None, str | None]] = {}
+    """Yield each change of a package once, although many stages have it."""
+    packages: dict[str, tuple[str | None, str | None]] = {}
     for old, new in changed:
         before, after = old.record.packages, new.record.packages
-        found |= {name: (before.get(name), after.get(name)) for name in before.keys() | after.keys()}
-    for name, (one, other) in sorted(found.items()):
-        if one != other:
-            yield f"{name} {one or 'none'} → {other or 'none'}"
+        packages |= {name: (before.get(name), after.get(name)) for name in before.keys() | after.keys()}
+    for name, (former, present) in sorted(packages.items()):
+        if former != present:
+            yield f"{name} {former or 'none'} → {present or 'none'}"
 
 
 def _scores(old: dict[str, float], new: dict[str, float]) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Evaluates a champion as its challenger was, when the two were not asked the same: a task, a prompt, a limit changed.
+"""Evaluation of a champion like its challenger, when a task, a prompt or a limit has changed since the champion's.
 
-In: the candidate's evaluations, and the champion's model in the store. Out: evaluate artifacts of the champion, built
-now or found: the next candidate that is asked the same finds them.
+Input: the candidate's evaluations, and the champion's model in the store. Output: evaluate artifacts of the champion,
+built now or found; the next candidate with the same evaluations finds them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from stages.kinds.evaluate.config import EvaluateConfig
 from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 BASE = "base"
-"""Name of the model that an adapter belongs to, among what its evaluation stands on."""
+"""Name, among the inputs of an adapter's evaluation, of the model that the adapter belongs to."""
 
 
-def evaluate_alike(candidate: Sequence[Path], champion: RegisteredVersion, context: StageContext) -> list[Path]:
-    """Artifacts of the champion, asked as the `candidate` evaluations were. Holds slots of this machine meanwhile.
+def evaluate_likewise(candidate: Sequence[Path], champion: RegisteredVersion, context: StageContext) -> list[Path]:
+    """Evaluate the champion as the `candidate` evaluations did; return the artifacts. Holds slots meanwhile.
 
     Raises StoreError when the champion's model is not in the store, and what an evaluate stage raises.
     """
@@ -45,7 +45,7 @@ def _built(name: str, artifact: Artifact) -> Built:
 
 
 def _planned(candidate: Path, upstream: Mapping[str, Built], recipe: str) -> PlannedStage:
-    """The candidate's evaluation, with the champion's model in its place, served as the candidate is.
+    """Return the candidate's evaluation with the champion's model instead of its own, served as the candidate is.
 
     upstream: the champion; of an adapter, also its base.
     """
@@ -77,22 +77,22 @@ def _evaluate(planned: PlannedStage, upstream: Mapping[str, Built], context: Sta
     held = slots.acquire(wanted_slots(planned.config, slots.count), lambda: None)
     try:
         planned = on_devices(planned, held.numbers)
-        return run_stage(planned, upstream, Store(store_root()), _Teller(context)).artifact
+        return run_stage(planned, upstream, Store(store_root()), _Reporter(context)).artifact
     finally:
         held.release()
 
 
-class _Teller:
-    """Tells of the evaluation what belongs among the events of the promotion."""
+class _Reporter:
+    """Observer that reports the evaluation as milestones of the promotion."""
 
     def __init__(self, context: StageContext) -> None:
         self._context = context
-        self._has_said_that_it_waits = False
+        self._has_reported_wait = False
 
     def waiting(self) -> None:
-        if not self._has_said_that_it_waits:
+        if not self._has_reported_wait:
             self._context.milestone("another refresh is evaluating the champion")
-        self._has_said_that_it_waits = True
+        self._has_reported_wait = True
 
     def started(self, attempt: Attempt) -> None:
         self._context.milestone(f"evaluating the champion; its log is {attempt.work / 'log.txt'}")

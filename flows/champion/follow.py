@@ -1,15 +1,18 @@
-"""Serves the present champion: `lifecycle serve models:/NAME@champion --follow`.
+"""Server that follows a champion: `lifecycle serve models:/NAME@champion --follow`.
 
-A proxy listens on the public port; behind it stands the engine of the present champion. When the alias moves, a second
+A proxy listens on the public port; behind it is the engine of the present champion. When the alias moves, a second
 engine is started; once that is healthy, new requests go there, and the first one ends after its last answer. For that
-time, the device must have room for both. An adapter of the same base needs no second engine: it is loaded into the one
-that runs, and the former one is unloaded after its last answer.
+time, the device must have room for both. An adapter of the same base needs no second engine: it is loaded into the
+running one, and the former adapter is unloaded after its last answer.
 
-With a canary share, the version that has the alias `challenger` is served beside it, and gets that share of the
-requests until the alias is taken away, its engine dies, or there is another champion: itself, at best.
+With a canary share, the version that has the alias `challenger` is served beside the champion, and gets that share of
+the requests until the alias is removed, its engine dies, or the champion changes (perhaps to the challenger). The
+canary gate compares errors and latency. It cannot judge the answers, which have nothing to be compared with; they were
+judged when the challenger was a candidate (`kind: promote`).
 
-When the champion's engine dies, it is started again, and requests wait for it. One version is started at a time, the
-most urgent (`Follower._missing`): what is less urgent is stopped while it starts, and begins again afterwards.
+When the champion's engine dies, it is restarted, and requests wait for it: at once, or after a growing pause if it dies
+again and again; it is never given up. One version is started at a time, the most urgent (`Follower._missing`): a less
+urgent start is stopped meanwhile, and begins again afterwards.
 """
 
 from __future__ import annotations
@@ -43,25 +46,26 @@ from stages.serving.waiting import WaitingRoom
 
 LOOK_INTERVAL_S = 5.0
 MAX_MORE_ERRORS = 0.01
-"""Of the requests."""
+"""Share of requests by which the challenger's errors may exceed the champion's."""
 MAX_TIMES_SLOWER = 1.25
-"""At the 95th percentile."""
+"""Largest ratio of the challenger's to the champion's latency, at the 95th percentile."""
 MAX_AT_ONCE = 2
 LONGEST_PAUSE_S = 60.0
 STEADY_S = 300.0
-"""An engine that lived so long starts a new count."""
+"""Lifetime of an engine after which the count of deaths starts again."""
 STEP_INTERVAL_S = 0.1
 LAST_ANSWERS_TIMEOUT_S = 30
 MAX_DEATHS_WITH = 2
-"""A version that was in the champion's engine, or on its way there, when it died so often is not loaded again."""
+"""Deaths of the champion's engine with a version loaded, or loading, after which it is refused."""
 
 
 @dataclass(frozen=True)
 class Following:
-    """The version that an alias of a registered model points to, to be served until somebody interrupts.
+    """Alias of a registered model to be served until it is interrupted.
 
-    canary_share: of requests, 0 to 1, that go to the challenger while there is one. gate_requests: after how many of
-    each version the challenger is promoted or withdrawn; None leaves that to people.
+    canary_share: share of requests, 0 to 1, for the challenger while there is one.
+    gate_requests: number of requests of each version after which the challenger is promoted or withdrawn; None leaves
+    that to people.
     """
 
     registry: Registry
@@ -71,7 +75,7 @@ class Following:
     gate_requests: int | None = None
 
     def serve(self, host: str, public: socket, sampler: Sampler | None = None) -> None:
-        """Answer on a socket that listens, with the key that VLLM_API_KEY holds. sampler: as `Proxy` takes it.
+        """Answer on a listening socket, with the key in VLLM_API_KEY. sampler: as for `Proxy`.
 
         Raises StoreError when there is no champion, ServerError for an engine that does not start.
         """
@@ -87,9 +91,9 @@ class Following:
 
 
 class Follower:
-    """The champion and the challenger that are served, and what is being started, stopped and ended.
+    """Champion and challenger that are served, with everything that is being started, stopped and ended.
 
-    All that takes time runs in threads. folder: as `start_engine` takes it.
+    All that takes time runs in threads. folder: as for `start_engine`.
     """
 
     def __init__(self, following: Following, champion: Serving, proxy: Proxy, folder: Path):
@@ -103,9 +107,9 @@ class Follower:
         self._restarts = Restarts()
         self._start: Start | None = None
         self._stopping: list[Future[None]] = []
-        """Engines that died, and starts that were stopped: nothing starts before they are gone."""
+        """Engines that died, and starts that were stopped; nothing starts before they are gone."""
         self._ending: list[Future[None]] = []
-        """Versions that have their last requests: only the champion is started before they are gone."""
+        """Versions with their last requests; only the champion is started before they are gone."""
         self._judging: Future[None] | None = None
         self._is_over = threading.Event()
         self._deaths_with: Counter[str] = Counter()
@@ -128,23 +132,25 @@ class Follower:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is under way."""
+        """Return whether nothing is under way."""
         return not (self._start or self._stopping or self._ending or self._judging)
 
     def step(self) -> bool:
-        """Begin and end what follows from what has happened; waits for nothing. Returns whether MLflow has told where
-        the aliases are, as it does every few seconds."""
+        """Do what follows from recent events, without waiting; return whether MLflow has reported the aliases.
+
+        MLflow reports every few seconds.
+        """
         self._see_deaths()
         self._see_what_was_started()
-        told = self._see_aliases()
+        has_aliases = self._see_aliases()
         self._see_what_was_stopped()
         self._start_what_is_missing()
-        if told:
+        if has_aliases:
             self._compare()
-        return told
+        return has_aliases
 
     def _missing(self) -> Iterator[RegisteredVersion]:
-        """Yield the versions that are to be served and are not, the most urgent first."""
+        """Yield the versions that should be served and are not, the most urgent first."""
         champion, is_dead = self.champion.version, self.champion.died.is_set()
         if is_dead and self._restarts.is_at_once:
             yield champion
@@ -179,7 +185,7 @@ class Follower:
         self._stopping.append(self._start.stop())
         self._start = None
 
-    # ------------------------------------------------------------------------------------------- what has happened
+    # ------------------------------------------------------------------------------------------- events
 
     def _see_deaths(self) -> None:
         champion, challenger = self.champion, self.challenger
@@ -203,8 +209,8 @@ class Follower:
         self._deaths_with[version.number] += 1
         if self._deaths_with[version.number] >= MAX_DEATHS_WITH:
             for alias in (self.following.alias, CHALLENGER):
-                found = self.aliases.version(alias)
-                if found and found.number == version.number:
+                aliased = self.aliases.version(alias)
+                if aliased and aliased.number == version.number:
                     self._refuse(alias, version, f"the engine has died {MAX_DEATHS_WITH} times while it was in it")
 
     def _see_what_was_started(self) -> None:
@@ -244,9 +250,9 @@ class Follower:
             self._refuse(CHALLENGER, start.version, str(error))
 
     def _see_aliases(self) -> bool:
-        """Take note of where the aliases are, and do what needs no start."""
-        told = self.aliases.look()
-        for alias, version in told.items():
+        """Act on the present aliases, except for starts; return whether MLflow has reported them."""
+        aliases = self.aliases.look()
+        for alias, version in aliases.items():
             self._announce(alias, version)
         successor, challenger = self._successor(), self.challenger
         if challenger:
@@ -257,7 +263,7 @@ class Follower:
                 self.challenger = None
             elif successor or wanted is None or wanted.number != challenger.version.number:
                 self._withdraw(challenger)  # if for a successor: what it was compared with will be gone
-        return bool(told)
+        return bool(aliases)
 
     def _see_what_was_stopped(self) -> None:
         self._stopping = [one for one in self._stopping if not _is_done(one)]
@@ -267,12 +273,12 @@ class Follower:
             try:
                 judged.result()
             except LifecycleError as error:
-                self._say_once("verdict", f"it could not be, and is tried again: {error}")
+                self._say_once("verdict", f"moving the aliases failed, and is tried again: {error}")
 
-    # ------------------------------------------------------------------------------------------- what follows from it
+    # ------------------------------------------------------------------------------------------- consequences
 
     def _succeed(self, successor: Serving) -> None:
-        """Have a version get all requests, and end the former champion after its last answer."""
+        """Send all requests to a version, and end the former champion after its last answer."""
         former, self.champion = self.champion, successor
         self._proxy.switch(successor.backend)
         say(f"version {successor.version.number} of {self.following.name} is served")
@@ -292,7 +298,7 @@ class Follower:
         self._ending.append(in_background(lambda: end_serving(former, is_shared, self._is_over)))
 
     def _compare(self) -> None:
-        """Note what both have answered; move the aliases once enough is known, if that is not left to people."""
+        """Record the tallies of both versions; move the aliases once the gate has enough requests."""
         if self.challenger is None:
             side_by_side.forget(self.following.name)
             return
@@ -301,13 +307,13 @@ class Follower:
         tallies = [self._proxy.tallies_of_canary.of(one.served) for one in (self.challenger, self.champion)]
         if num_requests is None or self._judging or not have_answered(num_requests, *tallies):
             return
-        found = "; ".join(misses(*tallies))
-        verdict = f"withdrawn: {found}" if found else "promoted"
+        reasons = "; ".join(misses(*tallies))
+        verdict = f"withdrawn: {reasons}" if reasons else "promoted"
         say(f"after {num_requests} requests, version {self.challenger.version.number} of {name} is {verdict}")
         registry = self.following.registry
-        self._judging = in_background(lambda: _withdrawn(registry, name) if found else _promoted(registry, name))
+        self._judging = in_background(lambda: _withdrawn(registry, name) if reasons else _promoted(registry, name))
 
-    # ------------------------------------------------------------------------------------------- what people are told
+    # ------------------------------------------------------------------------------------------- messages
 
     def _announce(self, alias: str, version: RegisteredVersion | LifecycleError | None) -> None:
         if isinstance(version, LifecycleError):
@@ -331,7 +337,7 @@ class Follower:
         say(f"version {self.champion.version.number} of {self.following.name} is started again {when}{times}")
 
     def _say_side_by_side(self) -> None:
-        """What a canary that ends was there for."""
+        """Print the tallies of a canary that ends."""
         say(f"side by side, of {self.following.name}:")
         for one in self._proxy.side_by_side()["versions"]:
             say(json.dumps(one))
@@ -343,7 +349,10 @@ class Follower:
 
 
 class Aliases:
-    """The latest that MLflow said; what it does not answer stays as it was."""
+    """Aliases of a registered model as MLflow last reported them.
+
+    They are looked up in a thread, so that an MLflow that hangs stops nothing.
+    """
 
     def __init__(self, registry: Registry, name: str, aliases: Iterable[str]):
         self._registry = registry
@@ -354,52 +363,56 @@ class Aliases:
         self._looking: Future[dict[str, RegisteredVersion | LifecycleError | None]] | None = None
 
     def look(self) -> dict[str, RegisteredVersion | LifecycleError | None]:
-        """Return what has come in of each alias since the last call, nothing most of the time; ask again when it is
-        time. Waits for nothing."""
+        """Return the aliases that have come in since the last call, usually none; start the next look when due.
+
+        Does not wait.
+        """
         if self._looking is None:
             if time.monotonic() >= self._next_look_s:
                 self._looking = in_background(self._asked)
             return {}
         if not self._looking.done():
             return {}
-        found, self._looking = self._looking.result(), None
+        reported, self._looking = self._looking.result(), None
         self._next_look_s = time.monotonic() + LOOK_INTERVAL_S
-        for alias, version in found.items():
+        for alias, version in reported.items():
             if not isinstance(version, LifecycleError):
                 self._versions[alias] = version
                 if version is None or version.number != self._refused.get(alias):
                     self._refused.pop(alias, None)
-        return found
+        return reported
 
     def version(self, alias: str) -> RegisteredVersion | None:
-        """The version that an alias is on, but for a refused one."""
+        """Return the version that an alias points to, unless it was refused."""
         version = self._versions.get(alias)
         return version if version and version.number != self._refused.get(alias) else None
 
     def refuse(self, alias: str, version: RegisteredVersion) -> None:
-        """Have an alias be on nothing as long as it is on a version that cannot be served."""
+        """Treat an alias as unset as long as it points to a version that cannot be served."""
         self._refused[alias] = version.number
 
     def _asked(self) -> dict[str, RegisteredVersion | LifecycleError | None]:
-        found: dict[str, RegisteredVersion | LifecycleError | None] = {}
+        answers: dict[str, RegisteredVersion | LifecycleError | None] = {}
         for alias in self._versions:
             try:
-                found[alias] = self._registry.find(self._name, alias)
+                answers[alias] = self._registry.find(self._name, alias)
             except LifecycleError as error:
-                found[alias] = error
-        return found
+                answers[alias] = error
+        return answers
 
 
 class Restarts:
-    """Counts deaths in a row."""
+    """Count of deaths in a row, and the pause before the next restart."""
 
     def __init__(self) -> None:
         self.num_deaths = 0
         self._due_s = 0.0
 
     def add(self, lived_s: float) -> float:
-        """Count a death after `lived_s` of answering, or a start that failed; returns the seconds until the next
-        start."""
+        """Count a death, or a failed start; return the seconds until the next start.
+
+        lived_s: seconds for which the engine had answered.
+        """
         self.num_deaths = 1 if lived_s > STEADY_S else self.num_deaths + 1
         pause_s = 0.0 if self.is_at_once else min(2.0 ** (self.num_deaths - MAX_AT_ONCE), LONGEST_PAUSE_S)
         self._due_s = time.monotonic() + pause_s
@@ -407,21 +420,22 @@ class Restarts:
 
     @property
     def is_at_once(self) -> bool:
-        """Whether nothing else goes before the next start."""
+        """Return whether the next start comes before everything else."""
         return self.num_deaths <= MAX_AT_ONCE
 
     @property
     def is_due(self) -> bool:
+        """Return whether the pause is over."""
         return time.monotonic() >= self._due_s
 
 
 def have_answered(num_requests: int, *tallies: Tally) -> bool:
-    """Whether each has had so many requests, errors included."""
+    """Return whether each version has had so many requests, errors included."""
     return all(tally.num_requests >= num_requests for tally in tallies)
 
 
 def misses(challenger: Tally, champion: Tally) -> Iterator[str]:
-    """What is worse than allowed, in words."""
+    """Yield what is worse than the gate allows, in words."""
     shares = [tally.num_errors / tally.num_requests for tally in (challenger, champion)]
     if shares[0] > shares[1] + MAX_MORE_ERRORS:
         yield f"{shares[0]:.1%} of its requests failed, and {shares[1]:.1%} of the champion's"
@@ -431,7 +445,7 @@ def misses(challenger: Tally, champion: Tally) -> Iterator[str]:
 
 
 def _is_done(ended: Future[None]) -> bool:
-    """Whether it is over. Raises what it raised."""
+    """Return whether it is over. Raises what it raised."""
     if ended.done():
         ended.result()
     return ended.done()

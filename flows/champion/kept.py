@@ -1,7 +1,7 @@
-"""Keeps `lifecycle serve --follow` alive: its process becomes the supervisor of another one, which serves.
+"""Supervision of `lifecycle serve --follow`: the process becomes the supervisor of another one, which serves.
 
-The supervisor holds the listening socket: when what serves dies, its engines end with it, and clients wait in the
-socket's queue until the next one answers.
+The supervisor holds the listening socket: when the serving process dies, its engines end with it, and clients wait in
+the socket's queue until the next one answers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from stages.serving.server import listening_socket, reachable
 
 PROGRAM = "from flows.cli.main import main; main()"
 CHECKS_S = 300.0
-"""Within these, after its start, a champion's engine has been checked, and MLflow was asked before."""
+"""Seconds, beyond the start of an engine, for asking MLflow and checking the champion's answers."""
 
 
 def keep_serving(name: str, alias: str, host: str, port: int | None, arguments: Sequence[str]) -> NoReturn:
-    """Become the supervisor of the command `lifecycle ARGUMENT… --descriptor N`, with a socket that listens already.
+    """Become the supervisor of `lifecycle ARGUMENT… --descriptor N`, with a socket that listens already.
 
     Raises StoreError when there is no champion, ResourceError for a taken port.
     """

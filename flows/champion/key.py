@@ -1,4 +1,4 @@
-"""`python -m flows.champion.key models:/NAME@ALIAS`: prints which artifact of the store the alias points to."""
+"""Program that prints which artifact an alias points to: `python -m flows.champion.key models:/NAME@ALIAS`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from stages.core.errors import LifecycleError, ServerError
 from stages.remote.http_answers import Expected, ask_httpx, httpx_client
 
 ALIAS_ROUTE = "/api/2.0/mlflow/registered-models/alias"
-"""Of MLflow's REST API."""
+"""Route of aliases in MLflow's REST API."""
 TIMEOUT_S = 10
 ANSWER_BYTES = 2**20
 
 
 def main(uri: str) -> int:
-    """Prints {"model": "KIND/VERSION"}; returns the exit code of the error class."""
+    """Print {"model": "KIND/VERSION"}; return the exit code of the error class."""
     try:
         champions.find_mlflow()
         name, alias = champions.parse(uri)
@@ -35,9 +35,9 @@ def main(uri: str) -> int:
 
 
 def _asked(name: str, alias: str) -> str | None:
-    """What MLflow itself answers: its client takes two seconds to import, and a plan is there within two.
+    """Return the answer of MLflow's REST API; its client takes two seconds to import, as long as a plan may take.
 
-    None for all that is not plain, such as a move that was cut short: then the client mends it, or says what is wrong.
+    None for anything unusual, such as a move that was cut short: then the client repairs it, or reports what is wrong.
     Raises StoreError when there is no such model or alias.
     """
     address = os.environ["MLFLOW_TRACKING_URI"].rstrip("/") + ALIAS_ROUTE
@@ -46,10 +46,10 @@ def _asked(name: str, alias: str) -> str | None:
     try:
         with httpx_client(auth=(user, password) if user else None, timeout=TIMEOUT_S) as client:
             answer = ask_httpx(client, expected, "GET", address, params={"name": name, "alias": alias})
-        said = expected.parsed(answer.body, dict[str, Any])
-        if said.get("error_code") in ABSENT:
+        reply = expected.parsed(answer.body, dict[str, Any])
+        if reply.get("error_code") in ABSENT:
             raise champions.absent(name, alias)
-        version = said["model_version"]
+        version = reply["model_version"]
         tags = {tag["key"]: tag["value"] for tag in version.get("tags", ())}
         return None if {CHAMPION, PREVIOUS} <= {*version["aliases"]} else tags.get(f"{TAG}model")
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ServerError, LookupError, TypeError, AttributeError):

@@ -1,7 +1,7 @@
-"""The folder of one `serve --follow` for the temporary files of its engines: `<home>/servers/serving-…`.
+"""Folder of one `serve --follow` for the temporary files of its engines: `<home>/servers/serving-…`.
 
-Whoever makes one removes those whose process was killed. The kernel releases a lock with its process, on whichever
-machine that shares the home it runs; a number of a process says nothing there.
+Each new process removes the folders of killed ones. A folder is in use while its lock is held: the kernel releases a
+lock with its process on every machine that shares the home, where process numbers mean nothing.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from flows.champion.evaluate_again import evaluate_alike
+from flows.champion.evaluate_again import evaluate_likewise
 from flows.champion.registrations import Registration, only_one
 from flows.champion.registry import CHAMPION, PREVIOUS, RegisteredVersion, Registry
 from flows.ledger.home import store_root
@@ -53,9 +53,9 @@ def main() -> None:
 
 
 def judge(work: Path) -> None:
-    """Write who is champion into the stage's work folder, and go on as its process.
+    """Write the champion into the stage's work folder, and become the stage's process.
 
-    A champion that was asked something else than the candidate is evaluated first. Raises what `Registry` raises,
+    A champion that was evaluated differently from the candidate is evaluated first. Raises what `Registry` raises,
     StoreError for a missing artifact, and what that evaluation raises.
     """
     stage_input = StageInput.model_validate_json((work / "config.json").read_bytes())
@@ -67,10 +67,10 @@ def judge(work: Path) -> None:
 
 
 def complete(artifact: Path, work: Path) -> None:
-    """Register the candidate, whatever the verdict; move the aliases if it is for it.
+    """Register the candidate, whatever the verdict; move the aliases if it was promoted.
 
-    What a rollback has undone since, when the hook was cut short after the move, stays undone. Raises what `Registry`
-    raises: among it OutdatedVerdictError when the champion is neither the one that the candidate was compared with nor
+    If the hook was cut short after the move and a rollback came since, the rollback stands. Raises what `Registry`
+    raises, such as OutdatedVerdictError when the champion is neither the one that the candidate was compared with nor
     the candidate itself.
     """
     verdict = Verdict.model_validate_json((artifact / VERDICT_FILE).read_bytes())
@@ -95,7 +95,7 @@ def complete(artifact: Path, work: Path) -> None:
 
 
 def scores_of(store: Store, evaluations: Iterable[UpstreamEntry]) -> dict[str, float]:
-    """Final metrics of the evaluations that are in the store, without standard errors."""
+    """Return final metrics of the evaluations that are in the store, without standard errors."""
     found = (store.find(entry.kind, entry.version) for entry in evaluations)
     metrics = {
         name: value for artifact in found if artifact for name, value in final_result(artifact.folder).metrics.items()
@@ -104,7 +104,7 @@ def scores_of(store: Store, evaluations: Iterable[UpstreamEntry]) -> dict[str, f
 
 
 def data_of(store: Store, model: UpstreamEntry) -> list[str]:
-    """Datasets that a model, or one that it was made from, learned from: `problems: builtin/addition`."""
+    """Return the datasets that a model, or one it was made from, learned from: `problems: builtin/addition`."""
     todo, seen, data = [model], set(), []
     while todo:
         entry = todo.pop()
@@ -119,14 +119,14 @@ def data_of(store: Store, model: UpstreamEntry) -> list[str]:
 
 
 def describe(promotion: Record, base: UpstreamEntry | None, scores: dict[str, float], data: Iterable[str]) -> str:
-    """Markdown for the page of the version; base: of an adapter."""
+    """Return Markdown for the page of the version. base: of an adapter."""
     model = promotion.upstream["model"]
     beside = f", an adapter of `{base.stage}-{base.version}`" if base else ""
-    said = ", ".join(f"{name} {value:.4g}" for name, value in scores.items()) or "none"
+    scores_text = ", ".join(f"{name} {value:.4g}" for name, value in scores.items()) or "none"
     return "\n\n".join(
         [
             f"`{model.stage}-{model.version}` of the recipe `{promotion.recipe}`{beside}",
-            f"**Scores**: {said}",
+            f"**Scores**: {scores_text}",
             f"**Data**: {', '.join(data) or 'none of this store'}",
         ]
     )
@@ -144,7 +144,7 @@ def _champion(champion: RegisteredVersion, stage_input: StageInput, config: Prom
 
 
 def _comparable(champion: RegisteredVersion, candidate: Sequence[Path], context: StageContext) -> list[Path]:
-    """The champion's evaluations; new ones where the candidate was asked something else, or they are gone."""
+    """Return the champion's evaluations; new ones if the candidate's are different, or the old ones are gone."""
     store = Store(store_root())
     found = [store.find(*key.split("/")) for key in champion.registration.evaluations]
     folders = [artifact.folder for artifact in found if artifact]
@@ -152,12 +152,12 @@ def _comparable(champion: RegisteredVersion, candidate: Sequence[Path], context:
         compare(candidate, folders)
     except EvaluationError as reason:
         context.milestone(f"the champion, version {champion.number}, is evaluated as the candidate was: {reason}")
-        return evaluate_alike(candidate, champion, context)
+        return evaluate_likewise(candidate, champion, context)
     return folders
 
 
 def _candidate(name: str, promotion: Record) -> Registration:
-    """What a promotion was about, from the record of its artifact."""
+    """Return the registration of a promotion's candidate, from the record of the promotion's artifact."""
     upstream = promotion.upstream
     model, server = upstream["model"], upstream.get("server")
     store = Store(store_root())

@@ -1,8 +1,8 @@
-"""Which artifacts were ever registered as a model, kept in files, so that nothing is lost while MLflow is away.
+"""Files about every artifact that was ever registered as a model, so that nothing is lost while MLflow is away.
 
 <home>/registrations/<name>/
     lock                one promotion of a name at a time; the kernel releases the lock of a dead process
-    <kind>-<version>    a registered model: the artifacts that belong to it. Written before MLflow has it
+    <kind>-<version>    a registered model and the artifacts that belong to it; written before MLflow has it
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ TAG = "lifecycle."
 
 
 class Registration(StrictModel):
-    """A candidate or champion: its artifacts as `kind/version`. `digest`: of the model's or adapter's content.
+    """Candidate or champion: its artifacts as `kind/version`.
 
-    base: the model that an adapter belongs to; None for a model.
-    description, scores, data: for people who look at MLflow's registry.
+    digest: of the model's or adapter's content.
+    base: the model that an adapter belongs to; None for a model. description, scores, data: for people who look at
+    MLflow's registry.
     """
 
     name: str
@@ -45,19 +46,19 @@ class Registration(StrictModel):
 
     @property
     def artifacts(self) -> frozenset[str]:
-        """Of all that belongs to it."""
+        """Return all artifacts that belong to it."""
         return frozenset(filter(None, [self.model, self.base, *self.evaluations, self.server]))
 
 
 def note(registration: Registration) -> None:
-    """Remember a registration; to be called before it is sent to MLflow."""
+    """Record a registration; call it before it is sent to MLflow."""
     folder = _folder(registration.name)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{registration.model.replace('/', '-')}.json", registration.model_dump_json(indent=1))
 
 
 def tags_of(registration: Registration, **more: str | None) -> dict[str, str]:
-    """What its version in MLflow's registry says of it."""
+    """Return the tags of its version in MLflow's registry."""
     tags = {
         "model": registration.model,
         "base": registration.base,
@@ -72,7 +73,7 @@ def tags_of(registration: Registration, **more: str | None) -> dict[str, str]:
 
 
 def registration_of(version: Any) -> Registration:
-    """The same of a version in MLflow's registry, but for what is for people.
+    """Return the registration of a version in MLflow's registry, without the fields that are for people.
 
     Raises StoreError for a version that somebody registered by other means.
     """
@@ -94,7 +95,7 @@ def registration_of(version: Any) -> Registration:
 
 
 def registrations() -> list[Registration]:
-    """All that were noted."""
+    """Return all recorded registrations."""
     files = sorted((home() / "registrations").glob("*/*.json"))
     return [Registration.model_validate_json(file.read_bytes()) for file in files]
 

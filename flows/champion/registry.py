@@ -1,10 +1,10 @@
-"""Champions in MLflow's model registry: who is, who was, and how one follows another.
+"""Champions in MLflow's model registry: the present one, earlier ones, and the moves between them.
 
 A registered version points into our store by its tags and holds no weights. Three aliases matter: `champion`;
-`previous`, whom a rollback brings back; and `challenger`, who is served to a few. Each alias is moved by one request,
-`previous` first: a crash at any point leaves one valid champion, and doing the same again completes what was begun. Who
-was champion before is written with the new version before any alias moves, so that a move that was cut short, and never
-done again, can be mended.
+`previous`, which a rollback restores; and `challenger`, which is served to some requests. Each alias is moved by one
+request, `previous` first: a crash at any point leaves one valid champion, and repeating the move completes it. The
+predecessor is written with the new version before any alias moves, so that a move that was cut short, and never
+repeated, can be repaired.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 
 @dataclass(frozen=True)
 class RegisteredVersion:
-    """A version of a registered model. `predecessor`: who was champion before it.
+    """Version of a registered model.
 
+    predecessor: number of the champion before it.
     promotion: the ledger's key of the attempt whose verdict made it champion last.
     """
 
@@ -49,7 +50,7 @@ class RegisteredVersion:
 
     @property
     def name(self) -> str:
-        """Of the registered model."""
+        """Return the name of the registered model."""
         return self.registration.name
 
 
@@ -66,30 +67,30 @@ class Registry:
         self._client: MlflowClient = MlflowClient()
 
     def find(self, name: str, alias: str = CHAMPION) -> RegisteredVersion | None:
-        """The version that an alias points to; None when there is no such model or alias."""
+        """Return the version that an alias points to; None when there is no such model or alias."""
         with _explained(f"asking for the {alias} of {name}"):
             return _unless_absent(lambda: _registered(self._client.get_model_version_by_alias(name, alias)))
 
     def version(self, name: str, number: str) -> RegisteredVersion | None:
-        """The version of this number; None when there is no such model or version."""
+        """Return the version of this number; None when there is no such model or version."""
         with _explained(f"asking for version {number} of {name}"):
             return _unless_absent(lambda: _registered(self._client.get_model_version(name, number)))
 
     def register(
         self, registration: Registration, predecessor: str | None = None, promotion: str | None = None
     ) -> RegisteredVersion:
-        """Register a candidate, or bring the version of the very same content up to date."""
+        """Register a candidate, or update the version of the very same content."""
         note(registration)
         with _explained(f"registering a version of {registration.name}"):
             self._ensure_model(registration.name)
-            found = self._client.search_model_versions(
+            same = self._client.search_model_versions(
                 f"name = '{registration.name}' and tags.`{TAG}digest` = '{registration.digest}'"
             )
-            number = str(found[0].version) if found else self._create(registration)
+            number = str(same[0].version) if same else self._create(registration)
             tags = tags_of(registration, predecessor=predecessor, promotion=promotion)
             for tag, value in tags.items():
                 self._client.set_model_version_tag(registration.name, number, tag, value)
-            for tag in found[0].tags if found else ():
+            for tag in same[0].tags if same else ():
                 if tag.startswith(TAG) and tag not in {*tags, *OF_PROMOTIONS}:  # such as a score that none gives now
                     self._client.delete_model_version_tag(registration.name, number, tag)
             if registration.description:
@@ -97,25 +98,26 @@ class Registry:
         return RegisteredVersion(registration, number, predecessor, promotion)
 
     def was_rolled_back(self, candidate: Registration, promotion: str | None) -> bool:
-        """Whether the candidate was champion by this very promotion already, and a rollback came after it."""
+        """Return whether this promotion made the candidate champion already, before a rollback."""
         with suppress(StoreError):  # a version that no promotion registered
             previous = self.find(candidate.name, PREVIOUS)
-            found = (previous.registration.digest, previous.promotion) if previous else None
-            return promotion is not None and found == (candidate.digest, promotion)
+            promoted = (previous.registration.digest, previous.promotion) if previous else None
+            return promotion is not None and promoted == (candidate.digest, promotion)
         return False
 
     def promote(self, candidate: RegisteredVersion, champion: str | None) -> None:
-        """Make `candidate` champion in place of version `champion`, with which it was compared; or leave it champion.
+        """Make `candidate` champion instead of version `champion`, with which it was compared.
 
-        Raises OutdatedVerdictError when another has become champion since.
+        If it is champion already, it stays. Raises OutdatedVerdictError when another has become champion since.
         """
         if not self.is_champion(candidate.registration, champion):
             self._move(candidate.name, candidate.number, champion)
 
     def is_champion(self, candidate: Registration, judged_against: str | None) -> bool:
-        """Whether this very model is champion already.
+        """Return whether this very model is champion already.
 
-        judged_against: the champion when it was compared. Raises OutdatedVerdictError when it is neither of the two.
+        judged_against: the champion when it was compared. Raises OutdatedVerdictError when the champion is neither of
+        the two.
         """
         champion = self.find(candidate.name)
         if champion and champion.registration.digest == candidate.digest:
@@ -129,19 +131,25 @@ class Registry:
         return False
 
     def rollback(self, name: str) -> RegisteredVersion:
-        """Make the previous champion champion again, and the present one `previous`. Raises StoreError without one."""
-        self.mend(name)
+        """Make the previous champion champion again, and the present one `previous`.
+
+        Raises StoreError without a previous champion.
+        """
+        self.repair(name)
         champion, previous = self.find(name), self.find(name, PREVIOUS)
         if champion is None:
             raise StoreError(f"rolling back {name}: MLflow knows no champion of that name; a promotion makes one")
         if previous is None:
             raise StoreError(
-                f"rolling back {name}: version {champion.number} is its first champion, before it was none"
+                f"rolling back {name}: version {champion.number} is its first champion; there was none before it"
             )
         return self._crown(previous, champion)
 
     def challenge(self, version: RegisteredVersion) -> None:
-        """Put the alias `challenger` on a version. Raises StoreError where it would challenge itself, or nobody."""
+        """Put the alias `challenger` on a version.
+
+        Raises StoreError when the version is the champion, or there is no champion.
+        """
         champion = self.find(version.name)
         if champion is None or champion.number == version.number:
             found = "there is no champion" if champion is None else "it is the champion"
@@ -150,13 +158,16 @@ class Registry:
             self._client.set_registered_model_alias(version.name, CHALLENGER, version.number)
 
     def withdraw_challenger(self, name: str) -> None:
-        """Take the alias `challenger` away."""
+        """Remove the alias `challenger`."""
         with _explained(f"withdrawing the {CHALLENGER} of {name}"):
             _unless_absent(lambda: self._client.delete_registered_model_alias(name, CHALLENGER))
 
     def promote_challenger(self, name: str) -> RegisteredVersion:
-        """Make the challenger champion, and the present one `previous`. Raises StoreError without either."""
-        self.mend(name)
+        """Make the challenger champion, and the present one `previous`.
+
+        Raises StoreError when either is missing.
+        """
+        self.repair(name)
         champion, challenger = self.find(name), self.find(name, CHALLENGER)
         if champion is None or challenger is None:
             missing = CHAMPION if champion is None else CHALLENGER
@@ -166,44 +177,44 @@ class Registry:
         return crowned
 
     def was_cut_short(self, name: str) -> bool:
-        """Whether a move stopped between its two writes: `previous` is on the champion itself. Or is under way."""
+        """Return whether a move stopped, or is, between its two writes: `previous` is on the champion."""
         with _explained(f"asking for the aliases of {name}"):
             aliases = _unless_absent(lambda: dict(self._client.get_registered_model(name).aliases)) or {}
         return CHAMPION in aliases and aliases[CHAMPION] == aliases.get(PREVIOUS)
 
-    def mend(self, name: str) -> None:
+    def repair(self, name: str) -> None:
         """Put `previous` back where it was before a move that was cut short. Call it where no move is under way."""
         if not self.was_cut_short(name):
             return
         champion = self.find(name)
         assert champion
-        with _explained(f"mending the aliases of {name}"):
-            there = {str(version.version) for version in self._client.search_model_versions(f"name = '{name}'")}
-            if champion.predecessor in there:
+        with _explained(f"repairing the aliases of {name}"):
+            numbers = {str(version.version) for version in self._client.search_model_versions(f"name = '{name}'")}
+            if champion.predecessor in numbers:
                 self._client.set_registered_model_alias(name, PREVIOUS, champion.predecessor)
             else:
                 self._client.delete_registered_model_alias(name, PREVIOUS)
 
     def pointed_at(self) -> dict[str, frozenset[str]]:
-        """Registered model → artifacts (`kind/version`) of its versions that some alias points to, moved by anybody."""
+        """Return registered model → artifacts (`kind/version`) of its versions that some alias points to."""
         with _explained("asking for the aliases of registered models"):
             return {model.name: frozenset(self._aliased(model)) for model in self._models()}
 
     def referred_to(self, newest: int | None) -> frozenset[str]:
-        """Return what registered versions refer to: artifacts (`kind/version`), MLflow's runs, keys of attempts.
+        """Return what registered versions refer to: artifacts (`kind/version`), MLflow's runs, attempts' keys.
 
-        Of each model, the versions that an alias points to and the `newest` count; all with None.
+        newest: number of the latest versions of each model that count, beside those with an alias; None: all.
         """
-        found: set[str | None] = set()
+        references: set[str | None] = set()
         with _explained("asking for registered versions"):
             for model in self._models():
                 versions = self._client.search_model_versions(f"name = '{model.name}'")
                 latest = {one.version for one in sorted(versions, key=lambda one: -int(one.version))[:newest]}
                 for one in versions:
                     if one.version in latest | {str(number) for number in model.aliases.values()}:
-                        found |= {one.run_id, one.tags.get(f"{TAG}promotion")}
-                        found |= _registered(one).registration.artifacts if f"{TAG}model" in one.tags else set()
-        return frozenset(filter(None, found))
+                        references |= {one.run_id, one.tags.get(f"{TAG}promotion")}
+                        references |= _registered(one).registration.artifacts if f"{TAG}model" in one.tags else set()
+        return frozenset(filter(None, references))
 
     def _aliased(self, model: Any) -> Iterator[str]:
         for number in {str(number) for number in model.aliases.values()}:
@@ -254,10 +265,10 @@ class Registry:
         return str(version.version)
 
     def _external_model(self, registration: Registration) -> str:
-        """Id of MLflow's entry for weights that lie elsewhere; one that a crash left without a version is taken up.
+        """Return the id of MLflow's entry for weights that lie elsewhere; reuse one without a version.
 
-        As `mlflow.create_external_model` does it, but for the folder of the file that a version needs: there it is a
-        temporary one, which a kill would leave behind for good. Here the next registration of the name clears it.
+        Like `mlflow.create_external_model`, except for the folder of the file that a version needs: there it is a
+        temporary one, which a kill would leave behind forever. Here the next registration of the name clears it.
         """
         from mlflow.models.model import MLMODEL_FILE_NAME
         from mlflow.models.utils import get_external_mlflow_model_spec
@@ -279,7 +290,7 @@ class Registry:
 
 
 def _unless_absent(ask: Callable[[], Any]) -> Any:
-    """What MLflow answers; None where there is no such thing."""
+    """Return MLflow's answer; None where there is no such entity."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -291,7 +302,7 @@ def _unless_absent(ask: Callable[[], Any]) -> Any:
 
 
 def _registered(version: Any) -> RegisteredVersion:
-    """Of MLflow's entity. Raises StoreError for a version that somebody registered by other means."""
+    """Return the version of MLflow's entity. Raises StoreError when it was registered by other means."""
     predecessor, promotion = (version.tags.get(f"{TAG}{name}") for name in ("predecessor", "promotion"))
     return RegisteredVersion(registration_of(version), str(version.version), predecessor, promotion)
 
@@ -302,7 +313,7 @@ def _version(number: str | None) -> str:
 
 @contextmanager
 def _explained(doing: str) -> Iterator[None]:
-    """Turn what MLflow's client raises into our errors."""
+    """Turn exceptions of MLflow's client into our errors. doing: the action, for the message."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -313,4 +324,4 @@ def _explained(doing: str) -> Iterator[None]:
             raise ServerError(f"{where} refuses: {error}; check MLFLOW_TRACKING_USERNAME and _PASSWORD") from error
         remedy = "see `lifecycle status`, and run again: it goes on here"
         kind = TransientError if error.error_code in PASSING else ServerError
-        raise kind(f"{where} did not do it: {error}; {remedy}") from error
+        raise kind(f"{where} failed: {error}; {remedy}") from error

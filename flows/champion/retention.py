@@ -1,7 +1,7 @@
-"""Removal of what a home needs no more: of what nothing refers to, and of refreshes beyond the home's retention policy.
+"""Removal of what a home no longer needs: unreferenced artifacts, and refreshes beyond its retention policy.
 
 With a refresh go its ledger and reports, its flow run in Prefect, its runs in MLflow, and the artifacts that it alone
-used. It stays while an artifact, a registered version or another refresh that stays refers to it.
+used. It is kept while an artifact, a registered version or another refresh that is kept refers to it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ from stages.core.errors import LifecycleError, ServerError
 
 
 class Housekeeping:
-    """What may go from this home, found when this is made. Raises what reading a damaged ledger or registry raises."""
+    """Garbage of this home, found at construction. Raises what reading a damaged ledger or registry raises."""
 
     def __init__(self, policy: Policy | None, older_than_days: float) -> None:
-        """policy: None leaves all refreshes, and of their artifacts what is needed. older_than_days: of leftovers."""
+        """Find the garbage.
+
+        policy: None keeps all refreshes, and of their artifacts those that are needed.
+        older_than_days: of leftovers.
+        """
         self._store = Store(store_root())
         self._refreshes: dict[Path, RefreshRecord] = {}
         self.unasked: str | None = None
-        """Why refreshes beyond the policy stay this time, if they do: MLflow cannot be asked."""
+        """Reason why refreshes beyond the policy are kept this time: MLflow cannot be asked; else None."""
         records = [ledger.read() for ledger in ledgers()] if policy else []
         beyond = policy.keep.beyond(records, time.time_ns() // 1_000_000) if policy else []
         kept = [record for record in records if record not in beyond]
@@ -60,7 +64,7 @@ class Housekeeping:
             self._give_up(beyond, {*referred_to, *(entry.attempt for one in kept for entry in one.stages.values())})
 
     def collect(self) -> Collected:
-        """Remove what was found; what cannot be removed does not stop the rest."""
+        """Remove the garbage; what cannot be removed does not stop the rest."""
         failures = [self.unasked] if self.unasked else []
         with ExitStack() as stack:
             unused: dict[Path, RefreshRecord] = {}
@@ -79,7 +83,7 @@ class Housekeeping:
         return Collected(done.removed, (*done.failures, *failures))
 
     def _referred_to(self, keep: Keep) -> frozenset[str]:
-        """Return what registered versions refer to; artifacts alone where MLflow cannot be asked."""
+        """Return what registered versions refer to; artifacts alone if MLflow cannot be asked."""
         if not registrations() and not any(_runs(ledger.folder.name) for ledger in ledgers()):
             return frozenset()
         try:
@@ -108,7 +112,10 @@ def _runs(refresh: str) -> list[str]:
 
 
 def _delete_from_servers(records: list[RefreshRecord]) -> None:
-    """Raises ServerError when a server that has something of them does not answer."""
+    """Delete refreshes from Prefect and MLflow.
+
+    Raises ServerError when a server that knows them does not answer.
+    """
     if any(record.prefect_flow_run_id for record in records):
         is_ours = _reach(PREFECT)
         from flows.running.flow_runs import delete_flow_runs
@@ -122,7 +129,7 @@ def _delete_from_servers(records: list[RefreshRecord]) -> None:
 
 
 def _reach(program: ServerProgram) -> bool:
-    """Have the environment name a server; return whether it is this home's own. Raises ServerError when none runs."""
+    """Set the variables of a server; return whether it is this home's own. Raises ServerError when none runs."""
     assert program.variable
     address, named = address_of(program.name), program.named()
     ours = f"{address}{program.client_path}" if address else None

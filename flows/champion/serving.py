@@ -34,18 +34,21 @@ from stages.serving.tally import ServedVersion
 
 WATCH_INTERVAL_S = 0.4
 UNWELL = (502, 503)
-"""Answers of `/health`: of our proxy when the engine does not answer, of vLLM when its process that computes ended."""
+"""Bad answers of `/health`: of our proxy when the engine does not answer, of vLLM when its engine process ended."""
 MAX_UNWELL = 2
-"""Such answers in a row, and the engine is taken for dead; its processes may take seconds longer to end."""
+"""Number of such answers in a row after which the engine counts as dead; its processes may end seconds later."""
 BUSY_S = 30.0
-"""An engine that did not answer is busy or dies; it is known after so long which."""
+"""Seconds after which an engine that did not answer is known to be busy or dead."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A version and its engine, which ends when `stack` is closed. backend: what the proxy knows of it. died: set once
-    the engine has ended by itself."""
+    """Version and its engine, which ends when `stack` is closed.
+
+    backend: the proxy's view of it.
+    died: set once the engine has ended by itself.
+    """
 
     version: RegisteredVersion
     server: Server
@@ -56,19 +59,19 @@ class Serving:
 
     @property
     def served(self) -> ServedVersion:
-        """As metrics call it."""
+        """Return the version as metrics name it."""
         return ServedVersion(self.version.name, self.version.number)
 
 
 def start_engine(
     version: RegisteredVersion, folder: Path, is_begun: Callable[[Server], None] = lambda server: None
 ) -> Serving:
-    """Start an engine for a version; returns it healthy and checked.
+    """Start an engine for a version; return it healthy and checked.
 
-    folder: for the temporary files of this process's engines; the log lies beside it. is_begun: called with the server
-    as soon as it has a process that can be stopped.
+    folder: for the temporary files of this process's engines; the log lies beside it.
+    is_begun: called with the server as soon as it has a process that can be stopped.
 
-    Raises what starting and checking raise; nothing is left then.
+    Raises what starting and checking raise, after removing everything.
     """
     label, execution = f"{version.name}-{version.number}", ServeExecution()
     with ExitStack() as stack:
@@ -89,9 +92,9 @@ def start_engine(
 
 
 def load_adapter(version: RegisteredVersion, running: Serving) -> Serving | None:
-    """Load an adapter into a running engine; returns it checked, or None when that is not the engine of its base.
+    """Load an adapter into a running engine; return it checked, or None when that is not its base's engine.
 
-    Raises what loading and checking raise; the engine is as it was before then, unless it has ended.
+    Raises what loading and checking raise; the engine is then as before, unless it has ended.
     """
     if not swap_in(running.server, version):
         return None
@@ -99,7 +102,7 @@ def load_adapter(version: RegisteredVersion, running: Serving) -> Serving | None
 
 
 def unload_adapter(former: Serving) -> None:
-    """Unload a version that gets no requests any more from the engine that goes on with others."""
+    """Unload a version without requests from the engine that goes on with others."""
     if former.died.is_set():
         return
     server, naming = former.server, former.backend.naming
@@ -111,9 +114,10 @@ def unload_adapter(former: Serving) -> None:
 
 
 def end_serving(former: Serving, is_shared: bool, is_over: threading.Event) -> None:
-    """Wait for the last answer of a version that gets no requests any more; then end its engine, or unload it.
+    """Wait for the last answer of a version that gets no new requests; then end its engine, or unload it.
 
-    is_shared: whether its engine goes on with another version. is_over: set when nothing is served any more.
+    is_shared: whether its engine goes on with another version.
+    is_over: set when nothing is served any more.
     """
     while not former.backend.idle.wait(WATCH_INTERVAL_S):
         if is_over.is_set():
@@ -126,15 +130,16 @@ def end_serving(former: Serving, is_shared: bool, is_over: threading.Event) -> N
 
 
 def end_dead(serving: Serving) -> None:
-    """End what is left of an engine that died. Without the seconds that processes get to end by themselves, since
-    requests wait for the next one."""
+    """End what is left of an engine that died, without a grace period, since requests wait for the next one."""
     end_processes(lambda: descendants(serving.server.pid))
     serving.stack.close()
 
 
 def _watched(server: Server, stack: ExitStack) -> threading.Event:
-    """Return an event that is set once an engine has ended by itself, within about a second. Watches until `stack` is
-    closed; one that is only busy gives no answer, or a good one."""
+    """Watch an engine until `stack` is closed; return an event that is set about a second after it has died.
+
+    A busy engine answers late or well, so it does not count as dead.
+    """
     died, is_closed = threading.Event(), threading.Event()
 
     def watch() -> None:
@@ -156,9 +161,9 @@ def _backend(server: Server, version: RegisteredVersion) -> Backend:
 
 
 def swapping_spec(version: RegisteredVersion, idle: Path) -> LaunchSpec:
-    """How to serve a version so that other adapters can take its place. Of a whole model: as it always is.
+    """Return how to serve a version so that other adapters can replace it; of a whole model, as usual.
 
-    idle: where an adapter without effect is written.
+    idle: path at which an adapter without effect is written.
     """
     spec = champions.launch_spec(version)
     if not spec.adapters:
@@ -170,14 +175,14 @@ def swapping_spec(version: RegisteredVersion, idle: Path) -> LaunchSpec:
 
 
 def naming_of(version: RegisteredVersion) -> Naming:
-    """How an adapter's registered name is called in its server."""
+    """Return the names of an adapter in requests and in its server."""
     return Naming(public=version.name, inside=f"{version.name}@{version.number}")
 
 
 def swap_in(server: Server, version: RegisteredVersion) -> bool:
-    """Load a version into a running server and check it; whether it could be, since the server is that of its base.
+    """Load a version into a running server and check it; return False if the server is not that of its base.
 
-    Raises what loading and checking raise; the server is as it was before then.
+    Raises what loading and checking raise; the server is then as before.
     """
     spec, running, naming = champions.launch_spec(version), server.spec, naming_of(version)
     same_server = (spec.model, spec.serving, spec.engine) == (running.model, running.serving, running.engine)
@@ -191,7 +196,7 @@ def swap_in(server: Server, version: RegisteredVersion) -> bool:
     try:
         check_adapter(server, naming.inside, folder)
     except LifecycleError:
-        with suppress(LifecycleError):  # what was wrong is said; a server that is gone has nothing to forget
+        with suppress(LifecycleError):  # the first error is raised; a server that is gone has nothing to unload
             server.engine.unload_adapter(server.address, server.api_key, naming.inside, server.client.timeout_s)
         raise
     say(f"version {version.number} of {version.name} was loaded and checked in {time.monotonic() - began_s:.2f} s")
@@ -199,7 +204,7 @@ def swap_in(server: Server, version: RegisteredVersion) -> bool:
 
 
 def check_adapter(server: Server, name: str, folder: Path) -> None:
-    """Raise ServerError unless an adapter of a server that swaps them is listed, answers, and is what was trained."""
+    """Raise ServerError unless an adapter of a swapping server is listed, answers, and is what was trained."""
     client = replace(server.client, model=name)
     check_server(client, server.engine.smoke_log_probabilities)
     spec = server.spec.model_copy(update={"adapters": {**server.spec.adapters, name: folder}})
@@ -214,14 +219,18 @@ def _idle_name(spec: LaunchSpec) -> str:
 
 
 class StartStoppedError(Exception):
-    """A start was stopped, since something else was more urgent."""
+    """A start was stopped, because another one was more urgent."""
 
 
 class Start:
-    """The start of one version: of an engine, or in `running`, if that is the engine of its base.
+    """Start of one version in a thread: of an engine, or within `running`, if that is the engine of its base.
 
-    folder: as `start_engine` takes it. after: what is waited for before. loads_into: the running engine, unless it has
-    turned out to be that of another base.
+    Two engines that start at the same time disturb each other, since each measures the memory that is free; so a start
+    waits for the end of what was stopped before it.
+
+    folder: as for `start_engine`.
+    after: futures that are waited for first.
+    loads_into: the running engine, until it turns out to be that of another base.
     """
 
     def __init__(
@@ -233,10 +242,10 @@ class Start:
         self._is_stopped = threading.Event()
         self._server: Server | None = None
         self.outcome: Future[Serving] = in_background(lambda: self._run([*after]))
-        """Raises StartStoppedError, or what starting raises; nothing is left then."""
+        """Result. Raises StartStoppedError, or what starting raises, after removing everything."""
 
     def stop(self) -> Future[None]:
-        """Stop it; returns what is done when nothing is left of it."""
+        """Stop the start; return a future that is done when nothing is left of it."""
         self._is_stopped.set()
         return in_background(self._end)
 
@@ -284,13 +293,13 @@ class Start:
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:
-    """Call in a thread that does not keep the process; returns what will hold the outcome."""
+    """Call a function in a daemon thread; return a future of its outcome."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(call())
-        except BaseException as error:  # for whoever asks for the outcome
+        except BaseException as error:  # raised where the outcome is read
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

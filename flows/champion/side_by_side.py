@@ -1,7 +1,7 @@
-"""What a champion and its challenger have answered so far, as their server notes it for other commands of this machine.
+"""Tallies of a champion and its challenger, which their server records for other commands of this machine.
 
-`<home>/servers/canary-NAME-PID.json`: a file for each server while it has a challenger. One whose server was killed is
-passed over.
+`<home>/servers/canary-NAME-PID.json`: a file for each server while it has a challenger. Files of killed servers are
+ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stages.core.files import write_atomically
 
 
 def note(name: str, found: Mapping[str, Any]) -> None:
-    """Leave what `Proxy.side_by_side` says of a registered model."""
+    """Record the tallies (`Proxy.side_by_side`) of a registered model."""
     noted = {"name": name, "process": ProcessIdentity.own().model_dump(), "time_s": time.time(), **found}
     file = _file(name)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -28,12 +28,12 @@ def note(name: str, found: Mapping[str, Any]) -> None:
 
 
 def forget(name: str) -> None:
-    """The canary of this process has ended."""
+    """Remove the record: the canary of this process has ended."""
     _file(name).unlink(missing_ok=True)
 
 
 def served_canaries(name: str) -> list[dict[str, Any]]:
-    """Of each server on this machine that has a challenger: champion, challenger, share, versions; time_s: when."""
+    """Return the records of servers on this machine that have a challenger; `time_s` is when it was written."""
     found = []
     for file in sorted(_folder().glob(f"canary-{glob.escape(name)}-*.json")):
         try:
@@ -47,14 +47,14 @@ def served_canaries(name: str) -> list[dict[str, Any]]:
 
 
 def as_lines(canary: Mapping[str, Any]) -> list[str]:
-    """For people: a line, and a table with a row for the champion and one for the challenger."""
+    """Return a record for people: a line, and a table with a row for each version."""
     age_s = max(0.0, time.time() - canary["time_s"])
     versions = (canary["champion"], canary["challenger"])
     rows = [HEADING, *(_row(one, canary) for one in canary["versions"] if one["version"] in versions)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    said = f"served side by side, {canary['share']:.1%} of the requests to version {versions[1]}; {age_s:.0f} s ago:"
-    return [said, *("  ".join(row).rstrip() for row in cells)]
+    title = f"served side by side, {canary['share']:.1%} of the requests to version {versions[1]}; {age_s:.0f} s ago:"
+    return [title, *("  ".join(row).rstrip() for row in cells)]
 
 
 HEADING = ("version", "requests", "errors", "p50 s", "p95 s", "prompt tokens", "tokens", "ended by")

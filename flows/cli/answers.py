@@ -1,4 +1,4 @@
-"""How commands answer: text, or with `--json` one JSON object on stdout and nothing else there."""
+"""Answers of commands: text, or with `--json` one JSON object on stdout and nothing else there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def print_json(value: Any) -> None:
 
 
 def warn_of_missing_worker() -> None:
-    """Say on stderr when recipes are scheduled, but no worker runs."""
+    """Print a warning on stderr when recipes are scheduled but no worker runs."""
     from flows.servers.missing import missing_worker
 
     if line := missing_worker():
@@ -27,7 +27,7 @@ def warn_of_missing_worker() -> None:
 
 
 def terminal_width() -> int | None:
-    """Characters of a line of the terminal that reads the answer; None where it goes to a file or a program."""
+    """Return the terminal's width in characters; None where the output goes to a file or a program."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

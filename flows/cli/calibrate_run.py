@@ -1,4 +1,4 @@
-"""What `lifecycle calibrate` does: find runs, fit, write the hardware file, say how good the fit is."""
+"""Steps of `lifecycle calibrate`: find runs, fit, write the hardware file, show how good the fit is."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def calibrate_logged(experiment: str, where: str | None, out: Path | None) -> tu
 
 
 def calibrate_measured(file: Path, out: Path) -> tuple[Calibration, Path]:
-    """Fit to what `tests/benchmarks/gpu.py` measured with our engines; see `_calibrate`."""
+    """Fit to the measurements of our engines by `tests/benchmarks/gpu.py`; see `_calibrate`."""
     return _calibrate(measured_runs(file), file.name, out)
 
 
 def _calibrate(runs: Sequence[LoggedRun], source: str, path: Path) -> tuple[Calibration, Path]:
-    """Fit, and write the machine's description; runs that cannot be predicted are left out, by name.
+    """Fit, and write the machine's description; runs that cannot be predicted are left out, with the reason.
 
     Raises RecipeError when there are too few runs, or they are of several machines.
     """
-    price = from_yaml(path).price_per_device_hour if path.is_file() else None  # no run says anything of it
+    price = from_yaml(path).price_per_device_hour if path.is_file() else None  # runs do not contain it
     start = replace(_start_of(runs, source), price_per_device_hour=price)
     observations = observations_of(runs, start)
     left_out = {f"{run.name} ({run.run_id})": why for run in runs if (why := why_left_out(run))}
@@ -65,7 +65,7 @@ def _calibrate(runs: Sequence[LoggedRun], source: str, path: Path) -> tuple[Cali
 
 
 def as_text(calibration: Calibration, path: Path) -> str:
-    """The constants before and after, a line a run, and how far predictions are off."""
+    """Return the constants before and after, a line a run, and the errors of predictions."""
     start, fitted = calibration.start, calibration.hardware
     values = {name: (getattr(start.efficiency, name), getattr(fitted.efficiency, name)) for name in CONSTANTS}
     values[LATENCY] = (start.intra_node_latency_s, fitted.intra_node_latency_s)
@@ -79,24 +79,24 @@ def as_text(calibration: Calibration, path: Path) -> str:
         time_error, memory_error = mean_errors(calibration, machine)
         off = f"step time off by {time_error:.0%} on average, memory by {memory_error:.0%}"
         lines.append(f"{name:<6}: {off}; Spearman {rank_correlation(calibration, machine):.2f}")
-    used = "is what predictions and `layout: auto` start from now" if path == hardware_file() else "is for `--gpu`"
+    used = "is now used by predictions and `layout: auto`" if path == hardware_file() else "can be given as `--gpu`"
     lines += [f"left out: {name} {why}" for name, why in calibration.left_out.items()]
     return "\n".join([*lines, f"{path} {used}"])
 
 
 def as_object(calibration: Calibration, path: Path) -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints."""
     runs = []
-    for one in calibration.observations:
-        before, after = one.predict(calibration.start), one.predict(calibration.hardware)
+    for run in calibration.observations:
+        before, after = run.predict(calibration.start), run.predict(calibration.hardware)
         runs.append(
             {
-                "mlflow_run_id": one.run_id,
-                "layout": one.text,
-                "step_time_s": one.step_time_s,
+                "mlflow_run_id": run.run_id,
+                "layout": run.text,
+                "step_time_s": run.step_time_s,
                 "before_s": before.time.step_time_s,
                 "after_s": after.time.step_time_s,
-                "memory_gib": one.memory_gib,
+                "memory_gib": run.memory_gib,
                 "before_gib": before.memory.peak_gib,
                 "after_gib": after.memory.peak_gib,
             }
@@ -112,7 +112,7 @@ def as_object(calibration: Calibration, path: Path) -> dict[str, Any]:
 
 
 def _start_of(runs: Sequence[LoggedRun], source: str) -> Hardware:
-    """The built-in description of the machine that the runs are of."""
+    """Return the built-in description of the machine of the runs."""
     machines = sorted({run.tags.get(HARDWARE, "unknown") for run in runs})
     if len(machines) > 1:
         raise RecipeError(

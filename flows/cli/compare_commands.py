@@ -1,4 +1,7 @@
-"""`lifecycle compare`: layouts measured side by side. Imports only what a command needs."""
+"""Commands that measure layouts: `lifecycle compare`, `calibrate`.
+
+Each command imports what it needs, so that `lifecycle --help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from flows.cli.answers import JSON_OPTION, print_json, terminal_width
 
 
 class ManyValues(click.Command):
-    """A command whose `--layouts` takes all words up to the next option, as a shell's `*` would give them."""
+    """Command whose `--layouts` takes all words up to the next option, as a shell's `*` would give them."""
 
     OPTION = "--layouts"
 
@@ -38,10 +41,10 @@ class ManyValues(click.Command):
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as in stages.sft.steps=100.")
 @click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Measured steps of a round.")
 @click.option("--warmup", type=click.IntRange(0), default=5, show_default=True, help="Steps before them.")
-@click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="How often each layout is run.")
+@click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Number of runs of each layout.")
 @click.option("--experiment", metavar="NAME", help="Compare runs that MLflow has, instead of running any.")
-@click.option("--where", default="", metavar="FILTER", help="Which of them, as MLflow's search says it.")
-@click.option("--allow-mixed", is_flag=True, help="Also runs of different hardware, code or work.")
+@click.option("--where", default="", metavar="FILTER", help="Compare only runs that match this MLflow search filter.")
+@click.option("--allow-mixed", is_flag=True, help="Compare runs of different hardware, code or work, too.")
 @JSON_OPTION
 def compare(
     recipe: Path | None,
@@ -73,13 +76,13 @@ def compare(
 
 
 @click.command()
-@click.option("--experiment", default="llm-lifecycle", show_default=True, metavar="NAME", help="Of MLflow.")
-@click.option("--where", metavar="FILTER", help="Which runs; default: those of this machine.")
-@click.option("--out", type=click.Path(path_type=Path), help="Default: where predictions look for it.")
+@click.option("--experiment", default="llm-lifecycle", show_default=True, metavar="NAME", help="Experiment in MLflow.")
+@click.option("--where", metavar="FILTER", help="MLflow search filter of runs; default: those of this machine.")
+@click.option("--out", type=click.Path(path_type=Path), help="File to write; default: the one that predictions read.")
 @click.option(
     "--measured",
     type=click.Path(path_type=Path),
-    help="What tests/benchmarks/gpu.py wrote, instead of runs in MLflow; needs --out.",
+    help="File of tests/benchmarks/gpu.py, instead of runs in MLflow; needs --out.",
 )
 @JSON_OPTION
 def calibrate(experiment: str, where: str | None, out: Path | None, measured: Path | None, as_json: bool) -> None:
@@ -89,7 +92,7 @@ def calibrate(experiment: str, where: str | None, out: Path | None, measured: Pa
     if measured is None:
         calibration, path = calibrate_logged(experiment, where, out)
     elif out is None or where is not None:
-        raise click.UsageError("--measured may be of another machine: say --out FILE, and leave out --where")
+        raise click.UsageError("--measured may be of another machine: give --out FILE, and leave out --where")
     else:
         calibration, path = calibrate_measured(measured, out)
     print_json(as_object(calibration, path)) if as_json else click.echo(as_text(calibration, path))

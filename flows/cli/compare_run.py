@@ -1,4 +1,4 @@
-"""What `lifecycle compare` does once it has been asked: plan, servers, the Prefect flow; or runs that MLflow has."""
+"""Steps of `lifecycle compare`: plan, servers, the Prefect flow; or a comparison of runs that MLflow has."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NOT_IN_FILE_NAMES = r"[^\w.-]"
 
 
 def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launcher = stage_process.start) -> RefreshRun:
-    """Run a comparison to its end; what happens is shown on `stream` as it happens.
+    """Run a comparison to its end, showing events on `stream` as they happen.
 
-    Raises what keeps it from starting: a bad recipe, a bad layout, servers that do not answer. What goes wrong later is
-    in the record.
+    Raises what keeps it from starting: a bad recipe, a bad layout, servers that do not answer. Later failures are in
+    the record.
     """
     planned = plan_comparison(request)
     ready_servers()
@@ -46,7 +46,7 @@ def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launch
 
 
 def compare_logged(experiment: str, where: str, *, allow_mixed: bool) -> tuple[list[Row], Path]:
-    """Rows of runs that MLflow has, and the HTML page made of them. Raises what `rows_of_runs` and `find_runs` do."""
+    """Return rows of runs that MLflow has, and write the HTML page. Raises what `rows_of_runs` and `find_runs` do."""
     from flows.compare.logged import rows_of_runs
     from flows.compare.report import html_report
     from flows.tracking.logged_runs import find_runs
@@ -61,7 +61,7 @@ def compare_logged(experiment: str, where: str, *, allow_mixed: bool) -> tuple[l
 
 
 def exit_code(record: RefreshRecord) -> int:
-    """0 as soon as one layout was measured: that others do not fit is what was asked."""
+    """Return the exit code: 0 if any layout was measured; finding out that others do not fit is the purpose."""
     codes = {"completed": 0, "cancelled": RefreshStoppedError.exit_code}
     return codes.get(record.state, StageCrashError.exit_code)
 

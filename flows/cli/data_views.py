@@ -21,14 +21,14 @@ from stages.data.summaries import Bar, DataLook, ShownDocument, ShownPortion, Sh
 BEGIN, END = "⟦", "⟧"
 BAR_CHARACTERS = 40
 MAX_CHARACTERS = 3000
-"""Of a document; the page has more."""
+"""Most characters of a document on the terminal; the page has more."""
 STYLES = {(True, False): "green", (True, True): "green dim", (False, True): "dim", (False, False): ""}
-"""By whether tokens are learned, and special."""
+"""Style of tokens by whether they are learned, and whether they are special."""
 TEMPLATE = Path(__file__).with_name("data_page.html.jinja")
 
 
 def print_look(look: DataLook) -> None:
-    """To the terminal, or without colours to wherever else the output goes."""
+    """Print the view to the terminal, or without colours to a file or pipe."""
     console = Console(file=raw_stream(sys.stdout), highlight=False, soft_wrap=True)
     is_coloured = console.is_terminal and console.color_system is not None and not console.no_color
     for portion in look.portions:
@@ -42,7 +42,7 @@ def print_look(look: DataLook) -> None:
 
 
 def portion_lines(portion: ShownPortion) -> list[str]:
-    """Counts, what was left out and why, warnings, and a histogram."""
+    """Return counts, what was left out and why, warnings, and a histogram."""
     lines = [f"{portion.name}: {summary(portion)}"]
     if portion.unread_after:
         lines.append(f"  there was no time for the rows after {visible(portion.unread_after)}")
@@ -58,12 +58,12 @@ def portion_lines(portion: ShownPortion) -> list[str]:
 
 
 def span(bar: Bar) -> str:
-    """`12-15`."""
+    """Return a range of tokens, such as `12-15`."""
     return f"{bar.first:,}" if bar.first == bar.last else f"{bar.first:,}-{bar.last:,}"
 
 
 def summary(portion: ShownPortion) -> str:
-    """How much there is, and how much of it is learned."""
+    """Return how much data there is, and how much of it is learned."""
     if portion.sequence_length is None:
         return f"{counted(portion.num_source_rows, 'row')}, {portion.num_tokens:,} tokens"
     visited = "" if portion.share is None else f"; {portion.share:.1%} of what is learned, {portion.epochs:.3g} epochs"
@@ -81,14 +81,14 @@ def summary(portion: ShownPortion) -> str:
 
 
 def left_out(portion: ShownPortion) -> Iterator[str]:
-    """A line a reason, each with its count."""
+    """Yield a line for each reason why rows were left out or cut, with the count."""
     if portion.num_over_long:
         what = "were cut off at" if portion.over_long == "truncate" else "were left out, longer than"
         yield f"{portion.num_over_long:,} rows {what} {portion.sequence_length:,} tokens"
     if portion.num_bad_rows:
         yield f"{portion.num_bad_rows:,} rows were left out that cannot be learned from"
-    for one in portion.dropped:
-        yield f"  {one.count:,} × {visible(one.reason)} (first: {visible(one.example)})"
+    for dropped in portion.dropped:
+        yield f"  {dropped.count:,} × {visible(dropped.reason)} (first: {visible(dropped.example)})"
 
 
 def _row(row: ShownRow, *, coloured: bool) -> Iterator[Text]:
@@ -99,13 +99,13 @@ def _row(row: ShownRow, *, coloured: bool) -> Iterator[Text]:
 
 
 def heading(row: ShownRow) -> str:
-    """Name of a row, and what it holds."""
+    """Return the name of a row, and what it holds."""
     padding = f", {row.num_padding_tokens:,} tokens of padding" if row.num_padding_tokens is not None else ""
     return f"{visible(row.name)}: {counted(len(row.documents), 'document')}{padding}"
 
 
 def document_heading(document: ShownDocument) -> str:
-    """Name of a document, and its tokens."""
+    """Return the name of a document, and its numbers of tokens."""
     counts = f"{document.num_tokens:,} tokens, {document.num_target_tokens:,} learned" if document.num_tokens else ""
     return ": ".join(filter(None, [document.name, counts]))
 
@@ -129,7 +129,7 @@ def _text(document: ShownDocument, *, coloured: bool) -> Text:
 
 
 def write_page(look: DataLook, recipe: Path, stage: str, page: Path | None) -> Path:
-    """Write it to `page`, or below the home; returns where."""
+    """Write the page to `page`, or below the home; return its path."""
     target = (page or home() / "data" / f"{recipe.stem}-{stage}.html").absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, data_page(look, f"Data of {stage} in {recipe.name}"))
@@ -137,7 +137,7 @@ def write_page(look: DataLook, recipe: Path, stage: str, page: Path | None) -> P
 
 
 def data_page(look: DataLook, title: str) -> str:
-    """The page. What rows hold is escaped, and shown as it is written."""
+    """Return the page. Texts of rows are escaped."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)

@@ -1,4 +1,4 @@
-"""`lifecycle doctor`: what this machine has, what is missing, and what to do about it."""
+"""Examination of this machine (`lifecycle doctor`): what it has, what is missing, and what to do about it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALLEST_SHARED_MEMORY_GIB = 0.25
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found, and if it is not as it should be, what to do. `missing`: a run cannot work so."""
+    """Result of one check, with a remedy if something is wrong. state `missing`: no refresh can run."""
 
     subject: str
     state: Literal["ok", "warning", "missing"]
@@ -36,7 +36,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything that a run needs."""
+    """Check everything that a refresh needs."""
     checks: tuple[Callable[[], list[Finding]], ...] = (
         _python,
         _cores_and_memory,
@@ -52,17 +52,17 @@ def examine() -> list[Finding]:
 
 
 def can_run(findings: list[Finding]) -> bool:
-    """Whether nothing is missing."""
+    """Return whether nothing is missing."""
     return all(finding.state != "missing" for finding in findings)
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:
-    """The object that `doctor --json` prints."""
+    """Return the object that `doctor --json` prints."""
     return {"can_run": can_run(findings), "findings": [asdict(finding) for finding in findings]}
 
 
 def as_text(findings: list[Finding]) -> str:
-    """A line a finding, with the remedy below."""
+    """Return a line for each finding, with the remedy below."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.state:<8} {finding.subject:<14} {finding.found}")
@@ -91,7 +91,7 @@ def _cores_and_memory() -> list[Finding]:
 
 
 def _home() -> list[Finding]:
-    """Tried out: neither its mode nor its owner tells of a file system that is mounted read-only."""
+    """Check the home by writing: neither mode nor owner shows that a file system is mounted read-only."""
     try:
         with tempfile.TemporaryFile(dir=_existing()):
             return [Finding("home", "ok", str(home()))]
@@ -101,7 +101,7 @@ def _home() -> list[Finding]:
 
 
 def _existing() -> Path:
-    """The home, or as much of its path as is there."""
+    """Return the home, or its closest parent that exists."""
     return next(folder for folder in (home(), *home().parents) if folder.exists())
 
 

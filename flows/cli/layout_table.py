@@ -1,4 +1,4 @@
-"""Layouts with their predictions, as text for people and as JSON."""
+"""Layouts with their predictions, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TIME_GROUPS = {
 
 
 def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
-    """One layout, and what is predicted of it."""
+    """Return one layout with its predictions."""
     return {
         "engine": candidate.engine,
         **candidate.layout.model_dump(),
@@ -59,7 +59,7 @@ def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
 
 
 def ranked_as_json(answer: Ranked) -> dict[str, Any]:
-    """All that the text says."""
+    """Return everything that the text shows."""
     best = answer.result.best
     return {
         **_request_as_json(answer.request),
@@ -72,7 +72,7 @@ def ranked_as_json(answer: Ranked) -> dict[str, Any]:
 
 
 def ranked_as_text(answer: Ranked) -> str:
-    """A table with a line a layout, then why."""
+    """Return a table with a line a layout, then the explanation."""
     best, request = answer.result.best, answer.request
     lines = [_headline(request), *_table(answer.shown, request), ""]
     if best is None:
@@ -83,7 +83,7 @@ def ranked_as_text(answer: Ranked) -> str:
 
 
 def explained_as_json(answer: Explained) -> dict[str, Any]:
-    """One layout, and each pipeline stage's memory."""
+    """Return one layout, and each pipeline stage's memory."""
     return {
         **_request_as_json(answer.request),
         "layout": row_as_json(answer.candidate, answer.request),
@@ -94,7 +94,7 @@ def explained_as_json(answer: Explained) -> dict[str, Any]:
 
 
 def explained_as_text(answer: Explained) -> str:
-    """Parts of memory by pipeline stage, parts of a step, and warnings."""
+    """Return parts of memory by pipeline stage, parts of a step, and warnings."""
     candidate, request = answer.candidate, answer.request
     lines = [
         _headline(request),
@@ -178,7 +178,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _margin(candidate: Candidate) -> str:
-    """What `fits`, `tight` and `does not fit` mean here."""
+    """Return the meaning of `fits`, `tight` and `does not fit` for this layout's memory."""
     least, most = (1 - UNCERTAINTY) * candidate.available_gib, candidate.available_gib / (1 - UNCERTAINTY)
     return f"memory: fits up to {least:.1f} GiB, tight up to {most:.1f}: predictions may be off by {UNCERTAINTY:.0%}"
 
@@ -191,7 +191,7 @@ def _duration(candidate: Candidate, request: SearchRequest) -> str:
 
 
 def _days_and_gpu_hours(candidate: Candidate, request: SearchRequest) -> tuple[float | None, float | None]:
-    """Of all steps, and of the reference pass before them."""
+    """Return the duration and GPU-hours of all steps, and of the reference pass before them."""
     tokens = request.workload.total_tokens
     if tokens is None:
         return None, None

@@ -1,4 +1,7 @@
-"""`lifecycle lineage` and `diff`: what a model was made from, and what differs. Imports only what a command needs."""
+"""Commands about the origin of models: `lifecycle lineage`, `diff`.
+
+Each command imports what it needs, so that `lifecycle --help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ def lineage(name: str, as_json: bool) -> None:
     from flows.report.lineage import lineage_of
 
     index = _index()
-    found = lineage_of(_subject(name, index), index)
-    print_json(found.model_dump(mode="json")) if as_json else click.echo(lineage_as_text(found))
+    tree = lineage_of(_subject(name, index), index)
+    print_json(tree.model_dump(mode="json")) if as_json else click.echo(lineage_as_text(tree))
 
 
 @click.command()
@@ -37,7 +40,7 @@ def lineage(name: str, as_json: bool) -> None:
 @click.argument("new", metavar="B")
 @JSON_OPTION
 def diff(old: str, new: str, as_json: bool) -> None:
-    """Say what differs between two champions, refreshes or artifacts: data, config, code, scores.
+    """Show the differences between two champions, refreshes or artifacts: data, config, code, scores.
 
     Each is an artifact by version or stage, a refresh by its id, or models:/NAME@ALIAS or models:/NAME/NUMBER.
     """
@@ -48,8 +51,8 @@ def diff(old: str, new: str, as_json: bool) -> None:
     from flows.store.store import Store
 
     index = _index()
-    found = compare(_side(old, index), _side(new, index), Store(store_root()).cache_folder(CONTENTS_CACHE))
-    print_json(found.model_dump(mode="json")) if as_json else click.echo(differences_as_text(found))
+    differences = compare(_side(old, index), _side(new, index), Store(store_root()).cache_folder(CONTENTS_CACHE))
+    print_json(differences.model_dump(mode="json")) if as_json else click.echo(differences_as_text(differences))
 
 
 def _index() -> Index:

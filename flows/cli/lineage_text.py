@@ -1,4 +1,4 @@
-"""Lineage and differences as text."""
+"""Text of lineages and differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ SHOWN_DIGITS = 12
 
 
 def lineage_as_text(lineage: Lineage) -> str:
-    """A tree: a stage a branch, with its files where they came from outside; what is in it twice is shown once."""
+    """Return a tree with a branch a stage; an artifact that is in it twice is shown once.
+
+    Stages that came from outside have their files.
+    """
     registered = f": {lineage.registered}" if lineage.registered else ""
     lines = [f"{lineage.name}{registered}", *_lines(lineage.tree, "", "", set()), "evaluations"]
     for one in lineage.evaluations:
@@ -22,7 +25,7 @@ def lineage_as_text(lineage: Lineage) -> str:
 
 
 def _lines(node: Node, field: str, indent: str, shown: set[str]) -> Iterator[str]:
-    """field: of the stage above, which refers to this one."""
+    """Yield the lines of a node. field: of the stage above, which refers to this one."""
     title = f"{field}: " if field else ""
     again = f"{node.kind}/{node.version}" in shown
     shown.add(f"{node.kind}/{node.version}")
@@ -66,16 +69,16 @@ def _file(file: ContentFile) -> str:
     return f"{file.name}: {amount}, sha256 {file.sha256[:SHOWN_DIGITS]}"
 
 
-def differences_as_text(found: Differences) -> str:
-    """A heading for each kind of difference that there is."""
-    lines = [f"from {found.old}", f"to   {found.new}"]
+def differences_as_text(differences: Differences) -> str:
+    """Return the differences under a heading for each kind."""
+    lines = [f"from {differences.old}", f"to   {differences.new}"]
     for heading in ("data", "config", "code", "stages", "scores"):
-        said = getattr(found, heading)
-        lines += [heading, *(f"  {line}" for line in said)] if said else []
-    if found.rebuilt:
-        lines.append(f"built again, since what it stands on differs: {', '.join(found.rebuilt)}")
-    if found.none:
+        sentences = getattr(differences, heading)
+        lines += [heading, *(f"  {line}" for line in sentences)] if sentences else []
+    if differences.rebuilt:
+        lines.append(f"built again, since what it stands on differs: {', '.join(differences.rebuilt)}")
+    if differences.none:
         lines.append("nothing differs")
-    if found.same:
-        lines.append(f"the same in both: {', '.join(found.same)}")
+    if differences.same:
+        lines.append(f"the same in both: {', '.join(differences.same)}")
     return "\n".join(lines)

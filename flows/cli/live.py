@@ -37,22 +37,22 @@ STATE_STYLES = {
 }
 REFUSED = "not promoted"
 REFUSED_STYLE = "bold yellow"
-"""Of a verdict, whether this refresh gave it or found it cached."""
+"""Style of a refusal, whether this refresh made it or found it cached."""
 ENDED = ("built", "cached", "failed", "cancelled")
 SHOWN_METRICS = 3
 WIDE = 100
-"""Characters of a terminal from which on the table has room for kinds, and for metrics of what runs."""
+"""Terminal width from which the table shows kinds, and metrics of running stages."""
 LINE_EVERY_S = 60.0
-"""Between lines on a stage that runs, where there is no terminal."""
+"""Seconds between lines on a running stage, where there is no terminal."""
 AROUND_ROWS = 3
-"""Of a table: its title, its heading and the empty line below."""
+"""Lines around a table's rows: its title, its heading and the empty line below."""
 BAR_CELLS, DONE, LEFT = 10, "━", "·"
 SHOWN_CHARACTERS = 120
-"""Of a reason, while a comparison runs; its end shows more."""
+"""Most characters of a reason while a comparison runs; its end shows more."""
 
 
 class StageFeed:
-    """Follows `events.jsonl` and `metrics.jsonl` of one work folder, from where they end now."""
+    """Reader of a running stage's `events.jsonl` and `metrics.jsonl`, from their present ends."""
 
     def __init__(self, work: Path):
         self._events = Tail(work / "events.jsonl", at_end=True)
@@ -67,7 +67,7 @@ class StageFeed:
         self.metrics: dict[str, float] = {}
 
     def news(self) -> list[str]:
-        """Read on; returns new milestones and warnings."""
+        """Read what is new; return milestones and warnings."""
         messages = []
         for row in self._events.rows():
             if row.get("event") == "progress":
@@ -95,7 +95,7 @@ class StageFeed:
 
 
 class View(ABC):
-    """Shows a refresh from `with` to its end. read: returns the record as it is now."""
+    """View of a refresh, shown from `with` to its end. read: returns the record as it is now."""
 
     def __init__(self, read: Callable[[], RefreshRecord]):
         self._read = read
@@ -117,11 +117,11 @@ class View(ABC):
 
     @abstractmethod
     def line(self, text: str) -> None:
-        """Show something that stays."""
+        """Print a line that stays on the screen."""
 
     @abstractmethod
     def show(self, record: RefreshRecord) -> None:
-        """Show how far everything is, in place of what was shown before."""
+        """Show how far everything is, replacing what was shown before."""
 
     def _follow(self) -> None:
         while not self._ended.wait(INTERVAL_S):
@@ -151,14 +151,14 @@ class View(ABC):
         self.show(record)
 
     def _look_at_wait(self, name: str, entry: StageEntry) -> None:
-        """Say once what keeps a stage, when it has for a second."""
+        """Print once what a stage waits for, after it has waited for a second."""
         waits = entry.state == "waiting" and entry.waits_for not in ("", ANOTHER_TRY)
         self._num_looks[name] = self._num_looks.get(name, 0) + 1 if waits else 0
         if self._num_looks[name] == LOOKS_OF_A_WAIT:
             self.line(f"{name:<16} waiting  for {entry.waits_for}")
 
     def _is_repeated(self, message: str) -> bool:
-        """Whether another stage has warned of the very same; the end of the refresh names all that did."""
+        """Return whether another stage has had the same warning; the end of the refresh names all of them."""
         known = message in self._warnings
         if message.startswith(WARNING):
             self._warnings.add(message)
@@ -166,7 +166,7 @@ class View(ABC):
 
 
 class PlainView(View):
-    """Lines: what begins, what ends, milestones, and each minute how far a stage is."""
+    """View as lines: begin and end of stages, milestones, and each minute the progress of running stages."""
 
     def __init__(self, read: Callable[[], RefreshRecord], stream: TextIO):
         super().__init__(read)
@@ -187,7 +187,7 @@ class PlainView(View):
 
 
 class TerminalView(View):
-    """A table that is drawn again and again, below the lines that stay."""
+    """View as a table that is redrawn below the lines that stay."""
 
     def __init__(self, read: Callable[[], RefreshRecord], console: Console):
         from rich.live import Live
@@ -223,9 +223,10 @@ class TerminalView(View):
 def stage_table(
     record: RefreshRecord, feeds: dict[str, StageFeed], width: int = 120, num_rows: int | None = None
 ) -> Table:
-    """Stages, states, progress with rate and time left, metrics; what waits says for what. width: characters.
+    """Return a table of stages with state, progress, rate, time left and metrics.
 
-    num_rows: how many stages there is room for; those that run come before those that wait, and these before the rest.
+    width: characters of the terminal.
+    num_rows: number of stages that fit; running ones come first, then waiting ones, then the rest.
     """
     from rich.table import Table
     from rich.text import Text
@@ -253,7 +254,7 @@ def stage_table(
 
 
 def _rows(record: RefreshRecord, num_rows: int | None) -> list[str]:
-    """The stages that are shown, in the recipe's order."""
+    """Return the stages that are shown, in the recipe's order."""
     names = list(record.stages)
     urgency = {"running": 0, "waiting": 1}
     first = sorted(names, key=lambda name: urgency.get(record.stages[name].state, 2))
@@ -268,13 +269,13 @@ def _progress(record: RefreshRecord, entry: StageEntry, feed: StageFeed | None) 
 
 
 def waiting_text(record: RefreshRecord, entry: StageEntry) -> str:
-    """What a waiting stage waits for: what keeps it, or stages that are not done."""
+    """Return what a waiting stage waits for: a resource, or stages that are not done."""
     missing = [name for name in entry.upstream if record.stages[name].state not in ("built", "cached")]
     return f"for {', '.join(missing) or entry.waits_for}" if missing or entry.waits_for else ""
 
 
 def summary(entry: StageEntry) -> str:
-    """One line on a stage's state."""
+    """Return one line on a stage's state."""
     if entry.state == "running":
         return f"running  ({entry.reason})" if entry.reason else "running"
     if entry.state == "failed":
@@ -288,7 +289,7 @@ def summary(entry: StageEntry) -> str:
 
 
 def trial_text(record: RefreshRecord, trial: TrialEnded) -> str:
-    """One line on how a trial of a comparison ended."""
+    """Return one line on the end of a comparison's trial."""
     assert record.comparison
     layout = record.comparison.layouts[trial.layout].text
     outcome, reason = ("failed", first_line(trial.error, SHOWN_CHARACTERS)) if trial.error else ("measured", "")
@@ -296,18 +297,18 @@ def trial_text(record: RefreshRecord, trial: TrialEnded) -> str:
 
 
 def outcome_text(entry: StageEntry) -> str:
-    """What came of a stage: `not promoted`, or the first few of its metrics."""
+    """Return the result of a stage: `not promoted`, or the first few of its metrics."""
     return REFUSED if entry.verdict == REFUSED else metrics_text(headline(entry))
 
 
 def headline(entry: StageEntry) -> dict[str, float]:
-    """The first few of a stage's metrics."""
+    """Return the first few of a stage's metrics."""
     shown = [(name, value) for name, value in entry.metrics.items() if not name.endswith("_stderr")]
     return dict(shown[:SHOWN_METRICS])
 
 
 def metrics_text(metrics: dict[str, float]) -> str:
-    """`loss 0.0123  tokens_per_s 8,012`."""
+    """Return `loss 0.0123  tokens_per_s 8,012`."""
     texts = {name: _metric_text(name, value) for name, value in metrics.items()}
     return "  ".join(f"{name} {text}" for name, text in texts.items())
 
@@ -319,12 +320,12 @@ def _metric_text(name: str, value: float) -> str:
 
 
 def seconds_text(entry: StageEntry) -> str:
-    """How long it took; nothing while it runs."""
+    """Return the duration; empty while the stage runs."""
     return f"{entry.seconds:.1f} s" if entry.state in ENDED else ""
 
 
 def progress_text(feed: StageFeed) -> str:
-    """`━━········ 120/600 steps, 4.1/s, 1:57 left`, or what the stage is at where there is no such count."""
+    """Return `━━········ 120/600 steps, 4.1/s, 1:57 left`, or the present activity without a count."""
     if feed.done is None or feed.total is None:
         return feed.doing
     done_cells = round(BAR_CELLS * min(1.0, feed.done / feed.total)) if feed.total else 0
@@ -332,7 +333,7 @@ def progress_text(feed: StageFeed) -> str:
 
 
 def amounts_text(feed: StageFeed) -> str:
-    """Return `120/600 steps, 4.1/s, 1:57 left`, `120/2,500 MB, 31 MB/s, 1:20 left`, or what the stage is at."""
+    """Return `120/600 steps, 4.1/s, 1:57 left`, `120/2,500 MB, 31 MB/s, 1:20 left`, or the present activity."""
     if feed.done is None or feed.total is None:
         return feed.doing
     if feed.unit == "B":

@@ -1,4 +1,4 @@
-"""`lifecycle logs`: what all processes of a stage have printed, from its work folder or artifact. Needs no server."""
+"""Output of all processes of a stage (`lifecycle logs`), from its work folder or artifact. Needs no server."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CHUNK_BYTES = 65_536
 
 @dataclass(frozen=True)
 class StageLog:
-    """A stage's log, and the attempt that may still be writing it, if a ledger knows of one."""
+    """Log of a stage, and the attempt that may still be writing it, if a ledger knows one."""
 
     folder: Path
     ledger: Ledger | None = None
     attempt: str = ""
 
     def is_growing(self) -> bool:
-        """Whether the attempt runs."""
+        """Return whether the attempt runs."""
         if not self.ledger:
             return False
         record = self.ledger.read()
@@ -37,10 +37,10 @@ class StageLog:
         return record.attempts[self.attempt].outcome is None and not is_over
 
     def read(self, follow: bool) -> Iterator[str]:
-        """Its text, in pieces; with `follow`, until the attempt has ended. Raises `StoreError` when it is gone."""
+        """Yield its text in pieces; with `follow`, until the attempt has ended. Raises `StoreError` when it is gone."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         try:
-            # Open before it is asked whether the attempt runs: in the end its folder moves into the store.
+            # Opened before checking whether the attempt runs, because its folder moves into the store at its end.
             with self._opened() as stream:
                 growing = True
                 while growing:
@@ -55,7 +55,7 @@ class StageLog:
             ) from error
 
     def _opened(self) -> BinaryIO:
-        """Waits for the log of an attempt that has only begun, or whose folder is being moved."""
+        """Open the log, waiting for an attempt that has only begun, or whose folder is being moved."""
         while True:
             growing = self.is_growing()
             try:
@@ -73,9 +73,10 @@ class StageLog:
 
 
 def find_log(name: str, refresh: str | None) -> StageLog:
-    """Of the latest attempt at the stage of this name (in the refresh whose id begins so), or of an artifact.
+    """Return the log of the latest attempt at the stage of this name, or of an artifact.
 
-    Raises `StoreError` when there is neither.
+    refresh: beginning of the id of the refresh whose attempts count; default: any. Raises `StoreError` when there is
+    neither.
     """
     for ledger in _ledgers(refresh):
         attempts = [attempt for attempt in ledger.read().attempts.values() if attempt.stage == name]

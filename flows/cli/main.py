@@ -1,6 +1,6 @@
-"""`lifecycle …`: reads the command line, leaves the work to the modules beside it, answers with text or JSON.
+"""Command line of `lifecycle`: parses arguments, calls the modules beside it, answers with text or JSON.
 
-Everything beyond click is imported by the command that needs it, so that `lifecycle --help` answers at once.
+Each command imports everything beyond click itself, so that `lifecycle --help` answers at once.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 SET_OPTION = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as in stages.sft.learning_rate=1e-4."
 )
-UNTIL_OPTION = click.option("--until", metavar="STAGE", help="Only this stage and what it stands on.")
+UNTIL_OPTION = click.option("--until", metavar="STAGE", help="Only this stage and the stages that it depends on.")
 FORCE_OPTION = click.option("--force", multiple=True, metavar="STAGE", help="Build it although it is cached.")
 
 
 def _exit_codes() -> str:
-    """One line an error class, for the help text."""
+    """Return one line for each error class, for the help text."""
     codes = {error.exit_code: name for name, error in error_classes().items() if error is not LifecycleError}
     codes |= {0: "success", USAGE_ERROR: "wrong command line", INTERNAL_ERROR: "internal error, please report it"}
     return "\n".join(["\b", "Exit codes:", *(f"  {code:>2}  {codes[code]}" for code in sorted(codes))])
@@ -99,7 +99,7 @@ def _run(request: Any, as_json: bool) -> int:
 @FORCE_OPTION
 @JSON_OPTION
 def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequence[str], as_json: bool) -> None:
-    """Say what `run` would do: per stage cached or run, why, and what differs from the nearest earlier version."""
+    """Show what `run` would do: per stage cached or run, why, and what differs from the nearest earlier version."""
     from flows.cli import show as shown
     from flows.running.request import RefreshRequest, make_plan
 
@@ -126,13 +126,13 @@ COMMANDS = (
     *(lineage, diff, champion, rollback, canary, schedule, schedules, notify, render, up, down, status, doctor),
 )
 WATCHED = ("run", "rerun", "retry", "compare")
-"""What they print is read later, where there is no terminal: each line has its time, the error that ends them too."""
+"""Commands whose output is read later where there is no terminal; each line has its time, errors included."""
 for command in COMMANDS:
     cli.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `lifecycle`: exits with the code of the error class; no user's mistake shows a traceback."""
+    """Run `lifecycle` and exit with the code of the error class; a user's mistake shows no traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     collect_rarely()
     os.umask(0o077)  # stores, logs and databases are their owner's
@@ -163,7 +163,7 @@ def _run_command(arguments: Sequence[str]) -> int:
 
 
 def _fail_unexpectedly(error: Exception, arguments: Sequence[str]) -> int:
-    """A home that cannot be used is found wherever it is used first; all else is a mistake of ours."""
+    """Report an unusable home as such, wherever it was used first; any other exception is a bug of ours."""
     from flows.ledger.home import unusable
 
     if expected := unusable(error):

@@ -1,4 +1,7 @@
-"""`lifecycle champion`, `rollback` and `canary`: what concerns registered models. Imports only what a command needs."""
+"""Commands about registered models: `lifecycle champion`, `rollback`, `canary`.
+
+Each command imports what it needs, so that `lifecycle --help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,10 @@ def rollback(name: str, as_json: bool) -> None:
 @click.argument("name")
 @click.argument("version", type=click.IntRange(1), required=False)
 @click.option("--promote", is_flag=True, help="Make the challenger champion.")
-@click.option("--withdraw", is_flag=True, help="Have no challenger any more.")
+@click.option("--withdraw", is_flag=True, help="Remove the challenger.")
 @JSON_OPTION
 def canary(name: str, version: int | None, promote: bool, withdraw: bool, as_json: bool) -> None:
-    """Have VERSION of a registered model challenge its champion: `serve --follow --canary` sends it some requests.
+    """Make VERSION of a registered model the challenger: `serve --follow --canary` sends it some requests.
 
     Without a VERSION, show the challenger, and what both have answered where this machine serves them; promote it or
     withdraw it.

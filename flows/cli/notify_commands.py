@@ -1,4 +1,7 @@
-"""`lifecycle notify`: who is notified of how refreshes end. Imports only what a command needs."""
+"""Commands about notifications of refreshes: `lifecycle notify`.
+
+Each command imports what it needs, so that `lifecycle --help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def notify() -> None:
 @notify.command()
 @click.argument("channel", type=CHANNELS)
 @click.option("--url-from", required=True, metavar="VARIABLE", help="Environment variable that holds the address.")
-@click.option("--on", "occasions", multiple=True, type=click.Choice(OCCASIONS), help="When; default: always.")
+@click.option("--on", "occasions", multiple=True, type=click.Choice(OCCASIONS), help="Occasion; default: all.")
 @JSON_OPTION
 def add(channel: Any, url_from: str, occasions: Sequence[Any], as_json: bool) -> None:
     """Notify a channel when a refresh failed, is late or was skipped, or its model was promoted or not.
@@ -37,7 +40,7 @@ def add(channel: Any, url_from: str, occasions: Sequence[Any], as_json: bool) ->
 @notify.command("list")
 @JSON_OPTION
 def list_notifications(as_json: bool) -> None:
-    """List who is notified of what."""
+    """List the channels and their occasions."""
     _show(_notifications().notifications(), as_json)
 
 
@@ -45,7 +48,7 @@ def list_notifications(as_json: bool) -> None:
 @click.argument("channel", type=CHANNELS)
 @JSON_OPTION
 def test(channel: Any, as_json: bool) -> None:
-    """Send a channel a test notification, and say whether it went out."""
+    """Send a test notification to a channel, and report whether it was sent."""
     _notifications().send_test(channel)
     print_json({"sent": channel}) if as_json else click.echo(f"a test notification went out by {channel}")
 
@@ -60,7 +63,7 @@ def remove(channel: str, as_json: bool) -> None:
 
 
 def _notifications() -> Any:
-    """The module, once Prefect's client knows where its server is."""
+    """Return the module `flows.service.notifications`, once Prefect's client knows its server."""
     from flows.cli import run_command
 
     run_command.ready_servers()
@@ -69,8 +72,9 @@ def _notifications() -> Any:
     return notifications
 
 
-def _show(found: Sequence[Any], as_json: bool) -> None:
+def _show(notifications: Sequence[Any], as_json: bool) -> None:
     if as_json:
-        print_json({"notifications": [asdict(one) for one in found]})
+        print_json({"notifications": [asdict(item) for item in notifications]})
     else:
-        click.echo("\n".join(f"{one.channel:<8} {', '.join(one.occasions)}" for one in found) or "nobody is notified")
+        lines = [f"{item.channel:<8} {', '.join(item.occasions)}" for item in notifications]
+        click.echo("\n".join(lines) or "no one is notified")

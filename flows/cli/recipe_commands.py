@@ -22,19 +22,23 @@ from stages.core.errors import RecipeError
     required=True,
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="JSONL, JSON, CSV, Parquet, a folder.",
+    help="Your rows: a JSONL, JSON, CSV or Parquet file, or a folder of such files.",
 )
-@click.option("--model", metavar="SOURCE", help="As a recipe's download has it; default: hf://Qwen/Qwen3-0.6B.")
-@click.option("--columns", multiple=True, metavar="THEIRS=OURS,…", help="Names of columns that formats have otherwise.")
-@click.option("--folder", type=click.Path(path_type=Path), default=Path(), help="Where to write; default: here.")
+@click.option("--model", metavar="SOURCE", help="Source of the model, as in a recipe; default: hf://Qwen/Qwen3-0.6B.")
+@click.option(
+    "--columns", multiple=True, metavar="THEIRS=OURS,…", help="Your names of columns, and the formats' names."
+)
+@click.option("--folder", type=click.Path(path_type=Path), default=Path(), help="Folder to write to; default: here.")
 def init(data: Path, model: str | None, columns: Sequence[str], folder: Path) -> None:
-    """Write a commented recipe for rows of your own, and a task of those that training holds out."""
+    """Write a commented recipe for rows of your own, and a task of the rows that training holds out."""
     from flows.planning.starter import DEFAULT_MODEL, starter
 
     name = re.sub(r"[^a-z0-9_-]+", "-", data.absolute().name.split(".")[0].lower()).strip("-_")[:60] or "mine"
     made = starter(name, data, model or DEFAULT_MODEL, _renamed(columns))
-    if there := [file for file in made.files if (folder / file).exists()]:
-        raise RecipeError(f"writing a first recipe: {folder / there[0]} exists already; remove it, or name a --folder")
+    if existing := [file for file in made.files if (folder / file).exists()]:
+        raise RecipeError(
+            f"writing a first recipe: {folder / existing[0]} exists already; remove it, or name a --folder"
+        )
     for file, text in made.files.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text, encoding="utf-8")
@@ -43,7 +47,7 @@ def init(data: Path, model: str | None, columns: Sequence[str], folder: Path) ->
 
 
 def _renamed(options: Sequence[str]) -> dict[str, str]:
-    """Their name of each column → ours. Raises RecipeError."""
+    """Return the person's name of each column → ours. Raises RecipeError."""
     from flows.recipe.text import closest
     from stages.core.redaction import quoted
     from stages.data.formats import COLUMN_NAMES
@@ -72,7 +76,7 @@ def _renamed(options: Sequence[str]) -> dict[str, str]:
 @click.option("--rows", "num_rows", type=click.IntRange(1, 1000), default=5, show_default=True, help="Rows to show.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as in `lifecycle run`.")
 @click.option("--download", is_flag=True, help="Fetch the data and the model from elsewhere, if they are not here yet.")
-@click.option("--html", "page", type=click.Path(path_type=Path), help="Where the page goes; default: below the home.")
+@click.option("--html", "page", type=click.Path(path_type=Path), help="File for the page; default: below the home.")
 @JSON_OPTION
 def data(
     recipe: Path, stage: str, num_rows: int, overrides: Sequence[str], download: bool, page: Path | None, as_json: bool
@@ -98,17 +102,19 @@ def data(
 @click.command()
 @click.argument("model", required=False, metavar="RECIPE|MODEL_CONFIG")
 @click.option("--stage", metavar="NAME", help="Train stage of the recipe; default: its first.")
-@click.option("--gpus", "num_gpus", type=int, help="How many devices, those of a server that samples included.")
-@click.option("--gpu", default="h100-80gb", show_default=True, metavar="NAME|YAML", help="Which devices.")
-@click.option("--gpus-per-node", type=int, help="Default: as such nodes usually have.")
+@click.option("--gpus", "num_gpus", type=int, help="Number of devices, those of a server that samples included.")
+@click.option("--gpu", default="h100-80gb", show_default=True, metavar="NAME|YAML", help="Kind of the devices.")
+@click.option("--gpus-per-node", type=int, help="Devices of a node; default: the usual number of this kind.")
 @click.option("--seq-len", type=int, help="Tokens of a row; default: the recipe's, else 4096.")
 @click.option("--global-batch-size", type=int, help="Rows of a step; default: the recipe's, else 1024.")
-@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp8"]), help="Default: the recipe's, else bf16.")
+@click.option(
+    "--precision", type=click.Choice(["fp32", "bf16", "fp8"]), help="Precision; default: the recipe's, else bf16."
+)
 @click.option("--lora-rank", type=int, help="Train adapters of this rank; default: the recipe's, if it trains any.")
 @click.option("--tokens", type=float, help="Tokens of the whole training; default: the recipe's, if it counts steps.")
-@click.option("--engine", type=click.Choice(["fsdp", "megatron"]), help="Default: both.")
+@click.option("--engine", type=click.Choice(["fsdp", "megatron"]), help="Training engine; default: both.")
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Layouts to show.")
-@click.option("--explain", metavar="LAYOUT", help='Only this one, in full: "dp_shard=2 tp=4 pp=2".')
+@click.option("--explain", metavar="LAYOUT", help='Explain only this layout, in full: "dp_shard=2 tp=4 pp=2".')
 @JSON_OPTION
 def layouts(
     model: str | None,
@@ -118,7 +124,7 @@ def layouts(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Rank all layouts of a model on a cluster by predicted step time, with memory, and say why."""
+    """Rank all layouts of a model on a cluster by predicted step time, with memory, and explain the best."""
     if model is None or num_gpus is None:
         raise click.UsageError("expected a recipe, a config.json or the name of a model, and --gpus NUMBER")
     from flows.cli import layout_table
@@ -146,5 +152,5 @@ def render(recipe: Path, stage: str, overrides: Sequence[str], replicas: tuple[i
     from flows.cli.render import stage_manifests
     from flows.launch.serving_manifests import Replicas
 
-    found = stage_manifests(recipe, stage, tuple(overrides), Replicas(*replicas))
-    click.echo(yaml.safe_dump_all(found, sort_keys=False), nl=False)
+    manifests = stage_manifests(recipe, stage, tuple(overrides), Replicas(*replicas))
+    click.echo(yaml.safe_dump_all(manifests, sort_keys=False), nl=False)

@@ -32,17 +32,17 @@ def retry(refresh: str | None, as_json: bool) -> int:
 
 
 @click.command()
-@click.option("--recipe", metavar="NAME", help="Only those of a recipe.")
-@click.option("--stage", metavar="NAME", help="Only those of a stage.")
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, newest first.")
+@click.option("--recipe", metavar="NAME", help="List only attempts of this recipe.")
+@click.option("--stage", metavar="NAME", help="List only attempts at this stage.")
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Most lines, newest first.")
 @JSON_OPTION
 def runs(recipe: str | None, stage: str | None, limit: int, as_json: bool) -> None:
-    """List the latest tries at building stages, how each ended, and its MLflow run."""
+    """List the latest attempts at building stages, with the outcome and the MLflow run of each."""
     from flows.cli import runs as listed
 
     unreadable: list[str] = []
-    found = listed.stage_runs(recipe=recipe, stage=stage, limit=limit, unreadable=unreadable)
-    print_json(listed.as_json(found)) if as_json else click.echo(listed.as_text(found))
+    attempts = listed.stage_runs(recipe=recipe, stage=stage, limit=limit, unreadable=unreadable)
+    print_json(listed.as_json(attempts)) if as_json else click.echo(listed.as_text(attempts))
     for sentence in listed.not_listed(unreadable):
         click.echo(sentence, err=True)
     warn_of_missing_worker()
@@ -50,7 +50,7 @@ def runs(recipe: str | None, stage: str | None, limit: int, as_json: bool) -> No
 
 @click.command()
 @click.argument("name", metavar="STAGE|VERSION")
-@click.option("--refresh", metavar="ID", help="Of this refresh (default: the latest that tried to build the stage).")
+@click.option("--refresh", metavar="ID", help="Refresh of the log; default: the latest that tried to build the stage.")
 @click.option("--follow", "-f", is_flag=True, help="Go on printing until the stage has ended.")
 def logs(name: str, refresh: str | None, follow: bool) -> None:
     """Print what all processes of a stage have printed, in its latest attempt or for its artifact."""
@@ -70,7 +70,7 @@ def logs(name: str, refresh: str | None, follow: bool) -> None:
 @click.option("--open", "opened", is_flag=True, help="Open the page in a browser.")
 @JSON_OPTION
 def report(name: str | None, compare: tuple[str, str] | None, opened: bool, as_json: bool) -> None:
-    """Write one HTML page that tells a refresh (default: the latest), and print where it is.
+    """Write one HTML page about a refresh (default: the latest), and print its path.
 
     NAME@champion is the refresh that promoted the champion of this name. The page needs no network and no other file.
     """
@@ -109,8 +109,8 @@ def _compared(old: RefreshRecord, new: RefreshRecord) -> Path:
     store = Store(store_root())
     index = store.index()
     sides = side_of_refresh(old, index), side_of_refresh(new, index)
-    found = compare(*sides, store.cache_folder(CONTENTS_CACHE))
-    return write_comparison(old, new, index, found.by_heading())
+    differences = compare(*sides, store.cache_folder(CONTENTS_CACHE))
+    return write_comparison(old, new, index, differences.by_heading())
 
 
 def _record(name: str | None) -> RefreshRecord:
@@ -133,7 +133,7 @@ def _record(name: str | None) -> RefreshRecord:
 
 
 def _refresh_of(name: str) -> str:
-    """Which refresh promoted what an alias points to; of what none has promoted, which built it."""
+    """Return the refresh that promoted what an alias points to, or else the one that built it."""
     from flows.champion import champions
 
     uri = name if name.startswith(champions.URI_PREFIX) else f"{champions.URI_PREFIX}{name}"

@@ -1,4 +1,4 @@
-"""What a stage of a recipe is in Kubernetes: the manifests that the launcher creates, or those that serve a model."""
+"""Kubernetes manifests of a recipe's stage: those that the launcher creates, or those that serve a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from stages.kinds.serve.config import ServeConfig
 
 
 def stage_manifests(recipe: Path, stage: str, overrides: tuple[str, ...], replicas: Replicas) -> list[Manifest]:
-    """Raises `RecipeError` when the stage is none of Kubernetes, or what it is to serve is not built yet."""
+    """Return the manifests of a stage.
+
+    Raises `RecipeError` when the stage does not run on Kubernetes, or what it serves is not built yet.
+    """
     made = make_plan(RefreshRequest(str(recipe.absolute()), overrides, until=stage))
     planned = made.plan.stages[stage]
     if planned.config.product == "server":
@@ -26,19 +29,21 @@ def stage_manifests(recipe: Path, stage: str, overrides: tuple[str, ...], replic
         adapters = {name: _built(made, planned, name) / ADAPTER_FOLDER for name in planned.config.served_adapters}
         return serving_manifests(stage, model, planned.version, home(), planned.config, replicas, adapters)
     if planned.config.execution.launcher != "kubernetes":
-        found = planned.config.execution.launcher
-        raise RecipeError(f"stages.{stage}.execution.launcher: found {found}, expected kubernetes to render manifests")
+        launcher = planned.config.execution.launcher
+        raise RecipeError(
+            f"stages.{stage}.execution.launcher: found {launcher}, expected kubernetes to render manifests"
+        )
     work = made.store.work_folder(planned.kind, planned.name, planned.resume_key)
     command = ["-m", "stages", str(work)]
     return job_manifests(order_of(stage, work, planned.config, command, HEARTBEAT_PATIENCE_S))
 
 
 def _built(made: PlannedRefresh, planned: PlannedStage, name: str) -> Path:
-    """The artifact of a stage that a serve stage refers to."""
+    """Return the artifact of a stage that a serve stage refers to."""
     upstream = made.plan.stages[name]
-    found = made.store.find(upstream.kind, upstream.version)
-    if found is None:
+    artifact = made.store.find(upstream.kind, upstream.version)
+    if artifact is None:
         raise RecipeError(f"{planned.name} serves {name}, which is not built yet; run the recipe first")
-    if refusal := found.record.refusal(found.folder):
+    if refusal := artifact.record.refusal(artifact.folder):
         raise refusal
-    return found.folder
+    return artifact.folder

@@ -1,4 +1,4 @@
-"""`lifecycle run` and `rerun`: plan, servers, the Prefect flow, and what is said of it."""
+"""Steps of `lifecycle run`, `rerun` and `retry`: plan, servers, the Prefect flow, and the answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PREFECT_SETTINGS = {
     # A server that dies during a refresh holds up its end by 6 s instead of 62 s.
     "PREFECT_CLIENT_MAX_RETRIES": "2",
 }
-"""Read by Prefect when it is imported."""
+"""Settings that Prefect reads when it is imported."""
 ANSWERED_FIELDS = ("kind", "version", "state", "seconds", "artifact", "mlflow_run_id", "metrics", "verdict", "error")
 
 
@@ -49,11 +49,11 @@ def run_refresh(
     retried: RefreshRecord | None = None,
     launch: Launcher = stage_process.start,
 ) -> RefreshRecord:
-    """Run a refresh to its end; `quiet` keeps stdout free (all that is said goes to stderr).
+    """Run a refresh to its end.
 
-    retried: the refresh that goes on; default: a new one.
-    Raises what keeps a refresh from starting: a bad recipe, servers that do not answer. What goes wrong later is in
-    the record.
+    quiet: keep stdout free; messages go to stderr.
+    retried: the refresh that is continued; default: a new one. Raises what keeps a refresh from starting: a bad recipe,
+    servers that do not answer. Later failures are in the record.
     """
     planned = make_plan(request)
     for note in planned.notes:
@@ -70,9 +70,9 @@ def run_refresh(
 
 
 def retry_refresh(name: str | None, *, quiet: bool, launch: Launcher = stage_process.start) -> RefreshRecord:
-    """Go on with a refresh that failed, was cancelled or killed (default: the latest), in the same ledger.
+    """Continue a refresh that failed, was cancelled or killed (default: the latest), in the same ledger.
 
-    Raises `StoreError` when there is nothing to go on with, and what `run_refresh` raises.
+    Raises `StoreError` when there is nothing to continue, and what `run_refresh` raises.
     """
     record = _to_retry(name)
     return run_refresh(retry_of(record), quiet=quiet, retried=record, launch=launch)
@@ -95,9 +95,9 @@ def _to_retry(name: str | None) -> RefreshRecord:
 
 
 def ready_servers(*, worker: bool = False) -> servers.Endpoints:
-    """Start the local servers unless others are named; from here on Prefect and MLflow clients find them.
+    """Start the local servers unless others are named, and set the variables of Prefect and MLflow clients.
 
-    To be called before Prefect is imported. Raises `ServerError`.
+    Call it before Prefect is imported. Raises `ServerError`.
     """
     absent = (one for one in servers.status() if one.ours and not one.healthy and not one.host)
     if any(one.name in NAMED_BY for one in absent):
@@ -132,7 +132,7 @@ def _run_flow(request: RefreshRequest, run: RefreshRun, retried: RefreshRecord |
 
 
 def view_of(run: RefreshRun, quiet: bool) -> View:
-    """A live table on a terminal, lines elsewhere; on stderr if stdout is to be kept free."""
+    """Return a live table on a terminal, lines elsewhere; on stderr if stdout is to be kept free."""
     stream = sys.stderr if quiet else sys.stdout
     if stream.isatty():
         from rich.console import Console
@@ -142,7 +142,7 @@ def view_of(run: RefreshRun, quiet: bool) -> View:
 
 
 def answer(record: RefreshRecord, as_json: bool) -> int:
-    """Say how a refresh ended; returns the exit code."""
+    """Print the outcome of a refresh; return the exit code."""
     if as_json:
         print_json(to_json(record))
     else:
@@ -151,7 +151,7 @@ def answer(record: RefreshRecord, as_json: bool) -> int:
 
 
 def exit_code(record: RefreshRecord) -> int:
-    """0, or the code of the first failed stage's error class."""
+    """Return 0, or the code of the first failed stage's error class."""
     if record.state == "completed":
         return 0
     if record.state == "not_promoted":
@@ -164,7 +164,7 @@ def exit_code(record: RefreshRecord) -> int:
 
 
 def to_json(record: RefreshRecord) -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints."""
     stages = {
         name: {field: value for field, value in entry_as_json(entry).items() if field in ANSWERED_FIELDS}
         for name, entry in record.stages.items()
@@ -179,7 +179,7 @@ def to_json(record: RefreshRecord) -> dict[str, Any]:
 
 
 def closing_words(record: RefreshRecord) -> str:
-    """How it ended, and where to look."""
+    """Return the outcome, and where to look."""
     words = f"{record.refresh}: {record.state.replace('_', ' ')} in {record.seconds:.1f} s"
     if record.error:
         words += f" ({record.error})"

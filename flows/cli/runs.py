@@ -1,4 +1,4 @@
-"""`lifecycle runs`: tries at building stages, newest first, each with its MLflow run. Needs no server."""
+"""Attempts at building stages (`lifecycle runs`), newest first, each with its MLflow run. Needs no server."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from stages.core.errors import StoreError
 
 @dataclass(frozen=True)
 class StageRun:
-    """One try at building a stage. `outcome` is None while it runs, or when its process died and nobody looked since.
+    """Attempt at building a stage.
 
-    mlflow_run_id: None while MLflow does not have it. host: where it may run, unseen from here.
+    outcome: None while it runs, or when its process died and no command has recorded that yet.
+    mlflow_run_id: None while MLflow does not have it.
+    host: where it may run, unseen from here.
     """
 
     refresh: str
@@ -38,15 +40,15 @@ class StageRun:
 
 
 def stage_runs(*, recipe: str | None, stage: str | None, limit: int, unreadable: list[str]) -> list[StageRun]:
-    """Return the newest `limit` of them, of all refreshes or of a recipe's, of all stages or of one.
+    """Return the newest `limit` attempts, of all refreshes or of a recipe's, of all stages or of one.
 
-    unreadable: gets the refreshes whose ledgers were passed over.
+    unreadable: gets the refreshes whose ledgers were skipped.
     """
     return list(islice(_newest_first(recipe, stage, unreadable), limit))
 
 
 def not_listed(unreadable: Sequence[str]) -> list[str]:
-    """Return a sentence each about refreshes that `stage_runs` cannot list."""
+    """Return a sentence for each group of refreshes that `stage_runs` cannot list."""
     earlier = home() / "refreshes"  # until ledgers were kept
     num_earlier = sum(folder.is_dir() for folder in earlier.iterdir()) if earlier.is_dir() else 0
     sentences = []
@@ -60,12 +62,12 @@ def not_listed(unreadable: Sequence[str]) -> list[str]:
 
 
 def as_json(runs: list[StageRun]) -> dict[str, Any]:
-    """The object that `runs --json` prints."""
+    """Return the object that `runs --json` prints."""
     return {"runs": [asdict(run) for run in runs]}
 
 
 def as_text(runs: list[StageRun]) -> str:
-    """A line each."""
+    """Return a line for each attempt."""
     return "\n".join(_line(run) for run in runs) or "no stage has been run here yet"
 
 

@@ -1,4 +1,7 @@
-"""`lifecycle schedule` and `schedules`: refreshes at fixed times. Imports only what a command needs."""
+"""Commands about refreshes at fixed times: `lifecycle schedule`, `schedules`.
+
+Each command imports what it needs, so that `lifecycle --help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ NAME = click.argument("name", metavar="RECIPE_NAME")
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--cron", required=True, metavar="EXPRESSION", help='When, as in "0 3 * * *": every night at three.')
+@click.option("--cron", required=True, metavar="EXPRESSION", help='Times, as in "0 3 * * *": every night at three.')
 @click.option("--timezone", default="UTC", show_default=True, help="Time zone of the expression, as in Europe/Berlin.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as with `run`.")
 @JSON_OPTION
@@ -63,7 +66,7 @@ def pause(name: str, as_json: bool) -> None:
 @NAME
 @JSON_OPTION
 def resume(name: str, as_json: bool) -> None:
-    """Go on with a schedule; what was due while it was paused is not made up for."""
+    """Resume a schedule; runs that were due while it was paused are not made up."""
     _reach_servers()
     from flows.service import schedule as plans
 
@@ -91,26 +94,26 @@ def _list(as_json: bool) -> None:
 
 
 def _reach_servers(*, worker: bool = False) -> None:
-    """Start what is absent, and set where Prefect's server is, before its client is imported."""
+    """Start absent servers, and set the address of Prefect's server, before its client is imported."""
     from flows.cli import run_command
 
     run_command.ready_servers(worker=worker)
 
 
-def _show(found: Sequence[Any], as_json: bool) -> None:
+def _show(schedules: Sequence[Any], as_json: bool) -> None:
     if as_json:
-        print_json({"schedules": [{**asdict(one), "next_due": _time(one, "seconds")} for one in found]})
+        print_json({"schedules": [{**asdict(item), "next_due": _time(item, "seconds")} for item in schedules]})
         return
-    for one in found:
-        due = "paused" if one.paused else f"next {_time(one, 'minutes') or 'not known yet'}"
-        overrides = f"  {' '.join(one.overrides)}" if one.overrides else ""
-        click.echo(f"{one.name:<20} {one.cron:<14} {one.timezone:<16} {due:<28} {one.recipe}{overrides}")
-    if not found:
+    for item in schedules:
+        due = "paused" if item.paused else f"next {_time(item, 'minutes') or 'not known yet'}"
+        overrides = f"  {' '.join(item.overrides)}" if item.overrides else ""
+        click.echo(f"{item.name:<20} {item.cron:<14} {item.timezone:<16} {due:<28} {item.recipe}{overrides}")
+    if not schedules:
         click.echo('nothing is scheduled; `lifecycle schedule RECIPE --cron "0 3 * * *"` does it')
 
 
-def _time(one: Any, precision: str) -> str | None:
-    """When it is due next, as a clock in its time zone shows it."""
+def _time(item: Any, precision: str) -> str | None:
+    """Return when a schedule is due next, in its time zone."""
     from zoneinfo import ZoneInfo
 
-    return one.next_due.astimezone(ZoneInfo(one.timezone)).isoformat(" ", precision) if one.next_due else None
+    return item.next_due.astimezone(ZoneInfo(item.timezone)).isoformat(" ", precision) if item.next_due else None

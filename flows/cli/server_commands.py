@@ -1,4 +1,7 @@
-"""`lifecycle up`, `down`, `status`, `doctor`: the local servers and the machine. Imports only what a command needs."""
+"""Commands about the local servers and the machine: `lifecycle up`, `down`, `status`, `doctor`.
+
+Each command imports what it needs, so that `lifecycle --help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def down(as_json: bool) -> None:
 @JSON_OPTION
 @click.pass_context
 def status(context: click.Context, opened: bool, as_json: bool) -> None:
-    """Where the servers are, and whether they answer."""
+    """Show where the servers are, and whether they answer."""
     answering = _show_status(as_json)
     if opened:
         from flows.servers import login
@@ -62,7 +65,7 @@ def status(context: click.Context, opened: bool, as_json: bool) -> None:
 @JSON_OPTION
 @click.pass_context
 def doctor(context: click.Context, as_json: bool) -> None:
-    """What this machine has, what is missing, and what to do."""
+    """Show what this machine has, what is missing, and what to do."""
     from flows.cli import doctor as examination
 
     findings = examination.examine()
@@ -75,17 +78,17 @@ def doctor(context: click.Context, as_json: bool) -> None:
 
 
 def _show_status(as_json: bool) -> bool:
-    """Print where the servers are; returns whether those that are needed answer."""
+    """Print where the servers are; return whether those that are needed answer."""
     from flows.servers import local as servers
 
-    found = servers.status()
+    statuses = servers.status()
     if as_json:
-        print_json({one.name: asdict(one) for one in found})
+        print_json({server.name: asdict(server) for server in statuses})
     else:
-        for one in found:
-            state = "unknown" if one.host else "healthy" if one.healthy else "down"
-            where = one.url or (f"on {one.host}" if one.host else "not running")
-            click.echo(f"{one.name:<8} {where:<30} {state}")
-            if one.trouble:
-                click.echo(f"{'':<8} {one.trouble}")
-    return all(one.healthy or not one.needed for one in found)
+        for server in statuses:
+            state = "unknown" if server.host else "healthy" if server.healthy else "down"
+            where = server.url or (f"on {server.host}" if server.host else "not running")
+            click.echo(f"{server.name:<8} {where:<30} {state}")
+            if server.trouble:
+                click.echo(f"{'':<8} {server.trouble}")
+    return all(server.healthy or not server.needed for server in statuses)

@@ -34,12 +34,12 @@ SHORTEST_PREFIX = 4
 NOT_SHOWN_FIELDS = ("home", "stages", "attempts", "comparison", "trials", "measured")
 LISTED_FIELDS = ("refresh", "recipe", "state", "started_ms", "seconds")
 MOST_SAMPLES = 20
-"""Of a task; files hold the rest."""
+"""Most samples of a task that are shown; files hold the rest."""
 SHOWN_CHARACTERS = 1000
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """The object that `plan --json` prints."""
+    """Return the object that `plan --json` prints."""
     stages = [
         {
             "name": stage.name,
@@ -60,7 +60,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def without_secrets(value: Any) -> Any:
-    """An object that is to be printed as JSON, with every text in it redacted; its keys stay."""
+    """Return an object for JSON with every text in it redacted; its keys are kept."""
     if isinstance(value, dict):
         return {name: without_secrets(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -69,7 +69,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def plan_as_text(plan: Plan) -> str:
-    """A line a stage, and how many will run."""
+    """Return a line for each stage, and how many will run."""
     width = max(len(name) for name in plan.stages)
     lines = [
         f"{stage.name:<{width}}  {stage.kind:<9} {_version_in(plan, stage)}  {stage.action:<6}  "
@@ -91,7 +91,7 @@ def _version_in(plan: Plan, stage: PlannedStage) -> str:
 
 
 def recent_as_json(index: Index) -> dict[str, Any]:
-    """The latest refreshes, and every artifact, newest first."""
+    """Return the latest refreshes, and every artifact, newest first."""
     records = [read_now(ledger) for ledger in islice(ledgers(), RECENT_REFRESHES)]
     return {
         "refreshes": [{name: getattr(record, name) for name in LISTED_FIELDS} for record in records],
@@ -100,27 +100,27 @@ def recent_as_json(index: Index) -> dict[str, Any]:
 
 
 def recent_as_text(index: Index) -> str:
-    """The same, a line each."""
+    """Return the latest refreshes and all artifacts, a line each."""
     lines = ["refreshes"]
     for ledger in islice(ledgers(), RECENT_REFRESHES):
         record = read_now(ledger)
         lines.append(f"  {record.refresh:<36} {state_of(record):<9} {record.seconds:8.1f} s  {_counts(record)}")
     lines.append("artifacts")
     for artifact in _newest_first(index):
-        one = _artifact_line(artifact)
-        lines.append(f"  {one['stage']:<20} {one['kind']:<9} {one['version']}  {one['finished']}  {one['folder']}")
+        row = _artifact_line(artifact)
+        lines.append(f"  {row['stage']:<20} {row['kind']:<9} {row['version']}  {row['finished']}  {row['folder']}")
     return "\n".join(lines)
 
 
 def find_refresh(name: str) -> Ledger | None:
-    """The refresh of this id, or the only one whose id begins so."""
-    found = [ledger for ledger in ledgers() if ledger.folder.name.startswith(name)]
-    exact = [ledger for ledger in found if ledger.folder.name == name]
-    return exact[0] if exact else found[0] if len(found) == 1 else None
+    """Return the refresh of this id, or the only one whose id begins so; else None."""
+    matches = [ledger for ledger in ledgers() if ledger.folder.name.startswith(name)]
+    exact = [ledger for ledger in matches if ledger.folder.name == name]
+    return exact[0] if exact else matches[0] if len(matches) == 1 else None
 
 
 def find_artifact(index: Index, name: str) -> Artifact:
-    """By version (or its first digits), by STAGE-VERSION, or by stage: the newest of that name.
+    """Return the artifact of a version (or its first digits), a STAGE-VERSION, or the newest of a stage.
 
     Raises `StoreError` when there is none, or several versions begin so.
     """
@@ -142,7 +142,7 @@ def find_artifact(index: Index, name: str) -> Artifact:
 
 
 def refresh_as_json(record: RefreshRecord) -> dict[str, Any]:
-    """A refresh with all that is known of it and its stages."""
+    """Return a refresh with everything known about it and its stages."""
     fields = {name: value for name, value in vars(record).items() if name not in NOT_SHOWN_FIELDS}
     stages = {name: entry_as_json(entry) for name, entry in record.stages.items()}
     fields |= {"recipe_path": str(record.recipe_path), "process": record.process.model_dump(), "stages": stages}
@@ -150,7 +150,7 @@ def refresh_as_json(record: RefreshRecord) -> dict[str, Any]:
 
 
 def entry_as_json(entry: StageEntry) -> dict[str, Any]:
-    """A stage of a refresh, with the MLflow run of the attempt that built it, or tries to."""
+    """Return a stage of a refresh, with the MLflow run of the attempt that built it, or tries to."""
     return {
         "kind": entry.kind,
         "version": entry.version,
@@ -168,7 +168,7 @@ def entry_as_json(entry: StageEntry) -> dict[str, Any]:
 
 
 def refresh_as_text(record: RefreshRecord) -> str:
-    """A refresh and its stages."""
+    """Return a refresh and its stages."""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started_ms / 1000))
     lines = [
         f"{record.refresh}: {state_of(record)}, began {began}, {record.seconds:.1f} s",
@@ -188,7 +188,7 @@ def refresh_as_text(record: RefreshRecord) -> str:
 
 
 def artifact_as_json(artifact: Artifact, index: Index) -> dict[str, Any]:
-    """The record, where it is, its metrics, the model that an adapter belongs to, and the MLflow run that built it."""
+    """Return an artifact's record, folder, metrics, base model (of an adapter), and MLflow run."""
     base = index.base_of(artifact.record)
     return {
         "folder": str(artifact.folder),
@@ -200,7 +200,7 @@ def artifact_as_json(artifact: Artifact, index: Index) -> dict[str, Any]:
 
 
 def artifact_as_text(artifact: Artifact, index: Index) -> str:
-    """What it is, what it was built from, what came out."""
+    """Return what an artifact is, what it was built from, and its metrics."""
     record = artifact.record
     base = index.base_of(record)
     product = f"an adapter of {base.stage} {base.version}" if base else f"a {record.product}"
@@ -223,9 +223,9 @@ def artifact_as_text(artifact: Artifact, index: Index) -> str:
 
 
 def serve_arguments(artifact: Artifact, index: Index) -> list[str]:
-    """Return model folder, names and settings for `python -m stages.kinds.serve`.
+    """Return arguments of `python -m stages.kinds.serve` for an artifact.
 
-    Raises StoreError for an adapter without base.
+    Raises StoreError for an adapter without its base.
     """
     stage = artifact.record.stage
     if artifact.record.product == "model":
@@ -242,26 +242,26 @@ def serve_arguments(artifact: Artifact, index: Index) -> list[str]:
 
 
 def launch_arguments(spec: LaunchSpec) -> list[str]:
-    """The same of a server's launch, with its adapters."""
+    """Return the same arguments for a server's launch, with its adapters."""
     adapters = [argument for name, folder in spec.adapters.items() for argument in ("--adapter", f"{name}={folder}")]
     named = [*("--name", spec.served_name), *(("--base-name", spec.base_name) if spec.base_name else ())]
     return [str(spec.model), *named, *adapters, "--serving", spec.serving.model_dump_json()]
 
 
 def read_now(ledger: Ledger) -> RefreshRecord:
-    """Read a refresh's record, with the time that what runs has taken so far."""
+    """Read a refresh's record, with the time that running stages have taken so far."""
     return with_time_so_far(ledger.read(), time.time_ns() // 1_000_000)
 
 
 def state_of(record: RefreshRecord) -> str:
-    """Return the state; a refresh whose process died did not say itself that it failed."""
+    """Return the state; a refresh whose process died could not record that it failed."""
     if record.interrupted:
         return "copied" if record.is_copied else "killed"
     return f"unknown, on {record.elsewhere}" if record.elsewhere else record.state
 
 
 def _config(artifact: Artifact) -> dict[str, Any]:
-    """What identifies it; of a download also where it came from, which does not."""
+    """Return the config that identifies an artifact; of a download also its source, which does not."""
     record = artifact.record
     config = record.identity.get("config")
     shown: dict[str, Any] = dict(config) if isinstance(config, dict) else {}
@@ -313,7 +313,7 @@ def samples_of(artifact: Artifact) -> Iterator[dict[str, Any]]:
 
 
 def samples_as_text(samples: Iterable[dict[str, Any]]) -> str:
-    """Return a paragraph a sample."""
+    """Return a paragraph for each sample."""
     paragraphs = []
     for sample in samples:
         scores = ", ".join(f"{name} {value}" for name, value in sample["scores"].items())

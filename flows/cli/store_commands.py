@@ -1,4 +1,7 @@
-"""`lifecycle show`, `adopt`, `verify`, `gc`, `serve`: what concerns artifacts. Imports only what a command needs."""
+"""Commands about artifacts: `lifecycle show`, `adopt`, `verify`, `gc`, `serve`, `chat`.
+
+Each command imports what it needs, so that `lifecycle --help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name", required=False, metavar="[REFRESH|ARTIFACT]")
-@click.option("--samples", is_flag=True, help="Of an evaluation: what was asked, answered and expected.")
+@click.option("--samples", is_flag=True, help="Show an evaluation's samples: question, answer and expected answer.")
 @JSON_OPTION
 def show(name: str | None, samples: bool, as_json: bool) -> None:
     """Show a refresh by its id, or an artifact by stage or version; without a name, what there is."""
@@ -53,9 +56,9 @@ def show(name: str | None, samples: bool, as_json: bool) -> None:
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--kind", type=click.Choice(["model", "adapter", "dataset"]), required=True, help="What lies there.")
+@click.option("--kind", type=click.Choice(["model", "adapter", "dataset"]), required=True, help="Product at PATH.")
 @click.option("--name", required=True, help="Stage name of the artifact.")
-@click.option("--base", help="Of an adapter: the artifact of the model that it belongs to, by stage or version.")
+@click.option("--base", help="Artifact of the model that an adapter belongs to, by stage or version.")
 @JSON_OPTION
 def adopt(path: Path, kind: Literal["model", "adapter", "dataset"], name: str, base: str | None, as_json: bool) -> None:
     """Copy a model, an adapter or a dataset from outside into the store, checked like a download."""
@@ -106,8 +109,8 @@ def verify(as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--policy", "by_policy", is_flag=True, help="Also what the home's retention.yaml does not keep.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--policy", "by_policy", is_flag=True, help="Remove also what the home's retention.yaml does not keep.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @click.option("--older-than-days", type=click.FloatRange(min=0), default=7.0, show_default=True)
 @JSON_OPTION
 def gc(by_policy: bool, dry_run: bool, older_than_days: float, as_json: bool) -> None:
@@ -145,7 +148,7 @@ def gc(by_policy: bool, dry_run: bool, older_than_days: float, as_json: bool) ->
 
 
 class Percentage(click.ParamType):
-    """`10%` → 0.1."""
+    """Parameter type of a share: `10%` → 0.1."""
 
     name = "percent"
 
@@ -158,16 +161,18 @@ class Percentage(click.ParamType):
 
 @click.command()
 @click.argument("artifact", metavar="ARTIFACT|models:/NAME@ALIAS")
-@click.option("--follow", is_flag=True, help="Go over to a new champion when the alias moves; only with models:/….")
-@click.option("--canary", type=Percentage(), metavar="PERCENT", help="Of the requests, to the challenger: 10%.")
+@click.option("--follow", is_flag=True, help="Switch to a new champion when the alias moves; only with models:/….")
+@click.option("--canary", type=Percentage(), metavar="PERCENT", help="Share of requests for the challenger, as in 10%.")
 @click.option(
     "--canary-gate", type=click.IntRange(2), metavar="N", help="After N requests of each, promote or withdraw."
 )
-@click.option("--sample-requests", type=Percentage(), metavar="PERCENT", help="Of the conversations, into --samples.")
+@click.option("--sample-requests", type=Percentage(), metavar="PERCENT", help="Share of conversations for --samples.")
 @click.option("--samples", type=click.Path(path_type=Path, file_okay=False), help="Folder for a dataset of requests.")
-@click.option("--samples-mib", type=click.IntRange(1), default=256, show_default=True, help="Of --samples, at most.")
+@click.option(
+    "--samples-mib", type=click.IntRange(1), default=256, show_default=True, help="Largest size of --samples."
+)
 @click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(1, 65535), help="Default: a free one.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port to listen on; default: a free one.")
 @click.option("--descriptor", type=int, hidden=True)
 def serve(
     artifact: str,
@@ -187,7 +192,7 @@ def serve(
     made the challenger.
     """
     if (sample_requests is None) != (samples is None):
-        raise click.UsageError("--sample-requests and --samples are given together: how many, and where to")
+        raise click.UsageError("--sample-requests and --samples belong together: the share, and the folder")
     if canary_gate and not canary:
         raise click.UsageError("--canary-gate judges a challenger: expected --canary, too")
     if follow and descriptor is None:
@@ -203,7 +208,7 @@ def serve(
 
 
 class Temperature(click.FloatRange):
-    """A finite number from 0 to 2, the range of OpenAI's API."""
+    """Parameter type of a finite number from 0 to 2, the range of OpenAI's API."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)
@@ -218,8 +223,8 @@ class Temperature(click.FloatRange):
 @click.command()
 @click.argument("artifact", metavar="ARTIFACT|models:/NAME@ALIAS")
 @click.argument("beside", required=False, metavar="[ARTIFACT]")
-@click.option("--temperature", type=Temperature(), help="Default: the model's generation_config.json's, else 0.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Of an answer; default: what fits.")
+@click.option("--temperature", type=Temperature(), help="Temperature; default: the model's, else 0.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer; default: what fits.")
 @click.option("--system", help="System message of each conversation.")
 def chat(
     artifact: str, beside: str | None, temperature: float | None, max_tokens: int | None, system: str | None
@@ -249,7 +254,7 @@ def _become_server(served: list[str], options: list[str]) -> NoReturn:
 
 
 def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Samples:
-    """Take conversations until `stack` is closed."""
+    """Record conversations into `folder` until `stack` is closed."""
     from stages.serving.lines import say
     from stages.serving.samples import Samples
 
@@ -278,7 +283,7 @@ def _following(uri: str, canary_share: float, gate_requests: int | None) -> Foll
 def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
     """Return arguments of `python -m stages.kinds.serve`.
 
-    An artifact that its stage refuses is served to be tried alone.
+    An artifact that its stage refuses is served only for a trial.
     """
     from flows.champion import champions
     from flows.cli import show as shown
@@ -305,15 +310,15 @@ def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
 
 
 class Silent:
-    """An observer of a stage that belongs to no refresh."""
+    """Observer of a stage that belongs to no refresh."""
 
     def __init__(self) -> None:
-        self._has_said_that_it_waits = False
+        self._has_reported_wait = False
 
     def waiting(self) -> None:
-        if not self._has_said_that_it_waits:
+        if not self._has_reported_wait:
             click.echo("waiting: a refresh is building the same artifact", err=True)
-        self._has_said_that_it_waits = True
+        self._has_reported_wait = True
 
     def started(self, attempt: object) -> None:
         pass

@@ -1,8 +1,8 @@
-"""Runs that MLflow has → the constants that say what this hardware achieves of its data sheet. Pure.
+"""Calibration of the planner: constants of a machine's efficiency, fitted to runs that MLflow has. Pure.
 
-Least squares over the logarithms of predicted over measured step time and memory. A run or two cannot keep all
-constants apart, so each is also held near its built-in value: being off by a factor of e weighs as much as one run that
-is predicted wrongly by that factor (a log-normal prior).
+Least squares over the logarithms of predicted over measured step time and memory. A run or two cannot determine all
+constants, so each is also held near its built-in value: being off by a factor of e weighs as much as one run that is
+predicted wrongly by that factor (a log-normal prior).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SHARES = ("matmul", "attention", "memory", "intra_link")
 """Constants that are shares of a peak, and so at most 1."""
 LATENCY = "intra_node_latency_s"
 WORKLOAD = "workload"
-"""Tag of a run in which its stage leaves what the planner predicted it for."""
+"""Tag of a run in which its stage records the workload that the planner predicted."""
 WIDEST_FACTOR = 100.0
 FITTED_FROM = ("engine", "layout.dp_shard", "global_batch_size", "data.sequence_length", "precision")
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a run measured, and what the planner needs to predict it."""
+    """Measurements of a run, and what the planner needs to predict them."""
 
     run_id: str
     request: SearchRequest
-    """Its hardware is the whole machine; a CPU's is shared by the run's processes when it is asked."""
+    """Search request on the whole machine; a CPU is divided among the run's processes in `predict`."""
     engine: EngineName
     layout: Layout
     is_cpu: bool
@@ -46,12 +46,12 @@ class Observation:
 
     @property
     def text(self) -> str:
-        """The layout in one line, with the batch."""
+        """Return the layout in one line, with the batch."""
         rows = self.request.workload.global_batch_size
         return f"{describe_layout(self.engine, self.layout)} ({rows} × {self.request.workload.sequence_length})"
 
     def predict(self, hardware: Hardware) -> Candidate:
-        """On this hardware."""
+        """Predict the run on this hardware."""
         share = shared_cpu(hardware, self.layout.world_size) if self.is_cpu else hardware
         return estimate(replace(self.request, hardware=share), self.engine, self.layout)
 
@@ -68,22 +68,22 @@ class Calibration:
 
     @property
     def constants(self) -> dict[str, float]:
-        """Constant → fitted value, those of `Efficiency` and the latency of a collective."""
+        """Return constant → fitted value: those of `Efficiency` and the latency of a collective."""
         return {**{name: getattr(self.hardware.efficiency, name) for name in CONSTANTS}, LATENCY: self.latency_s}
 
     @property
     def latency_s(self) -> float:
-        """Of a collective within a node."""
+        """Return the latency of a collective within a node."""
         return self.hardware.intra_node_latency_s
 
 
 def observations_of(runs: Sequence[LoggedRun], hardware: Hardware) -> list[Observation]:
-    """Runs of train stages that have all that a prediction needs."""
+    """Return the runs of train stages that have everything a prediction needs."""
     return [_observation(run, hardware) for run in runs if why_left_out(run) is None]
 
 
 def why_left_out(run: LoggedRun) -> str | None:
-    """What a run lacks that a prediction needs, in words; None for one that is used."""
+    """Return what a run lacks that a prediction needs, in words; None for a usable run."""
     lacking = [name for name in ("step_time_s", "peak_memory_gib") if not run.metrics.get(name, 0) > 0]
     lacking += [name for name in ("model_shape",) if name not in run.tags]
     lacking += [name for name in FITTED_FROM if name not in run.params]
@@ -100,7 +100,7 @@ def why_left_out(run: LoggedRun) -> str | None:
 
 
 def fit(observations: Sequence[Observation], start: Hardware) -> Calibration:
-    """The constants that explain the observations best, near those of `start`."""
+    """Return the constants that explain the observations best, near those of `start`."""
     from scipy.optimize import least_squares
 
     values = {name: getattr(start.efficiency, name) for name in CONSTANTS} | {LATENCY: start.intra_node_latency_s}
@@ -114,19 +114,19 @@ def fit(observations: Sequence[Observation], start: Hardware) -> Calibration:
         )
         return [*(error for one in observations for error in errors(one, hardware)), *logs]
 
-    found = least_squares(residuals, [0.0] * len(names), bounds=([-widest] * len(names), upper))
-    best = {name: values[name] * math.exp(log) for name, log in zip(names, found.x, strict=True)}
+    solution = least_squares(residuals, [0.0] * len(names), bounds=([-widest] * len(names), upper))
+    best = {name: values[name] * math.exp(log) for name, log in zip(names, solution.x, strict=True)}
     return Calibration(with_constants(start, best), start, tuple(observations))
 
 
 def with_constants(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
-    """The hardware with other constants."""
+    """Return the hardware with other constants."""
     efficiency = replace(hardware.efficiency, **{name: values[name] for name in CONSTANTS})
     return replace(hardware, efficiency=efficiency, intra_node_latency_s=values[LATENCY])
 
 
 def errors(observation: Observation, hardware: Hardware) -> tuple[float, float]:
-    """Logarithms of predicted over measured: of the step time, of the memory."""
+    """Return the logarithms of predicted over measured: of the step time, of the memory."""
     candidate = observation.predict(hardware)
     return (
         math.log(candidate.time.step_time_s / observation.step_time_s),
@@ -135,7 +135,7 @@ def errors(observation: Observation, hardware: Hardware) -> tuple[float, float]:
 
 
 def rank_correlation(calibration: Calibration, hardware: Hardware) -> float:
-    """Spearman's, of predicted and measured step times; NaN for fewer than two runs."""
+    """Return Spearman's correlation of predicted and measured step times; NaN for fewer than two runs."""
     from scipy.stats import spearmanr
 
     if len(calibration.observations) < 2:
@@ -145,14 +145,13 @@ def rank_correlation(calibration: Calibration, hardware: Hardware) -> float:
 
 
 def mean_errors(calibration: Calibration, hardware: Hardware) -> tuple[float, float]:
-    """Mean of |predicted / measured - 1|: of the step time, of the memory."""
-    found = [errors(one, hardware) for one in calibration.observations]
-    times, memories = zip(*found, strict=True)
+    """Return the mean of |predicted / measured - 1|: of the step time, of the memory."""
+    times, memories = zip(*(errors(run, hardware) for run in calibration.observations), strict=True)
     return _mean_error(times), _mean_error(memories)
 
 
 def as_yaml(calibration: Calibration, like: str, source: str) -> str:
-    """The hardware file, which says what it was fitted to."""
+    """Return the hardware file, with comments on what it was fitted to."""
     start, fitted = mean_errors(calibration, calibration.start), mean_errors(calibration, calibration.hardware)
     machine = calibration.hardware
     lines = [
@@ -190,7 +189,7 @@ def _observation(run: LoggedRun, hardware: Hardware) -> Observation:
 
 
 def _workload(run: LoggedRun) -> Workload:
-    """As the stage left it; runs that say nothing of it learn from each row once, all weights."""
+    """Return the workload that the stage recorded; of old runs, one epoch over all weights."""
     if WORKLOAD in run.tags:
         return Workload.from_json(run.tags[WORKLOAD])
     return Workload(

@@ -1,9 +1,9 @@
-"""Layouts as one line of text, `fsdp dp_shard=2 micro_batch_size=4` → the stage's config under that layout. Pure.
+"""Layouts of a comparison: lines such as `fsdp dp_shard=2 micro_batch_size=4` → the stage's config under each. Pure.
 
-What a line leaves out has the default of a layout, not the value of the recipe, so that a line means the same for every
-recipe (`flows/planning/layout_text.py`). It may also say `global_batch_size`, for weak scaling. A line that is misspelt
-stops a comparison before it starts; one that cannot work with the stage's batch, or with its model's sizes, is a row of
-it, with the reason. How long a layout takes, and whether there is memory for it, is found out by running it.
+Omitted fields have the default of a layout, not the value of the recipe, so that a line means the same for every recipe
+(`flows/planning/layout_text.py`). A line may also have `global_batch_size`, for weak scaling. A misspelt line stops a
+comparison before it starts. A layout that cannot work with the stage's batch, or with its model's sizes, is a row of
+the comparison, with the reason. Duration and memory are measured by running it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from stages.parallel.legality import model_errors
 
 BATCH_FIELD = "global_batch_size"
 SHOWN_CHARACTERS = 200
-"""Of a line."""
+"""Most characters of a line in a message."""
 KEYS = (*Layout.model_fields, BATCH_FIELD)
 
 
 @dataclass(frozen=True)
 class RefusedLayout:
-    """A line that is well said, of a layout that cannot work."""
+    """Layout of a correct line that cannot work, with the reason."""
 
     text: str
     engine: str
@@ -44,24 +44,23 @@ class RefusedLayout:
 
 
 def read_layouts(texts: Sequence[str], stage: TrainConfig) -> tuple[list[TrainConfig], list[RefusedLayout]]:
-    """The stage's config under each layout, and those that cannot work; a text is a layout, or a file with a layout a
-    line (`#` begins a comment).
+    """Return the stage's config under each layout, and the layouts that cannot work.
 
-    Raises RecipeError that lists every bad layout, with what was found, what is allowed, and the closest key, when one
-    is misspelt or none can work.
+    texts: each is a layout, or a file with a layout a line (`#` begins a comment). Raises RecipeError that lists every
+    bad layout, with what was found, what is allowed, and the closest key, when one is misspelt or none can work.
     """
     lines = [line for text in texts for line in _lines(text)]
     configs: list[TrainConfig] = []
     refused: list[RefusedLayout] = []
     problems: list[str] = []
     for line in lines:
-        found = [*line_problems(line, KEYS)]
+        problems_of_line = [*line_problems(line, KEYS)]
         try:
-            configs += [] if found else [_with_layout(stage, line)]
+            configs += [] if problems_of_line else [_with_layout(stage, line)]
         except ValidationError as error:
             refused += _refused(stage, line, error)
-            found = [] if _is_refusal(error) else [_sentence(details) for details in error.errors()]
-        problems += [f"{shortened(line, SHOWN_CHARACTERS)}: {problem}" for problem in found]
+            problems_of_line = [] if _is_refusal(error) else [_sentence(details) for details in error.errors()]
+        problems += [f"{shortened(line, SHOWN_CHARACTERS)}: {problem}" for problem in problems_of_line]
     problems += [] if problems else _repeated(configs)
     if not lines:
         raise RecipeError("there is no layout; expected such as `fsdp dp_shard=2`")
@@ -73,7 +72,7 @@ def read_layouts(texts: Sequence[str], stage: TrainConfig) -> tuple[list[TrainCo
 def without_misfits(
     configs: Sequence[TrainConfig], shape: ModelShape, refused: Sequence[RefusedLayout]
 ) -> tuple[list[TrainConfig], list[RefusedLayout]]:
-    """Those whose layout the model's sizes allow; the others are added to those that cannot work.
+    """Move configs whose layout the model's sizes do not allow to the refused layouts.
 
     Raises RecipeError when none is left.
     """
@@ -101,7 +100,7 @@ def _bad_layouts(problems: Sequence[str], refused: Sequence[RefusedLayout]) -> R
 
 
 def text_of(config: TrainConfig, recipe_batch: int) -> str:
-    """The line that `read_layouts` reads as this layout; the batch is named when it is not the recipe's."""
+    """Return the line that `read_layouts` reads as this layout, with the batch when it is not the recipe's."""
     text = describe_layout(config.engine, config.layout)
     batch = config.global_batch_size
     return text if batch == recipe_batch else f"{text} {BATCH_FIELD}={batch}"
@@ -122,13 +121,13 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _with_layout(stage: TrainConfig, line: str) -> TrainConfig:
-    engine, layout, batch = _said(stage, line)
+    engine, layout, batch = _fields(stage, line)
     tree: dict[str, Any] = stage.model_dump(mode="json", exclude={"layout": True, "execution": {"processes"}})
     tree |= {"engine": engine, BATCH_FIELD: batch, "layout": layout}
     return TrainConfig.model_validate_json(json.dumps(tree), strict=True)
 
 
-def _said(stage: TrainConfig, line: str) -> tuple[str, dict[str, Any], Any]:
+def _fields(stage: TrainConfig, line: str) -> tuple[str, dict[str, Any], Any]:
     engine, values = engine_and_fields(line)
     batch = values.pop(BATCH_FIELD, stage.global_batch_size)
     return engine, values, batch
@@ -137,7 +136,7 @@ def _said(stage: TrainConfig, line: str) -> tuple[str, dict[str, Any], Any]:
 def _refused(stage: TrainConfig, line: str, error: ValidationError) -> list[RefusedLayout]:
     if not _is_refusal(error):
         return []
-    engine, fields, batch = _said(stage, line)
+    engine, fields, batch = _fields(stage, line)
     reason = "; ".join(str(details["msg"]) for details in error.errors())
     return [RefusedLayout(line, engine, Layout(**fields), batch, reason)]
 

@@ -1,7 +1,7 @@
-"""Runs that MLflow has → the rows of a comparison, unless they should not stand in one table. Pure.
+"""Rows of a comparison from runs that MLflow has, unless they should not be in one table. Pure.
 
 A table compares layouts; runs that differ in hardware, in the version of the code or in the work itself would compare
-those instead, so they are refused, by name, unless one asks for them.
+those instead, so they are refused, with their differences, unless mixing is requested.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ RELATIVE = ("relative_tokens_per_s", "loss_difference")
 
 
 def rows_of_runs(runs: Sequence[LoggedRun], *, allow_mixed: bool) -> list[Row]:
-    """A row for each run of a train stage that has a layout, and metrics or an error.
+    """Return a row for each run of a train stage that has a layout, and metrics or an error.
 
-    Runs that are mixed are grouped by refresh, stage and method, which their rows name; differences are within a group.
-    Raises RecipeError when there is none, or when they are not alike and `allow_mixed` is not set.
+    Mixed runs are grouped by refresh, stage and method, which their rows name; differences are within a group. Raises
+    RecipeError when there is none, or when the runs differ in more than layouts and `allow_mixed` is not set.
     """
     chosen = [run for run in runs if _is_training(run)]
     if not chosen:
@@ -37,7 +37,7 @@ def rows_of_runs(runs: Sequence[LoggedRun], *, allow_mixed: bool) -> list[Row]:
         shown = "\n".join(f"  {name}: {_listed(values)}" for name, values in differing.items())
         raise RecipeError(
             f"the {len(chosen)} runs found differ in more than their layouts:\n{shown}\n"
-            "narrow them down, such as --where \"tags.hardware = '…'\", or say --allow-mixed"
+            "narrow them down, such as --where \"tags.hardware = '…'\", or add --allow-mixed"
         )
     names_batch = len({run.params[BATCH_FIELD] for run in chosen}) > 1
     groups: dict[str, list[LoggedRun]] = {}
@@ -56,7 +56,7 @@ def _is_training(run: LoggedRun) -> bool:
 
 
 def _facts(runs: Sequence[LoggedRun]) -> dict[str, dict[str, int]]:
-    """What should be the same → its values and how many runs have each."""
+    """Return the facts that should be equal → values, and how many runs have each."""
     facts = {name: [run.tags.get(name, "unknown") for run in runs] for name in (*NOT_TO_BE_MIXED, *SAME_WORK_TAGS)}
     facts |= {name: [run.params.get(name, "unknown") for run in runs] for name in SAME_WORK_PARAMS}
     return {name: {value: values.count(value) for value in dict.fromkeys(values)} for name, values in facts.items()}
@@ -68,13 +68,13 @@ def _listed(values: Mapping[str, int]) -> str:
 
 
 def _work(run: LoggedRun) -> str:
-    """`REFRESH STAGE METHOD`, as far as they are known."""
+    """Return `REFRESH STAGE METHOD`, as far as they are known."""
     refresh = run.tags.get("refresh") or run.tags.get("comparison")
     return " ".join(filter(None, [refresh, run.tags.get("stage"), run.params.get("method")]))
 
 
 def _place(run: LoggedRun) -> tuple[str, int]:
-    """Runs of a comparison in the order of its layouts; others before them, as they are."""
+    """Return the sort key: runs of a comparison in the order of its layouts, after all others."""
     comparison, _, number = run.tags.get(COMPARISON_IDENTITY, "").partition("/")
     return comparison, int(number or 0)
 
@@ -82,11 +82,11 @@ def _place(run: LoggedRun) -> tuple[str, int]:
 def _row(run: LoggedRun, work: str, names_batch: bool) -> Row:
     layout = {name: run.params[f"layout.{name}"] for name in Layout.model_fields if f"layout.{name}" in run.params}
     default = Layout().model_dump(mode="json")
-    said = " ".join(f"{name}={value}" for name, value in layout.items() if value != str(default[name]))
+    fields = " ".join(f"{name}={value}" for name, value in layout.items() if value != str(default[name]))
     batch = f" {BATCH_FIELD}={run.params[BATCH_FIELD]}" if names_batch else ""
     failed = run.status == "FAILED"
     return Row(
-        text=f"{work}{run.params['engine']} {said}".strip() + batch,
+        text=f"{work}{run.params['engine']} {fields}".strip() + batch,
         engine=run.params["engine"],
         num_devices=_num_devices(layout),
         global_batch_size=int(run.params[BATCH_FIELD]),

@@ -1,4 +1,4 @@
-"""Trials of a layout → its metrics, and the row that every table and plot is made of.
+"""Metrics of a layout from its trials, as the row of every table and plot.
 
 A machine that slows down for a while must not decide which layout is faster. So layouts take turns, round after round,
 every other round in reverse order; a metric is the median over rounds of the median over a round's measured steps, and
@@ -18,9 +18,9 @@ from stages.core.redaction import shortened
 from stages.kinds.train.journal import PER_STEP
 
 PROFILED = "communication_fraction"
-"""Measured in a step under a profiler, which makes that step slower."""
+"""Metric of a step under a profiler, which makes that step slower."""
 SOMETIMES = (PROFILED, "pipeline_bubble_fraction")
-"""Not known of every step."""
+"""Metrics that only some steps have."""
 PER_RUN = ("peak_memory_gib", "predicted_step_time_s", "predicted_memory_gib", "predicted_pipeline_bubble_fraction")
 """Final metrics of a run."""
 Step = dict[str, float]
@@ -31,7 +31,7 @@ REASON_CHARACTERS = 600
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its metrics, or the reason why it has none."""
+    """Layout with its metrics, or the reason why it has none."""
 
     text: str
     engine: str
@@ -44,7 +44,7 @@ class Row:
 
 
 def rows_of(record: RefreshRecord) -> list[Row]:
-    """A row a layout, in the order in which they were asked for; of a comparison that is over, as it was noted then."""
+    """Return a row for each layout in the requested order; of a finished comparison, as recorded at its end."""
     comparison = record.comparison
     assert comparison, "only a comparison has rows"
     rows = []
@@ -65,7 +65,7 @@ def rows_of(record: RefreshRecord) -> list[Row]:
 
 
 def _measured(record: RefreshRecord, comparison: CompareBegan, number: int) -> LayoutMeasured:
-    """What all rounds of a layout come to, or why there is nothing."""
+    """Return the metrics of a layout over all rounds, or why there are none."""
     trials = record.trials_of(number)
     failed = next((trial for trial in trials if trial.error), None)
     if trials and not failed:
@@ -77,30 +77,30 @@ def _measured(record: RefreshRecord, comparison: CompareBegan, number: int) -> L
 
 
 def metrics_of(trials: Sequence[TrialEnded], num_warmup_steps: int) -> dict[str, float]:
-    """Metrics of a layout whose trials all succeeded."""
+    """Return the metrics of a layout whose trials all succeeded."""
     steps_of_trials = [read_json_lines(trial.work / "metrics.jsonl") for trial in trials]
     rounds = [_measured_steps(steps, num_warmup_steps) for steps in steps_of_trials]
-    found = {name: _median_of_medians(name, rounds) for name in PER_STEP if name in rounds[0][0]}
-    found["step_time_iqr_s"] = interquartile_range([step["step_time_s"] for steps in rounds for step in steps])
+    metrics = {name: _median_of_medians(name, rounds) for name in PER_STEP if name in rounds[0][0]}
+    metrics["step_time_iqr_s"] = interquartile_range([step["step_time_s"] for steps in rounds for step in steps])
     for name in SOMETIMES:
         values = [step[name] for steps in steps_of_trials for step in steps if name in step]
-        found |= {name: statistics.median(values)} if values else {}
+        metrics |= {name: statistics.median(values)} if values else {}
     ranks = [name for name in trials[0].metrics if name.startswith(RANK_PREFIX)]
     ranks.sort(key=lambda name: int(name.removeprefix(RANK_PREFIX)))
     for name in (*PER_RUN, *ranks):
         values = [trial.metrics[name] for trial in trials if name in trial.metrics]
-        found |= {name: statistics.median(values)} if values else {}
-    return {**found, "loss": steps_of_trials[0][-1]["loss"]}
+        metrics |= {name: statistics.median(values)} if values else {}
+    return {**metrics, "loss": steps_of_trials[0][-1]["loss"]}
 
 
 def with_differences(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each also in relation to the first one that was measured."""
+    """Return the rows with metrics relative to the first row that was measured."""
     first = next((row for row in rows if row.metrics), None)
     return [replace(row, metrics={**row.metrics, **_differences(row, first)}) if first else row for row in rows]
 
 
 def interquartile_range(values: Sequence[float]) -> float:
-    """Width of the middle half of the values; 0 for a single one."""
+    """Return the width of the middle half of the values; 0 for a single one."""
     if len(values) < 2:
         return 0.0
     lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
@@ -108,17 +108,17 @@ def interquartile_range(values: Sequence[float]) -> float:
 
 
 def _differences(row: Row, first: Row) -> dict[str, float]:
-    """The loss is comparable only on the same batches; tokens/s always."""
-    found = {}
+    """Return the metrics of a row relative to the first one; losses only on the same batches."""
+    relative = {}
     if "tokens_per_s" in row.metrics and "tokens_per_s" in first.metrics:
-        found["relative_tokens_per_s"] = row.metrics["tokens_per_s"] / first.metrics["tokens_per_s"]
+        relative["relative_tokens_per_s"] = row.metrics["tokens_per_s"] / first.metrics["tokens_per_s"]
     if "loss" in row.metrics and "loss" in first.metrics and row.global_batch_size == first.global_batch_size:
-        found["loss_difference"] = row.metrics["loss"] - first.metrics["loss"]
-    return found
+        relative["loss_difference"] = row.metrics["loss"] - first.metrics["loss"]
+    return relative
 
 
 def _measured_steps(steps: Sequence[Step], num_warmup_steps: int) -> list[Step]:
-    """Without warm-up, and without the step under a profiler, unless there is no other."""
+    """Return the steps after the warm-up, without the profiled one unless there is no other."""
     steady = [step for step in steps if step["step"] > num_warmup_steps]
     return [step for step in steady if PROFILED not in step] or steady
 
@@ -128,5 +128,5 @@ def _median_of_medians(name: str, rounds: Sequence[Sequence[Mapping[str, float]]
 
 
 def first_line(message: str, most_characters: int = REASON_CHARACTERS) -> str:
-    """The beginning of a message."""
+    """Return the beginning of a message."""
     return shortened(message.partition("\n")[0], most_characters)

@@ -1,6 +1,6 @@
-"""What the metrics and parameters of training and comparisons are called, in MLflow and everywhere else: one table.
+"""Names of the metrics and parameters of training and comparisons, in MLflow and everywhere else: one table.
 
-`flows/compare/README.md` shows it, and a test holds the two, and what runs really log, together.
+`flows/compare/README.md` shows it; a test checks that page and real logs against it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ SECTIONS = {"metric": METRICS, "parameter": PARAMS, "tag": TAGS}
 
 
 def markdown_table() -> str:
-    """The table of the page."""
+    """Return the table of the page."""
     lines = ["| name | is a | meaning |", "| --- | --- | --- |"]
     lines += [
         f"| `{name}` | {section} | {meaning} |"

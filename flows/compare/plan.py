@@ -1,4 +1,4 @@
-"""A stage and layouts of it → the refresh that compares them: what it stands on, and the stage under each layout."""
+"""Plan of a comparison: the refresh of what a stage depends on, and the stage under each layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from stages.kinds.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """What a person asks for."""
+    """Arguments of `lifecycle compare`, before the recipe is read."""
 
     recipe: str
     stage: str
@@ -42,7 +42,7 @@ class ComparisonRequest:
 
 
 def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
-    """A refresh of what the stage stands on, and then the comparison.
+    """Plan a refresh of what the stage depends on, followed by the comparison.
 
     Raises what `load_recipe`, `resolve_outside` and `plan` raise, and RecipeError that lists every bad layout.
     """
@@ -57,7 +57,7 @@ def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
     recipe, _ = find_stored(recipe, chosen, index)
     outside = resolve_outside(recipe, chosen)
     models = ModelConfigs(recipe, outside, index)
-    with suppress(ModelError, TransientError):  # sizes that nobody knows before the download
+    with suppress(ModelError, TransientError):  # the model's sizes are unknown before the download
         configs, refused = without_misfits(configs, models.shape_of(download_of(recipe, request.stage)), refused)
     recipe, _ = choose_layouts(recipe, outside, models)
     upstream = plan(recipe, outside, index, until=request.stage).stages
@@ -80,7 +80,7 @@ def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
 
 
 def _under_layout(planned: PlannedStage, config: TrainConfig, upstream: dict[str, PlannedStage]) -> PlannedStage:
-    """The stage as a refresh would plan it with this layout."""
+    """Return the stage as a refresh would plan it with this layout."""
     versions = {name: upstream[name].version for name in planned.upstream}
     outside = planned.identity["outside"]
     assert isinstance(outside, dict)
@@ -109,16 +109,16 @@ def _entry(text: str, planned: PlannedStage) -> LayoutEntry:
 
 
 def _refused_entry(refused: RefusedLayout, like: PlannedStage) -> LayoutEntry:
-    """What its run would have had, but for a version."""
+    """Return the entry of a layout that cannot work, with the parameters of its run, but no version."""
     fields = {f"layout.{name}": str(value) for name, value in refused.layout.model_dump(mode="json").items()}
-    said = {"engine": refused.engine, BATCH_FIELD: str(refused.global_batch_size)}
+    changed = {"engine": refused.engine, BATCH_FIELD: str(refused.global_batch_size)}
     tags = {name: value for name, value in tags_of(like).items() if name != "version"}
     return LayoutEntry(
         text=refused.text,
         engine=refused.engine,
         num_devices=refused.layout.world_size,
         global_batch_size=refused.global_batch_size,
-        params={**params_of(like), **said, **fields},
+        params={**params_of(like), **changed, **fields},
         tags={**tags, "engine": refused.engine, "layout": refused.text},
         refused=refused.reason,
     )

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 WIDTH_INCHES = 9.0
 BAR_INCHES = 0.55
 LABEL_CHARACTERS = 38
-"""Of a line of a layout's name beside its bar."""
+"""Most characters in a line of a layout's name beside its bar."""
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PREDICTIONS = (("step_time_s", "predicted_step_time_s", "s a step"), ("peak_memory_gib", "predicted_memory_gib", "GiB"))
 
 
 def html_report(title: str, facts: Sequence[str], rows: Sequence[Row]) -> str:
-    """The page. facts: what was measured and how, a line each."""
+    """Return the page. facts: what was measured and how, a line each."""
     import jinja2
 
     heading, *lines = grid(rows)
@@ -51,7 +51,7 @@ def html_report(title: str, facts: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def conclude(record: RefreshRecord, folder: Path) -> list[LayoutMeasured]:
-    """What was measured of each layout of a comparison; leaves the page, the JSON and the note in `folder`."""
+    """Return the results of each layout of a comparison; write the page, the JSON and the note into `folder`."""
     rows = rows_of(record)
     assert record.comparison
     title = f"Layouts of {record.comparison.stage}: {record.refresh}"
@@ -62,7 +62,7 @@ def conclude(record: RefreshRecord, folder: Path) -> list[LayoutMeasured]:
 
 
 def comparison_as_json(record: RefreshRecord, rows: Sequence[Row], folder: Path) -> dict[str, Any]:
-    """The object that `compare --json` prints."""
+    """Return the object that `compare --json` prints."""
     return {
         "comparison": record.refresh,
         "state": record.state,
@@ -73,7 +73,7 @@ def comparison_as_json(record: RefreshRecord, rows: Sequence[Row], folder: Path)
 
 
 def facts_of(record: RefreshRecord) -> list[str]:
-    """What was measured in a comparison, and how."""
+    """Return what was measured in a comparison, and how, a line each."""
     comparison = record.comparison
     assert comparison
     return [
@@ -99,7 +99,7 @@ def _plots(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def throughput_plot(rows: Sequence[Row]) -> str:
-    """tokens/s by layout; the whisker is what half the spread of the step time comes to."""
+    """Return a plot of tokens/s by layout; the whisker shows half the spread of the step time."""
     measured = [row for row in rows if "tokens_per_s" in row.metrics]
     figure, axes = _bars(measured)
     rates = [row.metrics["tokens_per_s"] for row in measured]
@@ -111,7 +111,7 @@ def throughput_plot(rows: Sequence[Row]) -> str:
 
 
 def memory_plot(rows: Sequence[Row]) -> str:
-    """Peak memory by layout: a bar for the process that needs most, a dot for each, a cross for the prediction."""
+    """Return a plot of peak memory by layout: a bar for the largest, a dot a process, a cross for the prediction."""
     measured = [row for row in rows if "peak_memory_gib" in row.metrics]
     figure, axes = _bars(measured)
     axes.barh(range(len(measured)), [row.metrics["peak_memory_gib"] for row in measured], alpha=0.5, label="most")
@@ -135,7 +135,7 @@ def memory_plot(rows: Sequence[Row]) -> str:
 
 
 def scaling_plot(series: Sequence[Series]) -> str:
-    """tokens/s over devices, with the ideal as a dashed line, and efficiency at each point."""
+    """Return a plot of tokens/s over devices, with the ideal as a dashed line, and efficiency at each point."""
     figure, axes = _figure(4.0)
     for one in series:
         counts = [point.num_devices for point in one.points]
@@ -155,7 +155,7 @@ def scaling_plot(series: Sequence[Series]) -> str:
 
 
 def prediction_plot(rows: Sequence[Row], measured_name: str, predicted_name: str, unit: str) -> str:
-    """Predicted over measured; on the dashed line they are equal."""
+    """Return a plot of predicted over measured values; on the dashed line they are equal."""
     known = [row for row in rows if measured_name in row.metrics and predicted_name in row.metrics]
     figure, axes = _figure(4.0)
     for row in known:
@@ -169,7 +169,7 @@ def prediction_plot(rows: Sequence[Row], measured_name: str, predicted_name: str
 
 
 def _relative_spread(row: Row) -> float:
-    """NaN, which is drawn as nothing, where none was measured."""
+    """Return the spread over the step time; NaN, which is not drawn, where none was measured."""
     return row.metrics.get("step_time_iqr_s", math.nan) / row.metrics["step_time_s"]
 
 
@@ -198,7 +198,10 @@ def _svg(figure: Figure) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """The fastest layout on a number of devices. `efficiency`: its tokens/s a device, over that on the fewest."""
+    """Fastest layout on a number of devices.
+
+    efficiency: its tokens/s per device, over that on the fewest devices.
+    """
 
     num_devices: int
     text: str
@@ -208,7 +211,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """One engine on growing numbers of devices, and what is held fixed meanwhile."""
+    """Scaling of one engine over numbers of devices. fixed: what is held constant."""
 
     engine: str
     fixed: str
@@ -216,12 +219,12 @@ class Series:
 
 
 def strong_scaling(rows: Sequence[Row]) -> list[Series]:
-    """One series for each engine and global batch size that was measured on several numbers of devices."""
+    """Return a series for each engine and global batch size measured on several numbers of devices."""
     return _scaling(rows, lambda row: f"{row.global_batch_size} rows a step")
 
 
 def weak_scaling(rows: Sequence[Row]) -> list[Series]:
-    """One series for each engine and number of rows a device that was measured on several numbers of devices."""
+    """Return a series for each engine and number of rows per device measured on several numbers of devices."""
     return _scaling(rows, lambda row: f"{row.global_batch_size / row.num_devices:g} rows a step and device")
 
 

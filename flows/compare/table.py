@@ -1,4 +1,4 @@
-"""Rows → the table in the terminal, the Prefect artifact and the `--json` object. Pure."""
+"""Table of a comparison: for the terminal, the Prefect artifact and the `--json` object. Pure."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "predicted_step_time_s": ("pred s", lambda value: f"{value:.4g}"),
     "predicted_memory_gib": ("pred GiB", lambda value: f"{value:.2f}"),
 }
-"""Metric → its heading, and how a value is written."""
+"""Metric → its heading, and the function that formats a value."""
 
 
 def as_text(rows: Sequence[Row], width: int | None = None) -> str:
-    """A line for each layout that was measured, then the reasons of those that were not.
+    """Return a line for each measured layout, then the reasons of those that were not.
 
-    width: characters of the terminal; a table that is wider is shown in parts, in which layouts go by number.
+    width: characters of the terminal; a wider table is shown in parts, in which layouts have numbers.
     """
     lines = grid(rows)
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -39,7 +39,7 @@ def as_text(rows: Sequence[Row], width: int | None = None) -> str:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """The same as a Markdown table."""
+    """Return the same as a Markdown table."""
     heading, *lines = grid(rows)
     table = [heading, ["---"] * len(heading), *lines]
     failures = [f"- `{row.text}`: {row.error}" for row in rows if row.error]
@@ -47,7 +47,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def grid(rows: Sequence[Row]) -> list[list[str]]:
-    """A heading and a line for each layout that was measured; metrics that none of them has are left out."""
+    """Return a heading and a line for each measured layout; metrics that none of them has are left out."""
     measured = [row for row in rows if not row.error]
     shown = [name for name in COLUMNS if any(name in row.metrics for row in measured)]
     heading = ["layout", "devices", *(COLUMNS[name][0] for name in shown)]
@@ -55,7 +55,7 @@ def grid(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One object a layout, with its parameters and all its metrics."""
+    """Return an object for each layout, with its parameters and all its metrics."""
     return [
         {
             "layout": row.text,
@@ -72,7 +72,7 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str | int | float | None]]:
-    """One flat mapping a layout, the same keys in each."""
+    """Return a flat mapping for each layout, with the same keys in each."""
     names = [name for name in COLUMNS if any(name in row.metrics for row in rows)]
     ranks = list(dict.fromkeys(name for row in rows for name in row.metrics if name.startswith(RANK_PREFIX)))
     return [

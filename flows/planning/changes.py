@@ -43,7 +43,7 @@ MAX_COMPARED_LINES = 500
 LONGEST_LINE = 60
 _WORD = re.compile(r"[\w-]+")
 _LIKE_A_KEY = re.compile(r"(?=[\w+/=-]*[0-9])(?=[\w+/=-]*[A-Za-z])[\w+/=-]{20,}")
-"""Pattern of a long word of letters and digits; no shorter word is a serious secret."""
+"""Pattern of text like a key: 20 characters or more, with letters and digits."""
 REVISION = "content of revision"
 CONTENT = "content of "
 CONTENTS_CACHE = "contents"

@@ -34,7 +34,7 @@ NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"
 NAME_RULE = "lower-case letters, digits, - and _"
 TOP_LEVEL_FIELDS = ("name", "on_collision", "stages")
 OnCollision = Literal["queue", "skip"]
-"""What happens to a scheduled refresh that is due while another one holds what it needs."""
+"""Fate of a scheduled refresh that is due while another one holds what it needs."""
 
 AnyStage: Any = Annotated[functools.reduce(operator.or_, KINDS.values()), Field(discriminator="kind")]
 
@@ -169,7 +169,10 @@ def json_schema() -> dict[str, Any]:
         __base__=StrictModel,
         __doc__="One complete refresh: named stages, which refer to one another by name.",
         name=(str, Field(None, pattern=f"^{NAME_PATTERN}$", description="Default: the name of the file.")),
-        on_collision=(OnCollision, Field("queue", description="Of scheduled refreshes, while another runs.")),
+        on_collision=(
+            OnCollision,
+            Field("queue", description="Fate of a scheduled refresh while another runs: it waits, or is left out."),
+        ),
         stages=(dict[str, AnyStage], Field(min_length=1)),
     )
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **recipe_file.model_json_schema()}

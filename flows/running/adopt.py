@@ -1,6 +1,6 @@
-"""Adopt what lies outside: it becomes the artifact of a download stage whose source is `file://PATH`.
+"""Adoption of files from outside as the artifact of a download stage whose source is `file://PATH`.
 
-So it passes the checks of a download, and a recipe that names the same content finds it cached.
+So they pass the checks of a download, and a recipe that names the same content finds it cached.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def adopt(
     observer: Observer,
     base: Artifact | None = None,
 ) -> Built:
-    """Copy a file or folder into the store and commit it as stage `name`. base: of an adapter.
+    """Copy a file or folder into the store and commit it as stage `name`.
 
-    Raises what a download raises: `DownloadError` for links that lead out of the folder, `ModelError` for pickled
-    weights, an incomplete model or an adapter of another base, `DataError` for a dataset without data files.
-    `RecipeError` for a bad name.
+    base: artifact of the model that an adapter belongs to. Raises what a download raises: `DownloadError` for links
+    that lead out of the folder, `ModelError` for pickled weights, an incomplete model or an adapter of another base,
+    `DataError` for a dataset without data files. `RecipeError` for a bad name.
     """
     path = path.absolute()
     real_path = Path(
@@ -55,7 +55,7 @@ def adopt(
 
 
 def _planned_on(base: Artifact, name: str, path: Path) -> PlannedStage:
-    """The download of an adapter, as a recipe plans it whose stage of the base has this artifact."""
+    """Return the download of an adapter, planned as by a recipe whose stage of the base has this artifact."""
     stage = base.record.stage
     tree = {
         stage: {"kind": "download", "model": f"file://{base.folder}/model"},

@@ -1,9 +1,8 @@
-"""A comparison: what a refresh does with a stage that it does not build, but runs a few steps of under several layouts.
+"""Comparison of layouts: a refresh runs some steps of a stage under each layout instead of building it.
 
-Layouts take turns, every other round in reverse order: what slows the machine down for a while, or more and more, hits
-all of them alike. A trial is the process that a refresh would start, whose `config.json` says that it is only measured:
-it saves nothing, and works outside the store, where nothing can take its folder for an artifact or for a run to be
-resumed.
+Layouts take turns, every other round in reverse order, so that temporary or growing slowness of the machine affects all
+equally. A trial is the process that a refresh would start; its `config.json` says that it is only measured. It saves
+nothing, and works outside the store, where its folder cannot be taken for an artifact or for resumable work.
 """
 
 from __future__ import annotations
@@ -32,28 +31,29 @@ from stages.core.files import write_atomically
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared. `layouts` is the stage as planned under each layout of `began` that is not refused."""
+    """Stage and layouts that are compared. layouts: the stage as planned under each layout that is not refused."""
 
     began: CompareBegan
     layouts: tuple[PlannedStage, ...]
     conclude: Callable[[RefreshRecord, Path], Sequence[LayoutMeasured]]
-    """Trials → what was measured of each layout; leaves a report in the folder."""
+    """Function from trials to the results of each layout, which also writes a report into the folder."""
     table: Callable[[RefreshRecord], list[dict[str, Any]]]
-    """Trials → a line a layout."""
+    """Function from trials to the rows of a table, one a layout."""
 
     def turns(self) -> Iterator[tuple[int, int]]:
-        """(round, layout) in the order of trials."""
+        """Return (round, layout) in the order of trials."""
         return turns(len(self.layouts), self.began.num_rounds)
 
     def is_unfinished(self, record: RefreshRecord) -> bool:
-        """Whether a layout that works was not run in every round."""
+        """Return whether a layout that works was not run in every round."""
         trials = [record.trials_of(number) for number in range(len(self.layouts))]
-        return any(len(one) < self.began.num_rounds and not any(trial.error for trial in one) for one in trials)
+        rounds = self.began.num_rounds
+        return any(len(ended) < rounds and not any(trial.error for trial in ended) for ended in trials)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all trials of a comparison share. `inputs`: stage name → folder of its artifact."""
+    """Values that all trials of a comparison share. inputs: stage name → folder of its artifact."""
 
     store: Store
     inputs: Mapping[str, Path]
@@ -62,7 +62,7 @@ class Bench:
 
 
 def turns(num_layouts: int, num_rounds: int) -> Iterator[tuple[int, int]]:
-    """(round, layout) in the order of trials: 1 2 3, 3 2 1, 1 2 3, …"""
+    """Yield (round, layout) in the order of trials: 1 2 3, 3 2 1, 1 2 3, …"""
     for round_number in range(1, num_rounds + 1):
         order = range(num_layouts)
         yield from ((round_number, layout) for layout in (order if round_number % 2 else reversed(order)))
@@ -71,7 +71,7 @@ def turns(num_layouts: int, num_rounds: int) -> Iterator[tuple[int, int]]:
 def run_trial(
     bench: Bench, comparison: Comparison, layout: int, round_number: int, devices: Sequence[int], work: Path
 ) -> TrialEnded:
-    """Run the stage under one layout for one round; what keeps it from running well is part of how it ended.
+    """Run the stage under one layout for one round; return the end of the trial, an error included.
 
     Raises RefreshStoppedError when `bench.stop` is set.
     """

@@ -1,7 +1,7 @@
-"""A look at the data of a stage before anything is trained: what is in the store is read, what lies here is taken in.
+"""View of a stage's data before anything is trained (`lifecycle data`).
 
-Nothing but downloads is run, and those from elsewhere only when they are asked for. The look itself is a process like
-a stage's.
+Data in the store is read, data on this machine is downloaded from its path; other downloads run only on request, and no
+other stage runs. A process like a stage's prepares the view.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from stages.kinds.download.config import DownloadConfig
 from stages.kinds.look.config import LOOK_FILE, LookConfig
 
 LARGE_BYTES = 1 << 30
-"""Of files of this machine, which are copied into the store: seconds."""
+"""Most bytes of files on this machine that are copied into the store without a request; it takes seconds."""
 
 
 @dataclass(frozen=True)
 class LookRequest:
-    """What to look at. downloads: whether what is not in the store may be fetched from elsewhere."""
+    """Arguments of `lifecycle data`. downloads: whether absent inputs may be fetched from elsewhere."""
 
     recipe: Path
     stage: str
@@ -49,7 +49,7 @@ class LookRequest:
 
 
 def look_at_data(request: LookRequest, observer: Observer) -> DataLook:
-    """What the stage will see of its data. observer: of downloads.
+    """Return the stage's data as the model will see it. observer: of downloads.
 
     Raises RecipeError for a stage without data, StoreError for data or a tokenizer that are not there yet (it says what
     to run), and what the download and the preparation of the data raise.
@@ -84,7 +84,7 @@ def _planned(request: LookRequest, index: Index) -> Plan:
 
 
 def _needed(stage: PlannedStage, planned: Plan) -> Iterator[str]:
-    """Of the stages that it stands on, its data, and the nearest of the models that its own is made from."""
+    """Yield the upstream stages that are needed: the data, and the nearest model with the same tokenizer."""
     for name in stage.upstream:
         config = planned.stages[name].config
         while config.product in ("server", "adapter", "model") and not _is_there(name, planned):
@@ -130,7 +130,7 @@ def _is_at_hand(config: DownloadConfig) -> bool:
 
 
 def _look(stage_input: StageInput, stage: PlannedStage, num_rows: int, work: Path) -> DataLook:
-    """One process on this machine, wherever the stage itself will run."""
+    """Prepare the view in a process on this machine, wherever the stage itself will run."""
     execution = Execution(environment=stage.config.execution.environment)
     config = LookConfig(stage=stage_input, num_rows=num_rows, execution=execution)
     work.mkdir()

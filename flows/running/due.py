@@ -1,7 +1,7 @@
-"""A refresh that Prefect says is due, by a schedule or by hand: whether it starts, waits, or is left out.
+"""Start of a refresh that Prefect says is due, by a schedule or by hand: it starts, waits, or is left out.
 
-What runs already is read from the ledgers of refreshes, each of which names a process: one that died is in nobody's
-way. Prefect's own concurrency slots were measured and dropped, see `slots.py`.
+Running refreshes are found in the ledgers, each of which names a process; dead ones do not count. Prefect's own
+concurrency slots were measured and dropped, see `slots.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ POLL_S = 2.0
 
 
 def announce_own_schedule() -> None:
-    """Do it for the flow run of this process, once. The reaper does it for one whose process died before."""
+    """Announce the schedule of this process's flow run, at its first start only.
+
+    For a flow run whose process died before, the reaper does it.
+    """
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
         if own.run_count == 1:
@@ -48,7 +51,10 @@ def announce_own_schedule() -> None:
 
 
 def announce_schedule(client: SyncPrefectClient, flow_run: FlowRun) -> None:
-    """Emit the event of a scheduled run's first state, which Prefect's scheduler leaves out; see `announce_states`."""
+    """Emit the event of a scheduled run's first state, which Prefect's scheduler leaves out.
+
+    See `announce_states`.
+    """
     if flow_run.auto_scheduled:
         first = min(client.read_flow_run_states(flow_run.id), key=lambda state: state.timestamp)
         announce_states(client, flow_run, [first])
@@ -83,10 +89,10 @@ def _resource(role: str, number: UUID, name: str) -> dict[str, str]:
 
 
 def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
-    """Begin the refresh of this flow run, once the recipe's `on_collision` allows it; or say why it is left out.
+    """Begin the refresh of this flow run once the recipe's `on_collision` allows it; or return why not.
 
-    A retry goes on in the ledger of the refresh that failed. Whatever the recipe stands on is resolved when it starts.
-    Raises what `check_recipe`, `check_parameters` and `make_plan` raise.
+    A retry continues in the ledger of the refresh that failed. Everything that the recipe depends on is resolved when
+    it starts. Raises what `check_recipe`, `check_parameters` and `make_plan` raise.
     """
     name = Path(str(runtime.flow_run.name)).name  # the name of a flow run names no ledger elsewhere
     ledger = ledger_of(name)
@@ -107,7 +113,7 @@ def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
 
 
 def _check_deployment(recipe: str) -> None:
-    """Raises what `check_recipe` raises, for the deployment of this flow run, if it has one."""
+    """Check that the deployment of this flow run may run the recipe. Raises what `check_recipe` raises."""
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
         if own.deployment_id:
@@ -118,14 +124,17 @@ def _check_deployment(recipe: str) -> None:
 def _try_to_start(
     request: RefreshRequest, recipe: Recipe, running: RunningRefreshes, name: str
 ) -> RefreshRun | State[Any] | None:
-    """None: not yet. Planning takes a while, so that it is done outside the lock, and what runs is looked at twice."""
+    """Start the refresh, or return why it is left out, or None while it must wait.
+
+    Planning takes a while, so it is done outside the lock, and running refreshes are looked up twice.
+    """
     if reason := _not_wanted():
         return reason
     if not running.of(recipe.name):
         planned = make_plan(request)
         if recipe.on_collision == "skip" and (busy := _busy(planned.plan)):
             return Cancelled(name="Skipped", message=busy)
-        with FileLock(home() / "start.lock", fallback_to_soft=False):  # or two would see at once that no other runs
+        with FileLock(home() / "start.lock", fallback_to_soft=False):  # two may find at once that no other runs
             if not running.of(recipe.name):
                 return RefreshRun(planned, name)
     if recipe.on_collision == "skip":
@@ -134,8 +143,9 @@ def _try_to_start(
 
 
 def _not_wanted() -> State[Any] | None:
-    """Return why a run that a schedule made is left out, if it is: of missed runs only the last one runs, and none of a
-    schedule that was paused. A person's run, or retry, is never left out.
+    """Return why a run that a schedule made is left out, or None.
+
+    Of missed runs only the last one runs, and none of a paused schedule. A person's run, or retry, is never left out.
     """
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
@@ -146,15 +156,15 @@ def _not_wanted() -> State[Any] | None:
             return Cancelled(name="Skipped", message="its schedule was paused before it began")
         due = FlowRunFilterExpectedStartTime(after_=own.expected_start_time, before_=datetime.now(UTC))
         schedule = FlowRunFilterDeploymentId(any_=[own.deployment_id])
-        found = client.read_flow_runs(flow_run_filter=FlowRunFilter(deployment_id=schedule, expected_start_time=due))
-    newer = next((run for run in found if run.id != own.id and run.auto_scheduled), None)
+        runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(deployment_id=schedule, expected_start_time=due))
+    newer = next((run for run in runs if run.id != own.id and run.auto_scheduled), None)
     if newer:
         return Cancelled(name="Superseded", message=f"{newer.name}, of the same schedule, was due later")
     return None
 
 
 def _busy(plan: Plan) -> str | None:
-    """Why the refresh would have to wait for devices, if it would."""
+    """Return why the refresh would have to wait for devices, or None."""
     slots = Slots(home() / "slots", num_slots())
     wanted = {
         stage.name: wanted_slots(stage.config, slots.count) for stage in plan.stages.values() if stage.action == "run"

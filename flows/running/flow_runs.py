@@ -1,4 +1,4 @@
-"""Prefect's side of a refresh: the deployment that its flow run belongs to, and flow runs that we begin ourselves."""
+"""Prefect's deployments of refreshes, and flow runs that this process begins itself."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ from stages.core.errors import ServerError
 
 WORK_POOL = "lifecycle"
 BY_HAND = "by hand"
-"""The deployment of refreshes that no schedule started, since Prefect retries only what belongs to one; no recipe can
-be called so. Its form in Prefect's UI runs any recipe."""
+"""Name of the deployment of refreshes that no schedule started; no recipe can have this name.
+
+Prefect retries only runs of a deployment. Its form in Prefect's UI runs any recipe.
+"""
 
 
 ENTRYPOINT = f"{refresh.fn.__module__}.{refresh.fn.__name__}"
-"""Where a worker finds the flow."""
+"""Address at which a worker finds the flow."""
 
 
 @contextmanager
 def prefect_client() -> Iterator[SyncPrefectClient]:
-    """A client; what goes wrong with its server is raised as `ServerError`."""
+    """Open a client of Prefect; failures of its server are raised as `ServerError`."""
     try:
         with get_client(sync_client=True) as client:
             yield client
@@ -52,9 +54,9 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
 
 
 def delete_flow_runs(flow_run_ids: Iterable[str]) -> None:
-    """Delete flow runs with their task runs, states, logs and artifacts; fine where Prefect does not know one.
+    """Delete flow runs with their task runs, states, logs and artifacts; unknown ones are skipped.
 
-    Their events stay, which Prefect deletes when they are a week old. Raises `ServerError`.
+    Their events stay; Prefect deletes events when they are a week old. Raises `ServerError`.
     """
     with prefect_client() as client:
         for flow_run_id in map(UUID, flow_run_ids):
@@ -78,8 +80,8 @@ def deploy(client: SyncPrefectClient, name: str, **options: Any) -> UUID:
         entrypoint=ENTRYPOINT,
         parameter_openapi_schema=parameter_schema(refresh).model_dump(),
         enforce_parameter_schema=True,
-        # With a command of its own, a worker starts the flow at once instead of preparing a workspace for it. What the
-        # flow says reaches Prefect's logs; a pipe to the worker would break, and end the flow, when the worker dies.
+        # With a command of its own, a worker starts the flow at once instead of preparing a workspace for it. Output of
+        # the flow reaches Prefect's logs; a pipe to the worker would break, and end the flow, when the worker dies.
         job_variables={
             "command": command_to_string([sys.executable, "-m", "prefect.engine"]),
             "stream_output": False,
@@ -90,9 +92,9 @@ def deploy(client: SyncPrefectClient, name: str, **options: Any) -> UUID:
 
 
 def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
-    """Return the deployment of the refresh flow that has this name, if any.
+    """Return the deployment of the refresh flow that has this name, or None.
 
-    By a filter: Prefect's client refuses names with a slash in an address.
+    It uses a filter, because Prefect's client refuses names with a slash in an address.
     """
     found = client.read_deployments(
         flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),
@@ -102,7 +104,7 @@ def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse 
 
 
 def update_entrypoints() -> None:
-    """Have deployments that an earlier version made find the flow where it is now. Raises `ServerError`."""
+    """Update deployments of earlier versions to the flow's present address. Raises `ServerError`."""
     with prefect_client() as client:
         for found in client.read_deployments(flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name]))):
             if found.work_pool_name == WORK_POOL and found.entrypoint != ENTRYPOINT:
@@ -110,7 +112,7 @@ def update_entrypoints() -> None:
 
 
 def begin_by_hand(request: RefreshRequest, name: str) -> FlowRun:
-    """The flow run of a refresh that this process is going to run itself; Prefect's Retry button works on it, too."""
+    """Create the flow run of a refresh that this process will run; Prefect's Retry button works on it, too."""
     parameters = {
         "recipe": request.recipe,
         "overrides": list(request.overrides),
@@ -124,7 +126,7 @@ def begin_by_hand(request: RefreshRequest, name: str) -> FlowRun:
 
 
 def begin_again(record: RefreshRecord) -> FlowRun | None:
-    """The flow run of a refresh that this process is going to retry; None when Prefect does not know it (any more)."""
+    """Return the flow run of a refresh that this process will retry; None when Prefect does not know it."""
     if record.prefect_flow_run_id is None:
         return None
     with prefect_client() as client, suppress(ObjectNotFound):

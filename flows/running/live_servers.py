@@ -1,4 +1,4 @@
-"""Servers that serve stages keep up within a refresh, until the last stage that refers to them is done."""
+"""Servers of serve stages within a refresh, kept until the last stage that refers to them is done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flows.running.slots import HeldSlots
 
 
 class LiveServers:
-    """upstream: stage → the stages that it refers to."""
+    """Servers that a refresh keeps. upstream: stage → the stages that it refers to."""
 
     def __init__(self, upstream: Mapping[str, Collection[str]]):
         self._upstream = upstream
@@ -19,31 +19,31 @@ class LiveServers:
         self._lock = threading.Lock()
 
     def keep(self, stage: str, server: LiveServer, slots: HeldSlots) -> None:
-        """Keep a server, with its slots, as long as some stage may use it."""
+        """Keep a server and its slots as long as a stage may use it."""
         with self._lock:
             self._servers[stage] = server, slots
         self._stop_unused()
 
     def serve(self, stages: Collection[str]) -> bool:
-        """Whether the server of one of these stages is up."""
+        """Return whether the server of one of these stages is up."""
         with self._lock:
             return any(name in stages and server.alive() for name, (server, _) in self._servers.items())
 
     def done_with(self, stage: str) -> None:
-        """A stage is done, or never will be: it needs no server any more."""
+        """Release the servers that only `stage`, which is done or never will be, still needed."""
         with self._lock:
             self._pending.discard(stage)
         self._stop_unused()
 
     def stop_unusable(self, built: Collection[str]) -> None:
-        """Stop servers that no stage could use right now, dead ones too: their slots may be what others wait for.
+        """Stop servers that no stage can use now, dead ones too, to free the slots others wait for.
 
         A stage whose server is gone starts one of its own.
         """
         self._stop([name for name in self._names() if not (self.serve([name]) and self._is_wanted(name, built))])
 
     def stop_all(self) -> None:
-        """Stop every server; returns when no process of theirs is left."""
+        """Stop every server; return when no process of theirs is left."""
         self._stop(self._names())
 
     def _stop_unused(self) -> None:

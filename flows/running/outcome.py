@@ -20,13 +20,14 @@ from stages.core.redaction import redact, shortened
 from stages.kinds.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
 
 FLOW_RUN = "/runs/flow-run/"
+"""Path of a flow run's page in Prefect's UI."""
 SHOWN_SCORES = 3
 SHOWN_CHARACTERS = 300
-"""Of an error; all of it is on the refresh's pages."""
+"""Most characters of an error in a notification; the refresh's pages have all of it."""
 
 
 def leave_report(record: RefreshRecord, store: Store) -> None:
-    """Leave the page of a refresh beside its ledger; without one the refresh is as good."""
+    """Write the page of a refresh beside its ledger; a failure is only printed."""
     try:
         write_report(record, store.index())
     except Exception as error:
@@ -34,7 +35,7 @@ def leave_report(record: RefreshRecord, store: Store) -> None:
 
 
 def links_of(record: RefreshRecord) -> dict[str, str]:
-    """Pages of the refresh: in Prefect and in MLflow while these are known, and its reports as files."""
+    """Return pages of the refresh: in Prefect and in MLflow while these are known, and its reports as files."""
     links = dict(_pages(record))
     report = ledger_of(record.refresh).folder / REPORT_FILE
     if report.exists():
@@ -44,7 +45,7 @@ def links_of(record: RefreshRecord) -> dict[str, str]:
 
 
 def in_words(record: RefreshRecord) -> list[str]:
-    """A line each: scores, warnings, links."""
+    """Return the scores, warnings and links of a refresh, a line each."""
     scores = {name: scores_text(entry.kind, entry.metrics) for name, entry in record.stages.items()}
     return [
         *(f"{name}: {text}" for name, text in scores.items() if text),
@@ -62,12 +63,12 @@ def _pages(record: RefreshRecord) -> Iterator[tuple[str, str]]:
 
 
 def verdict_tables(record: RefreshRecord) -> dict[str, str]:
-    """Name of each promotion that was built or found cached → Markdown."""
+    """Return Markdown tables by promotion, for those that were built or found cached."""
     return {name: (folder / TABLE_FILE).read_text(encoding="utf-8") for name, folder in _verdict_folders(record)}
 
 
 def summary(record: RefreshRecord) -> str:
-    """What became of candidates and by how much, scores, why stages failed, warnings, the page in MLflow; lines."""
+    """Return the outcome in lines: verdicts, scores, errors, warnings, duration and the page in MLflow."""
     lines = [record.error] if record.error else []
     lines += [_verdict_sentence(folder) for _, folder in _verdict_folders(record)]
     lines += _score_sentences(record)
@@ -89,7 +90,10 @@ def _verdict_folders(record: RefreshRecord) -> Iterator[tuple[str, Path]]:
 
 
 def _verdict_sentence(folder: Path) -> str:
-    """`adder: not promoted: size_mib 2.1 > 2, missed by 0.1; compared with champion (version 1)`."""
+    """Return a verdict as one line.
+
+    Such as `adder: not promoted: size_mib 2.1 > 2, missed by 0.1; compared with champion (version 1)`.
+    """
     verdict = Verdict.model_validate_json((folder / VERDICT_FILE).read_bytes())
     compared = f"compared with {verdict.against}" if verdict.against else "there was nothing to compare it with"
     return "; ".join([f"{verdict.name}: {verdict.outcome}", *verdict.missed, compared])

@@ -1,8 +1,8 @@
-"""What the parameters of a deployment may change: what is learned, not which recipe or whose program runs, or where.
+"""Limits on parameters of a deployment: they may change what is learned, but neither programs nor places.
 
-They come through Prefect's API, from a form or a program; a recipe, and `lifecycle run --set`, come from somebody who
-may run programs on this machine anyway. So a run of a deployment is held to its recipe in all that would start one, or
-read other files than the recipe's own.
+Parameters come through Prefect's API, from a form or a program. A recipe, and `lifecycle run --set`, come from someone
+who may run programs on this machine anyway. So a run of a deployment must keep its recipe's values wherever they would
+start a program, or read other files than the recipe's own.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from stages.kinds.publish.config import PublishConfig
 from stages.kinds.registry import KINDS
 
 OF_THE_RECIPE = frozenset({"environment", "launcher", "slurm", "kubernetes"})
-"""Fields of `execution`."""
+"""Fields of `execution` that only the recipe may set."""
 CODE_FIELDS = frozenset({"trust_remote_code", "trust_task_code"})
 SERVER_FIELDS = frozenset({"url", "key_variable"})
 PYTHON_FILE = re.compile(r"\.py[cdiowx]?\b|\.so\b", re.IGNORECASE)
 
 
 def check_recipe(recipe: str, deployment: str, registered: str | None) -> None:
-    """Raises `RecipeError` unless a deployment of this name may run the recipe.
+    """Raise `RecipeError` unless a deployment of this name may run the recipe.
 
-    registered: the recipe that it was made for; None for the one of refreshes by hand, which runs again what was run
-    in this home.
+    registered: the recipe that it was made for; None for the deployment of refreshes by hand, which runs only recipes
+    that were run in this home.
     """
     path = Path(recipe).absolute()
     if path == Path(registered).absolute() if registered is not None else was_run_here(path):
@@ -48,23 +48,23 @@ def check_recipe(recipe: str, deployment: str, registered: str | None) -> None:
 
 
 def check_parameters(request: RefreshRequest) -> None:
-    """Raises `RecipeError` that names every override a deployment may not have, and what `read_tree` raises."""
+    """Raise `RecipeError` that names every override a deployment may not have, or what `read_tree` raises."""
     path = Path(request.recipe)
     before, after = read_tree(path), read_tree(path)
     if apply_overrides(after, request.overrides):
         return  # reading the recipe says what is wrong
-    found = []
+    problems = []
     for names, value in _changes(before, after):
         reason = _reason(names, value, path.absolute().parent, _kind(after, names))
         if reason:
-            found.append(f"{'.'.join(names)}: {reason}")
-    if found:
+            problems.append(f"{'.'.join(names)}: {reason}")
+    if problems:
         remedy = "change the recipe, or run it on its machine with `lifecycle run --set`"
-        raise RecipeError("\n  ".join([f"parameters of a deployment may not do this; {remedy}:", *found]))
+        raise RecipeError("\n  ".join([f"parameters of a deployment may not do this; {remedy}:", *problems]))
 
 
 def _changes(before: Any, after: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Each field that differs, and its new value; None for one that is gone."""
+    """Yield each field that differs, with its new value; None for one that is gone."""
     if isinstance(before, dict) or isinstance(after, dict):
         old, new = (tree if isinstance(tree, dict) else {} for tree in (before, after))
         for key in {**old, **new}:
@@ -77,7 +77,10 @@ def _changes(before: Any, after: Any, names: tuple[str, ...] = ()) -> Iterator[t
 
 
 def _kind(tree: dict[str, Any], names: tuple[str, ...]) -> type[BaseModel] | None:
-    """Of the stage that a field belongs to; None when there is no such kind, which the recipe's reader says."""
+    """Return the config class of the stage that a field belongs to; None for an unknown kind.
+
+    The recipe's reader reports unknown kinds.
+    """
     stage = tree["stages"].get(names[1]) if names[0] == "stages" and len(names) > 1 else None
     return KINDS.get(str(stage.get("kind"))) if isinstance(stage, dict) else None
 
@@ -100,7 +103,10 @@ def _reason(names: tuple[str, ...], value: Any, folder: Path, kind: type[BaseMod
 
 
 def _path_fields(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Fields whose texts are, or may be, paths: `/no_think` elsewhere is none. `*` is any name that a recipe gives."""
+    """Yield the fields whose texts are, or may be, paths. `*` is any name that a recipe gives.
+
+    Other texts may look like paths: `/no_think`.
+    """
     for name, field in model.model_fields.items():
         if find_marker(field, OutsideInput) or find_marker(field, SourceText):
             yield (*above, name)
@@ -110,12 +116,15 @@ def _path_fields(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterato
 
 
 def _is_of(names: tuple[str, ...], field: tuple[str, ...]) -> bool:
-    """Whether it is the field, or an item of it."""
+    """Return whether the names lead to the field or to an item of it."""
     return len(names) >= len(field) and all(known in ("*", name) for known, name in zip(field, names, strict=False))
 
 
 def _is_inside(text: str, folder: Path) -> bool:
-    """Whether a path, or a source that may be one, stays in the folder; links are followed. Other sources do."""
+    """Return whether a path, or a source that may be one, stays in the folder, following links.
+
+    Sources that are no paths count as inside.
+    """
     try:
         path = absolute(Path(text.removeprefix("file://")), folder)
         return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))

@@ -1,6 +1,6 @@
-"""The Prefect flow of a refresh: one task a stage, each submitted at once and run when its upstream stages are done.
+"""Prefect flow of a refresh: one task a stage, submitted at once, run when its upstream stages are done.
 
-Our store alone decides what is cached, so Prefect's own caching is off; `retries.py` decides what it retries.
+Only our store decides what is cached, so Prefect's own caching is off; `retries.py` decides what Prefect retries.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from stages.core.garbage import collect_rarely
 
 RETRY_BASE_S = 1.0
 COMPARE = "compare"
-"""The flow's name when it compares layouts, so that nobody is notified of those as of refreshes."""
+"""Name of the flow when it compares layouts, so that notifications of refreshes do not match it."""
 REFUSED, STILL = "NotPromoted", "StillNotPromoted"
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}")
 def build_stage(name: str, run: RefreshRun) -> State[Any]:
-    """Build one stage, or find it cached. One that refuses a model has the state, and the colour, of its refresh."""
+    """Build one stage, or find it cached. A stage that refuses a model gets the state of its refresh."""
     try:
         built = run.build(name, runtime.task_run.run_count, get_run_logger())
     except RefreshStoppedError as error:
@@ -101,7 +101,7 @@ def refresh(
 
 
 def flow_of(run: RefreshRun) -> Flow[..., State[Any]]:
-    """The refresh flow, with the same parameters, that runs what was planned already."""
+    """Return the refresh flow, with the same parameters, that runs what was planned already."""
 
     @functools.wraps(refresh.fn)
     def planned(*_: object, **__: object) -> State[Any]:
@@ -113,7 +113,7 @@ def flow_of(run: RefreshRun) -> Flow[..., State[Any]]:
 
 def _run(run: RefreshRun) -> State[Any]:
     collect_rarely()
-    # Servers of this refresh and those who ask them share one key; it is in no argument and in no file.
+    # Servers of this refresh and their clients share one key; it is in no argument and in no file.
     os.environ.setdefault("VLLM_API_KEY", secrets.token_urlsafe(32))
     run.begin(str(runtime.flow_run.id), runtime.flow_run.run_count)
     try:
@@ -134,7 +134,7 @@ def _run(run: RefreshRun) -> State[Any]:
 
 
 def _flow_run_name() -> str:
-    """The refresh is named like its flow run; a retry keeps the name, and so goes on in the same record."""
+    """Return the name of the flow run and its refresh; a retry keeps it, and so continues in the same ledger."""
     name, parameters = str(runtime.flow_run.name), runtime.flow_run.parameters
     if ledger_of(name).exists():
         return name
@@ -148,18 +148,19 @@ def _flow_run_name() -> str:
 def _run_stages(run: RefreshRun) -> None:
     """Start every stage as soon as its upstream stages are done; a failed one stops only its dependents.
 
-    Between downloads and all else, inputs are checked: a stage that cannot work is known before others train for it.
+    Between downloads and all other stages, inputs are checked, so that a stage that cannot work fails before others
+    train for it.
     """
     with ThreadPoolTaskRunner(max_workers=len(run.plan.stages) + 1) as runner:
         futures: dict[str, PrefectFuture[Any]] = {}
 
         def submit(name: str, wait_for: list[Any]) -> None:
-            one = build_stage.with_options(
+            build = build_stage.with_options(
                 retries=run.plan.stages[name].config.execution.retries,
                 retry_delay_seconds=exponential_backoff(RETRY_BASE_S),
                 retry_condition_fn=lambda *_: run.retries.is_due(name),
             )
-            futures[name] = runner.submit(one, {"name": name, "run": run}, wait_for=wait_for)
+            futures[name] = runner.submit(build, {"name": name, "run": run}, wait_for=wait_for)
 
         stages = run.plan.stages
         for name in (name for name, stage in stages.items() if not stage.upstream):
@@ -188,8 +189,9 @@ def _run_stages(run: RefreshRun) -> None:
 
 
 def _end_skipped(futures: Mapping[str, PrefectFuture[Any]]) -> None:
-    """Set task runs that never began, since what they wait for failed, to an end: Prefect leaves them `NotReady`, which
-    is no end, and draws them as if they ran on, without their stages' names.
+    """End task runs that never began because what they wait for failed.
+
+    Prefect leaves them `NotReady`, which is no final state, and draws them as running, without their stages' names.
     """
     skipped = {name: future.task_run_id for name, future in futures.items() if not future.state.is_final()}
     if not skipped:
@@ -203,7 +205,10 @@ def _end_skipped(futures: Mapping[str, PrefectFuture[Any]]) -> None:
 
 
 def _measure(run: RefreshRun, comparison: Comparison) -> None:
-    """A task a trial, one after the other; that a layout fails is a result too. Ends early when the run is stopped."""
+    """Run a task for each trial, one after the other. Ends early when the run is stopped.
+
+    A layout that fails is a result too.
+    """
     with suppress(RefreshStoppedError), run.whole_machine() as devices:
         for round_number, layout in comparison.turns():
             name = f"round {round_number}: {comparison.began.layouts[layout].text}"
@@ -214,7 +219,7 @@ def _measure(run: RefreshRun, comparison: Comparison) -> None:
 
 @contextmanager
 def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM stop the stages instead of this process, which then ends the refresh in good order.
+    """Make SIGINT and SIGTERM stop the stages instead of this process, which then ends the refresh.
 
     Only in the main thread; elsewhere the program that runs the flow decides.
     """
@@ -231,7 +236,7 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
 
 
 def _publish(record: RefreshRecord, comparison: Comparison | None) -> None:
-    """Leave the stages, and where their metrics are, on the flow run's page."""
+    """Write the stages and links of a refresh to the flow run's page."""
     rows = [
         {
             "stage": name,
@@ -258,10 +263,10 @@ def _publish(record: RefreshRecord, comparison: Comparison | None) -> None:
 
 
 def final_state(record: RefreshRecord) -> State[Any]:
-    """How a refresh ended. Its name is what automations react to: a promotion of this very refresh, or one refused.
+    """Return the final state of a refresh. Automations react to its name.
 
-    What was refused is no failure, which somebody would have to mend, but it must not look like success either: its
-    type is that of what was called off, as is a scheduled run's that was left out. Prefect's pages colour by type.
+    A refusal is no failure that someone would have to fix, but it must not look like success either: its type is that
+    of a cancelled run, as for a scheduled run that was left out. Prefect's pages colour by type.
     """
     verdicts = {entry.verdict for entry in record.stages.values() if entry.state == "built"}
     if record.state == "not_promoted":
@@ -281,10 +286,10 @@ def final_state(record: RefreshRecord) -> State[Any]:
 
 
 def announce(flow_run: str, state: State[Any]) -> State[Any]:
-    """Emit the event of the state's type; returns the state.
+    """Emit the event of the state's type; return the state.
 
-    Prefect calls the event of a state by the state's name. Automations that wait for the end of a run, such as the one
-    that its manual recommends against zombies, know the names of types only, and would end a promoted run as crashed.
+    Prefect names the event of a state after the state. Automations that wait for the end of a run, such as the one that
+    its manual recommends against zombies, know the names of types only, and would end a promoted run as crashed.
     """
     plain = state.type.value.title()
     if state.name != plain:

@@ -1,4 +1,4 @@
-"""One refresh while it runs: plan, record, slots, live servers. What every stage of it shares; knows no Prefect.
+"""A running refresh: plan, record, slots and live servers, which all its stages share. Knows no Prefect.
 
 The Prefect flow decides the order and calls `build` for each stage, in threads.
 """
@@ -46,14 +46,17 @@ from stages.core.errors import LifecycleError, RefreshStoppedError, error_classe
 from stages.kinds.check.config import InputProblem
 
 COMPARISON_CLOSE_TIMEOUT_S = 120.0
-"""All of a comparison is shipped at its end."""
+"""Seconds for shipping a comparison to MLflow, which happens at its end."""
 
 
 class RefreshRun:
-    """A refresh as planned. What happens is written to its ledger, and `record` follows."""
+    """A planned refresh that runs. Events are written to its ledger, and `record` follows them."""
 
     def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = stage_process.start):
-        """Begin the refresh; default of its name: a new one. One that has a ledger goes on in it: this is a retry."""
+        """Begin the refresh.
+
+        refresh: its name; one that has a ledger continues in it (a retry). Default: a new name.
+        """
         close_interrupted()
         recipe = planned.plan.recipe
         refresh = refresh or new_refresh_id(f"{recipe}-compare" if planned.comparison else recipe)
@@ -89,7 +92,7 @@ class RefreshRun:
     def build(self, name: str, attempt: int, log: Log) -> Built:
         """Run one stage whose upstream stages are built, holding its slots. Raises what `run_stage` raises.
 
-        attempt: how often this try of the refresh has tried the stage, this time included.
+        attempt: number of attempts of this try of the refresh at the stage, this one included.
         """
         planned = self.plan.stages[name]
         is_retried = partial(self.retries.decide, planned, attempt)
@@ -116,10 +119,10 @@ class RefreshRun:
         return built
 
     def check_inputs(self, log: Log) -> None:
-        """Look for what is wrong with the inputs of all stages that will run, as far as these are there by now.
+        """Check the inputs of all stages that will run, as far as these are there by now.
 
-        Raises the error of the first stage that cannot work; each of them is noted as failed. A check that is itself
-        cut short is no reason to stop: stages check their inputs when their turn comes.
+        Raises the error of the first stage that cannot work; each of them is recorded as failed. A check that is itself
+        cut short does not stop the refresh: stages check their inputs when their turn comes.
         """
         started_s = time.monotonic()
         folder = self.ledger.folder / "check"
@@ -128,27 +131,27 @@ class RefreshRun:
             for findings in input_findings(self.plan.stages, self.built, self.store, folder, self._launch, self.stop):
                 for unseen in findings.unseen:
                     log.warning(f"checked in part: stages.{unseen.stage}.{unseen.field}: {unseen.message}")
-                for one in findings.problems:
-                    problems.setdefault(one.stage, []).append(one)
+                for problem in findings.problems:
+                    problems.setdefault(problem.stage, []).append(problem)
         except RefreshStoppedError:
             raise
-        except LifecycleError as error:
-            log.warning(f"inputs could not be checked before their stages' turns: {error}")
-        found = {name: _as_error(of_stage) for name, of_stage in problems.items()}
-        for name, problem in found.items():
-            self._note_failure(name, problem, time.monotonic() - started_s)
-        for problem in found.values():
-            raise problem
+        except LifecycleError as failure:
+            log.warning(f"inputs could not be checked before their stages' turns: {failure}")
+        errors = {name: _as_error(of_stage) for name, of_stage in problems.items()}
+        for name, error in errors.items():
+            self._note_failure(name, error, time.monotonic() - started_s)
+        for error in errors.values():
+            raise error
         self._is_checked = True
 
     @property
     def has_inputs_to_check(self) -> bool:
-        """Whether a stage will run that can tell beforehand what is wrong with its inputs."""
+        """Return whether a stage will run that can check its inputs beforehand."""
         return any(stage.config.HAS_CHECK and stage.action == "run" for stage in self.plan.stages.values())
 
     @contextmanager
     def whole_machine(self) -> Iterator[list[int]]:
-        """Hold every slot, so that nothing else of this home runs meanwhile; gives their numbers."""
+        """Hold every slot, so that nothing else of this home runs meanwhile; give their numbers."""
         held = self.slots.acquire(self.slots.count, self._stop_waiting)
         try:
             yield held.numbers
@@ -156,7 +159,7 @@ class RefreshRun:
             held.release()
 
     def measure(self, layout: int, round_number: int, devices: Sequence[int]) -> None:
-        """Run one layout of the comparison for one round; one that failed is not tried again.
+        """Run one layout of the comparison for one round; a layout that failed is not run again.
 
         Raises what is not the layout's fault, RefreshStoppedError when `stop` is set.
         """
@@ -173,17 +176,17 @@ class RefreshRun:
             raise
 
     def append(self, event: AnyEvent) -> None:
-        """Write down what happened."""
+        """Write an event to the ledger and update the record."""
         with self._lock:
             self.ledger.append(event)
             self.record = after(self.record, event)
 
     def begin(self, prefect_flow_run_id: str, prefect_run_count: int) -> None:
-        """Note which Prefect flow run this is, and how often Prefect has started it."""
+        """Record the Prefect flow run, and how often Prefect has started it."""
         self.append(FlowRunKnown(prefect_flow_run_id=prefect_flow_run_id, prefect_run_count=prefect_run_count))
 
     def finish(self) -> RefreshRecord:
-        """Stop servers, note the end, wait a little for MLflow. May be called again."""
+        """Stop servers, record the end, wait a little for MLflow. May be called again."""
         self.servers.stop_all()
         if self.record.state == "running":
             for attempt in self.record.attempts.values():
@@ -199,7 +202,10 @@ class RefreshRun:
         return self.record
 
     def _concluded(self, end: RefreshEnded) -> RefreshEnded:
-        """Note what was measured, and leave the report before MLflow ships the end; without one a comparison failed."""
+        """Record what was measured, and write the report, before MLflow ships the end.
+
+        A comparison without a report has failed.
+        """
         if self.comparison is None:
             leave_report(after(self.record, end), self.store)
             return end
@@ -230,7 +236,7 @@ class RefreshRun:
         return RefreshEnded(state=state, seconds=round(time.monotonic() - self._started_s, 2), error=error)
 
     def _acquire_slots(self, planned: PlannedStage) -> HeldSlots:
-        """Wait for slots, and for stages that more depends on: they are what the refresh takes longest for."""
+        """Wait for slots, and for stages with more dependents, which decide how long the refresh takes."""
         wanted = self._slots_of(planned)
         while wanted and self._is_preceded(planned.name):
             self._wait_for_slots(planned.name)
@@ -240,12 +246,12 @@ class RefreshRun:
         return held
 
     def _is_preceded(self, name: str) -> bool:
-        """Whether a stage that more stages depend on could start now too."""
+        """Return whether a stage with more dependents could start now too."""
         others = [other for other in self.plan.stages.values() if self._is_ready(other)]
         return any(self._num_dependents(other.name) > self._num_dependents(name) for other in others)
 
     def _is_ready(self, stage: PlannedStage) -> bool:
-        """Return whether it could start now: until inputs are checked, which waits for all downloads, only these."""
+        """Return whether a stage could start now. Before the check of inputs, only downloads can."""
         is_open = self._is_checked or not stage.upstream
         return is_open and stage.name not in self._begun and self.built.keys() >= set(stage.upstream)
 
@@ -253,7 +259,7 @@ class RefreshRun:
         return sum(name in stage.ancestors for stage in self.plan.stages.values())
 
     def _slots_of(self, planned: PlannedStage) -> int:
-        """None for a cached stage, nor for one whose server runs already: that server holds its own."""
+        """Return the slots of a stage: 0 if it is cached, or if its server runs and holds its own."""
         if planned.action == "cached" or self.servers.serve(planned.upstream):
             return 0
         return wanted_slots(planned.config, self.slots.count)
@@ -270,7 +276,7 @@ class RefreshRun:
         self.servers.stop_unusable(self.built.keys())
 
     def _note_built(self, built: Built) -> None:
-        """That a stage was built, its observer has written."""
+        """Record a stage that was found cached; its observer records one that was built."""
         self.built[built.name] = built
         self.errors.pop(built.name, None)  # of a try before
         if built.state == "cached":
@@ -278,7 +284,7 @@ class RefreshRun:
             self.append(StageCached(stage=built.name, artifact=built.artifact, attempt=attempt, seconds=seconds))
 
     def _note_failure(self, name: str, error: BaseException, seconds: float, *, retried: bool = False) -> None:
-        """An attempt that failed says so itself; what went wrong before or after it does not."""
+        """Record a failure outside an attempt; a failed attempt is recorded by its observer."""
         self.errors[name] = error
         entry, reason, error_class = self.record.stages[name], describe(error), type(error).__name__
         is_noted = entry.state in (("waiting",) if retried else ("failed", "cancelled")) and entry.error == reason

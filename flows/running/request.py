@@ -1,4 +1,4 @@
-"""What a person, a schedule or a retry asks for → what a refresh of it comes to."""
+"""Requests for refreshes by a person, a schedule or a retry, and the plans made for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from stages.hubs.answers import PLANNING_LIMIT_S
 
 @dataclass(frozen=True)
 class RefreshRequest:
-    """What a person asks for; JSON-able, so that it can be the parameters of a Prefect deployment."""
+    """Request for a refresh; JSON-able, so that it can be the parameters of a Prefect deployment."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -47,31 +47,31 @@ class RefreshRequest:
 
 @dataclass(frozen=True)
 class PlannedRefresh:
-    """A request, and what it comes to."""
+    """Request with its plan."""
 
     request: RefreshRequest
     plan: Plan
     store: Store
     notes: tuple[str, ...] = ()
-    """What was decided for the recipe: the layouts that `auto` became."""
+    """Decisions made for the recipe, such as the layouts that `auto` became."""
     comparison: Comparison | None = None
-    """What is run for a few steps once the plan's stages are there."""
+    """Comparison that runs once the plan's stages are there."""
     recipe_text: str = ""
-    """As it is kept: without secrets."""
+    """Text of the recipe for the ledger, without secrets."""
 
 
 def retry_of(record: RefreshRecord) -> RefreshRequest:
-    """What to ask for so that a refresh goes on where it ended: what it had been forced to build stays built."""
+    """Return the request that continues a refresh; stages that it was forced to build, and has built, stay built."""
     built = [name for name, entry in record.stages.items() if entry.state in ("built", "cached")]
     force = tuple(name for name in record.force if name not in built)
     return RefreshRequest(str(record.recipe_path), record.overrides, record.until, force)
 
 
 def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> PlannedRefresh:
-    """What a refresh would run.
+    """Return what a refresh would run.
 
-    may_be_unreachable: plan as far as possible when a hub does not answer, instead of raising TransientError.
-    Raises what `load_recipe`, `resolve_outside` and `plan` raise, and `ResourceError` when there are too few GPUs.
+    may_be_unreachable: plan as far as possible when a hub does not answer, instead of raising TransientError. Raises
+    what `load_recipe`, `resolve_outside` and `plan` raise, and `ResourceError` when there are too few GPUs.
     """
     errors: list[RecipeError] = []
     recipe = load_recipe(Path(request.recipe), request.overrides, errors)
@@ -81,7 +81,7 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
         raise errors[0]
     try:
         return _plan_of(recipe, request, errors, may_be_unreachable=may_be_unreachable)
-    except LifecycleError as error:  # what it quotes, a template or a task, may hold what the recipe gives to stages
+    except LifecycleError as error:  # it may quote a template or a task that holds a secret of the recipe
         variables = {name: text for one in recipe.stages.values() for name, text in one.execution.environment.items()}
         error.args = (redact(str(error), secrets_in({**os.environ, **variables})),)
         raise
@@ -145,5 +145,5 @@ def _plan_of(
         notes += installation_notes(planned)
     problems.check()
     planned = with_changes(planned, index, store.cache_folder(CONTENTS_CACHE))
-    said = (*notes, *unusual, *unasked)
-    return PlannedRefresh(request, planned, store, said, recipe_text=without_secrets(recipe.text))
+    all_notes = (*notes, *unusual, *unasked)
+    return PlannedRefresh(request, planned, store, all_notes, recipe_text=without_secrets(recipe.text))

@@ -1,4 +1,4 @@
-"""Which failed attempts of a refresh are tried again by themselves."""
+"""Decision which failed attempts of a refresh are tried again automatically."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from stages.core.errors import LifecycleError, TransientError
 
 
 class Retries:
-    """Decides once for each attempt. Called by the thread of the stage; stages do not share anything here.
+    """Decider, once for each attempt. Called by the thread of the stage; stages share nothing here.
 
-    A transient error is tried again `execution.retries` times. So is a death, as long as attempts get on: a stage that
-    dies twice with no newer checkpoint between would die again. All other errors would only repeat themselves.
+    A transient error is tried again `execution.retries` times. So is a death, as long as attempts make progress: a
+    stage that dies twice without a newer checkpoint in between would die again. All other errors would only repeat.
     """
 
     def __init__(self, store: Store) -> None:
@@ -21,8 +21,10 @@ class Retries:
         self._progress_at_death: dict[str, int] = {}
 
     def decide(self, planned: PlannedStage, number: int, error: BaseException) -> bool:
-        """Return whether a stage is tried again after this error. number: of its attempts in this try of the refresh,
-        the failed one included."""
+        """Return whether a stage is tried again after this error.
+
+        number: of its attempts in this try of the refresh, the failed one included.
+        """
         decided_for, again = self._decided.get(planned.name, (0, False))
         if decided_for != number:
             again = number <= planned.config.execution.retries and self._is_worth_it(planned, error)
@@ -30,7 +32,7 @@ class Retries:
         return again
 
     def is_due(self, stage: str) -> bool:
-        """Return what was decided on the latest attempt of a stage."""
+        """Return the decision on the latest attempt of a stage."""
         return self._decided.get(stage, (0, False))[1]
 
     def _is_worth_it(self, planned: PlannedStage, error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Run one stage: look it up, lock it, start it, watch it, commit it. Knows neither Prefect nor MLflow."""
+"""Runner of one stage: looks it up, locks it, starts it, watches it, commits it. Knows neither Prefect nor MLflow."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from stages.core.contract import Lease, StageConfig, StageResult
 from stages.core.errors import OutdatedVerdictError, RefreshStoppedError, StoreError
 
 Launcher = Callable[[Path, StageConfig], Process]
-"""Starts the stage whose `config.json` lies in a work folder; its output goes to `log.txt` there."""
+"""Function that starts the stage whose `config.json` is in a work folder; output goes to `log.txt` there."""
 
 
 @dataclass(frozen=True)
 class LiveServer:
-    """The process of a serve stage, which goes on after its artifact was committed."""
+    """Process of a serve stage, which goes on after its artifact was committed."""
 
     lease: Lease
     process: Process
 
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Return whether it still runs."""
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """End it and all its descendants; returns when none is left."""
+        """End it and all its descendants; return when none is left."""
         self.process.stop()
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try at building a stage. `resumed`: the work folder holds the scratch of an earlier try."""
+    """Attempt at building a stage. resumed: the work folder holds the scratch of an earlier one."""
 
     planned: PlannedStage
     work: Path
@@ -54,7 +54,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Built:
-    """A stage whose artifact is there. `server` is set for a serve stage that this refresh started."""
+    """Stage whose artifact is there. server: of a serve stage that this refresh started."""
 
     name: str
     kind: str
@@ -67,13 +67,13 @@ class Built:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Final metrics of the stage."""
+        """Return the final metrics of the stage."""
         return final_result(self.artifact).metrics
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended. `folder` is where its files are now: the artifact, or the work folder of a failure."""
+    """End of an attempt. folder: where its files are now: the artifact, or the work folder of a failure."""
 
     folder: Path
     seconds: float
@@ -82,13 +82,13 @@ class Outcome:
 
 
 class Observer(Protocol):
-    """Follows how a stage gets on, in the thread that runs it."""
+    """Protocol of observers of a stage, called in the thread that runs it."""
 
     def waiting(self) -> None:
-        """Another process builds the same artifact; called every 0.2 s as long as it does."""
+        """Called every 0.2 s as long as another process builds the same artifact."""
 
     def started(self, attempt: Attempt) -> str | None:
-        """Called before the process starts. Returns the key by which the artifact's record refers to the attempt."""
+        """Called before the process starts. Return the key by which the artifact's record refers to the attempt."""
 
     def tick(self) -> None:
         """Called about every 0.3 s while the process runs, and once after it has ended."""
@@ -107,16 +107,17 @@ def run_stage(
     stop: threading.Event | None = None,
     launch: Launcher = stage_process.start,
 ) -> Built:
-    """Return the stage's artifact: a cached one when it stands on the same content, else a newly built one.
+    """Return the stage's artifact: a cached one when its inputs have the same content, else a newly built one.
 
     upstream: at least every stage in `planned.ancestors`, by name.
-    attempt: how often this refresh has tried the stage, this time included. A forced stage starts from an empty work
-    folder at its first attempt only.
+    attempt: number of attempts of this refresh at the stage, this one included. A forced stage starts from an empty
+    work folder at its first attempt only.
     stop: when set (from another thread), the stage is stopped and `RefreshStoppedError` raised.
 
-    Raises the stage's own error class, also for an artifact that its stage refuses (`StageContext.refuse`), be it newly
-    committed, cached, or one that the stage stands on; further `StageCrashError`, `StageTimeoutError`, `StoreError`
-    (also for a damaged artifact: only a forced stage replaces it), `ResourceError` for a full disk.
+    Raises the stage's own error class, also for an artifact that its stage refuses (`StageContext.refuse`), whether
+    newly committed, cached, or upstream; further `StageCrashError`, `StageTimeoutError`, `StoreError` (also for a
+    damaged
+    artifact: only a forced stage replaces it), `ResourceError` for a full disk.
     """
     started_s = time.monotonic()
     stop = stop or threading.Event()
@@ -189,7 +190,7 @@ def _build(
 
 
 def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, stop: threading.Event) -> Built:
-    """Run the hook of an artifact again, which was cut short after the commit. It is an attempt once it succeeds.
+    """Run the hook of an artifact again, which was cut short after the commit. It counts as an attempt on success.
 
     Raises `OutdatedVerdictError` for an artifact that has to be built again.
     """
@@ -202,8 +203,10 @@ def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, 
 
 
 def _has_leftover(planned: PlannedStage, work: Path) -> bool:
-    """Whether an attempt at a promotion is under way, or was killed. Nothing in its folder is worth going on with, as
-    the checkpoints of a training stage are."""
+    """Return whether an attempt at a promotion is under way, or was killed.
+
+    Nothing in its folder can be continued, unlike the checkpoints of a training stage.
+    """
     return planned.kind in hook.PROGRAMS and work.exists()
 
 
@@ -237,7 +240,7 @@ def _entry(built: Built) -> UpstreamEntry:
 
 @dataclass
 class _Waiting:
-    """Called while another process holds the lock: calls the observer, and raises when asked to stop."""
+    """Callback while another process holds the lock: calls the observer, and raises when asked to stop."""
 
     planned: PlannedStage
     observer: Observer

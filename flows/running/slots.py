@@ -1,4 +1,4 @@
-"""Resource slots of this machine: how many processes of stages run side by side, over all refreshes of a home.
+"""Slots of this machine: the number of stage processes that run side by side, over all refreshes of a home.
 
 A slot is a file lock, which the kernel releases when its holder dies; filelock would be no shorter for several.
 Prefect's own `concurrency(…)` was measured and dropped: its lease outlives a killed flow by 67 s, and slots that were
@@ -15,7 +15,7 @@ from typing import IO
 
 
 class Slots:
-    """`count` slots, numbered from 0, kept as lock files in `folder`."""
+    """Slots numbered from 0 to `count` - 1, kept as lock files in `folder`."""
 
     POLL_S = 0.1
 
@@ -24,7 +24,9 @@ class Slots:
         self.count = count
 
     def acquire(self, wanted: int, waiting: Callable[[], None]) -> HeldSlots:
-        """Hold `wanted` slots at once, first come, first served. `waiting` is called while they are busy; may raise.
+        """Hold `wanted` slots at once, first come, first served.
+
+        waiting: called while they are busy; may raise.
 
         Only the holder of the turnstile lock collects slots, so that two half-served requests never block each other.
         """
@@ -46,22 +48,22 @@ class Slots:
         return HeldSlots(held)
 
     def num_free(self) -> int:
-        """How many nobody holds, now."""
+        """Return the number of free slots."""
         if not self.folder.exists():
             return self.count
-        found = HeldSlots(self._free_slots(self.count, taken=()))
-        number = len(found.numbers)
-        found.release()
+        free = HeldSlots(self._free_slots(self.count, taken=()))
+        number = len(free.numbers)
+        free.release()
         return number
 
     def _free_slots(self, wanted: int, taken: Collection[int]) -> dict[int, IO[str]]:
-        found: dict[int, IO[str]] = {}
+        locked: dict[int, IO[str]] = {}
         for number in range(self.count):
-            if len(found) < wanted and number not in taken:
+            if len(locked) < wanted and number not in taken:
                 file = self._try_lock(str(number))
                 if file:
-                    found[number] = file
-        return found
+                    locked[number] = file
+        return locked
 
     def _lock(self, name: str, waiting: Callable[[], None]) -> IO[str]:
         while not (file := self._try_lock(name)):
@@ -90,11 +92,11 @@ class HeldSlots:
 
     @property
     def numbers(self) -> list[int]:
-        """Which slots: on a machine with GPUs, which GPUs."""
+        """Return the numbers of the slots: on a machine with GPUs, the GPUs' numbers."""
         return sorted(self._files)
 
     def release(self) -> None:
-        """Give the slots back; a second call does nothing."""
+        """Release the slots; a second call does nothing."""
         for file in self._files.values():
             file.close()
         self._files = {}

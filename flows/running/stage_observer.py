@@ -1,4 +1,4 @@
-"""Observer of one stage of a refresh: writes what happens where tracking and views find it, logs milestones."""
+"""Observer of one stage of a refresh: writes ledger events for tracking and views, and logs milestones."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LOG_LEVELS = {"milestone": logging.INFO, "warning": logging.WARNING}
 
 
 class StageObserver:
-    """An `Observer` that has `append` write down what happens in a stage of a refresh.
+    """`Observer` that reports the events of a stage through `append`.
 
-    is_retried: says of an error whether the stage is tried again.
-    waited_until_s: on the monotonic clock, until when another refresh was building the same artifact, if one was.
+    is_retried: returns whether the stage is tried again after an error.
+    waited_until_s: monotonic time until which another refresh was building the same artifact, if one was.
     """
 
     def __init__(
@@ -124,19 +124,19 @@ def _in_a_word(outcome: Outcome) -> EventOutcome:
 
 
 def describe(error: BaseException) -> str:
-    """Message of an expected error; class and message of any other."""
+    """Return the message of an expected error; class and message of any other."""
     return str(error) if isinstance(error, LifecycleError) else redact(f"{type(error).__name__}: {error}")
 
 
 class Tail:
-    """Reads the complete lines of a JSON-lines file as they are appended. The file need not exist yet."""
+    """Reader of the complete lines of a JSON-lines file as they are appended. The file need not exist yet."""
 
     def __init__(self, path: Path, at_end: bool = False):
         self.path = path
         self._position = path.stat().st_size if at_end and path.exists() else 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """What was appended since the last call; lines that are no JSON object are left out."""
+        """Return the objects that were appended since the last call; other lines are left out."""
         try:
             with self.path.open("rb") as stream:
                 stream.seek(self._position)

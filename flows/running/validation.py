@@ -1,7 +1,7 @@
-"""What is wrong with the inputs of stages that will run, found once the downloads are there, before any training.
+"""Check of the inputs of stages that will run, once the downloads are there, before any training.
 
-A process like a stage's looks (`stages/kinds/check`): the orchestrator reads no data. What it does not find, because
-there was no time or because another stage has yet to make the data, the stage itself finds when its turn comes.
+A process like a stage's does the check (`stages/kinds/check`): the orchestrator reads no data. What it does not find,
+for lack of time or because another stage has yet to make the data, the stage itself finds when its turn comes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stages.kinds.check.config import FINDINGS_FILE, CheckConfig, Findings
 TIMEOUT_S = 300.0
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 COMES_FROM = ("adapter", "adapters.0", "model", "base")
-"""Of the fields that name a stage, the first of these is what a model is made from last."""
+"""Fields that name the stage a model is made from; the first one present is the last step."""
 
 
 def input_findings(
@@ -35,10 +35,10 @@ def input_findings(
     launch: Launcher,
     stop: threading.Event,
 ) -> Iterator[Findings]:
-    """What is wrong with the stages that will run and whose inputs are there, or can be known from what is.
+    """Yield the problems of the stages that will run and whose inputs are there or can be derived.
 
-    folder: for the work of the check; gone afterwards.
-    Raises what `watch` raises when the check itself fails or is stopped.
+    folder: for the work of the check; removed afterwards. Raises what `watch` raises when the check itself fails or is
+    stopped.
     """
     waiting = [stage for stage in stages.values() if stage.config.HAS_CHECK and _will_run(stage, built)]
     inputs = [one for stage in waiting if (one := input_of(stage, stages, built, store, folder))]
@@ -81,8 +81,10 @@ def _run(config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop
 def input_of(
     stage: PlannedStage, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], store: Store, folder: Path
 ) -> StageInput | None:
-    """What the stage would be given now; None while data that it needs are not made, nor a model that its own will be
-    made from."""
+    """Return the stage's input as of now.
+
+    None while data that it needs is not made, nor a model that its own will be made from.
+    """
     inputs = {}
     for name in stage.upstream:
         if name in built:
@@ -102,9 +104,10 @@ def input_of(
 
 
 def _made_from(name: str, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], folder: Path) -> Path | None:
-    """The nearest model that is there, of those that a model or server comes from: it has the same tokenizer, and, but
-    for stages on the way that bring a template of their own, the same chat template. An adapter is no model, and data
-    that a model is to generate are not there.
+    """Return the nearest existing model from which a model or server is made.
+
+    It has the same tokenizer and, unless a stage on the way brings its own, the same chat template. An adapter is no
+    model, and data that a model will generate does not exist yet.
     """
     if stages[name].config.product == "dataset":
         return None
@@ -121,7 +124,7 @@ def _made_from(name: str, stages: Mapping[str, PlannedStage], built: Mapping[str
 
 
 def _with_template(artifact: Path, template: Path, folder: Path) -> Path:
-    """The artifact of a model, but for its template; links all else."""
+    """Return a copy of a model's artifact with another chat template; all other files are linked."""
     model = folder / "model"
     if not model.exists():
         model.mkdir(parents=True)

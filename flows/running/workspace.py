@@ -1,8 +1,8 @@
-"""The work folder of a stage: made ready before an attempt, made an artifact after it.
+"""Work folder of a stage: prepared before an attempt, made an artifact after it.
 
-config.json, metrics.jsonl, …  what `stages/core/contract.py` says
+config.json, metrics.jsonl, …  see `stages/core/contract.py`
 log.txt                        output of all processes of all attempts
-attempt.json                   what finds the processes of this attempt again, should this process die
+attempt.json                   identifies the processes of this attempt, should this process die
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from stages.core.files import write_atomically
 from stages.core.supervisor import end_processes, marked_processes
 
 KEPT = frozenset({SCRATCH_FOLDER, "metrics.jsonl", "events.jsonl", LOG_FILE})
-"""What an attempt finds of the one before; all else is removed, lest half of an old artifact get into the new one."""
+"""Files that an attempt keeps from the one before; all others are removed, so that no old result is committed."""
 
 
 @dataclass(frozen=True)
 class ResolvedInputs:
-    """What a stage stands on: artifact folders and servers by stage name, upstream artifacts by field path."""
+    """Inputs of a stage, resolved: artifact folders and servers by stage name, upstream entries by field path."""
 
     inputs: dict[str, Path]
     leases: dict[str, Lease]
@@ -39,19 +39,19 @@ class ResolvedInputs:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Field path → content digest."""
+        """Return field path → content digest."""
         return {field: entry.digest for field, entry in self.upstream.items()}
 
 
 class AttemptNote(StrictModel):
-    """`attempt.json`."""
+    """Contents of `attempt.json`."""
 
     token: str | None
     digests: dict[str, str]
 
 
 def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs, fresh: bool) -> bool:
-    """Make the work folder ready, and write `config.json`. Returns whether scratch of an earlier attempt is in it.
+    """Prepare the work folder and write `config.json`; return whether scratch of an earlier attempt is in it.
 
     Ends processes and jobs that a dead flow may have left at work there. Scratch is kept unless `fresh`, or made from
     other content. Call it under the lock.
@@ -73,7 +73,7 @@ def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs
 
 
 def note_attempt(work: Path, resolved_inputs: ResolvedInputs, token: str | None) -> None:
-    """Leave a note for the next attempt: the token of our processes, and the content that they build on."""
+    """Write `attempt.json` for the next attempt: the token of our processes, and the content of their inputs."""
     write_atomically(work / ATTEMPT_FILE, AttemptNote(token=token, digests=resolved_inputs.digests).model_dump_json())
 
 
@@ -86,7 +86,7 @@ def commit(
     seconds: float,
     attempt: str | None,
 ) -> Artifact:
-    """Make the work folder of a finished stage its artifact. attempt: the key that the ledger has for the attempt."""
+    """Make the work folder of a finished stage its artifact. attempt: the ledger's key of the attempt."""
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     with store.explained(f"hash the files of {planned.name}"):
         files = hash_files(work)
@@ -115,7 +115,7 @@ def commit(
 def stage_input(
     store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs, trial: Trial | None = None
 ) -> StageInput:
-    """The `config.json` of a stage process; with `trial`, it runs only its first steps."""
+    """Return the `config.json` of a stage process; with `trial`, it runs only its first steps."""
     outside = planned.identity["outside"]
     assert isinstance(outside, dict)
     return StageInput(

@@ -1,4 +1,4 @@
-"""Key of this home's servers: whoever has it may use Prefect and MLflow. Only its owner may read the file.
+"""Key of this home's servers: with it, programs may use Prefect and MLflow. Only its owner may read the file.
 
 Also the key of servers elsewhere that the user names; then the user names its file, too (`KEY_FILE_VARIABLE`).
 """
@@ -19,7 +19,7 @@ KEY_FILE_VARIABLE = "LIFECYCLE_SERVERS_KEY_FILE"
 """Variable that names the file with the key of PREFECT_API_URL's and MLFLOW_TRACKING_URI's servers."""
 READABLE_BY_OTHERS = 0o077
 _REMAKE = "remove it, and `lifecycle up` makes a new one and restarts the servers with it"
-_CORRECT = f"it is to hold {USER}:PASSWORD, for nobody but you to read (mode 0600)"
+_CORRECT = f"it must hold {USER}:PASSWORD, readable by you alone (mode 0600)"
 
 
 def key_file() -> Path:

@@ -135,8 +135,8 @@ def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
     try:
         ZoneInfo(timezone)
     except (KeyError, ValueError, OSError) as error:
-        alike = difflib.get_close_matches(timezone, available_timezones(), n=1)
-        remedy = f"expected a name such as Europe/Berlin{closest(timezone, alike)}"
+        close_names = difflib.get_close_matches(timezone, available_timezones(), n=1)
+        remedy = f"expected a name such as Europe/Berlin{closest(timezone, close_names)}"
         raise RecipeError(f"scheduling {name}: there is no time zone `{timezone}`; {remedy}") from error
     expected = "expected minute, hour, day of month, month and day of week, such as `0 3 * * *`"
     # Six fields, which Prefect takes, begin with a minute and end with a second; R is a time that it draws.

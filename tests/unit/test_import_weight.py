@@ -43,7 +43,6 @@ RULES = [
     # Prefect is imported where things run.
     (r"flows\.running\.(due|flow_runs|refresh)", PREFECT),
     (r"flows\.running(\..*)?", set()),
-    (r"flows\.service\.(left_folders|retention)", set()),
     (r"flows\.service(\..*)?", {*PREFECT, "apprise"}),
     # Stages, from the bottom up.
     (r"stages\.(core|planner)(\..*)?", set()),

@@ -381,7 +381,7 @@ def test_no_row_is_longer_than_the_packed_rows_that_are_written(lifecycle, tmp_p
     rows = [ODD[0], ODD[1], *SHORT[:40]]
     code, said = init(lifecycle, tmp_path, rows, "--model", model if source.startswith("the") else source)
     assert code == 0, said
-    assert ("lengths are the most that any makes" in said) == source.startswith("hf")
+    assert ("lengths are upper bounds for any tokenizer" in said) == source.startswith("hf")
     shown = read_by_training(tmp_path, tmp_path / "my-rows.yaml", "sft", model)
     assert [portion.num_over_long for portion in shown.portions] == [0, 0]
 
