@@ -11,14 +11,182 @@ folder that it begins in alone. It reads Python and the system's libraries, and 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import json
+import mmap
 import os
 import resource
 import signal
+import struct
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from stages.rewards import landlock, system_calls
+PERMITTED = """
+    access alarm brk chdir clock_getres clock_gettime clock_nanosleep close close_range copy_file_range dup dup2 dup3
+    epoll_create1 epoll_ctl epoll_pwait epoll_wait eventfd2 exit exit_group faccessat faccessat2 fadvise64
+    fchdir fdatasync flock fstat fstatfs fsync ftruncate futex getcwd getdents64 getegid geteuid getgid getgroups
+    getitimer getpgid getpgrp getpid getppid getrandom getresgid getresuid getrlimit getrusage getsid gettid
+    gettimeofday getuid lseek lstat madvise membarrier mprotect mremap msync munmap nanosleep
+    newfstatat pause pipe pipe2 poll ppoll pread64 preadv pselect6 pwrite64 pwritev read readlink readlinkat readv
+    rename renameat renameat2 restart_syscall rseq rt_sigaction rt_sigpending rt_sigprocmask rt_sigreturn
+    rt_sigsuspend rt_sigtimedwait sched_getaffinity sched_yield select sendfile set_robust_list setitimer sigaltstack
+    stat statfs statx symlink symlinkat sysinfo time times umask uname unlink unlinkat write writev
+"""
+FCNTL_COMMANDS = (
+    *(fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL),
+    *(fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW, fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW),
+)
+"""And F_SETFL without O_ASYNC. Others (F_SETOWN, F_SETSIG, F_NOTIFY, F_SETLEASE) have the kernel send signals, SIGKILL
+as well, to any process of the user.
+"""
+IOCTL_COMMANDS = (0x5450, 0x5451, 0x5421)
+"""FIONCLEX, FIOCLEX, FIONBIO: Python sets flags of its descriptors by them. FIOSETOWN and FIOASYNC are as F_SETOWN."""
+NAMELESS = os.O_TMPFILE & ~os.O_DIRECTORY
+WRITING = os.O_ACCMODE | NAMELESS
+"""A file without a name is in no folder where its size is seen."""
+READ_WITHOUT_TRUNCATION = WRITING | os.O_TRUNC
+"""Landlock before Linux 6.2 would let a file that may be read be emptied."""
+SHARING = mmap.MAP_SHARED | mmap.MAP_PRIVATE
+
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
+EQUAL, MASKED_EQUAL = 4, 7
+
+
+class Comparison(ctypes.Structure):
+    """`struct scmp_arg_cmp`: argument `arg` of a call & `first` == `second` for MASKED_EQUAL, == `first` for EQUAL."""
+
+    _fields_ = [
+        ("arg", ctypes.c_uint),
+        ("operation", ctypes.c_int),
+        ("first", ctypes.c_uint64),
+        ("second", ctypes.c_uint64),
+    ]
+
+
+def permit_computing_only() -> None:
+    """From now on, every other call fails with EPERM. Raises OSError where there is no seccomp or no libseccomp."""
+    library = ctypes.CDLL("libseccomp.so.2")
+    library.seccomp_init.restype = ctypes.c_void_p
+    calls = ctypes.c_void_p(library.seccomp_init(REFUSE))
+    if not calls:
+        raise OSError(errno.ENOSYS, "seccomp_init failed")
+
+    def permit(name: str, where: Iterable[Comparison] = ()) -> None:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        if number < 0:  # an architecture without this call
+            return
+        given = tuple(where)
+        _checked_seccomp(
+            library.seccomp_rule_add_array(calls, ALLOW, number, len(given), (Comparison * len(given))(*given))
+        )
+
+    for name in PERMITTED.split():
+        permit(name)
+    for name, flags in (("open", 1), ("openat", 2)):
+        permit(name, [Comparison(flags, MASKED_EQUAL, READ_WITHOUT_TRUNCATION, os.O_RDONLY)])
+        permit(name, [Comparison(flags, MASKED_EQUAL, WRITING, os.O_WRONLY)])
+        permit(name, [Comparison(flags, MASKED_EQUAL, WRITING, os.O_RDWR)])
+    for command in FCNTL_COMMANDS:
+        permit("fcntl", [Comparison(1, EQUAL, command)])
+    permit("fcntl", [Comparison(1, EQUAL, fcntl.F_SETFL), Comparison(2, MASKED_EQUAL, os.O_ASYNC, 0)])
+    for command in IOCTL_COMMANDS:
+        permit("ioctl", [Comparison(1, EQUAL, command)])
+    permit("mmap", [Comparison(3, MASKED_EQUAL, SHARING, mmap.MAP_PRIVATE)])
+    permit("mmap", [Comparison(3, MASKED_EQUAL, mmap.MAP_ANONYMOUS, mmap.MAP_ANONYMOUS)])
+    permit("prlimit64", [Comparison(0, EQUAL, 0), Comparison(2, EQUAL, 0)])  # reading its own limits
+    permit("tgkill", [Comparison(0, EQUAL, os.getpid())])  # abort(): a signal to itself
+    _checked_seccomp(library.seccomp_load(calls))
+    library.seccomp_release(calls)
+
+
+def _checked_seccomp(answer: int) -> None:
+    if answer < 0:
+        raise OSError(-answer, os.strerror(-answer))
+
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+"""Numbers of the system calls, on every architecture."""
+VERSION_ONLY = 1
+PATH_BENEATH = 1
+PR_SET_NO_NEW_PRIVS = 38
+CAPABILITIES_3 = 0x20080522
+CAP_SYS_ADMIN, CAP_PERFMON = 21, 38
+
+EXECUTE, WRITE_FILE, READ_FILE, READ_FOLDER = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+MAKE_DEVICE = 1 << 11
+READING = EXECUTE | READ_FILE | READ_FOLDER
+NUM_RIGHTS = (0, 13, 14, 15, 15, 16)
+"""Of files, by Landlock's version; later ones have as many as the last."""
+NETWORK_VERSION, SCOPE_VERSION = 4, 6
+"""The first with rights of the network, and with scopes."""
+BIND_AND_CONNECT = 0b11
+ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def landlock_version() -> int:
+    """0 where there is no Landlock."""
+    return max(int(_libc.syscall(CREATE_RULESET, None, 0, VERSION_ONLY)), 0)
+
+
+def hide_other_processes() -> None:
+    """Have the kernel keep the memory and the environment of all processes that run already from this one.
+
+    Raises OSError where there is no Landlock.
+    """
+    _restrict(struct.pack("Q", MAKE_DEVICE), {})  # any rule makes a domain, which sees no process outside it
+    _drop_capabilities(CAP_SYS_ADMIN, CAP_PERFMON)  # with which root would see them all the same
+
+
+def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
+    """Let files be opened beneath these paths alone, of which those that are missing do not count.
+
+    Where the kernel can, no TCP port is opened either, and no signal sent to a process that was not restricted with
+    this one. Owners, modes and times of files, and on Linux before 6.2 their length, are not Landlock's: system calls
+    that change these must be refused besides. Raises OSError where there is no Landlock.
+    """
+    known = landlock_version()
+    every_right = (1 << NUM_RIGHTS[min(known, len(NUM_RIGHTS) - 1)]) - 1
+    attributes = struct.pack("Q", every_right)
+    attributes += struct.pack("Q", BIND_AND_CONNECT) if known >= NETWORK_VERSION else b""
+    attributes += struct.pack("Q", ABSTRACT_SOCKETS_AND_SIGNALS) if known >= SCOPE_VERSION else b""
+    allowed = dict.fromkeys(readable, READING) | dict.fromkeys(writable, every_right & ~EXECUTE)
+    _restrict(attributes, {path: rights for path, rights in allowed.items() if path.exists()})
+
+
+def _restrict(attributes: bytes, allowed: dict[Path, int]) -> None:
+    """attributes: `struct landlock_ruleset_attr`, as much of it as the kernel knows."""
+    rules = _checked_errno(_libc.syscall(CREATE_RULESET, attributes, len(attributes), 0))
+    for path, rights in allowed.items():
+        opened = os.open(path, os.O_PATH)
+        of_kind = rights if path.is_dir() else rights & (EXECUTE | WRITE_FILE | READ_FILE)
+        _checked_errno(_libc.syscall(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", of_kind, opened), 0))
+        os.close(opened)
+    _checked_errno(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _checked_errno(_libc.syscall(RESTRICT_SELF, rules, 0))
+    os.close(rules)
+
+
+def _drop_capabilities(*dropped: int) -> None:
+    header = struct.pack("Ii", CAPABILITIES_3, 0)
+    sets = ctypes.create_string_buffer(24)  # effective, permitted and inheritable: the lower 32 of each, then the upper
+    _checked_errno(_libc.capget(header, sets))
+    values = list(struct.unpack("6I", sets.raw))
+    for number in dropped:
+        for kind in range(3):
+            values[3 * (number // 32) + kind] &= ~(1 << number % 32)
+    _checked_errno(_libc.capset(header, struct.pack("6I", *values)))
+
+
+def _checked_errno(answer: int) -> int:
+    if answer < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(answer)
+
 
 PR_SET_PDEATHSIG = 1
 NUM_OPEN_FILES = 32
@@ -58,8 +226,8 @@ def _confine(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
     }
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
-    landlock.restrict_files(readable=READABLE, writable=[Path.cwd(), Path(os.devnull)])
-    system_calls.permit_computing_only()
+    restrict_files(readable=READABLE, writable=[Path.cwd(), Path(os.devnull)])
+    permit_computing_only()
 
 
 def _passes(code: str, tests: list[str]) -> bool:

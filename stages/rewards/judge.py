@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import json
 import re
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from stages.core.errors import DataError
+from stages.core.files import read_json_lines, remove_cut_off_line
+from stages.core.keys import key_in
 from stages.core.numbers import Seconds
+from stages.core.redaction import quoted, redact
 from stages.core.strict import StrictModel
-from stages.rewards.reward import Reward, RewardContext, Scores
+from stages.data.messages import PlainText
+from stages.remote.http_answers import Expected, ask_httpx, httpx_client
+from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
+from stages.rewards.reward import Completion, Reward, RewardContext, Scores
+from stages.serving.completions import ChatChoice, Choices, Usage, answer_bytes
+
+if TYPE_CHECKING:
+    import httpx
 
 RATE = """Rate an answer to a question, from {least} (useless) to {largest} (could not be better).
 {reference}
@@ -142,7 +157,255 @@ class JudgeReward(JudgeConfig, Reward):
         """Raises ServerError for a server that refuses, or whose model answers a trial with prose; TransientError for
         one that does not answer; RecipeError for a variable that is not set.
         """
-        judges = importlib.import_module("stages.rewards.asked_judge")
-        with judges.AskedJudge.opened(self, context.kept / f"{name}.jsonl") as judge:
+        with AskedJudge.opened(self, context.kept / f"{name}.jsonl") as judge:
             judge.try_out()
             yield judge.scores
+
+
+CONCURRENT_REQUESTS = 8
+NUM_TRIES = 3
+"""Of a judge that answers with prose, and is asked for a number again."""
+RATING = re.compile(r"\brating(?:\s*\([^)\n]{0,40}\))?[^\w\n]{0,5}[:：=]\W{0,5}?([-−]?\d+(?:\.\d+)?)", re.IGNORECASE)
+BETTER = re.compile(
+    r"(?:^[^\w\n]*|(\b))better[^\w\n]{0,5}[:：=]\W{0,8}(?:answer\s+)?\b(A|B|equal)\b"
+    r"(?(1)[^\w\n]*$|(?=[^\w\n/&?]*$|[*_\"'`)\]]*\s?[.,;:!(–—-]))",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Both want the colon: "Answer B is better. A is wrong." is no verdict for A. At the beginning of a line a remark may
+follow the verdict; within a line it must be the end.
+"""
+TRIAL = Completion("What is 1 + 2?", "3", 1, "three", {}, PlainText("What is 1 + 2?", ""))
+TOKENS = ("prompt", "completion")
+"""What usage is counted in, as the API calls it."""
+Messages = list[dict[str, str]]
+Tokens = dict[str, int]
+"""Tokens by `TOKENS`; 0 where the server does not say."""
+
+
+@dataclass(frozen=True)
+class JudgeAnswer:
+    """number: None where it ends with none, though the judge was asked to."""
+
+    text: str
+    number: float | None
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """score: None where the judge gives no number. answers: of the judge, one for each question."""
+
+    score: float | None
+    answers: tuple[str, ...]
+
+
+@dataclass
+class AskedJudge:
+    """One judge, and what it said so far: of the messages that it was asked, as JSON."""
+
+    config: JudgeConfig
+    http: httpx.Client
+    pool: ThreadPoolExecutor
+    file: Path
+    key: str
+    answered: dict[str, JudgeAnswer]
+    num_requests: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, config: JudgeConfig, file: Path) -> Iterator[Self]:
+        """file: where its answers are kept, or were. Raises RecipeError for a variable that is not set."""
+        key = key_in(config.key_variable, "key_variable")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        pool = ThreadPoolExecutor(CONCURRENT_REQUESTS)
+        with httpx_client(base_url=config.url, headers=headers, timeout=config.timeout_s) as http:
+            try:
+                kept = kept_lines(file)
+                yield cls(config, http, pool, file, key, _answered(kept), len(kept))
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def try_out(self) -> None:
+        """Ask it of an answer that everybody can judge. Raises as `opened` of the reward says."""
+        for messages in self._questions(TRIAL):
+            self._number(messages, keep=False)
+
+    def scores(self, completions: Sequence[Completion]) -> Iterator[float]:
+        """Raises DataError for more requests than the recipe lets it make, and at a completion that the judge gives no
+        number; ServerError, TransientError.
+        """
+        self._check_cost(completions)
+        return self.pool.map(self._score, completions)
+
+    def opinions(self, completions: Sequence[Completion]) -> Iterator[Opinion]:
+        """Raises as `scores` does, but for completions that the judge gives no number."""
+        self._check_cost(completions)
+        return self.pool.map(self._opinion, completions)
+
+    def _check_cost(self, completions: Sequence[Completion]) -> None:
+        asked = {json.dumps(one) for completion in completions for one in self._questions(completion)}
+        if len(new := asked - self.answered.keys()) + self.num_requests > self.config.max_requests:
+            raise DataError(
+                f"judging {len(completions)} completions takes {len(new)} requests to {self.config.url}, beside "
+                f"{self.num_requests} before; `max_requests` is {self.config.max_requests}: raise it, or judge fewer"
+            )
+
+    def _opinion(self, completion: Completion) -> Opinion:
+        answers = [self._answer_to(messages) for messages in self._questions(completion)]
+        numbers = [one.number for one in answers if one.number is not None]
+        score = self._combined(numbers) if len(numbers) == len(answers) else None
+        return Opinion(score, tuple(one.text for one in answers))
+
+    def _score(self, completion: Completion) -> float:
+        return self._combined([self._number(messages) for messages in self._questions(completion)])
+
+    def _combined(self, numbers: Sequence[float]) -> float:
+        """Of one rating, or of a comparison in both orders."""
+        if self.config.scale:
+            return numbers[0]
+        first, second = numbers  # as A, then as B
+        return (first + 1 - second) / 2
+
+    def _questions(self, completion: Completion) -> list[Messages]:
+        config = self.config
+        reference = completion.reference or ""
+        least, largest = config.scale or (0, 1)
+        values = {
+            "prompt": completion.prompt,
+            "completion": completion.text,
+            "least": f"{least:g}",
+            "largest": f"{largest:g}",
+            "reference": f"\nA right answer:\n{reference}\n" if reference and not config.template else reference,
+        }
+        orders = [(completion.text, reference), (reference, completion.text)]
+        return [
+            [{"role": "user", "content": _filled(config.asked, {**values, "first": first, "second": second})}]
+            for first, second in orders[: 1 if config.scale else 2]
+        ]
+
+    def _number(self, messages: Messages, *, keep: bool = True) -> float:
+        """Return the judge's number. Raises DataError when it gives no number, however often it is asked for one."""
+        answer = self._answer_to(messages, keep=keep)
+        if answer.number is None:
+            raise DataError(
+                f"{self.config.served_model} at {self.config.url} answers with prose, {NUM_TRIES} times "
+                f"({_end_of(answer.text)}); expected {self._expected}; take another model or `template`, or raise "
+                "`max_tokens`"
+            )
+        return answer.number
+
+    def _answer_to(self, messages: Messages, *, keep: bool = True) -> JudgeAnswer:
+        """The first with a number, or the last without one."""
+        question, asked, text = json.dumps(messages), messages, ""
+        if known := self.answered.get(question):
+            return known
+        for _ in range(NUM_TRIES):
+            text, usage = self._answer(asked)
+            answer = JudgeAnswer(text, self.read_number(text))
+            if keep:
+                self._keep(question, answer, usage)
+            if answer.number is not None:
+                return answer
+            remark = f"That did not end with {self._expected}. Write that line alone."
+            asked = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": remark}]
+        return JudgeAnswer(text, None)
+
+    @property
+    def _expected(self) -> str:
+        if self.config.scale is None:
+            return 'a line "Better: A", "Better: B" or "Better: equal"'
+        least, largest = self.config.scale
+        return f'a line "Rating: " and a number from {least:g} to {largest:g}'
+
+    def read_number(self, answer: str) -> float | None:
+        """Return the rating or, of a comparison, 1 for A, 0 for B and 0.5 for equal; None where there is none."""
+        if self.config.scale is None:
+            verdicts = [match[2].lower() for match in BETTER.finditer(answer)]
+            return {"a": 1.0, "b": 0.0, "equal": 0.5}[verdicts[-1]] if verdicts else None
+        ratings = [float(number.replace("−", "-")) for number in RATING.findall(answer)]
+        least, largest = self.config.scale
+        return ratings[-1] if ratings and least <= ratings[-1] <= largest else None
+
+    def _answer(self, messages: Messages) -> tuple[str, Tokens]:
+        """Raises ServerError for a refusal, TransientError when it is gone for good, DataError for one request more
+        than `max_requests`.
+        """
+        import httpx  # a recipe is read without it
+
+        with self.lock:
+            self.num_requests += 1
+            if self.num_requests > self.config.max_requests:
+                raise DataError(f"the judge was asked `max_requests` times, {self.config.max_requests}; raise it")
+        options = {"max_tokens": self.config.max_tokens, "temperature": 0}
+        request = {"model": self.config.served_model, "messages": messages, **options}
+        server = f"the judge at {self.config.url}"
+        expected = Expected(server, answer_bytes(request), self.config.timeout_s, key=self.key)
+        backoff = RetryBackoff(f"asking {server}")
+        while True:
+            try:
+                answer = ask_httpx(self.http, expected, "POST", "chat/completions", json=request)
+                busy = busy_from_status(answer.status, answer.headers)
+                if busy is None:
+                    return self._read(answer.parsed(Choices[ChatChoice]))
+            except (httpx.TransportError, TimeoutError) as error:
+                busy = busy_from_transport(error)
+            backoff.wait(busy)
+
+    def _read(self, answer: Choices[ChatChoice]) -> tuple[str, Tokens]:
+        used = answer.usage or Usage()
+        usage = {"prompt": used.prompt_tokens or 0, "completion": used.completion_tokens or 0}
+        return redact(answer.choices[0].message.content or "", [self.key] if self.key else []), usage
+
+    def _keep(self, question: str, answer: JudgeAnswer, usage: Tokens) -> None:
+        """Every answer, also one of prose: it has cost what it says."""
+        with self.lock:
+            if question in self.answered:
+                return
+            if answer.number is not None:
+                self.answered[question] = answer
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            line = {"messages": json.loads(question), "answer": answer.text, "number": answer.number, "tokens": usage}
+            with self.file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def bounded(judge: AskedJudge, completions: Sequence[Completion], what: str, max_fraction: float) -> Iterator[Opinion]:
+    """Opinions of all. Raises DataError as soon as more than this share of them has no number."""
+    unjudged: list[Opinion] = []
+    for opinion in judge.opinions(completions):
+        unjudged += [opinion] if opinion.score is None else []
+        if len(unjudged) > max_fraction * len(completions):
+            raise DataError(
+                f"judging {what}: {judge.config.served_model} at {judge.config.url} gave no number for {len(unjudged)} "
+                f"of {len(completions)}, such as {_end_of(unjudged[-1].answers[-1])}; `max_unjudged_fraction` is "
+                f"{max_fraction:g}: take another model or `template`, or raise `max_tokens`"
+            )
+        yield opinion
+
+
+def cost_metrics(file: Path) -> dict[str, float]:
+    """What was asked of a judge in all attempts, and the tokens that it counts, by the file of its answers."""
+    lines = kept_lines(file)
+    tokens = {f"judge_{name}_tokens": float(sum(line["tokens"][name] for line in lines)) for name in TOKENS}
+    return {"judge_requests": float(len(lines)), **tokens}
+
+
+def _end_of(answer: str) -> str:
+    """Return the last line, which should have been a number or a verdict, for a message."""
+    return quoted(answer.strip().rpartition("\n")[2], 200)
+
+
+def _filled(template: str, values: dict[str, str]) -> str:
+    return PLACE.sub(lambda match: values[match[1]], template)
+
+
+def kept_lines(file: Path) -> list[dict[str, Any]]:
+    """What was kept; a kill may have torn the last line, which is taken out of the file."""
+    remove_cut_off_line(file)
+    return read_json_lines(file) if file.exists() else []
+
+
+def _answered(lines: Sequence[Mapping[str, Any]]) -> dict[str, JudgeAnswer]:
+    """By what was asked."""
+    numbered = (line for line in lines if line["number"] is not None)
+    return {json.dumps(line["messages"]): JudgeAnswer(line["answer"], line["number"]) for line in numbered}

@@ -16,7 +16,7 @@ from stages.core.errors import DataError
 from stages.core.fields import AddedLater
 from stages.core.program import Program, ProgramEndedError, ProgramError
 from stages.core.redaction import shortened
-from stages.rewards import landlock
+from stages.rewards import code_program
 from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores
 
 
@@ -41,7 +41,7 @@ class PythonReward(CompletionReward):
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
         """Raises DataError for a file that cannot be imported, or has no such function."""
-        if not landlock.version():
+        if not code_program.landlock_version():
             context.warn(
                 f"the reward {name} runs {self.custom_code()}, which can read the stage's environment on this machine: "
                 "its kernel has no Landlock (Linux 5.13 and later)"

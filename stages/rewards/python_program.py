@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.program_loop import RefusedError, answer_questions
-from stages.rewards import landlock
+from stages.rewards import code_program
 
 ARGUMENTS = ("prompt", "completion", "reference", "row")
 
@@ -23,7 +23,7 @@ ARGUMENTS = ("prompt", "completion", "reference", "row")
 def begin(file: str, function: str) -> Callable[[dict[str, Any]], Any]:
     """Import the file. Raises RefusedError for one that has no such function."""
     with contextlib.suppress(OSError):  # without Landlock, which the stage warns of
-        landlock.hide_other_processes()
+        code_program.hide_other_processes()
     sys.path.insert(0, str(Path(file).parent))  # for what the file imports from beside it
     try:
         names = runpy.run_path(file)

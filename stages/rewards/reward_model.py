@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -25,9 +24,11 @@ class RewardModelReward(Reward):
         one number an answer, or without a usable tokenizer.
         """
         folder = context.inputs[self.model] / FOLDER
-        # With torch and Transformers, which a recipe is read without.
-        importlib.import_module("stages.models.start_up").hide_unused_packages()
-        scoring = importlib.import_module("stages.rewards.scoring")
+        from stages.models.start_up import hide_unused_packages
+
+        hide_unused_packages()  # before Transformers is imported
+        from stages.rewards import scoring  # with torch and Transformers, which a recipe is read without
+
         if not folder.is_dir():  # still to be trained, where the inputs of stages are checked
             yield lambda completions: iter(scoring.Scorer(folder)(completions))
             return

@@ -19,7 +19,7 @@ import numpy as np
 
 from stages.hubs.builtin import qwen3
 from stages.kinds.generate.config import GenerateConfig
-from stages.rollouts.sampling import sample_all
+from stages.rollouts.asking import sample_all
 from stages.serving.asked import AskExecution
 from stages.serving.config import BenchmarkConfig, ServingConfig
 from stages.serving.registry import new_launch_spec

@@ -16,12 +16,11 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.harnesses.harness import Evaluation, Results
 from stages.harnesses.question_sets import question_folder, question_text, sample_row
-from stages.rewards.asked_judge import AskedJudge, Opinion, bounded, cost_metrics
-from stages.rewards.judge import RatingConfig
+from stages.rewards.judge import AskedJudge, Opinion, RatingConfig, bounded, cost_metrics
 from stages.rewards.reward import Completion
+from stages.rollouts.asking import Sample, sample_all
 from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.rollouts.prompts import AskedPrompt, check_room, read_prompts
-from stages.rollouts.sampling import Sample, sample_all
 from stages.serving.asked import ServedModel
 
 METRIC = "rating"

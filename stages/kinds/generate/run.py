@@ -23,8 +23,8 @@ from stages.kinds.generate.config import GenerateConfig
 from stages.kinds.generate.selection import Candidate, Choice, choose
 from stages.rewards.judging import Judgement, Named, judging
 from stages.rewards.reward import RewardContext
+from stages.rollouts.asking import Sample, sample_all
 from stages.rollouts.prompts import AskedPrompt, check_room, read_prompts
-from stages.rollouts.sampling import Sample, sample_all
 from stages.serving.asked import ServedModel
 from stages.serving.endpoint import endpoint_for
 

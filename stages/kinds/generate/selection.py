@@ -9,7 +9,7 @@ from typing import Any
 from stages.data.messages import Document, PlainText
 from stages.kinds.generate.config import Above, GenerateConfig
 from stages.rewards.judging import Judgement
-from stages.rollouts.sampling import Sample
+from stages.rollouts.asking import Sample
 
 Row = dict[str, Any]
 

@@ -21,8 +21,7 @@ from stages.core.errors import DataError, EvaluationError
 from stages.data.messages import PlainText
 from stages.harnesses.scores import read_samples
 from stages.kinds.promote.paired import ASKED_ALIKE, Difference, win_rate_interval
-from stages.rewards.asked_judge import AskedJudge, bounded, cost_metrics
-from stages.rewards.judge import PairsConfig
+from stages.rewards.judge import AskedJudge, PairsConfig, bounded, cost_metrics
 from stages.rewards.reward import Completion
 
 JUDGE_FILE = "judge.jsonl"

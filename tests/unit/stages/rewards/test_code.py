@@ -15,7 +15,7 @@ import pytest
 from stages.core.errors import ResourceError
 from stages.data.messages import PlainText
 from stages.rewards import code as code_module
-from stages.rewards import landlock
+from stages.rewards import code_program
 from stages.rewards.code import CodeReward
 from stages.rewards.reward import Completion, RewardContext
 
@@ -255,9 +255,9 @@ def test_code_in_many_blocks_without_an_end_is_looked_for_in_linear_time() -> No
 RESTRICTED = """
 import os, sys
 from pathlib import Path
-from stages.rewards import landlock
+from stages.rewards import code_program
 
-landlock.restrict_files([Path("/")], [])
+code_program.restrict_files([Path("/")], [])
 os.kill(os.getpid(), 0)
 try:
     os.kill(os.getppid(), 0)
@@ -266,7 +266,9 @@ except PermissionError:
 """
 
 
-@pytest.mark.skipif(landlock.version() < landlock.SCOPE_VERSION, reason="the kernel's Landlock has no scopes")
+@pytest.mark.skipif(
+    code_program.landlock_version() < code_program.SCOPE_VERSION, reason="the kernel's Landlock has no scopes"
+)
 def test_landlock_refuses_signals_as_well_where_it_can() -> None:
     done = subprocess.run([sys.executable, "-c", RESTRICTED], capture_output=True, text=True, check=True)
     assert done.stdout == "refused\n"

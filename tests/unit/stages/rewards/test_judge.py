@@ -13,9 +13,8 @@ from pydantic import ValidationError
 
 from stages.core.errors import DataError, LifecycleError, RecipeError, ServerError, TransientError
 from stages.data.messages import PlainText
-from stages.remote import http
-from stages.rewards.asked_judge import AskedJudge
-from stages.rewards.judge import JudgeReward
+from stages.remote import retry
+from stages.rewards.judge import AskedJudge, JudgeReward
 from stages.rewards.judging import judging
 from stages.rewards.reward import Completion, RewardContext
 from tests.judge_server import KEY, MODEL, Judge, judge_server

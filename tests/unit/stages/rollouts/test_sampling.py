@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from stages.core.errors import ServerError, TransientError
-from stages.remote import http
-from stages.rollouts.asking import ask_all
+from stages.remote import retry
+from stages.rollouts.asking import Sample, ask_all, sample_all, seed_of
 from stages.rollouts.options import SamplingOptions
-from stages.rollouts.sampling import Sample, sample_all, seed_of
 from stages.serving.client import Client
 from tests.http_server import serving
 

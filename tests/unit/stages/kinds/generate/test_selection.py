@@ -9,7 +9,7 @@ from stages.data.messages import Conversation, PlainText
 from stages.kinds.generate.config import GenerateConfig
 from stages.kinds.generate.selection import Candidate, Choice, choose
 from stages.rewards.judging import Judgement
-from stages.rollouts.sampling import Sample
+from stages.rollouts.asking import Sample
 
 CHAT = Conversation([{"role": "user", "content": "What is 1 + 2?"}])
 PROMPTS = {"dataset": "problems"}
