@@ -26,7 +26,7 @@ from stages.engines.engine import Engine
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.kinds.train.batches import BatchSource
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.divergence import with_divergence
+from stages.kinds.train.loop import with_divergence
 from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss
 from stages.parallel.processes import joined_processes
 

@@ -22,9 +22,9 @@ from stages.core.contract import StageResult
 from stages.core.errors import ServerError, TrainingError
 from stages.core.supervised import Supervised
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.rollouts.named_server import NamedServer, named_server_problems
-from stages.kinds.train.rollouts.prompts import checked_prompts
+from stages.kinds.train.rollouts.documents import checked_prompts
 from stages.kinds.train.rollouts.rounds import Round
+from stages.kinds.train.rollouts.server import NamedServer, named_server_problems
 from stages.kinds.train.run import run
 from stages.models.recorded import read_record
 from stages.serving.client import Client

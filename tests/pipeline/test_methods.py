@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from stages.core.contract import StageResult
-from stages.kinds.train.check_teacher import check_teacher
 from stages.kinds.train.run import run
+from stages.kinds.train.teacher import check_teacher
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import started_server

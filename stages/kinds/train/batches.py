@@ -19,11 +19,9 @@ from stages.data.dataset import PackedDataset
 from stages.data.summaries import Lengths, ToolPrompt
 from stages.engines.engine import Engine
 from stages.kinds.train.methods.method import BatchChange
-from stages.kinds.train.mixture import seen
-from stages.kinds.train.order import DataOrder
+from stages.kinds.train.order import DataOrder, seen
 from stages.kinds.train.reference import ReferenceRows
-from stages.kinds.train.teacher import BuildEngine
-from stages.kinds.train.teacher_rows import TeacherRows
+from stages.kinds.train.teacher import BuildEngine, TeacherRows
 from stages.kinds.train.watchdog import Watchdog
 
 T = TypeVar("T")

@@ -10,14 +10,14 @@ from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.any_rows import check_formats
-from stages.data.look import Silent, data_problems
+from stages.data.check import Silent, data_problems
 from stages.data.prepare import prepare_mixture
-from stages.kinds.train.check_teacher import check_teacher
+from stages.kinds.train.blocks import MoeConfig
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import RolloutOptions
-from stages.kinds.train.mixture import repeated_too_often
-from stages.kinds.train.moe import MoeConfig
+from stages.kinds.train.order import repeated_too_often
 from stages.kinds.train.start import data_with_template
+from stages.kinds.train.teacher import check_teacher
 from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
 
@@ -34,7 +34,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
     field = f"{config.method}.teacher_server" if config.teacher_server else "teacher"
     yield from ((field, error) for error in check_teacher(config, stage_input.inputs, model_folder))
     if config.sampling and config.sampling.server:
-        from stages.kinds.train.rollouts.named_server import (
+        from stages.kinds.train.rollouts.server import (
             named_server_problems,  # and torch, with what lies beneath it
         )
 
@@ -91,7 +91,7 @@ def rollout_problems(
     config: TrainConfig, options: RolloutOptions, stage_input: StageInput, model_folder: Path
 ) -> Iterator[tuple[str, LifecycleError]]:
     """Of the rewards, and of every prompt."""
-    from stages.kinds.train.rollouts.prompts import checked_prompts  # and torch, with what lies beneath it
+    from stages.kinds.train.rollouts.documents import checked_prompts  # and torch, with what lies beneath it
 
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
     found = opening_problems(options.rewards, context)

@@ -17,15 +17,28 @@ from stages.core.fields import AddedLater, Product, without
 from stages.core.numbers import NonNegativeFp32
 from stages.data.config import DataConfig
 from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe
-from stages.kinds.train.execution import TrainExecution
-from stages.kinds.train.honoured import engine_errors, score_head_errors
+from stages.kinds.train.blocks import (
+    BatchSize,
+    Denominator,
+    Epochs,
+    MoeConfig,
+    OptimizerConfig,
+    Rate,
+    Seed,
+    TrainExecution,
+    TrainingPrecision,
+)
 from stages.kinds.train.methods.options import MethodFields, MethodName
-from stages.kinds.train.methods.rollout_errors import SamplingRun, completion_errors, idle_fields
-from stages.kinds.train.moe import MoeConfig
-from stages.kinds.train.numbers import BatchSize, Denominator, Epochs, Rate, Seed, TrainingPrecision, contradiction
-from stages.kinds.train.optimizer import OptimizerConfig
-from stages.kinds.train.row_errors import row_errors
 from stages.kinds.train.start import start_problems
+from stages.kinds.train.supported import (
+    SamplingRun,
+    completion_errors,
+    contradiction,
+    engine_errors,
+    idle_fields,
+    row_errors,
+    score_head_errors,
+)
 from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
 from stages.parallel.legality import RunConstraints, layout_errors
 from stages.planner.workload import Workload

@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from stages.core.contract import StageContext, is_main_process
 from stages.core.files import remove_cut_off_line
@@ -110,3 +111,25 @@ def read_metrics(work: Path) -> list[Metrics]:
     path = work / METRICS_FILE
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+SERIES = {"loss": "training", "evaluation_loss": "held out"}
+
+
+def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the losses in `rows` (lines of `metrics.jsonl`) over the steps, as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, label in SERIES.items():
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < 20 else None)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats)")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -9,8 +9,8 @@ from stages.data.dataset import PackedDataset
 from stages.data.look import Visits, look_at
 from stages.data.summaries import DataLook
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.mixture import repeated_too_often, seen, slots_of, steps_of_epochs
-from stages.kinds.train.rollouts.prompts import checked_prompts
+from stages.kinds.train.order import repeated_too_often, seen, slots_of, steps_of_epochs
+from stages.kinds.train.rollouts.documents import checked_prompts
 from stages.kinds.train.start import data_with_template
 from stages.rollouts.look import look_at_prompts
 

@@ -8,28 +8,116 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.profiler import profile
 
 from stages.core.contract import Trial, is_main_process
 from stages.core.errors import TrainingError
+from stages.data.batch import Batch
 from stages.engines.engine import Engine, LossMeans, StepOutcome
-from stages.engines.loss import Loss
-from stages.kinds.train.batches import Batches, prefetched
+from stages.engines.loss import Counts, Loss, Parts, Totals
+from stages.kinds.train.batches import Batches, BatchSource, prefetched
 from stages.kinds.train.checkpoints import Checkpoints
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.divergence import with_divergence
-from stages.kinds.train.held_out import evaluate_held_out
 from stages.kinds.train.journal import Journal
+from stages.kinds.train.methods.method import Method
 from stages.kinds.train.metrics import Positions, Share, communication_fraction, measure_share, throughput
+from stages.kinds.train.order import even_micro_batches
 from stages.kinds.train.schedule import learning_rate
 from stages.kinds.train.watchdog import Watchdog
 from stages.parallel.devices import Peak
+
+
+@dataclass(frozen=True)
+class LossByDataset:
+    """A `Loss` with metrics `loss.NAME` and `METRIC.NAME`: means over the micro-batches of each dataset alone.
+
+    A micro-batch holds rows of one dataset; its `member` says of which.
+    """
+
+    loss: Loss
+    names: Sequence[str]
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Those of the loss, then those of each dataset."""
+        own = self.loss.metric_names
+        return (*own, *(f"{metric}.{name}" for name in self.names for metric in ("loss", *own)))
+
+    def counts(self, batch: Batch) -> Counts:
+        """As the loss does, of all and of each dataset."""
+        counts = self.loss.counts(batch)
+        by_dataset = {
+            f"{what}.{number}": count if number == batch.member else 0
+            for number in range(len(self.names))
+            for what, count in counts.items()
+        }
+        return {**counts, **by_dataset}
+
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """Parts of the means over all, and of those over the micro-batch's dataset."""
+        loss, metrics = self.loss(token_log_probabilities, batch, totals)
+        own_totals = {what: totals[f"{what}.{batch.member}"] for what in self.loss.counts(batch)}
+        own = self.loss(token_log_probabilities, batch, own_totals)
+        by_dataset = [
+            value.detach() if number == batch.member else loss.new_zeros(())
+            for number in range(len(self.names))
+            for value in (own[0], *own[1].values())
+        ]
+        names = self.metric_names
+        return loss, dict(zip(names, (*metrics.values(), *by_dataset), strict=True))
+
+
+def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: Method) -> LossMeans:
+    """Means over all rows of `source`. Collective."""
+    by_name = source.dataset.member_rows
+    batches = [
+        replace(source.batch([rows[index] for index in share]), member=member)
+        for member, rows in enumerate(by_name.values())
+        for share in even_micro_batches(len(rows), source.micro_batch_size, engine.data_rank, engine.data_parallel_size)
+    ]
+    whole = LossByDataset(loss, tuple(by_name)) if len(by_name) > 1 else loss
+    means = engine.evaluate(with_divergence(engine, batches), whole)
+    if not method.is_likelihood:
+        return means
+    abouts = {"": source.dataset.about, **{f".{name}": one.about for name, one in source.dataset.members.items()}}
+    bits = {
+        f"bits_per_byte{name}": bits_per_byte(
+            means.metrics[f"loss{name}"] if name else means.loss, about.bytes_per_token
+        )
+        for name, about in abouts.items()
+        if about.bytes_per_token is not None
+    }
+    return replace(means, metrics={**means.metrics, **bits})
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """A loss that compares models with different tokenizers: Gao et al. 2020 (The Pile), section 3.1."""
+    return nats_per_token / bytes_per_token / math.log(2)
+
+
+def with_divergence(engine: Engine, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+    """This share's micro-batches of a global batch, with `kl` in nats where they have mismatched answers. Collective.
+
+    It is at least 0, which the mean of log π/π_ref over other than the model's own answers need not be.
+    """
+    sums = torch.zeros(2, dtype=torch.float64)
+    others = [batch.mismatched for batch in micro_batches if batch.mismatched]
+    if not others:
+        return micro_batches
+    for other in others:
+        assert other.reference_log_probabilities is not None
+        ratios = engine.document_log_probabilities(other) - other.reference_log_probabilities
+        sums += torch.tensor([ratios.double().sum(), len(ratios)])
+    total, num_documents = engine.sum_over_data(sums).tolist()
+    return [replace(batch, kl=max(0.0, total / num_documents)) for batch in micro_batches]
+
 
 PROFILED_STEP = 3
 """Step of an attempt, counted from 1, in which collectives are timed: late enough to be like the others."""

@@ -10,8 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from stages.core.errors import DataError
+from stages.data.config import DataConfig
+from stages.data.dataset import PackedDataset
 from stages.data.mixture import MixtureOrder
+from stages.kinds.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -58,3 +63,70 @@ def even_micro_batches(
     for index in range(math.ceil(num_rows / stride)):
         start = index * stride + data_rank * micro_batch_size
         yield list(range(min(start, num_rows), min(start + micro_batch_size, num_rows)))
+
+
+def slots_of(data: DataConfig, training: PackedDataset, seed: int) -> MixtureOrder:
+    """The order in which the rows of one dataset or several are visited."""
+    if not training.members or data.mixing.strategy == "concat":
+        return MixtureOrder((len(training),), (1.0,), seed)
+    asked = shares_asked(data, training)
+    lengths = training.row_lengths
+    per_row = [
+        lengths[rows.start : rows.stop].mean() if data.mixing.weight_by == "tokens" else 1.0
+        for rows in training.member_rows.values()
+    ]
+    of_rows = np.array(list(asked.values())) / per_row
+    sizes = tuple(len(rows) for rows in training.member_rows.values())
+    return MixtureOrder(sizes, tuple((of_rows / of_rows.sum()).tolist()), seed)
+
+
+def shares_asked(data: DataConfig, training: PackedDataset) -> dict[str, float]:
+    """By dataset of a mixture, of its rows or of its tokens, as the weights are; they add up to 1."""
+    weights = np.array([part.weight or 0.0 for part in data.datasets])
+    if not weights.all():
+        everything = np.ones(len(training), np.int64)
+        sizes = _amounts(training, everything, data.mixing.weight_by)
+        weights = sizes ** (1 / data.mixing.temperature)
+    return dict(zip(training.members, (weights / weights.sum()).tolist(), strict=True))
+
+
+def seen(data: DataConfig, training: PackedDataset, slots: MixtureOrder, num_slots: int) -> dict[str, float]:
+    """Metrics of each dataset of a mixture after so many slots: its share of what was learned, and its passes."""
+    if not training.members:
+        return {}
+    times = slots.times(num_slots)
+    amounts = _amounts(training, times, data.mixing.weight_by)
+    shares = zip(training.members, (amounts / amounts.sum()).tolist(), strict=True)
+    passes = {name: float(times[rows.start : rows.stop].mean()) for name, rows in training.member_rows.items()}
+    return {f"share_seen.{name}": share for name, share in shares} | {
+        f"epochs.{name}": number for name, number in passes.items()
+    }
+
+
+def steps_of_epochs(config: TrainConfig, training: PackedDataset) -> int:
+    """Optimizer steps of the epochs that the recipe wants; one takes as many rows as there are, of a mixture in all."""
+    return math.ceil(config.epochs * len(training) / config.global_batch_size)
+
+
+def repeated_too_often(config: TrainConfig, training: PackedDataset) -> Iterator[tuple[str, DataError]]:
+    """Field of `data` and error, of each dataset that the training would pass through more often than it may."""
+    data, num_steps = config.data, config.steps or steps_of_epochs(config, training)
+    times = slots_of(data, training, config.seed).times(num_steps * config.global_batch_size)
+    members = zip(data.datasets, data.names, training.member_rows.values(), strict=True) if data.datasets else ()
+    for number, (part, name, rows) in enumerate(members):
+        passes = float(times[rows.start : rows.stop].mean())
+        if part.max_epochs is not None and passes > part.max_epochs:
+            yield (
+                f"datasets.{number}.max_epochs",
+                DataError(
+                    f"the training would pass {passes:.3g} times through the {len(rows)} packed rows of {name}, whose "
+                    f"`max_epochs` is {part.max_epochs:g}; lower its weight, train for fewer steps, add rows, or raise "
+                    "`max_epochs`"
+                ),
+            )
+
+
+def _amounts(training: PackedDataset, times: NDArray[np.int64], unit: str) -> NDArray[np.float64]:
+    """float64 [datasets]: rows of each, or tokens in them, when each row counts as often as `times` says."""
+    counted = times * training.row_lengths if unit == "tokens" else times
+    return np.array([counted[rows.start : rows.stop].sum() for rows in training.member_rows.values()], np.float64)

@@ -16,8 +16,7 @@ from stages.data.summaries import Lengths, ToolPrompt, count_lengths
 from stages.engines.engine import Engine
 from stages.kinds.train.batches import Batches, BatchSource, RowBatches, first_batches
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.mixture import repeated_too_often, shares_asked, slots_of, steps_of_epochs
-from stages.kinds.train.order import DataOrder
+from stages.kinds.train.order import DataOrder, repeated_too_often, shares_asked, slots_of, steps_of_epochs
 from stages.kinds.train.reference import ReferenceModel, model_digest
 from stages.kinds.train.teacher import BuildEngine, RowsOf, Taught, ask_teacher
 from stages.kinds.train.watchdog import Watchdog

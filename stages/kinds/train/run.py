@@ -23,17 +23,16 @@ from stages.engines.engine import Engine, LossMeans
 from stages.engines.recorded import record_log_probabilities
 from stages.kinds.train.batches import TrainingData
 from stages.kinds.train.check_model import check_lengths, check_model
-from stages.kinds.train.check_teacher import check_teacher
 from stages.kinds.train.checkpoints import Checkpoints, check_free_disk
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.journal import Journal
+from stages.kinds.train.journal import Journal, plot_loss
 from stages.kinds.train.loop import TrainingRun, evaluation_metrics, train
 from stages.kinds.train.metrics import forget_peak_memory, peak_memory
 from stages.kinds.train.out_of_memory import explained_out_of_memory
-from stages.kinds.train.plot import plot_loss
 from stages.kinds.train.prediction import Prediction, predict_run
 from stages.kinds.train.rows import RowData
 from stages.kinds.train.start import data_with_template
+from stages.kinds.train.teacher import check_teacher
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
@@ -70,7 +69,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     for problem in check_teacher(config, context.inputs, model_folder):
         raise problem
     if config.sampling and config.sampling.server:
-        from stages.kinds.train.rollouts.named_server import named_server_problems  # and aiohttp
+        from stages.kinds.train.rollouts.server import named_server_problems  # and aiohttp
 
         for problem in named_server_problems(config, model_folder, context):
             raise problem
@@ -128,7 +127,7 @@ def _read_data(
 ) -> TrainingData:
     if config.rollouts is None:
         return RowData.read(config, context, model_folder)
-    from stages.kinds.train.rollouts.data import RolloutData
+    from stages.kinds.train.rollouts.batches import RolloutData
 
     build_reference = partial(_build_engine, config, context, model_folder, shape)
     return RolloutData.read(config, context, config.rollouts, model_folder, build_reference)

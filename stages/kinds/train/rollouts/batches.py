@@ -10,10 +10,12 @@ that was sampled by the very weights of that checkpoint. Later rounds of an atte
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,17 +23,19 @@ import torch
 
 from stages.core.contract import StageContext, is_main_process
 from stages.data.batch import Batch
+from stages.data.messages import Conversation
+from stages.data.tokenizer import DocumentTokenizer
+from stages.data.tool_prompt import ToolPrompt
 from stages.engines.engine import Engine
 from stages.kinds.train.batches import BatchSource
 from stages.kinds.train.checkpoints import complete_checkpoints
+from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import RolloutOptions
-from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing
-from stages.kinds.train.rollouts.metrics import RoundSamples, round_metrics
-from stages.kinds.train.rollouts.probe import BOUNDS_NATS, check_difference
-from stages.kinds.train.rollouts.rounds import Round, RoundPlan
-from stages.kinds.train.rollouts.sample_file import COMPLETIONS_FILE
-from stages.kinds.train.rollouts.sampling import Sampler
-from stages.kinds.train.rollouts.synced import SyncedServer
+from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing, checked_prompts, completion_packing
+from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, RoundSamples, round_metrics
+from stages.kinds.train.rollouts.rounds import Round, RoundPlan, Sampler
+from stages.kinds.train.rollouts.server import BOUNDS_NATS, SyncedServer, check_difference
+from stages.kinds.train.teacher import BuildEngine
 from stages.kinds.train.watchdog import Watchdog
 from stages.parallel.processes import gathered
 from stages.rewards.judging import Judge, judging
@@ -207,3 +211,80 @@ class RolloutBatches:
         sums = torch.stack([of_tokens.sum(), torch.tensor(float(len(of_tokens) - 1), dtype=torch.float64)])
         total, count = self._engine.sum_over_data(sums).tolist()
         return {"mismatch_mean": total / max(1.0, count), "mismatch_max": max(gathered(of_tokens.max().item()))}
+
+
+@dataclass(frozen=True)
+class RolloutData:
+    """See `stages.kinds.train.batches.TrainingData`."""
+
+    config: TrainConfig
+    context: StageContext
+    options: RolloutOptions
+    model_folder: Path
+    prompts: Sequence[AskedPrompt]
+    build_reference: Callable[[torch.device, RolloutData], Engine]
+    """The model that training starts from, once more."""
+
+    @classmethod
+    def read(
+        cls,
+        config: TrainConfig,
+        context: StageContext,
+        options: RolloutOptions,
+        model_folder: Path,
+        build_reference: Callable[[torch.device, RolloutData], Engine],
+    ) -> RolloutData:
+        """Raises DataError for rows that are no prompts, or are too long; ModelError as `read_prompts` does."""
+        prompts = checked_prompts(config, options, context.inputs[config.data.dataset_stage] / "data", model_folder)
+        return cls(config, context, options, model_folder, prompts, build_reference)
+
+    @property
+    def longest_document(self) -> int:
+        return max(len(one.token_ids) for one in self.prompts) + self.options.max_completion_length
+
+    @property
+    def conversations(self) -> bool:
+        return isinstance(self.prompts[0].prompt.document, Conversation)
+
+    @property
+    def tool_prompts(self) -> tuple[ToolPrompt, ...]:
+        documents = [(one.prompt.document, one.token_ids) for one in self.prompts]
+        asked = [(one, ids) for one, ids in documents if isinstance(one, Conversation) and one.tools]
+        if not asked:
+            return ()
+        tokenizer = DocumentTokenizer(self.model_folder, self.config.data.chat_template, "assistant")
+        prompts = (tokenizer.tool_prompt(one, ids) for one, ids in asked)
+        return tuple(islice(filter(None, prompts), 1))
+
+    @property
+    def counts(self) -> dict[str, float]:
+        return {"num_prompts": float(len(self.prompts))}
+
+    @property
+    def lengths(self) -> None:
+        return None
+
+    @property
+    def steps_of_epochs(self) -> int:
+        plan = self._plan
+        return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round
+
+    def taught(self, build: BuildEngine, watchdog: Watchdog, stays: ExitStack) -> RolloutData:
+        """No method has a teacher for what a model answers itself."""
+        return self
+
+    def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:
+        """The server is opened with the first of them."""
+        config = self.config
+        packing = completion_packing(config, self.options, self.model_folder, self.options.temperature)
+        server = SyncedServer(config, self.context, self.options, engine, watchdog, packing, self.model_folder)
+        reference = self.build_reference(engine.device, self) if config.needs_reference else None
+        return RolloutBatches(
+            self.context, self.options, engine, watchdog, self.prompts, self._plan, packing, server, reference
+        )
+
+    @property
+    def _plan(self) -> RoundPlan:
+        config, options = self.config, self.options
+        per_round = config.global_batch_size * options.steps_per_generation // options.num_generations
+        return RoundPlan(len(self.prompts), per_round, options, config.seed)

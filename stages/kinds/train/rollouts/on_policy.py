@@ -29,13 +29,11 @@ from stages.kinds.train.batches import BatchSource, RowBatches
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.method import OnPolicySteps, TeacherTokens
 from stages.kinds.train.methods.rollouts import SamplingOptions
-from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing
-from stages.kinds.train.rollouts.prompts import completion_packing
-from stages.kinds.train.rollouts.sample_file import COMPLETIONS_FILE, NUM_SHOWN, SampleFile
-from stages.kinds.train.rollouts.sampling import CUT_OFF, SERVER, completion_request
-from stages.kinds.train.rollouts.synced import SyncedServer
-from stages.kinds.train.teacher import Taught
-from stages.kinds.train.teacher_rows import with_candidates
+from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing, completion_packing
+from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, NUM_SHOWN, SampleFile
+from stages.kinds.train.rollouts.rounds import CUT_OFF, SERVER, completion_request
+from stages.kinds.train.rollouts.server import SyncedServer
+from stages.kinds.train.teacher import Taught, with_candidates
 from stages.kinds.train.watchdog import Watchdog
 from stages.rollouts.asking import Answer, Request
 from stages.serving.client import Choice

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from pydantic import TypeAdapter
 
+from stages.core.errors import ServerError
 from stages.core.files import write_atomically
-from stages.kinds.train.methods.rollouts import RolloutOptions
+from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.kinds.train.order import DataOrder
+from stages.kinds.train.rollouts.server import RolloutServer
+from stages.rewards.judging import Judge, Judgement, Named
+from stages.rollouts.asking import Answer, Request
+from stages.rollouts.prompts import AskedPrompt
+from stages.serving.completions import Choice
 
 
 @dataclass(frozen=True)
@@ -108,3 +115,114 @@ class RoundPlan:
 def deviation(values: Sequence[float]) -> float:
     """Standard deviation, of the values alone."""
     return float(np.std(values))
+
+
+SERVER = "the server that samples"
+CUT_OFF = "length"
+EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What vLLM might otherwise take from the model's own settings."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Asks and judges, and says how long each took."""
+
+    server: RolloutServer
+    judge: Judge
+    prompts: Sequence[AskedPrompt]
+    options: RolloutOptions
+    plan: RoundPlan
+
+    def sample(self, first_step: int) -> Round:
+        """The round that begins with this step. Raises DataError for what cannot be judged, and as the server does."""
+        generate_s = score_s = 0.0
+        num_tokens = num_draws = 0
+        groups: list[Group] = []
+        while num_draws < self.options.max_draws and (missing := self._missing(groups)):
+            asked = self.plan.others(first_step, num_draws, missing) if num_draws else self.plan.prompts(first_step)
+            seeds = [self.plan.request_seed(first_step, num_draws, position) for position in range(len(asked))]
+            began_s = time.perf_counter()
+            answers = self._answers(asked, seeds)
+            answered_s = time.perf_counter()
+            drawn = list(self._groups(asked, answers))
+            generate_s, score_s = generate_s + answered_s - began_s, score_s + time.perf_counter() - answered_s
+            num_tokens += sum(len(one.token_ids) for group in drawn for one in group.completions)
+            # Of those drawn first, as many as are wanted: before others, those that teach something.
+            groups = sorted([*groups, *drawn], key=lambda group: not group.has_signal)[: self.plan.prompts_per_round]
+            num_draws += 1
+        measured = {
+            "generate_s": generate_s,
+            "score_s": score_s,
+            "generate_tokens_per_s": num_tokens / generate_s,
+            "score_tokens_per_s": num_tokens / score_s,
+            "num_draws": float(num_draws),
+        }
+        return Round(first_step, groups, measured)
+
+    def _missing(self, groups: Sequence[Group]) -> int:
+        """How many are yet to be drawn."""
+        return self.plan.prompts_per_round - sum(group.has_signal for group in groups)
+
+    def _answers(self, asked: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
+        found: dict[int, Answer] = {}
+        options = self.options
+
+        def keep(position: int, _: Request, answer: Answer) -> None:
+            if len(answer.choices) != options.num_generations:
+                raise ServerError(
+                    f"{SERVER} answered with {len(answer.choices)} completions, where {options.num_generations} were "
+                    "asked for"
+                )
+            for choice in answer.choices:
+                choice.sampled(SERVER)  # checked before anything is judged
+            found[position] = answer
+
+        requests = [
+            (position, completion_request(options, self.prompts[prompt].token_ids, seed, options.num_generations))
+            for position, (prompt, seed) in enumerate(zip(asked, seeds, strict=True))
+        ]
+        self.server.ask(requests, keep)
+        return [found[position] for position in range(len(asked))]
+
+    def _groups(self, asked: Sequence[int], answers: Sequence[Answer]) -> Iterator[Group]:
+        choices = [sorted(answer.choices, key=lambda choice: choice.index) for answer in answers]
+        named = [
+            self._named(self.prompts[prompt], number, choice)
+            for prompt, group in zip(asked, choices, strict=True)
+            for number, choice in enumerate(group)
+        ]
+        judgements = iter(self.judge(named))
+        for prompt, group in zip(asked, choices, strict=True):
+            yield Group(prompt, [_completion(choice, next(judgements)) for choice in group])
+
+    def _named(self, prompt: AskedPrompt, number: int, choice: Choice) -> Named:
+        completion = prompt.completion(choice.written(SERVER), len(choice.token_ids or ()))
+        return f"completion {number} of the prompt in {prompt.place}", completion
+
+
+def _completion(choice: Choice, judgement: Judgement) -> Completion:
+    token_ids, log_probabilities = choice.sampled(SERVER)
+    return Completion(
+        token_ids=token_ids,
+        log_probabilities=log_probabilities,
+        text=choice.written(SERVER),
+        truncated=choice.finish_reason == CUT_OFF,
+        rewards=dict(judgement.rewards),
+        reward=judgement.total,
+    )
+
+
+def completion_request(options: SamplingOptions, prompt: list[int], seed: int, num_completions: int) -> Request:
+    """prompt: tokens."""
+    return {
+        "prompt": prompt,
+        "n": num_completions,
+        "max_tokens": options.max_completion_length,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "stop": list(options.stop) or None,
+        "seed": seed,
+        "logprobs": 0,
+        "return_token_ids": True,
+        **EVERY_TOKEN,
+    }

@@ -5,20 +5,40 @@ Whatever is under way when it goes is asked again of its successor, which has th
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol, Self
 
-from stages.core.errors import LifecycleError, ServerError, TransientError
-from stages.kinds.train.execution import TrainExecution
+import torch
+
+from stages.core.contract import StageContext, is_main_process
+from stages.core.errors import LifecycleError, ResourceError, ServerError, TrainingError, TransientError
+from stages.core.files import write_atomically
+from stages.core.keys import key_in
+from stages.core.redaction import redact
+from stages.data.batch import Batch
+from stages.engines.engine import Engine
+from stages.kinds.train.blocks import TrainExecution
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.methods.rollouts import SamplingOptions
+from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing, most_tokens
+from stages.kinds.train.watchdog import Watchdog
 from stages.models.recorded import Predicted
+from stages.parallel.accelerator import type_at_hand
 from stages.rollouts.asking import Answer, Request, ask_all
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
-from stages.serving.engine import Engine
+from stages.serving.config import ServeExecution, ServingConfig
+from stages.serving.engine import Engine as ServingEngine
+from stages.serving.launch import LaunchSpec
+from stages.serving.registry import ENGINES, chosen_engine, new_launch_spec
+from stages.serving.server import Server, started_server
 
 MOST_RESTARTS = 3
 """In a row, without a round between them."""
@@ -31,7 +51,7 @@ class SamplingServer(Protocol):
     @property
     def client(self) -> Client: ...
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> ServingEngine: ...
     @property
     def address(self) -> EngineAddress: ...
     @property
@@ -162,3 +182,308 @@ class RolloutServer:
             server = stack.enter_context(self._host.opened(self._folder, self._name))
             self._stack = stack.pop_all()
         self._server = server
+
+
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class OwnServer:
+    """See `stages.kinds.train.rollouts.server.Host`. base: of an adapter, the folder of the frozen model."""
+
+    remedy: ClassVar[str] = "is started again, with the same weights"
+
+    context: StageContext
+    serving: ServingConfig
+    execution: TrainExecution
+    base: Path | None
+
+    @contextmanager
+    def opened(self, folder: Path, name: str) -> Iterator[Server]:
+        execution = ServeExecution(ready_timeout_s=self.execution.ready_timeout_s)
+        log_file, runtime = self.context.work / "server.log", self.context.scratch / "server"
+        self.prepare(folder)
+        gpus = own_gpus(self.serving.tensor_parallel_size)
+        with started_server(self._spec(folder, name), execution, log_file, runtime, gpus) as server:
+            server.wait_until_ready(execution.ready_timeout_s)
+            yield server
+
+    def prepare(self, folder: Path) -> None:
+        if self.base is None:
+            chosen_engine(self.serving).prepare_reloads(folder)
+
+    def _spec(self, folder: Path, name: str) -> LaunchSpec:
+        if self.base is None:
+            spec = new_launch_spec(folder.resolve(), name, self.serving)
+        else:
+            adapters = {name: folder.resolve()}
+            spec = new_launch_spec(self.base, name, self.serving, adapters=adapters, base_name=BASE)
+        return spec.model_copy(update={"for_training": True, "swaps_adapters": self.base is not None})
+
+
+def own_gpus(num_wanted: int) -> dict[str, str]:
+    """The environment that leaves the server those GPUs of this stage that no training process has."""
+    variable = type_at_hand().visible_devices
+    return not_trained_on(variable, os.environ, torch.accelerator.device_count(), num_wanted) if variable else {}
+
+
+def not_trained_on(variable: str, environment: Mapping[str, str], num_devices: int, num_wanted: int) -> dict[str, str]:
+    """`variable` with what it names, or else of so many devices, after the first ones, which the processes of this node
+    train on. Raises ResourceError for fewer than wanted.
+    """
+    visible = (environment.get(variable) or ",".join(map(str, range(num_devices)))).split(",")
+    num_training = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    left = visible[num_training:]
+    if len(left) < num_wanted:
+        raise ResourceError(
+            f"the server that samples takes {num_wanted} devices (serving.tensor_parallel_size), but {num_training} of "
+            f"the {len(visible)} that this stage sees train ({variable}); give it {num_training + num_wanted}"
+        )
+    return {variable: ",".join(left)}
+
+
+NUM_DOCUMENTS = 16
+BOUNDS_NATS = {"float32": 1e-3, "bfloat16": 0.1}
+"""Mean |Δ log-probability| of a token, by what is computed in: two engines' kernels differ by some 1e-5 in fp32, and by
+some 0.01 in bf16; weights that are a few steps older by 0.05 and more."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """untrained: float32 [targets], log-probabilities of the completions' tokens before training; None where an earlier
+    version took the probe."""
+
+    documents: list[AnsweredPrompt]
+    untrained: torch.Tensor | None
+    batch: Batch
+
+    @classmethod
+    def take(cls, documents: Sequence[AnsweredPrompt], packing: Packing, engine: Engine) -> Probe:
+        """Of the untrained engine. Collective; every process gives the same documents."""
+        chosen = [documents[0].cut(packing.most_tokens - 1)]  # the server, asked about them, adds a token
+        for one in documents[1:NUM_DOCUMENTS]:
+            if sum(map(len, chosen)) + len(one) <= packing.sequence_length and len(one) < packing.most_tokens:
+                chosen.append(one)
+        batch = _untempered(packing).batch([chosen])
+        return cls(chosen, engine.target_log_probabilities(batch)[batch.has_target], batch)
+
+    def write(self, path: Path) -> None:
+        untrained = None if self.untrained is None else self.untrained.tolist()
+        content = {"documents": [asdict(one) for one in self.documents], "untrained_tokens": untrained}
+        write_atomically(path, json.dumps(content))
+
+    @classmethod
+    def read(cls, path: Path, packing: Packing) -> Probe:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        documents = [AnsweredPrompt(**one) for one in content["documents"]]
+        untrained = content.get("untrained_tokens")
+        batch = _untempered(packing).batch([documents])
+        return cls(documents, None if untrained is None else torch.tensor(untrained), batch)
+
+    def check(self, of_engine: torch.Tensor, server: RolloutServer, dtype: str, step: int) -> float:
+        """Mean |Δ log-probability| of the completions' tokens, in nats. of_engine: float32 [rows, sequence], its own.
+
+        Raises TrainingError when the server answers by other weights than the engine has.
+        """
+        rows = server.predictions([one.prompt + one.completion for one in self.documents])
+        served = [
+            value
+            for row, one in zip(rows, self.documents, strict=True)
+            for value in row.log_probabilities[len(one.prompt) - 1 :]
+        ]
+        difference = (of_engine[self.batch.has_target] - torch.tensor(served)).abs().mean().item()
+        check_difference(difference, dtype, f"given the weights of step {step - 1}, the server")
+        return difference
+
+
+def _untempered(packing: Packing) -> Packing:
+    """What a server gives to tokens that it is shown is of no temperature, whatever it samples at."""
+    return replace(packing, temperature=1.0)
+
+
+def check_difference(difference: float, dtype: str, what: str) -> None:
+    """difference: mean |Δ log-probability|, in nats. Raises TrainingError when it is beyond what `dtype` explains."""
+    if not difference <= BOUNDS_NATS[dtype]:
+        raise TrainingError(
+            f"{what} gives log-probabilities that are {difference:.3g} nats a token from those of the training engine; "
+            f"at most {BOUNDS_NATS[dtype]:g} is rounding in {dtype}. It answers by other weights: see its log "
+            "(server.log, unless others started it) for weights that it did not load, and report this with the model's "
+            "name"
+        )
+
+
+CHECK_TIMEOUT_S = 60.0
+POLL_INTERVAL_S = 1.0
+WEIGHTS = "weights"
+"""The folder in a stage's scratch by which weights go to a server."""
+
+
+@dataclass(frozen=True)
+class NamedServer:
+    """See `stages.kinds.train.rollouts.server.Host` and `SamplingServer`.
+
+    num_tokens: of a prompt and its completion, at most. dtype: in which it is to compute.
+    """
+
+    remedy: ClassVar[str] = "is waited for, and given the same weights again"
+    engine: ClassVar[ServingEngine] = ENGINES["vllm"]
+
+    client: Client
+    num_tokens: int
+    dtype: str
+    ready_timeout_s: float
+
+    @classmethod
+    def of(cls, config: TrainConfig, model_folder: Path) -> Self:
+        """Raises RecipeError for a variable that is not set."""
+        sampling = config.sampling
+        assert sampling and sampling.server
+        named, execution = sampling.server, config.execution
+        key = key_in(named.key_variable, f"{config.sampling_block}.server.key_variable")
+        url = named.url.rstrip("/").removesuffix("/v1")
+        client = Client(url, key, named.served_model, execution.rollout_timeout_s)
+        num_tokens = most_tokens(config, sampling, model_folder)
+        return cls(client, num_tokens, sampling.dtype(config.precision), execution.ready_timeout_s)
+
+    @property
+    def address(self) -> EngineAddress:
+        return EngineAddress(named=self.client.url)
+
+    @property
+    def api_key(self) -> str:
+        """To be sent as a bearer token."""
+        return self.client.api_key
+
+    def alive(self) -> bool:
+        """Its process is not ours: whether it answers is all that is known."""
+        return True
+
+    def check(self, folder: Path | None = None) -> None:
+        """Raise ServerError, saying how to start it, where it cannot be given weights or learned from; TransientError
+        when it does not answer. folder: one of the file system by which the weights are to reach it.
+        """
+        try:
+            self.engine.check_takes_weights(
+                replace(self.client, timeout_s=CHECK_TIMEOUT_S), self.num_tokens, self.dtype
+            )
+            if folder:
+                self.engine.check_reads(self.address, self.api_key, folder.resolve(), CHECK_TIMEOUT_S)
+        except ServerError as error:  # what a server answers may repeat what it was sent
+            raise ServerError(redact(str(error), [self.api_key] if self.api_key else [])) from None
+
+    @contextmanager
+    def opened(self, folder: Path, name: str) -> Iterator[Self]:
+        """As soon as it answers."""
+        since_s = time.monotonic()
+        while not self.client.is_healthy():
+            if time.monotonic() - since_s > self.ready_timeout_s:
+                raise TransientError(
+                    f"the server that samples, {self.client.url}, has not answered for {self.ready_timeout_s:g} s "
+                    "(execution.ready_timeout_s); start it again"
+                )
+            time.sleep(POLL_INTERVAL_S)
+        self.check()
+        self.prepare(folder)
+        self.engine.reload_weights(self.address, self.api_key, folder.resolve(), self.client.timeout_s)
+        yield self
+
+    def prepare(self, folder: Path) -> None:
+        self.engine.prepare_reloads(folder, self.client)
+
+
+def named_server_problems(
+    config: TrainConfig, model_folder: Path, context: StageContext | None = None
+) -> Iterator[LifecycleError]:
+    """What is wrong with a server that the recipe names for sampling. context: of a run, whose folders it must read."""
+    if not (config.sampling and config.sampling.server and is_main_process()):
+        return
+    try:
+        NamedServer.of(config, model_folder).check(context.scratch / WEIGHTS / "none" if context else None)
+    except TransientError as error:
+        yield TransientError(f"{error}; start the server that samples, or correct `{config.sampling_block}.server.url`")
+    except LifecycleError as error:
+        yield error
+
+
+class SyncedServer:
+    """To be closed. server: what rank 0 asks. bound_dtype: in which server and engine both compute."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        context: StageContext,
+        options: SamplingOptions,
+        engine: Engine,
+        watchdog: Watchdog,
+        packing: Packing,
+        model_folder: Path,
+    ) -> None:
+        """model_folder: of the model that is trained, or that an adapter learns beside."""
+        self._engine = engine
+        self._watchdog = watchdog
+        self._packing = packing
+        self._dtype = "float32" if config.precision == "fp32" else "bfloat16"
+        dtype = options.dtype(config.precision)
+        self.bound_dtype = self._dtype if dtype == self._dtype else "bfloat16"
+        host: Host
+        if options.server:
+            host = NamedServer.of(config, model_folder)
+        else:
+            serving = options.serving.model_copy(update={"max_model_len": packing.most_tokens, "dtype": dtype})
+            host = OwnServer(context, serving, config.execution, model_folder if config.adapter else None)
+        self.server = RolloutServer(host, config.execution, context.warn, is_adapter=config.adapter is not None)
+        # Not in memory (tmpfs): what a kill leaves there nobody would remove, and fresh files are read from the page
+        # cache anyway.
+        self._weights = context.scratch / WEIGHTS
+        self._probe_path = context.scratch / "rollouts" / "probe.json"
+        self._probe: Probe | None = None
+        if is_main_process():
+            shutil.rmtree(self._weights, ignore_errors=True)  # of another attempt
+
+    def give_weights(self, step: int) -> float:
+        """Those of the engine before this step, and a look whether the server has them; returns the seconds it took.
+
+        Collective. Raises TrainingError when it answers by others, and as `RolloutServer.take` does.
+        """
+        began_s = time.perf_counter()
+        self._watchdog.begins(f"giving the server the weights for step {step}")
+        folder = self._weights / f"step-{step}"
+        for problem in self._engine.export(folder, getattr(torch, self._dtype)):
+            raise problem
+        if is_main_process():
+            self.server.take(folder)
+        self.check(step)
+        return time.perf_counter() - began_s
+
+    def check(self, step: int) -> None:
+        """By the probe, if it has been taken; collective."""
+        if self._probe:
+            of_engine = self._engine.target_log_probabilities(self._probe.batch)
+            if is_main_process():
+                self._probe.check(of_engine, self.server, self.bound_dtype, step)
+
+    @property
+    def has_probe(self) -> bool:
+        """Whether `check` compares anything."""
+        return self._probe is not None
+
+    def take_probe(self, documents: Sequence[AnsweredPrompt]) -> None:
+        """Keep some of these, the first there are, to compare by; the same on every process. Collective."""
+        if self._probe:
+            return
+        if self._engine.broadcast_from_rank0(float(self._probe_path.is_file())):
+            self._probe = Probe.read(self._probe_path, self._packing)
+            return
+        self._probe = Probe.take(documents, self._packing, self._engine)
+        if is_main_process():
+            self._probe_path.parent.mkdir(parents=True, exist_ok=True)
+            self._probe.write(self._probe_path)
+
+    def recorded(self) -> tuple[Batch, torch.Tensor | None]:
+        """See `stages.kinds.train.batches.Batches`."""
+        assert self._probe, "completions were learned from"
+        return self._probe.batch, self._probe.untrained
+
+    def close(self) -> None:
+        """End the server."""
+        self.server.close()

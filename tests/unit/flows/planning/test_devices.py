@@ -17,7 +17,7 @@ from flows.planning.plan import Plan, plan
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.store.record import Index
 from stages.core.errors import ResourceError
-from stages.kinds.train.rollouts.own_server import not_trained_on
+from stages.kinds.train.rollouts.server import not_trained_on
 from stages.parallel import eight_bits
 
 RECIPE = Path(__file__).parents[4] / "configs" / "qwen3-8b-grpo-8gpu.yaml"

@@ -19,7 +19,7 @@ from stages.data.mixture import MixtureOrder
 from stages.data.prepare import prepare_mixture
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.train.check import check
-from stages.kinds.train.mixture import seen, shares_asked, slots_of
+from stages.kinds.train.order import seen, shares_asked, slots_of
 from tests.train_stage import make_config
 from tests.unit.stages.data.reports import Reports
 

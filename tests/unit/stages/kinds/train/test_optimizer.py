@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from stages.kinds.train.optimizer import OptimizerConfig
+from stages.kinds.train.blocks import OptimizerConfig
 from stages.models.known_models import KNOWN
 from stages.parallel.processes import joined_processes
 from stages.planner.memory import GIB, memory

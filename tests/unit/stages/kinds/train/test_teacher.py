@@ -13,9 +13,8 @@ from stages.core.contract import StageInput
 from stages.core.errors import ModelError, RecipeError
 from stages.data.batch import Batch
 from stages.kinds.train.check import check
-from stages.kinds.train.check_teacher import check_teacher
 from stages.kinds.train.methods.method import TeacherTokens
-from stages.kinds.train.teacher_rows import TeacherRows
+from stages.kinds.train.teacher import TeacherRows, check_teacher
 from tests.train_stage import make_artifacts, make_config
 
 DATA = {"dataset": "problems", "sequence_length": 64}

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from stages.core.contract import StageInput
 from stages.core.errors import ModelError, RecipeError, ServerError, TransientError
 from stages.kinds.train.check import check
-from stages.kinds.train.teacher_server import PROBE, ServedTeacher
+from stages.kinds.train.teacher import PROBE, ServedTeacher
 from tests.http_server import serving
 from tests.train_stage import make_artifacts, make_config
 

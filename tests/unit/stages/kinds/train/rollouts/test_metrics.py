@@ -7,12 +7,11 @@ from pathlib import Path
 
 from flows.running.workspace import KEPT
 from stages.core.contract import StageContext
-from stages.data.any_rows import Prompt
 from stages.data.files import Place
+from stages.data.formats import Prompt
 from stages.data.messages import PlainText
-from stages.kinds.train.rollouts.metrics import RoundSamples
+from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, RoundSamples
 from stages.kinds.train.rollouts.rounds import Completion, Group, Round
-from stages.kinds.train.rollouts.sample_file import COMPLETIONS_FILE
 from stages.rollouts.prompts import AskedPrompt
 
 PROMPT = AskedPrompt(Place("rows.jsonl", 3), Prompt(PlainText("1 + 1 =", ""), "2", {}), "1 + 1 =", [5, 6])

@@ -20,9 +20,8 @@ from stages.core.contract import StageInput
 from stages.core.errors import RecipeError, ServerError, TransientError
 from stages.kinds.train.check import check
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.rollouts import named_server
-from stages.kinds.train.rollouts.named_server import NamedServer
-from stages.kinds.train.rollouts.server import RolloutServer
+from stages.kinds.train.rollouts import server
+from stages.kinds.train.rollouts.server import NamedServer, RolloutServer
 from tests.http_server import serving
 from tests.train_stage import make_artifacts, make_config
 
@@ -114,7 +113,7 @@ def served() -> Iterator[Served]:
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMPLER_KEY", KEY)
-    monkeypatch.setattr(named_server, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(server, "POLL_INTERVAL_S", 0.01)
 
 
 def config_of(url: str, method: str = "grpo", /, **changed: Any) -> TrainConfig:

@@ -1,0 +1,286 @@
+"""What an engine does not honour of what a recipe says of training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stages.adapters.config import AdapterConfig
+from stages.adapters.legality import adapter_errors
+from stages.core.redaction import quoted
+from stages.data.any_rows import not_to_be_mixed
+from stages.data.config import METHODS_FOR, DataConfig
+from stages.data.formats import COLUMN_NAMES, FORMATS
+from stages.engines.settings import Fp8Recipe
+from stages.kinds.train.blocks import LOW_PRECISION, MoeConfig, OptimizerConfig
+from stages.kinds.train.methods.method import Method, TeacherServer
+from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
+from stages.parallel.layout import EngineName, Layout
+from stages.planner.workload import Precision
+from stages.serving.adapters import NOT_PUT_ON_A_BASE
+from stages.serving.config import ServingConfig
+from stages.serving.registry import chosen_engine
+
+
+def engine_errors(
+    engine: EngineName,
+    layout: Layout,
+    precision: Precision,
+    fp8_recipe: Fp8Recipe,
+    optimizer: OptimizerConfig,
+    moe: MoeConfig,
+    adapter: AdapterConfig | None,
+) -> list[str]:
+    """A sentence for each thing that does not go with the engine, or with one another."""
+    has_adapter = adapter is not None
+    errors = list(adapter_errors(engine, adapter)) if adapter else []
+    errors += optimizer_errors(optimizer, engine, layout, precision, has_adapter=has_adapter)
+    errors += moe_errors(moe, has_adapter=has_adapter)
+    if fp8_recipe != "tensorwise" and engine != "fsdp":
+        errors.append(
+            f"`fp8_recipe: {fp8_recipe}` needs `engine: fsdp`, found {engine}, whose scales are of whole tensors; "
+            "change either"
+        )
+    return errors
+
+
+def score_head_errors(method: str, engine: EngineName, adapter: AdapterConfig | None) -> list[str]:
+    """A sentence for each thing that does not go with a head that gives one number."""
+    errors = []
+    if engine != "fsdp":
+        errors.append(f"`method: {method}` needs `engine: fsdp`: {engine} has no head of scores here")
+    if adapter:
+        errors.append(f"`method: {method}` trains whole models only; remove `adapter`")
+    return errors
+
+
+def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
+    """What does not go together, and what to say instead."""
+    if method.rows == "prompts" and data.datasets:
+        yield f"`data.datasets` does not go with `method: {method.name}`, which reads prompts; name one `data.dataset`"
+    stated = {name: part.format for name, part in zip(data.names, data.parts.values(), strict=True)}
+    stated = {name: form for name, form in stated.items() if form != "auto"}
+    if mixed := [*not_to_be_mixed(stated, method.rows)]:
+        yield from (f"`data.datasets`, `method: {method.name}`: {problem}" for problem in mixed)
+        return
+    for place, part in data.parts.items():
+        yield from _errors(method, part, place)
+
+
+def _errors(method: Method, data: DataConfig, place: str) -> Iterator[str]:
+    if method.rows not in ("examples", "prompts") and data.train_on == "all":
+        yield f"`{place}train_on: all` does not go with `method: {method.name}`, which compares answers; remove it"
+    if method.rows != "examples" and data.packing == "cut":
+        yield f"`data.packing: cut` does not go with `method: {method.name}`; remove it, or learn texts (`method: sft`)"
+    for theirs, ours in data.columns.items():
+        if ours not in COLUMN_NAMES:
+            yield (
+                f"`data.{place}columns`: {theirs} is to be read as {quoted(ours, 100)}, which no format has; expected "
+                f"{', '.join(sorted(COLUMN_NAMES))}"
+            )
+    if twice := [ours for ours, count in Counter(data.columns.values()).items() if count > 1]:
+        yield f"`data.{place}columns` reads several columns as {', '.join(twice)}; expected one each"
+    suitable = [name for name, form in FORMATS.items() if form.rows == method.rows]
+    if method.rows != "prompts" and data.format not in ("auto", *suitable):
+        yield (
+            f"`data.{place}format: {data.format}` has no rows for `method: {method.name}`; expected auto or "
+            f"{' or '.join(suitable)}, or another method: {METHODS_FOR[FORMATS[data.format].rows]}"
+        )
+
+
+NOT_HELD_OUT = "completions have no held-out loss; evaluate what is trained in a stage of `kind: evaluate`"
+NOT_PROMPTS = "completions are learned from, and prompts are not"
+NAMED = "rows that are no prompts, or leave no room for a completion, are named, and nothing is trained"
+IDLE_DATA = {
+    "evaluation_split": NOT_HELD_OUT,
+    "evaluation_fraction": NOT_HELD_OUT,
+    "train_on": NOT_PROMPTS,
+    "turns": NOT_PROMPTS,
+    "format": "prompts are found in rows of any format",
+    "special_tokens_in_content": "special tokens within prompts are text",
+    "over_long": NAMED,
+    "on_bad_rows": NAMED,
+    "max_bad_row_fraction": NAMED,
+}
+"""Field of `data:` → why it does nothing."""
+OF_OWN_SERVERS = [field for field in ServingConfig.model_fields if field not in ("dtype", "max_model_len")]
+"""Fields of `serving:` that say how to start one; the others also say what is expected of one that runs already."""
+
+
+def idle_fields(
+    method: str,
+    block: str,
+    rollouts: RolloutOptions | None,
+    sampling: SamplingOptions | None,
+    server: TeacherServer | None,
+) -> Iterator[tuple[str, str]]:
+    """Dotted path of each field that does nothing, and why. block: the field that holds `sampling`."""
+    if rollouts:
+        yield from ((f"data.{field}", why) for field, why in IDLE_DATA.items())
+    if sampling and sampling.server:
+        why = f"`{block}.server` was started by others"
+        yield from ((f"{block}.serving.{field}", why) for field in OF_OWN_SERVERS)
+    if not sampling:
+        yield "execution.ready_timeout_s", f"`method: {method}` samples no completions"
+    if not (sampling or server):
+        for field in ("rollout_timeout_s", "concurrent_requests"):
+            yield f"execution.{field}", f"`method: {method}` asks no server"
+
+
+@dataclass(frozen=True)
+class SamplingRun:
+    """What else the recipe says. block: the field that holds `options`. teacher: the stage whose model it is."""
+
+    method: str
+    block: str
+    options: SamplingOptions
+    global_batch_size: int
+    data: DataConfig
+    num_nodes: int
+    engine: str
+    adapter: AdapterConfig | None
+    needs_reference: bool
+    teacher: str | None
+
+
+def completion_errors(run: SamplingRun) -> Iterator[str]:
+    """What cannot be done, each with what to change."""
+    if isinstance(run.options, RolloutOptions):
+        yield from _judged(run, run.options)
+    else:
+        yield from _taught(run)
+    for field, most in (
+        ("data.sequence_length", run.data.sequence_length),
+        (f"{run.block}.serving.max_model_len", run.options.serving.max_model_len),
+    ):
+        if most and run.options.max_completion_length >= most:
+            yield (
+                f"{run.block}.max_completion_length: is {run.options.max_completion_length}, which leaves no room for "
+                f"a prompt in {field}, {most}; lower it, or raise that"
+            )
+    engine = chosen_engine(run.options.serving)
+    if not engine.capabilities.new_weights:
+        yield f"{run.block}.serving.engine: {engine.name} takes no new weights while it runs; say `engine: vllm`"
+    if run.num_nodes > 1:
+        yield "completions are sampled on one node; say `execution.nodes: 1`"
+    if run.adapter:
+        yield from _of_adapter(run, run.adapter)
+    if run.adapter and run.options.server:
+        yield (
+            f"{run.block}.server: is given whole weights, and an adapter learns; remove it, and the stage starts a "
+            "server that puts the adapter on its base, or remove `adapter`"
+        )
+
+
+def _of_adapter(run: SamplingRun, adapter: AdapterConfig) -> Iterator[str]:
+    if found := [field for field in NOT_PUT_ON_A_BASE if getattr(adapter, field, None)]:
+        yield f"adapter.{found[0]}: no server samples from such an adapter; remove it"
+    if adapter.changes_base or adapter.base_precision or adapter.stack:
+        yield (
+            "adapter: `init` that changes the base, `base_precision` and `stack` make the frozen model another than "
+            f"the one that the server has; remove them, or let the model itself learn with `method: {run.method}`"
+        )
+
+
+def _judged(run: SamplingRun, options: RolloutOptions) -> Iterator[str]:
+    block, serving = run.block, options.serving
+    if not options.rewards:
+        yield f"`{block}.rewards` is missing, so that nothing says which completions are good; name at least one"
+    if run.global_batch_size * options.steps_per_generation % options.num_generations:
+        yield (
+            f"global_batch_size {run.global_batch_size} × {block}.steps_per_generation {options.steps_per_generation} "
+            f"completions are no whole groups of {block}.num_generations {options.num_generations}; make it a multiple"
+        )
+    if serving.max_num_seqs and options.num_generations > serving.max_num_seqs:
+        yield (
+            f"{block}.num_generations: {options.num_generations} is more than the {serving.max_num_seqs} requests that "
+            f"the server takes at a time; raise {block}.serving.max_num_seqs, or lower it"
+        )
+    if run.needs_reference and run.engine != "fsdp":
+        yield (
+            f"`{block}.beta` needs the model that training starts from beside the one that learns, which "
+            "`engine: fsdp` alone can hold; choose it, or say `beta: 0`"
+        )
+
+
+def _taught(run: SamplingRun) -> Iterator[str]:
+    """Of answers that a teacher is asked about."""
+    method = run.method
+    if run.data.train_on == "all":
+        yield f"`data.train_on: all` leaves no prompts that `{method}.lmbda` could answer; remove one of them"
+    if run.teacher and run.engine != "fsdp":
+        yield (
+            f"`{method}.lmbda` needs the teacher beside the model that learns, which `engine: fsdp` alone can hold; "
+            f"choose it, or name a server (`{method}.teacher_server`)"
+        )
+
+
+def optimizer_errors(
+    optimizer: OptimizerConfig, engine: EngineName, layout: Layout, precision: Precision, *, has_adapter: bool
+) -> list[str]:
+    """A sentence for each thing that does not go with the optimizer."""
+    if optimizer.name == "adamw":
+        return list(_low_precision_errors(optimizer, engine, layout, precision, has_adapter))
+    found = []
+    if engine != "fsdp":
+        found.append(f"`optimizer.name: {optimizer.name}` needs `engine: fsdp`, found {engine}; change either")
+    if has_adapter:
+        found.append(
+            f"`optimizer.name: {optimizer.name}` orthogonalises whole matrices, and an adapter has factors of them; "
+            "remove `adapter`, or say `optimizer.name: adamw`"
+        )
+    if layout.cpu_offload:
+        found.append(
+            f"`optimizer.name: {optimizer.name}` gathers matrices on the device, and `layout.cpu_offload` has them in "
+            "host memory; change either"
+        )
+    return found
+
+
+def _low_precision_errors(
+    optimizer: OptimizerConfig, engine: EngineName, layout: Layout, precision: Precision, has_adapter: bool
+) -> Iterator[str]:
+    default = OptimizerConfig()
+    changed = [name for name in LOW_PRECISION if getattr(optimizer, name) != getattr(default, name)]
+    if engine != "fsdp":
+        for name in changed:
+            yield (
+                f"`optimizer.{name}` needs `engine: fsdp`, found {engine}, which has it with Transformer Engine's "
+                "optimizer only; change either"
+            )
+    if not optimizer.bf16_stochastic_round:
+        return
+    if precision != "bf16":
+        yield f"`optimizer.bf16_stochastic_round` needs `precision: bf16`, found {precision}; change either"
+    if has_adapter:
+        yield "`optimizer.bf16_stochastic_round` is of whole models, and an `adapter` learns in fp32; remove either"
+    if layout.accumulate == "sharded":
+        yield (
+            "`optimizer.bf16_stochastic_round` has shards of gradients in bf16, in which `layout.accumulate: sharded` "
+            "would add them up; say `accumulate: whole`"
+        )
+
+
+def moe_errors(moe: MoeConfig, *, has_adapter: bool) -> Iterator[str]:
+    """A sentence for each thing that does not go with it."""
+    if moe.freeze_router and has_adapter:
+        yield (
+            "`moe.freeze_router` has no effect with `adapter`, whose base is frozen; remove it, and leave routers out "
+            "of the adapter by `adapter.exclude_modules`"
+        )
+
+
+def contradiction(steps: int | None, warmup_steps: int, learning_rate: float, weight_decay: float) -> str | None:
+    """What cannot be meant of numbers that are each allowed."""
+    if steps is not None and warmup_steps > steps:
+        return (
+            f"`warmup_steps: {warmup_steps}` is more than `steps: {steps}`, so `learning_rate` would never be reached; "
+            "lower it"
+        )
+    if weight_decay * learning_rate >= 1:
+        return (
+            f"`weight_decay: {weight_decay:g}` × `learning_rate: {learning_rate:g}` is what a step takes off each "
+            "weight, as a share of it; expected less than 1"
+        )
+    return None
