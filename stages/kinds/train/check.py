@@ -10,7 +10,7 @@ from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.any_rows import check_formats
-from stages.data.check import Silent, data_problems
+from stages.data.look import Silent, data_problems
 from stages.data.prepare import prepare_mixture
 from stages.kinds.train.blocks import MoeConfig
 from stages.kinds.train.config import TrainConfig

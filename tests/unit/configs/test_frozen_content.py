@@ -11,9 +11,6 @@ import json
 import tempfile
 from pathlib import Path
 
-from stages.kinds.train.teacher_server import PROBE as TEACHER_PROBE
-from stages.rewards.asked_judge import BETTER, RATING, TRIAL, AskedJudge
-
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.content import hash_path
@@ -25,7 +22,8 @@ from stages.harnesses.judge.harness import VERSION
 from stages.harnesses.question_sets import asked_hashes
 from stages.hubs.builtin.catalog import BUILTINS
 from stages.hubs.builtin.qwen3 import CHAT_TEMPLATE, make_tokenizer
-from stages.rewards.judge import JudgeReward, PairsConfig, RatingConfig
+from stages.kinds.train.teacher import PROBE as TEACHER_PROBE
+from stages.rewards.judge import BETTER, RATING, TRIAL, AskedJudge, JudgeReward, PairsConfig, RatingConfig
 
 ROOT = Path(__file__).parents[3]
 FROZEN = Path(__file__).with_name("frozen_content.json")

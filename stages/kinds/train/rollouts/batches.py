@@ -24,8 +24,8 @@ import torch
 from stages.core.contract import StageContext, is_main_process
 from stages.data.batch import Batch
 from stages.data.messages import Conversation
+from stages.data.summaries import ToolPrompt
 from stages.data.tokenizer import DocumentTokenizer
-from stages.data.tool_prompt import ToolPrompt
 from stages.engines.engine import Engine
 from stages.kinds.train.batches import BatchSource
 from stages.kinds.train.checkpoints import complete_checkpoints

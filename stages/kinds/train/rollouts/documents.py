@@ -13,8 +13,8 @@ from stages.core.errors import DataError
 from stages.data.batch import Batch, Rollouts
 from stages.data.config import DEFAULT_DATE
 from stages.data.dataset import packed_batch
-from stages.data.packing import best_fit_decreasing
 from stages.data.tokenizer import DocumentTokenizer
+from stages.data.units import best_fit_decreasing
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.kinds.train.order import even_micro_batches

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from stages.kinds.train.teacher_server import ServedTeacher
 
 from stages.data.cache import content_key, file_digest, key_parts
 from stages.data.config import DataConfig
@@ -23,7 +22,7 @@ from stages.data.prepare import prepare_portion
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.registry import METHODS
 from stages.kinds.train.reference import ReferenceModel, model_digest
-from stages.kinds.train.teacher import TeacherModel, _path
+from stages.kinds.train.teacher import ServedTeacher, TeacherModel, _path
 
 FROZEN = Path(__file__).with_name("frozen_cache_keys.json")
 LIBRARIES = {"tokenizers": "1", "transformers": "1", "numpy": "1"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from flows.running.workspace import KEPT
 from stages.core.contract import StageContext
+from stages.data.any_rows import Prompt
 from stages.data.files import Place
-from stages.data.formats import Prompt
 from stages.data.messages import PlainText
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, RoundSamples
 from stages.kinds.train.rollouts.rounds import Completion, Group, Round
