@@ -1,5 +1,6 @@
-"""Where a run's micro-batches come from: `Batches` is what the loop asks for; here, the rows of a packed dataset, with
-what the reference or a teacher gives where the loss needs it.
+"""Sources of a training run's micro-batches: the protocols that the loop uses, and packed rows of a dataset.
+
+Rows carry the reference's or the teacher's values where the loss needs them.
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ from stages.kinds.train.watchdog import Watchdog
 
 T = TypeVar("T")
 MOST_BATCHES, BATCH_TARGETS = 16, 1024
-"""Of what is looked at before training: little, and enough for directions in which inputs vary."""
+"""Limits on the micro-batches that EVA looks at before training: few, but enough to find the directions of inputs."""
 
 
 class TrainingData(Protocol):
-    """What a run learns from. counts: metrics. conversations: whether chats, by a template. steps_of_epochs: optimizer
-    steps of the epochs that the recipe wants. tool_prompts: one of each dataset with tools. lengths: of its documents;
-    None where the model itself makes them."""
+    """Everything that a run learns from: rows of datasets, or prompts that the model answers.
+
+    longest_document: its length in tokens.
+    conversations: whether the documents are chats, rendered by a template.
+    tool_prompts: one example of each dataset whose chats have tools.
+    counts: metrics about the data, such as the number of rows.
+    steps_of_epochs: optimizer steps of the recipe's `epochs`.
+    lengths: document lengths; None where the model itself writes the documents.
+    """
 
     @property
     def longest_document(self) -> int: ...
@@ -47,18 +54,27 @@ class TrainingData(Protocol):
     @property
     def lengths(self) -> Lengths | None: ...
 
-    def taught(self, build: BuildEngine, watchdog: Watchdog, stays: ExitStack) -> TrainingData:
-        """With what a teacher says of it, if the method has one, that is loaded before the model that learns; stays:
-        what ends one that is asked on. Collective."""
+    def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> TrainingData:
+        """Return this data with the teacher's token probabilities, if the method has a teacher. Collective.
+
+        The teacher's model is loaded before the model that learns. teacher_lifetime: closes a teacher that is also
+        asked during training.
+        """
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
-        """For the steps up to `last_step`, with the engine as it is before training. Collective; to be closed."""
+        """Return the batches of all steps up to `last_step`; the caller closes them. Collective.
+
+        The engine holds the untrained model: reference log-probabilities are computed here.
+        """
 
 
 class Batches(Protocol):
-    """This process's share of every global batch. made_ahead: while the step before is being computed, by a thread.
-    steps_together: a resumed run begins at a multiple of so many steps.
-    files: in the work folder, for people to read.
+    """This process's share of every global batch.
+
+    made_ahead: whether a thread makes a step's batches while the step before is computed.
+    steps_together: a resumed run begins at a multiple of this number of steps.
+    held_out: rows for evaluation.
+    files: files in the work folder that are shown to people.
     """
 
     @property
@@ -72,33 +88,39 @@ class Batches(Protocol):
     def files(self) -> Sequence[str]: ...
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """On the CPU; equally many for every process. Collective, unless they are made ahead."""
+        """Return the step's micro-batches, on the CPU; equally many on every process.
+
+        Collective, unless batches are made ahead.
+        """
 
     def metrics(self, step: int, update_s: float) -> dict[str, float]:
-        """What making them has shown; update_s: seconds that the optimizer step took."""
+        """Return metrics of making the step's batches; update_s: seconds that the optimizer step took."""
 
     def recorded(self) -> tuple[Batch, torch.Tensor | None]:
-        """A few documents, to be kept with what the trained model gives them, the same on every process; and float32
-        [targets], log-probabilities that the untrained one gave to their targets, if that is known."""
+        """Return a few documents whose log-probabilities are recorded beside the trained model.
+
+        They are the same on every process. The second value is float32 [targets], the untrained model's
+        log-probabilities of their targets, or None where these are unknown.
+        """
 
     def close(self) -> None:
-        """End what makes them."""
+        """Release the server and whatever else makes the batches."""
 
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Micro-batches of always `micro_batch_size` rows; rows of padding stand in for missing ones."""
+    """Makes micro-batches of a dataset's rows, each padded to `micro_batch_size` rows."""
 
     dataset: PackedDataset
     micro_batch_size: int
     change: BatchChange | None = None
     reference: ReferenceRows | None = None
     mismatched: ReferenceRows | None = None
-    """Of the answers to other prompts, where batches are to have them beside."""
+    """Reference log-probabilities of answers paired with other prompts, for KTO's divergence."""
     teacher: TeacherRows | None = None
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """The rows as one micro-batch on the CPU."""
+        """Return the rows as one micro-batch on the CPU."""
         batch = self.dataset.batch(rows, self.micro_batch_size)
         if self.change:
             batch = self.change(batch)
@@ -113,7 +135,7 @@ class BatchSource:
 
 @dataclass(frozen=True)
 class RowBatches:
-    """Rows in an order that is a function of the seed and the step."""
+    """Micro-batches of dataset rows, in an order that is a function of the seed and the step."""
 
     made_ahead: ClassVar[bool] = True
     steps_together: ClassVar[int] = 1
@@ -142,9 +164,9 @@ class RowBatches:
 
 
 def first_batches(dataset: PackedDataset, rows: Iterable[int], least_targets: int) -> list[Batch]:
-    """Of these rows, in their order, micro-batches of BATCH_TARGETS targets or more; MOST_BATCHES at most.
+    """Pack the rows, in their order, into at most MOST_BATCHES micro-batches of at least BATCH_TARGETS targets.
 
-    Raises DataError when all rows together have less than `least_targets`.
+    Raises DataError when all rows together have fewer than `least_targets`.
     """
     batches: list[Batch] = []
     together: list[int] = []
@@ -168,7 +190,7 @@ def first_batches(dataset: PackedDataset, rows: Iterable[int], least_targets: in
 
 
 def prefetched(load: Callable[[int], T], steps: range) -> Generator[T]:
-    """`load(step)` for every step, made by a thread while the step before is being computed."""
+    """Yield `load(step)` for every step; a thread loads the next one while the caller uses the last."""
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as executor:
         ahead = [executor.submit(load, step) for step in steps[:1]]
         for step in steps:

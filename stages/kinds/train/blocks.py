@@ -1,4 +1,7 @@
-"""What a recipe may say of the optimizer beside its rates, and what cannot be had of it."""
+"""Blocks of a training stage's config (optimizer, experts' routers, execution) and the ranges of its numbers.
+
+The checks of what goes together are in `supported.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from stages.core.strict import StrictModel
 from stages.engines.settings import LowPrecisionSettings, MoeSettings, MuonSettings
 from stages.planner.workload import Precision, StateBytes
 
-NOT_HAD = {
-    "adamw_8bit": "its moments need torchao or bitsandbytes, of which neither is in every environment of training",
-    "adafactor": "torch's cannot step on what FSDP2 has sharded (torch 2.13: the power of a norm's parts)",
+UNSUPPORTED = {
+    "adamw_8bit": "its moments need torchao or bitsandbytes, neither of which is in every training environment",
+    "adafactor": "torch's implementation cannot step on parameters that FSDP2 has sharded (torch 2.13)",
 }
-"""Optimizers that people ask for, and why they cannot be had."""
+"""Optimizers that people ask for, each with the reason why it is not supported."""
 LOW_PRECISION = ("exp_avg_dtype", "exp_avg_sq_dtype", "bf16_stochastic_round")
-"""Named as in Megatron and torchao."""
+"""Options of AdamW in fewer bits, named as in Megatron and torchao."""
 
 
 class OptimizerConfig(StrictModel):
-    """What learns from the gradients; fields are named as in torch."""
+    """Optimizer of a training stage; fields are named as in torch."""
 
     name: Literal["adamw", "muon"] = Field(
         "adamw",
@@ -35,50 +38,50 @@ class OptimizerConfig(StrictModel):
     ns_steps: PositiveInt = Field(5, le=100, description="Newton-Schulz iterations (muon).")
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
         "match_rms_adamw",
-        description="What the learning rate of a matrix [A, B] is multiplied by (muon). original: √max(1, A / B); "
+        description="Factor on the learning rate of a matrix [A, B] (muon). original: √max(1, A / B); "
         "match_rms_adamw: 0.2 √max(A, B), so that AdamW's learning rate suits both.",
     )
 
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Of the mean of gradients, as it is kept; in bf16 it is rounded at random (adamw, fsdp)."
+        "fp32", description="Dtype of AdamW's first moment; bf16 rounds stochastically (adamw, fsdp)."
     )
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Of the mean of squared gradients, likewise (adamw, fsdp)."
+        "fp32", description="Dtype of AdamW's second moment; bf16 rounds stochastically (adamw, fsdp)."
     )
     bf16_stochastic_round: bool = Field(
         False,
-        description="Hold weights and their gradients in bf16, with no copy in fp32; what a step makes of a weight is "
-        "rounded at random, right on average (adamw, fsdp).",
+        description="Hold weights and gradients in bf16, without an fp32 copy; updated weights are rounded "
+        "stochastically, so that small updates are right on average (adamw, fsdp).",
     )
 
     @field_validator("name", mode="before")
     @classmethod
-    def _can_be_had(cls, name: Any) -> Any:
-        if isinstance(name, str) and name in NOT_HAD:
-            raise ValueError(f"found {name}: {NOT_HAD[name]}; expected adamw or muon")
+    def _is_supported(cls, name: Any) -> Any:
+        if isinstance(name, str) and name in UNSUPPORTED:
+            raise ValueError(f"found {name}: {UNSUPPORTED[name]}; expected adamw or muon")
         return name
 
     @property
     def muon(self) -> MuonSettings | None:
-        """As an engine takes it; None: AdamW alone."""
+        """Muon's options as an engine takes them; None where AdamW updates every parameter."""
         if self.name == "adamw":
             return None
         return MuonSettings(self.momentum, self.nesterov, self.ns_steps, self.adjust_lr_fn)
 
     @property
     def low_precision(self) -> LowPrecisionSettings:
-        """As an engine takes it."""
+        """AdamW's storage dtypes as an engine takes them."""
         return LowPrecisionSettings(self.exp_avg_dtype, self.exp_avg_sq_dtype, self.bf16_stochastic_round)
 
     @property
     def for_planner(self) -> StateBytes:
-        """Of FSDP2's AdamW."""
+        """Bytes that FSDP2's AdamW keeps per parameter, for the planner."""
         size = {"fp32": 4, "bf16": 2}
         weight = 2 if self.bf16_stochastic_round else 4
         return StateBytes(weight, size[self.exp_avg_dtype] + size[self.exp_avg_sq_dtype])
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
-        """Fields without effect, and why."""
+        """Yield fields without effect, each with the reason."""
         if self.name == "adamw":
             for field in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn"):
                 yield field, "`optimizer.name: adamw` has `adam_beta1` and `adam_beta2`"
@@ -88,59 +91,65 @@ class OptimizerConfig(StrictModel):
 
 
 class MoeConfig(StrictModel):
-    """Of models that send each token to some of their experts."""
+    """Training of the routers in a mixture of experts."""
 
     aux_loss_coefficient: NonNegativeFp32 = Field(
         0.0,
-        description="What the loss that balances experts is multiplied by before it is added: Transformers' "
+        description="Weight of the loss that balances experts: Transformers' "
         "`router_aux_loss_coef`; Megatron's `moe_aux_loss_coeff` is this × experts per token / mixture layers.",
     )
-    freeze_router: bool = Field(False, description="Leave the weights of routers as they are.")
+    freeze_router: bool = Field(False, description="Do not train the routers' weights.")
 
     @property
     def settings(self) -> MoeSettings:
-        """As an engine takes it."""
+        """The options as an engine takes them."""
         return MoeSettings(self.aux_loss_coefficient, self.freeze_router)
 
 
 class TrainExecution(Execution):
-    """Where a training stage runs, how often it logs, evaluates and saves."""
+    """How a training stage runs: processes, logging, evaluation, checkpoints, time limits. None of it is identity."""
 
-    processes: PositiveInt | None = Field(None, description="Processes on each node; default: what the layout needs.")
+    processes: PositiveInt | None = Field(
+        None, description="Processes on each node; default: as many as the layout needs."
+    )
     log_every_steps: PositiveInt = Field(1, description="Steps between two points of the curves in MLflow.")
-    evaluate_every_steps: PositiveInt | None = Field(None, description="Default: only at the end.")
-    checkpoint_every_steps: PositiveInt | None = Field(None, description="Default: ten times in a run.")
-    checkpoints_kept: PositiveInt = Field(2, description="Older ones are removed.")
+    evaluate_every_steps: PositiveInt | None = Field(
+        None, description="Steps between evaluations on the held-out rows; default: only at the end."
+    )
+    checkpoint_every_steps: PositiveInt | None = Field(
+        None, description="Steps between checkpoints; default: ten checkpoints in a run."
+    )
+    checkpoints_kept: PositiveInt = Field(2, description="Number of checkpoints that are kept; older ones are removed.")
     hang_timeout_s: Seconds = Field(
         3600,
-        description="A step that takes longer ends the attempt; so does what is saved or evaluated after it, a "
-        "micro-batch of the reference, and reading or writing the model. After five steps of packed rows, one that "
-        "takes over three times the longest of the last ones (and 30 s) does, too, unless layout.compile is on.",
+        description="Time limit of each step, of the saving or evaluation after it, of a micro-batch of the reference, "
+        "and of reading or writing the model; beyond it the attempt ends. After five steps of packed rows, the limit "
+        "of a step is three times the longest of the last steps (at least 30 s), unless layout.compile is on.",
     )
     ready_timeout_s: Seconds = Field(
-        600, description="How long a server that samples completions may take to start, or to come back."
+        600, description="Seconds that a server that samples completions may take to start or restart."
     )
     rollout_timeout_s: Seconds = Field(
         600,
-        description="Such a server that answers nothing for so long is ended, and started again, or waited for if "
-        "others started it; a teacher's is given up.",
+        description="Seconds without an answer after which a server that samples is restarted, or waited for if others "
+        "started it; asking a teacher's server fails.",
     )
     concurrent_requests: PositiveInt = Field(
-        64, description="Prompts, or a teacher's documents, that are asked at a time."
+        64, description="Requests that a server answers at a time (prompts, or documents for a teacher)."
     )
-    measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak that MFU is relative to.")
+    measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak FLOP/s that MFU is relative to.")
 
 
 Rate = Annotated[float, Field(ge=1e-12, allow_inf_nan=False), HELD_IN_FP32]
-"""Of learning, or of clipping: a weight of 0.01 in fp32 has no room for a smaller change."""
+"""Positive rate of learning or clipping; at 1e-12, a change of an fp32 weight of 0.01 would be lost in rounding."""
 Denominator = Annotated[float, Field(ge=1e-30, allow_inf_nan=False), HELD_IN_FP32]
-"""Added to what fp32 can hold."""
+"""Positive number that is added to a denominator in fp32."""
 Epochs = Annotated[float, Field(ge=1e-4, allow_inf_nan=False)]
-"""Fewer are a mistake: `steps` says how few optimizer steps are meant."""
+"""Number of passes over the data, which may be a fraction; a few optimizer steps are asked for by `steps`."""
 BatchSize = Annotated[int, Field(ge=1, le=1 << 20)]
-"""Published runs take some ten thousand rows at most."""
+"""Rows of a global batch; published runs use some ten thousand at most."""
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""What generators of random numbers take."""
+"""Seed of a random generator, in the range that torch accepts."""
 
 
 def _has_range(value: Any) -> Any:
@@ -153,4 +162,4 @@ def _has_range(value: Any) -> Any:
 
 
 TrainingPrecision = Annotated[Precision, BeforeValidator(_has_range)]
-"""What layers compute in."""
+"""Dtype that layers compute in; fp16 is refused."""

@@ -1,4 +1,4 @@
-"""What is wrong with a training stage's data, adapter and teacher, before the model that it starts from is made."""
+"""Checks of a training stage before its inputs are made: data, prompts, adapter, experts, teacher and named servers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from stages.rewards.reward import RewardContext
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Dotted field and error: what an adapter goes on, the teacher's tokens, splits, format, every row, chat template,
-    sequence length; or what was not looked at."""
+    """Yield each problem of a training stage with its dotted field; a text says what could not be checked."""
     config = TrainConfig.model_validate(stage_input.config)
     model_folder = stage_input.inputs[config.base or config.model] / "model"
     if config.adapter:
@@ -64,7 +63,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
 def prepared_problems(
     config: TrainConfig, stage_input: StageInput, model_folder: Path
 ) -> Iterator[tuple[str, LifecycleError]]:
-    """Of all datasets together, each of which is sound and has been prepared."""
+    """Yield the problems of all datasets together, after each was found sound and prepared."""
     field = "data.datasets" if config.data.datasets else "data.dataset"
     with TemporaryDirectory() as work:
         try:
@@ -90,7 +89,7 @@ def prepared_problems(
 def rollout_problems(
     config: TrainConfig, options: RolloutOptions, stage_input: StageInput, model_folder: Path
 ) -> Iterator[tuple[str, LifecycleError]]:
-    """Of the rewards, and of every prompt."""
+    """Yield the problems of the rewards and of every prompt."""
     from stages.kinds.train.rollouts.documents import checked_prompts  # and torch, with what lies beneath it
 
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
@@ -105,7 +104,7 @@ def rollout_problems(
 
 
 def moe_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Of the routers that the model has, or has not."""
+    """Yield the problems of `moe` with this model's routers."""
     from stages.adapters.check import model_without_weights
     from stages.engines.fsdp.moe import check_mixture
 
@@ -121,7 +120,7 @@ def moe_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str,
 def adapter_problems(
     config: TrainConfig, adapter: AdapterConfig, model_folder: Path
 ) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Of the model that will be trained, by the config and the files' headers of one that has the same."""
+    """Yield the problems of `adapter` with this model, from its config and the headers of its files."""
     # Torch and Transformers take seconds to import, and only adapters need them here.
     from stages.adapters.check import check_adapter, model_without_weights
 

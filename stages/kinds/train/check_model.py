@@ -1,6 +1,6 @@
-"""Whether engine and layout suit the model, by its `config.json` alone, before anything slow starts.
+"""Checks of engine, layout and lengths against a model's `config.json`, before anything slow starts.
 
-What is wrong with a layout for any model was found when the config was read.
+Problems of a layout that hold for every model were found when the config was read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from stages.parallel.legality import layout_warnings, model_errors
 
 
 def check_lengths(longest: int, context: StageContext, model_folder: Path) -> None:
-    """Compare the longest document (tokens) with the positions that the model has.
+    """Compare the longest document (tokens) with the number of positions in the model's config.
 
-    Raises ModelError when they are a table that is too short; what was only never trained becomes a warning.
+    Raises ModelError when positions are a learned table that is too short; otherwise longer documents only warn.
     """
     model_config = read_config(model_folder)
     limit = max_positions(model_config)
@@ -37,10 +37,10 @@ def check_lengths(longest: int, context: StageContext, model_folder: Path) -> No
 
 
 def check_model(config: TrainConfig, context: StageContext, model_folder: Path) -> ModelShape | None:
-    """The model's shape; None for a model whose sizes are not known, which FSDP2 trains all the same.
+    """Return the model's shape; None for a model whose sizes are unknown, which FSDP2 trains all the same.
 
-    Raises LayoutError for a layout that the model does not allow, ModelError for a model that the engine does not.
-    What is only unwise becomes a warning.
+    Raises LayoutError for a layout that the model does not allow, ModelError for a model that the engine does not
+    support. Unwise layouts only warn.
     """
     model_config = read_config(model_folder)
     check_unquantized(model_config, str(model_folder))
@@ -58,5 +58,5 @@ def check_model(config: TrainConfig, context: StageContext, model_folder: Path) 
     try:
         return shape_of_config(model_config)
     except ModelError as error:
-        context.warn(f"memory and step time of this model are not predicted: {error}")
+        context.warn(f"the planner cannot predict memory and step time of this model: {error}")
         return None

@@ -1,12 +1,12 @@
-"""Checkpoints on disk: which there are, which is whole, when there is room for one, and which to keep.
+"""Checkpoints of a training run on disk: writing, completing, finding the latest whole one, and removing old ones.
 
     checkpoints/step-120/           a complete checkpoint: the engine's files and `manifest.json` (file → bytes)
-    checkpoints/partial-step-150/   one that is being written, or was cut off
+    checkpoints/partial-step-150/   being written, or cut off
 
 A checkpoint is written under its partial name, gets its manifest, and is renamed last, so a killed run leaves nothing
-that looks complete; one whose files were cut off later (a full disk, a crashed machine) is found by its manifest.
-What is in the files is the engine's business; besides weights and optimizer state a run needs only the step, since data
-order, learning rate and random numbers are functions of it.
+that looks complete; a checkpoint whose files were truncated later (a full disk, a crashed machine) is recognised by its
+manifest. The engine decides what is in the files. Besides weights and optimizer state a run needs only the step, since
+data order, learning rate and random numbers are functions of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Write:
 
 
 class Checkpoints:
-    """The checkpoints of one run; at most one is being written at a time. Rank 0 alone renames and removes."""
+    """Checkpoints of one run, of which at most one is being written at a time. Only rank 0 renames and removes."""
 
     def __init__(self, folder: Path, engine: Engine, kept: int) -> None:
         self._folder = folder
@@ -42,7 +42,7 @@ class Checkpoints:
         self._writing: _Write | None = None
         self._last_saved = 0
         self.best_step = 0
-        """Its checkpoint stays until the end."""
+        """Step whose checkpoint is kept until the end."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int) -> None:
@@ -56,18 +56,18 @@ class Checkpoints:
         self._last_saved = step
 
     def save_best(self, step: int) -> None:
-        """Have a checkpoint of this step, just done, that outlives later ones."""
+        """Keep a checkpoint of this step, which was just done, until the run ends."""
         self.best_step = step
         if self._last_saved != step:
             self.save(step)
 
     def poll(self) -> None:
-        """Complete the checkpoint that is being written, if its files are all there. Cheap: call it at every step."""
+        """Complete the checkpoint that is being written, if all its files are there. Cheap: called at every step."""
         if self._writing and self._writing.done.done():
             self.wait()
 
     def wait(self) -> None:
-        """Complete the checkpoint that is being written; raises what went wrong with it."""
+        """Wait for the checkpoint that is being written and complete it; raises the error of writing it."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -79,7 +79,7 @@ class Checkpoints:
                     shutil.rmtree(folder)
 
     def load_latest(self) -> int:
-        """Load the latest whole checkpoint; returns its step, 0 when there is none."""
+        """Load the latest whole checkpoint and return its step; return 0 when there is none."""
         found = complete_checkpoints(self._folder) if is_main_process() else []
         step = int(self._engine.broadcast_from_rank0(found[0][0] if found else 0))
         if step:
@@ -87,7 +87,7 @@ class Checkpoints:
         return step
 
     def load(self, step: int) -> None:
-        """Load a whole checkpoint, of which every process must be given the same step."""
+        """Load a whole checkpoint; every process must pass the same step."""
         self._engine.load(self._folder / f"step-{step}")
 
     def _partial(self, step: int) -> Path:
@@ -95,13 +95,13 @@ class Checkpoints:
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Step and folder of every whole checkpoint, the latest first."""
+    """Return step and folder of every whole checkpoint, the latest first."""
     found = ((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*"))
     return sorted((entry for entry in found if _is_whole(entry[1])), reverse=True)
 
 
 def complete_checkpoint(partial: Path, final: Path) -> None:
-    """Note the files' sizes and give the folder its final name."""
+    """Write the manifest of file sizes and give the folder its final name."""
     sizes = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
     write_atomically(partial / MANIFEST, json.dumps(sizes))
     shutil.rmtree(final, ignore_errors=True)
@@ -109,7 +109,7 @@ def complete_checkpoint(partial: Path, final: Path) -> None:
 
 
 def check_free_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
-    """Raise ResourceError unless `needed_bytes` are free where `folder` is."""
+    """Raise ResourceError unless `needed_bytes` are free on the file system of `folder`."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise ResourceError(
@@ -119,7 +119,7 @@ def check_free_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether the folder, which must be no link to another place, has the files of its manifest."""
+    """Return whether the folder has all files of its manifest, in full size, and neither is a symbolic link."""
     manifest = folder / MANIFEST
     if folder.is_symlink() or not manifest.is_file():
         return False

@@ -1,4 +1,7 @@
-"""What a recipe may say of a training stage. What it may say of a method is in the method's module."""
+"""Config of a training stage: its fields, what follows from them, and the calls of its checks (`supported.py`).
+
+The options of a method are in the method's module.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +51,10 @@ LAYOUT_PROBLEM = "layout"
 
 
 class TrainConfig(MethodFields):
-    """Training of a model by one of the methods (→ `model/`); the options of each are a field of its name.
+    """Training of a model by one of the methods (→ `model/`); each method's options are in the field of its name.
 
-    With `adapter:` the model is frozen and low-rank weights beside it learn (→ `adapter/`). A method of
-    scores gives a reward model (→ `reward_model/`).
+    With `adapter:` the model is frozen and low-rank weights beside it learn (→ `adapter/`). A method of scores gives a
+    reward model (→ `reward_model/`).
     """
 
     STAGE_VERSION: ClassVar[int] = 2
@@ -59,57 +62,67 @@ class TrainConfig(MethodFields):
     LESS_MEMORY: ClassVar[str] = "lower layout.micro_batch_size or data.sequence_length, or say layout.recompute: full"
 
     kind: Literal["train"]
-    method: MethodName = Field(description="What is learned; its options are the field of its name.")
+    method: MethodName = Field(description="Training method; its options are the field of its name.")
     model: ModelOrAdapterReference
     base: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="Where `model` is an adapter: the model that it belongs to; found by itself."
+        None, description="Where `model` is an adapter: the stage of its base model; default: found through `model`."
     )
     adapter: Annotated[AdapterConfig | None, AddedLater()] = Field(
-        None, description="Low-rank weights that learn beside the frozen model; default: the model itself learns."
+        None, description="Low-rank weights that learn beside the frozen model; default: the whole model learns."
     )
     data: DataConfig
-    engine: EngineName = Field("fsdp", description="What does the parallelism.")
-    layout: LayoutOrAuto = Field(Layout(), description="auto: what the planner finds best for the machine at hand.")
+    engine: EngineName = Field("fsdp", description="Training engine: PyTorch FSDP2 or Megatron-core.")
+    layout: LayoutOrAuto = Field(
+        Layout(), description="Parallel degrees and memory choices; auto: the planner's best for this machine."
+    )
 
-    steps: PositiveInt | None = Field(None, description="Optimizer steps; else `epochs` counts.")
+    steps: PositiveInt | None = Field(None, description="Optimizer steps; default: as many as `epochs` takes.")
     epochs: Epochs = Field(1.0, description="Passes over the training data.")
     global_batch_size: BatchSize = Field(
-        description="Packed rows of one optimizer step, over all processes; with `method: grpo`, completions."
+        description="Packed rows per optimizer step over all processes; with `method: grpo`, completions."
     )
-    learning_rate: Rate = Field(description="Of the optimizer, after the warm-up.")
+    learning_rate: Rate = Field(description="Peak learning rate, reached after the warm-up.")
     optimizer: Annotated[OptimizerConfig, AddedLater()] = OptimizerConfig()
     moe: Annotated[MoeConfig, AddedLater()] = MoeConfig()
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Of the learning rate.")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="Learning rate as a function of the step, after the warm-up."
+    )
     warmup_steps: NonNegativeInt = Field(
         0,
-        description="The learning rate of step k of these is k shares of the full one; Transformers' is k - 1 shares, "
-        "so that its first step learns nothing. Later steps are the same.",
+        description="Steps of linear warm-up: step k of n has k/n of the full learning rate. (Transformers has "
+        "(k - 1)/n, so that its first step learns nothing; later steps are equal.)",
     )
-    min_learning_rate_fraction: NonNegativeFp32 = Field(0.0, le=1, description="Where cosine and linear end.")
-    adam_beta1: NonNegativeFp32 = Field(0.9, lt=1, description="Decay of the mean of gradients.")
-    adam_beta2: NonNegativeFp32 = Field(0.95, lt=1, description="Decay of the mean of squared gradients.")
-    adam_epsilon: Denominator = Field(1e-8, description="Added to the denominator of Adam.")
-    weight_decay: NonNegativeFp32 = Field(0.0, description="Decoupled, as in AdamW.")
+    min_learning_rate_fraction: NonNegativeFp32 = Field(
+        0.0, le=1, description="Fraction of the learning rate at which cosine and linear end."
+    )
+    adam_beta1: NonNegativeFp32 = Field(0.9, lt=1, description="Decay of Adam's running mean of gradients.")
+    adam_beta2: NonNegativeFp32 = Field(0.95, lt=1, description="Decay of Adam's running mean of squared gradients.")
+    adam_epsilon: Denominator = Field(1e-8, description="Number added to Adam's denominator.")
+    weight_decay: NonNegativeFp32 = Field(0.0, description="Decoupled weight decay, as in AdamW.")
     decay_norms_and_biases: bool = Field(
-        False, description="Whether `weight_decay` shrinks them too; Transformers and TRL leave them alone."
+        False, description="Apply `weight_decay` to norms and biases too; Transformers and TRL do not."
     )
-    max_grad_norm: Rate | None = Field(1.0, description="Larger gradients are clipped; null: none are.")
+    max_grad_norm: Rate | None = Field(
+        1.0, description="Gradient norm above which gradients are clipped; null: no clipping."
+    )
     precision: TrainingPrecision = Field(
         "bf16",
-        description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: so too, "
-        "but layers multiply in 8 bits, on GPUs, by torchao (fsdp) or Transformer Engine (megatron).",
+        description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: the "
+        "same, with matrix products in 8 bits, on GPUs, by torchao (fsdp) or Transformer Engine (megatron).",
     )
     fp8_recipe: Annotated[Fp8Recipe, AddedLater()] = Field(
-        "tensorwise", description="What shares a scale in `precision: fp8`; rowwise: fsdp only."
+        "tensorwise", description="Granularity of the scales in `precision: fp8`; rowwise: fsdp only."
     )
     keep: Annotated[Literal["last", "best"], AddedLater()] = Field(
         "last",
-        description="Which weights are written: those of the last step, or of the step with the lowest held-out loss "
-        "among those evaluated (execution.evaluate_every_steps, which is identity then).",
+        description="Weights that are written: those of the last step, or of the evaluated step with the lowest "
+        "held-out loss (`execution.evaluate_every_steps`, which is identity then).",
     )
-    export_dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Of the written weights.")
+    export_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="Dtype of the written weights."
+    )
     trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
-    seed: Seed = Field(0, description="Of the order of rows and of dropout.")
+    seed: Seed = Field(0, description="Seed of the order of rows and of dropout.")
     execution: TrainExecution = TrainExecution()
 
     @property
@@ -133,13 +146,15 @@ class TrainConfig(MethodFields):
 
     @property
     def has_even_steps(self) -> bool:
-        """Whether steps take alike long: without packing, they are as long as their longest row; compiled, one of a new
-        shape takes as long as many others."""
+        """Whether all steps take about the same time, so that the watchdog may learn it.
+
+        Without packing, a step is as long as its longest row; a compiled one is slow whenever a new shape comes.
+        """
         return self.data.packing and not self.layout.compile and not self.sampling
 
     @property
     def workload(self) -> Workload:
-        """What the planner compares layouts for; `epochs` are of a dataset whose tokens are not counted yet."""
+        """Work of this training as the planner compares layouts; without `steps`, total tokens are unknown."""
         workload = Workload(
             self.data.sequence_length,
             self._packed_rows,
@@ -155,7 +170,7 @@ class TrainConfig(MethodFields):
 
     @property
     def _packed_rows(self) -> int:
-        """Of an optimizer step: of completions that are as long as they may be, and their prompts not counted."""
+        """Packed rows of one optimizer step; for completions, their longest length counts and prompts do not."""
         if self.rollouts is None:
             return self.global_batch_size
         tokens = self.global_batch_size * self.rollouts.max_completion_length
@@ -164,7 +179,7 @@ class TrainConfig(MethodFields):
 
     @property
     def sampling_devices(self) -> int:
-        """Of the server that samples, after those that train; on a CPU both share the cores."""
+        """Devices of the server that samples, after those that train; on a CPU both share the cores."""
         return self.sampling.num_devices if self.sampling else 0
 
     @property
@@ -173,35 +188,40 @@ class TrainConfig(MethodFields):
 
     @property
     def constraints(self) -> RunConstraints:
-        """What the layout must fit besides the model."""
+        """Numbers besides the model's that a layout must fit."""
         return RunConstraints(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
 
     @property
     def engine_settings(self) -> EngineSettings:
-        """What the engine needs to know."""
-        numbers = self.learning_rate, self.adam_beta1, self.adam_beta2, self.adam_epsilon, self.weight_decay
-        adam = AdamSettings(*numbers, self.decay_norms_and_biases)
+        """Settings that an engine is built with."""
         return EngineSettings(
-            self.layout,
-            self.precision,
-            adam,
-            self.seed,
-            self.execution.hang_timeout_s,
-            self.trust_remote_code,
-            self.adapter,
-            self.learning.needs_score_head,
-            self.optimizer.muon,
-            self.moe.settings,
-            self.optimizer.low_precision,
-            self.fp8_recipe,
+            layout=self.layout,
+            precision=self.precision,
+            adam=AdamSettings(
+                learning_rate=self.learning_rate,
+                beta1=self.adam_beta1,
+                beta2=self.adam_beta2,
+                epsilon=self.adam_epsilon,
+                weight_decay=self.weight_decay,
+                decay_norms_and_biases=self.decay_norms_and_biases,
+            ),
+            seed=self.seed,
+            hang_timeout_s=self.execution.hang_timeout_s,
+            trust_remote_code=self.trust_remote_code,
+            adapter=self.adapter,
+            has_score_head=self.learning.needs_score_head,
+            muon=self.optimizer.muon,
+            moe=self.moe.settings,
+            low_precision=self.optimizer.low_precision,
+            fp8_recipe=self.fp8_recipe,
         )
 
     def identity(self) -> dict[str, JsonValue]:
-        """Without what weights decay alike, where none decays; with the steps that the best one is chosen among."""
-        found = super().identity()
+        """Return the identity: `decay_norms_and_biases` only where weights decay, the evaluations for `keep: best`."""
+        identity = super().identity()
         if self.keep == "best":
-            found["evaluate_every_steps"] = self.execution.evaluate_every_steps
-        return found if self.weight_decay else without(found, {"decay_norms_and_biases"})
+            identity["evaluate_every_steps"] = self.execution.evaluate_every_steps
+        return identity if self.weight_decay else without(identity, {"decay_norms_and_biases"})
 
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
         is_adapter = stages[self.model].product == "adapter"
@@ -247,7 +267,7 @@ class TrainConfig(MethodFields):
         return (*super().custom_code(), *found)
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """What samples, where anything does."""
+        """Return the version of the serving engine that samples, if there is one."""
         return {**self.sampling.engine_version} if self.sampling else {}
 
     def progress_kept(self, scratch: Path) -> int:
@@ -256,7 +276,7 @@ class TrainConfig(MethodFields):
         return max(map(int, steps), default=0)
 
     def resume_identity(self) -> dict[str, JsonValue]:
-        """Without engine and layout: a checkpoint of either engine can be loaded by both, under any layout."""
+        """Return the identity without engine and layout: any engine and layout can load a checkpoint."""
         return {key: value for key, value in self.identity().items() if key not in ("engine", "layout")}
 
     @model_validator(mode="after")
@@ -267,8 +287,8 @@ class TrainConfig(MethodFields):
 
     @model_validator(mode="after")
     def _numbers_go_together(self) -> Self:
-        if found := contradiction(self.steps, self.warmup_steps, self.learning_rate, self.weight_decay):
-            raise ValueError(found)
+        if problem := contradiction(self.steps, self.warmup_steps, self.learning_rate, self.weight_decay):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
@@ -281,7 +301,7 @@ class TrainConfig(MethodFields):
         return self
 
     @model_validator(mode="after")
-    def _completions_can_be_had(self) -> Self:
+    def _completions_can_be_sampled(self) -> Self:
         if self.sampling is None:
             return self
         run = SamplingRun(
@@ -301,9 +321,9 @@ class TrainConfig(MethodFields):
         return self
 
     @model_validator(mode="after")
-    def _engine_honours_what_is_asked(self) -> Self:
-        asked = self.precision, self.fp8_recipe, self.optimizer, self.moe, self.adapter
-        errors = engine_errors(self.engine, self.layout, *asked)
+    def _engine_supports_the_options(self) -> Self:
+        options = self.precision, self.fp8_recipe, self.optimizer, self.moe, self.adapter
+        errors = engine_errors(self.engine, self.layout, *options)
         if self.learning.needs_score_head:
             errors += score_head_errors(self.method, self.engine, self.adapter)
         if errors:

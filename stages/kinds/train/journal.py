@@ -1,4 +1,4 @@
-"""What a training run reports: metrics of its steps, progress, warnings; and their summary."""
+"""Log of a training run: metrics of its steps, progress, warnings, their summary, and the loss curve as a picture."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from stages.core.files import remove_cut_off_line
 METRICS_FILE = "metrics.jsonl"
 PROGRESS_EVERY_S = 0.5
 MUCH_COMMUNICATION = 0.3
+"""Share of a step spent in collectives from which on a warning is given."""
 MUCH_REST = 0.03
-"""Of a teacher's probability on tokens that distillation does not tell apart."""
+"""Teacher's probability of tokens beyond its top k from which on a warning is given."""
 PER_STEP = (
     "step_time_s",
     "tokens_per_s",
@@ -26,13 +27,13 @@ PER_STEP = (
     "mfu",
     "data_wait_fraction",
 )
-"""Measured in every step; a run's final value is the median."""
+"""Metrics that are measured in every step; a run's final value is their median."""
 
 Metrics = dict[str, float]
 
 
 class Journal:
-    """The log of one attempt. Steps that an earlier attempt has logged are not logged again: they would be the same."""
+    """Log of one attempt. Steps that an earlier attempt has logged are not logged again: they would be the same."""
 
     def __init__(self, context: StageContext, num_steps: int, log_every_steps: int) -> None:
         self._context = context
@@ -41,18 +42,18 @@ class Journal:
         if is_main_process():
             remove_cut_off_line(context.work / METRICS_FILE)
         self.rows = read_metrics(context.work)
-        """What all attempts have logged, this one included."""
+        """Metrics that all attempts have logged, this one included."""
         self._last_logged_step = max((int(row["step"]) for row in self.rows), default=0)
         self._last_progress_s = 0.0
         self._attempt: list[Metrics] = []
         self._has_warned_of_rest = False
 
     def is_due(self, step: int) -> bool:
-        """Whether the metrics of this step are logged."""
+        """Return whether the metrics of this step are logged."""
         return step % self._log_every_steps == 0 or step in (1, self._num_steps)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Write the metrics of a step."""
+        """Write the metrics of a step, and warn once of much communication or a poor top k of the teacher."""
         self._attempt.append(metrics)
         if step > self._last_logged_step:
             self._context.log_metrics(step, metrics)
@@ -72,27 +73,27 @@ class Journal:
             )
 
     def progress(self, step: int, loss: float) -> None:
-        """Report how far training is, at most every half second."""
+        """Report the step and its loss, at most every half second."""
         now_s = time.monotonic()
         if step == self._num_steps or now_s - self._last_progress_s > PROGRESS_EVERY_S:
             self._context.progress(step, self._num_steps, "steps", f"loss {loss:.4f}{self._rate()}")
             self._last_progress_s = now_s
 
     def lowest_evaluation(self, upto_step: int) -> tuple[float, int]:
-        """Lowest held-out loss so far, and its step, the first one of several; before an evaluation, (inf, 0)."""
+        """Return the lowest held-out loss up to this step, and its first step; (inf, 0) without an evaluation."""
         rows = (row for row in self.rows if row["step"] <= upto_step and "evaluation_loss" in row)
         return min(((row["evaluation_loss"], int(row["step"])) for row in rows), default=(math.inf, 0))
 
     def warn(self, message: str) -> None:
-        """Report what should be looked at."""
+        """Report a warning."""
         self._context.warn(message)
 
     def milestone(self, message: str) -> None:
-        """Report something worth knowing."""
+        """Report an event worth showing."""
         self._context.milestone(message)
 
     def summary(self) -> Metrics:
-        """Medians over this attempt's steps (the first ones, which warm up, apart), and the last of everything else."""
+        """Return medians of `PER_STEP` over this attempt's steps but the first three, and the last other metrics."""
         if not self._attempt:
             return {}
         steady = self._attempt[min(3, len(self._attempt) - 1) :]
@@ -107,7 +108,7 @@ class Journal:
 
 
 def read_metrics(work: Path) -> list[Metrics]:
-    """What all attempts have logged so far."""
+    """Return the metrics that all attempts have logged, a dictionary a step; a line that was cut off is left out."""
     path = work / METRICS_FILE
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,4 +1,4 @@
-"""What a training stage will see of its data."""
+"""Preview of a training stage's data for `lifecycle look`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from stages.rollouts.look import look_at_prompts
 
 
 def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
-    """Return the rows of the first step with counts; of a method that samples, the first prompts.
+    """Return the rows of the first step with counts; for a method that samples, the first prompts.
 
-    Raises what `prepare` and `checked_prompts` raise.
+    Raises as `prepare_mixture` and `checked_prompts` do.
     """
     config = TrainConfig.model_validate(stage_input.config)
     model = stage_input.inputs[config.base or config.model] / "model"

@@ -1,6 +1,6 @@
-"""The training loop: order, batches, learning rate, logging, evaluation and checkpoints, on whatever engine is given.
+"""Training loop: steps, learning rate, logging, held-out evaluation and checkpoints, on any engine.
 
-Every step is a function of the seed, its number and the weights it finds: rows, learning rate and random numbers are
+Every step is a function of the seed, its number and the weights before it: rows, learning rate and random numbers are
 derived from the step, so a resumed run does what the uninterrupted one would have done.
 """
 
@@ -33,103 +33,15 @@ from stages.kinds.train.schedule import learning_rate
 from stages.kinds.train.watchdog import Watchdog
 from stages.parallel.devices import Peak
 
-
-@dataclass(frozen=True)
-class LossByDataset:
-    """A `Loss` with metrics `loss.NAME` and `METRIC.NAME`: means over the micro-batches of each dataset alone.
-
-    A micro-batch holds rows of one dataset; its `member` says of which.
-    """
-
-    loss: Loss
-    names: Sequence[str]
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Those of the loss, then those of each dataset."""
-        own = self.loss.metric_names
-        return (*own, *(f"{metric}.{name}" for name in self.names for metric in ("loss", *own)))
-
-    def counts(self, batch: Batch) -> Counts:
-        """As the loss does, of all and of each dataset."""
-        counts = self.loss.counts(batch)
-        by_dataset = {
-            f"{what}.{number}": count if number == batch.member else 0
-            for number in range(len(self.names))
-            for what, count in counts.items()
-        }
-        return {**counts, **by_dataset}
-
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Parts of the means over all, and of those over the micro-batch's dataset."""
-        loss, metrics = self.loss(token_log_probabilities, batch, totals)
-        own_totals = {what: totals[f"{what}.{batch.member}"] for what in self.loss.counts(batch)}
-        own = self.loss(token_log_probabilities, batch, own_totals)
-        by_dataset = [
-            value.detach() if number == batch.member else loss.new_zeros(())
-            for number in range(len(self.names))
-            for value in (own[0], *own[1].values())
-        ]
-        names = self.metric_names
-        return loss, dict(zip(names, (*metrics.values(), *by_dataset), strict=True))
-
-
-def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: Method) -> LossMeans:
-    """Means over all rows of `source`. Collective."""
-    by_name = source.dataset.member_rows
-    batches = [
-        replace(source.batch([rows[index] for index in share]), member=member)
-        for member, rows in enumerate(by_name.values())
-        for share in even_micro_batches(len(rows), source.micro_batch_size, engine.data_rank, engine.data_parallel_size)
-    ]
-    whole = LossByDataset(loss, tuple(by_name)) if len(by_name) > 1 else loss
-    means = engine.evaluate(with_divergence(engine, batches), whole)
-    if not method.is_likelihood:
-        return means
-    abouts = {"": source.dataset.about, **{f".{name}": one.about for name, one in source.dataset.members.items()}}
-    bits = {
-        f"bits_per_byte{name}": bits_per_byte(
-            means.metrics[f"loss{name}"] if name else means.loss, about.bytes_per_token
-        )
-        for name, about in abouts.items()
-        if about.bytes_per_token is not None
-    }
-    return replace(means, metrics={**means.metrics, **bits})
-
-
-def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """A loss that compares models with different tokenizers: Gao et al. 2020 (The Pile), section 3.1."""
-    return nats_per_token / bytes_per_token / math.log(2)
-
-
-def with_divergence(engine: Engine, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-    """This share's micro-batches of a global batch, with `kl` in nats where they have mismatched answers. Collective.
-
-    It is at least 0, which the mean of log π/π_ref over other than the model's own answers need not be.
-    """
-    sums = torch.zeros(2, dtype=torch.float64)
-    others = [batch.mismatched for batch in micro_batches if batch.mismatched]
-    if not others:
-        return micro_batches
-    for other in others:
-        assert other.reference_log_probabilities is not None
-        ratios = engine.document_log_probabilities(other) - other.reference_log_probabilities
-        sums += torch.tensor([ratios.double().sum(), len(ratios)])
-    total, num_documents = engine.sum_over_data(sums).tolist()
-    return [replace(batch, kl=max(0.0, total / num_documents)) for batch in micro_batches]
-
-
 PROFILED_STEP = 3
-"""Step of an attempt, counted from 1, in which collectives are timed: late enough to be like the others."""
-
-
+"""Step of an attempt, counted from 1, in which collectives are timed: late enough to be typical."""
 RISEN = 1.02
-"""A held-out loss of more than so many times the lowest has risen; less comes of the noise of few rows."""
+"""Ratio to the lowest held-out loss above which the loss has risen; smaller rises are noise of few rows."""
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Everything a run is made of."""
+    """Everything that the loop works with."""
 
     config: TrainConfig
     engine: Engine
@@ -144,17 +56,17 @@ class TrainingRun:
     positions: Positions = field(default_factory=Positions)
 
     def close(self) -> None:
-        """End what makes batches."""
+        """Close the batches and what makes them."""
         self.batches.close()
 
     @property
     def last_step(self) -> int:
-        """Where to stop: after `num_steps`, or earlier when the run is only measured."""
+        """Step to stop after: `num_steps`, or fewer when the run is only measured (a trial)."""
         return self.trial.steps if self.trial else self.num_steps
 
     @property
     def checkpoint_every_steps(self) -> int:
-        """As the recipe says, else ten times in a run; or a little later, where steps go together."""
+        """Steps between checkpoints: the recipe's, or a tenth of the run, rounded up to whole rounds."""
         wanted = self.config.execution.checkpoint_every_steps or math.ceil(self.num_steps / 10)
         return math.ceil(wanted / self.batches.steps_together) * self.batches.steps_together
 
@@ -180,12 +92,13 @@ def train(run: TrainingRun) -> LossMeans | None:
         last = evaluate(run)
         kept = _choose_weights(run, last)
         if last:
-            run.journal.rows.append({"step": run.last_step, **evaluation_metrics(last)})  # for the curve, as it went
+            # The curve shows the last step's loss, whichever step's weights are kept.
+            run.journal.rows.append({"step": run.last_step, **evaluation_metrics(last)})
         return kept
 
 
 def evaluate(run: TrainingRun) -> LossMeans | None:
-    """Loss and metrics over the held-out rows; None when there are none."""
+    """Return loss and metrics over the held-out rows; None when there are none."""
     source = run.batches.held_out
     return evaluate_held_out(run.engine, source, run.loss, run.config.learning) if source else None
 
@@ -196,10 +109,10 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
     wait_s = time.perf_counter() - start_s
     run.positions.add(share)
     rate = learning_rate(run.config, step, run.num_steps)
-    torch.manual_seed(_step_seed(run, step))
+    torch.manual_seed(_step_seed(run, step))  # a resumed run drops out the same activations
     outcome, update_s, communication = _update(run, share, rate, is_profiled)
     run.watchdog.has_stepped()
-    _stop_if_diverged(run, step, outcome)
+    _stop_if_diverged(run, step, outcome)  # before a checkpoint could hold broken weights
     _save_if_due(run, step)
     evaluation = _evaluate_if_due(run, step)
     run.journal.progress(step, outcome.loss)
@@ -213,7 +126,7 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
 def _update(
     run: TrainingRun, share: Share, rate: float, is_profiled: bool
 ) -> tuple[StepOutcome, float, dict[str, float]]:
-    """What the optimizer step did, how long it took, and how much of that was communication, if that was measured."""
+    """Make one optimizer step; return its outcome, its seconds, and the communication's share if it was profiled."""
     with profile() if is_profiled else nullcontext() as profiled:
         start_s = time.perf_counter()
         micro_batches = with_divergence(run.engine, share.micro_batches)
@@ -234,9 +147,9 @@ def _shares(run: TrainingRun, steps: range) -> Generator[Share]:
 def _stop_if_diverged(run: TrainingRun, step: int, outcome: StepOutcome) -> None:
     if math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm):
         return
-    run.checkpoints.wait()  # what is being written is of an earlier step, and sound
+    run.checkpoints.wait()  # the one being written is of an earlier step, so it is sound
     raise TrainingError(
-        f"step {step}: the loss is {outcome.loss} and the gradient norm {outcome.grad_norm}, both should be finite "
+        f"step {step}: the loss is {outcome.loss} and the gradient norm {outcome.grad_norm}; expected finite "
         "numbers; lower learning_rate, lengthen warmup_steps, lower max_grad_norm, or look at the data of this step"
     )
 
@@ -266,8 +179,10 @@ def _save_if_best(run: TrainingRun, step: int, loss: float) -> None:
 
 
 def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | None:
-    """Go back to the best step if the recipe wants it, else warn where the held-out loss has risen again; returns the
-    evaluation of the weights that are left."""
+    """Return to the best step's weights for `keep: best`, else warn where the held-out loss has risen.
+
+    Returns the evaluation of the weights that remain.
+    """
     lowest, step = run.journal.lowest_evaluation(run.last_step)
     if final is None or run.trial or not run.engine.broadcast_from_rank0(final.loss > lowest):
         return final
@@ -283,10 +198,97 @@ def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | No
 
 
 def evaluation_metrics(means: LossMeans) -> dict[str, float]:
-    """Metrics of the held-out rows, under names of their own."""
+    """Return the held-out metrics with names that begin with `evaluation_`."""
     return {f"evaluation_{name}": value for name, value in {"loss": means.loss, **means.metrics}.items()}
 
 
 def _step_seed(run: TrainingRun, step: int) -> int:
-    """Of dropout and the like; differs between processes that see different data."""
+    """Return the seed of dropout in a step, different on processes that see different data."""
     return int(np.random.SeedSequence([run.config.seed, step, run.engine.data_rank]).generate_state(1)[0])
+
+
+def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: Method) -> LossMeans:
+    """Return means of loss and metrics over all rows of `source`, of a mixture by dataset too. Collective."""
+    by_name = source.dataset.member_rows
+    batches = [
+        replace(source.batch([rows[index] for index in share]), member=member)
+        for member, rows in enumerate(by_name.values())
+        for share in even_micro_batches(len(rows), source.micro_batch_size, engine.data_rank, engine.data_parallel_size)
+    ]
+    whole = LossByDataset(loss, tuple(by_name)) if len(by_name) > 1 else loss
+    means = engine.evaluate(with_divergence(engine, batches), whole)
+    if not method.is_likelihood:
+        return means
+    abouts = {"": source.dataset.about, **{f".{name}": one.about for name, one in source.dataset.members.items()}}
+    bits = {
+        f"bits_per_byte{name}": bits_per_byte(
+            means.metrics[f"loss{name}"] if name else means.loss, about.bytes_per_token
+        )
+        for name, about in abouts.items()
+        if about.bytes_per_token is not None
+    }
+    return replace(means, metrics={**means.metrics, **bits})
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """Return a loss that is comparable between tokenizers: Gao et al. 2020 (The Pile), section 3.1."""
+    return nats_per_token / bytes_per_token / math.log(2)
+
+
+@dataclass(frozen=True)
+class LossByDataset:
+    """A `Loss` with metrics `loss.NAME` and `METRIC.NAME`, means over the rows of each dataset of a mixture.
+
+    A micro-batch holds rows of one dataset, whose number is its `member`.
+    """
+
+    loss: Loss
+    names: Sequence[str]
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the loss's own metrics, then of each dataset's."""
+        own = self.loss.metric_names
+        return (*own, *(f"{metric}.{name}" for name in self.names for metric in ("loss", *own)))
+
+    def counts(self, batch: Batch) -> Counts:
+        """Return the loss's counts for all rows and for each dataset."""
+        counts = self.loss.counts(batch)
+        by_dataset = {
+            f"{what}.{number}": count if number == batch.member else 0
+            for number in range(len(self.names))
+            for what, count in counts.items()
+        }
+        return {**counts, **by_dataset}
+
+    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+        """Return the parts of the means over all rows, and of the means over the micro-batch's dataset."""
+        loss, metrics = self.loss(token_log_probabilities, batch, totals)
+        own_totals = {what: totals[f"{what}.{batch.member}"] for what in self.loss.counts(batch)}
+        own = self.loss(token_log_probabilities, batch, own_totals)
+        by_dataset = [
+            value.detach() if number == batch.member else loss.new_zeros(())
+            for number in range(len(self.names))
+            for value in (own[0], *own[1].values())
+        ]
+        names = self.metric_names
+        return loss, dict(zip(names, (*metrics.values(), *by_dataset), strict=True))
+
+
+def with_divergence(engine: Engine, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Return the micro-batches with `kl`, KTO's divergence from the reference in nats. Collective.
+
+    It is the mean of log π/π_ref over answers to other prompts of the global batch (Ethayarajh et al. 2024, section
+    4.1), at least 0, which this mean need not be. It is one number for all shares, so their forward passes come before
+    the step.
+    """
+    sums = torch.zeros(2, dtype=torch.float64)
+    others = [batch.mismatched for batch in micro_batches if batch.mismatched]
+    if not others:
+        return micro_batches
+    for other in others:
+        assert other.reference_log_probabilities is not None
+        ratios = engine.document_log_probabilities(other) - other.reference_log_probabilities
+        sums += torch.tensor([ratios.double().sum(), len(ratios)])
+    total, num_documents = engine.sum_over_data(sums).tolist()
+    return [replace(batch, kl=max(0.0, total / num_documents)) for batch in micro_batches]

@@ -1,4 +1,4 @@
-"""What a training step is measured by: throughput, MFU, waiting, memory. The clock is the loop's."""
+"""Measurements of a training step: throughput, MFU, waiting for data, memory, communication."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from stages.parallel.processes import gathered
 GIB = 2**30
 COLLECTIVES = tuple(sorted({f"{one.collectives}:" for one in DEVICE_TYPES}))
 MOST_PROCESSES_LISTED = 16
-"""At every step; at the end all are, however many."""
+"""Processes up to which each one's memory is logged at every step; at the end all are."""
 FORGET_PEAK = "5"
-"""Of Linux's `/proc/self/clear_refs`."""
+"""Number that resets a process's peak memory when written to Linux's `/proc/self/clear_refs`."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """This process's share of a global batch, and how much work it is."""
+    """This process's share of a global batch, with its amount of work."""
 
     micro_batches: Sequence[Batch]
     num_tokens: int
@@ -40,7 +40,7 @@ class Share:
 
 
 def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
-    """Count a share's work."""
+    """Count the tokens and FLOPs of a share."""
     lengths = [length for batch in micro_batches for length in real_document_lengths(batch)]
     num_targets = sum(int(batch.has_target.sum()) for batch in micro_batches)
     num_tokens = sum(batch.input_ids.numel() for batch in micro_batches)
@@ -54,7 +54,7 @@ def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
 
 @dataclass
 class Positions:
-    """Positions that this process's batches had in all steps of an attempt, and how many of them were no padding."""
+    """Count of positions in this process's batches over an attempt, with and without padding."""
 
     num_tokens: int = 0
     num_real_tokens: int = 0
@@ -65,20 +65,20 @@ class Positions:
         self.num_real_tokens += share.num_real_tokens
 
     def metrics(self, engine: Engine) -> dict[str, float]:
-        """Return the share of padding, over all processes; nothing before the first step. Collective."""
+        """Return the share of padding over all processes; nothing before the first step. Collective."""
         counts = torch.tensor([self.num_tokens, self.num_real_tokens], dtype=torch.float64)
         num_tokens, num_real_tokens = engine.sum_over_data(counts).tolist()
         return {"padding_fraction": 1 - num_real_tokens / num_tokens} if num_tokens else {}
 
 
 def real_document_lengths(batch: Batch) -> list[int]:
-    """Tokens of every document that is not padding."""
+    """Return the token count of every document that is not padding."""
     lengths = torch.bincount(batch.document_ids.flatten(), minlength=batch.num_documents)
     return lengths[: batch.num_documents].tolist()
 
 
 def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, peak: Peak | None) -> dict[str, float]:
-    """Metrics of one step over all processes. Collective."""
+    """Return one step's rates, data waiting, memory and MFU over all processes. Collective."""
     sums = torch.tensor([share.num_tokens, share.num_real_tokens, share.flops, wait_s, 1], dtype=torch.float64)
     num_tokens, num_real_tokens, flops, waited_s, num_shares = engine.sum_over_data(sums).tolist()
     rates = {"tokens_per_s": num_tokens / step_time_s, "real_tokens_per_s": num_real_tokens / step_time_s}
@@ -95,7 +95,10 @@ def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, 
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory` be of training, not of how the model was read, which takes more; of the host, on Linux."""
+    """Reset the peak of memory, so that `peak_memory` measures training and not the reading of the model.
+
+    On a CPU this needs Linux; elsewhere it does nothing.
+    """
     if device.type != "cpu":
         forget_peak(device)
         return
@@ -105,10 +108,9 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device, *, every_rank: bool) -> dict[str, float]:
-    """Most memory that a process has held since its model was read, of its GPU or of the host: the largest, since that
-    one runs out.
+    """Return the peak memory of the fullest process since the model was read, on its GPU or its host. Collective.
 
-    With `every_rank` that of each process, too. Collective.
+    With `every_rank`, each process's peak as well.
     """
     used_bytes = host_peak_bytes() if device.type == "cpu" else peak_bytes(device)
     by_rank = gathered(used_bytes / GIB)
@@ -117,7 +119,10 @@ def peak_memory(device: torch.device, *, every_rank: bool) -> dict[str, float]:
 
 
 def host_peak_bytes() -> int:
-    """Of this process, as Linux counts it: `getrusage` adds what the process that started this one held then."""
+    """Return the peak of this process's resident memory.
+
+    Linux's VmHWM is preferred: `getrusage` includes what the parent process held when it started this one.
+    """
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     kib = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
@@ -125,7 +130,7 @@ def host_peak_bytes() -> int:
 
 
 def communication_fraction(profiled: profile, step_time_s: float) -> float:
-    """Share of a profiled step in which a collective was in flight, whether or not computation hid it."""
+    """Return the share of a profiled step in which a collective ran, hidden by computation or not."""
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profiled.events() or ()

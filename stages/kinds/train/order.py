@@ -1,6 +1,6 @@
-"""Which rows a process learns from at which step: a pure function of the seed and the step.
+"""Order of training rows, of one dataset or a mixture: a pure function of the seed and the step.
 
-Nothing has to be remembered to continue an interrupted run, and every layout sees the same global batches.
+An interrupted run needs no stored position, and every layout sees the same global batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stages.kinds.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class DataOrder:
-    """Epoch after epoch, each a random permutation of all rows, cut into global batches; of a mixture, each dataset's.
+    """Epochs of random permutations of all rows, cut into global batches; a mixture draws from each dataset by weight.
 
     A global batch may span the border of two epochs, so no row is left out of an epoch.
     """
@@ -33,18 +33,18 @@ class DataOrder:
     data_parallel_size: int
     seed: int
     mixture: MixtureOrder | None = None
-    """Of several datasets; default: one, of `num_rows` rows."""
+    """Order of several datasets; None: one dataset of `num_rows` rows."""
 
     def global_batch(self, step: int) -> list[int]:
-        """Row numbers of optimizer step `step`, counted from 1."""
+        """Return the row numbers of optimizer step `step`, counted from 1."""
         return self.slots.rows((step - 1) * self.global_batch_size, self.global_batch_size)
 
     def rows(self, num_steps: int) -> list[int]:
-        """Numbers of the rows that so many steps learn from, sorted."""
+        """Return the sorted numbers of the rows that the first `num_steps` steps learn from."""
         return np.flatnonzero(self.slots.times(num_steps * self.global_batch_size)).tolist()
 
     def micro_batches(self, step: int) -> list[list[int]]:
-        """This process's share of a global batch, cut into micro-batches."""
+        """Return this process's share of a global batch, cut into micro-batches."""
         num_rows = self.global_batch_size // self.data_parallel_size
         share = self.global_batch(step)[self.data_rank * num_rows :][:num_rows]
         return [share[start : start + self.micro_batch_size] for start in range(0, num_rows, self.micro_batch_size)]
@@ -58,7 +58,7 @@ class DataOrder:
 def even_micro_batches(
     num_rows: int, micro_batch_size: int, data_rank: int, data_parallel_size: int
 ) -> Iterator[list[int]]:
-    """All rows in order, dealt out to the processes; equally many micro-batches for each, the last ones maybe empty."""
+    """Yield one process's micro-batches of all rows in order; each process gets equally many, the last may be empty."""
     stride = micro_batch_size * data_parallel_size
     for index in range(math.ceil(num_rows / stride)):
         start = index * stride + data_rank * micro_batch_size
@@ -66,11 +66,12 @@ def even_micro_batches(
 
 
 def slots_of(data: DataConfig, training: PackedDataset, seed: int) -> MixtureOrder:
-    """The order in which the rows of one dataset or several are visited."""
+    """Return the order in which rows are visited, of one dataset or of a mixture by its weights."""
     if not training.members or data.mixing.strategy == "concat":
         return MixtureOrder((len(training),), (1.0,), seed)
     asked = shares_asked(data, training)
     lengths = training.row_lengths
+    # Weights by tokens become weights by rows: a dataset of long rows needs fewer of them.
     per_row = [
         lengths[rows.start : rows.stop].mean() if data.mixing.weight_by == "tokens" else 1.0
         for rows in training.member_rows.values()
@@ -81,7 +82,7 @@ def slots_of(data: DataConfig, training: PackedDataset, seed: int) -> MixtureOrd
 
 
 def shares_asked(data: DataConfig, training: PackedDataset) -> dict[str, float]:
-    """By dataset of a mixture, of its rows or of its tokens, as the weights are; they add up to 1."""
+    """Return each dataset's share of a mixture, of rows or of tokens as `weight_by` says; they add up to 1."""
     weights = np.array([part.weight or 0.0 for part in data.datasets])
     if not weights.all():
         everything = np.ones(len(training), np.int64)
@@ -91,7 +92,7 @@ def shares_asked(data: DataConfig, training: PackedDataset) -> dict[str, float]:
 
 
 def seen(data: DataConfig, training: PackedDataset, slots: MixtureOrder, num_slots: int) -> dict[str, float]:
-    """Metrics of each dataset of a mixture after so many slots: its share of what was learned, and its passes."""
+    """Return metrics of each dataset of a mixture after `num_slots` rows: its share and its number of passes."""
     if not training.members:
         return {}
     times = slots.times(num_slots)
@@ -104,12 +105,12 @@ def seen(data: DataConfig, training: PackedDataset, slots: MixtureOrder, num_slo
 
 
 def steps_of_epochs(config: TrainConfig, training: PackedDataset) -> int:
-    """Optimizer steps of the epochs that the recipe wants; one takes as many rows as there are, of a mixture in all."""
+    """Return the optimizer steps of the recipe's `epochs`; an epoch has as many rows as all datasets together."""
     return math.ceil(config.epochs * len(training) / config.global_batch_size)
 
 
 def repeated_too_often(config: TrainConfig, training: PackedDataset) -> Iterator[tuple[str, DataError]]:
-    """Field of `data` and error, of each dataset that the training would pass through more often than it may."""
+    """Yield field and error of each dataset that training would repeat more often than its `max_epochs`."""
     data, num_steps = config.data, config.steps or steps_of_epochs(config, training)
     times = slots_of(data, training, config.seed).times(num_steps * config.global_batch_size)
     members = zip(data.datasets, data.names, training.member_rows.values(), strict=True) if data.datasets else ()
@@ -127,6 +128,6 @@ def repeated_too_often(config: TrainConfig, training: PackedDataset) -> Iterator
 
 
 def _amounts(training: PackedDataset, times: NDArray[np.int64], unit: str) -> NDArray[np.float64]:
-    """float64 [datasets]: rows of each, or tokens in them, when each row counts as often as `times` says."""
+    """float64 [datasets]: rows of each dataset, or their tokens, each row counted as often as `times` says."""
     counted = times * training.row_lengths if unit == "tokens" else times
     return np.array([counted[rows.start : rows.stop].sum() for rows in training.member_rows.values()], np.float64)

@@ -1,7 +1,7 @@
-"""Before a model is built: the planner's prediction for this layout here, and whether there is memory enough for it.
+"""The planner's prediction for a training run on this machine, and the check that its memory suffices.
 
-A run that cannot fit is refused before its first minute; one that the planner cannot predict (a model or a device that
-it has no description of) is run all the same, with a warning.
+A run that cannot fit is refused before the model is built; one that the planner cannot predict (an unknown model or
+device) runs all the same, with a warning.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from stages.planner.prediction import (
 from stages.planner.search import Candidate, SearchRequest, estimate
 
 HARDWARE_VARIABLE = "LIFECYCLE_HARDWARE"
-"""Names the YAML file that describes the devices; the built-in descriptions serve where there is none."""
+"""Environment variable that names a YAML description of the devices; default: the built-in descriptions."""
 PREDICTION_FILE = "prediction.json"
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted metrics by name, and tags that say what they were predicted from."""
+    """Predicted metrics by name, with tags that say what they were predicted from."""
 
     layout: Layout
-    """As it is to run: what it leaves to the planner is decided, if there is a prediction."""
+    """The layout to run with; an `auto` layout is decided here, if there is a prediction."""
     metrics: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
 
@@ -53,11 +53,11 @@ class Prediction:
 def predict_run(
     config: TrainConfig, context: StageContext, shape: ModelShape | None, device: torch.device
 ) -> Prediction:
-    """Predict, check memory, and leave `prediction.json` with the layout's parts and its alternatives. Collective.
+    """Predict memory and step time, check memory, and write `prediction.json` with the alternatives. Collective.
 
-    Raises LayoutError on every process when even the emptiest device has too little memory free.
+    Raises LayoutError on every process when even the device with the most free memory has too little.
     """
-    available_gib = min(gathered(_available_memory_gib(device)))
+    available_gib = min(gathered(_available_memory_gib(device)))  # every process must come to the same decision
     hardware = _hardware(config, context, device)
     if shape is None or hardware is None:
         return Prediction(config.layout)
@@ -78,7 +78,7 @@ def predict_run(
 def _check_teacher(
     config: TrainConfig, context: StageContext, request: SearchRequest, candidate: Candidate, available_gib: float
 ) -> dict[str, float]:
-    """Its predicted memory, if a stage's model is the teacher, and its sizes are known."""
+    """Return the predicted memory of a teacher that is a stage's model, if its sizes are known."""
     if config.teacher is None:
         return {}
     try:
@@ -109,7 +109,7 @@ def _write(path: Path, request: SearchRequest, candidate: Candidate) -> None:
 
 
 def _available_memory_gib(device: torch.device) -> float:
-    """Of this process's GPU; of the host, its share among the processes there."""
+    """Return free memory: the GPU's, or this process's share of the host's."""
     if device.type != "cpu":
         return free_bytes(device) / GIB
     kib = next(line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)

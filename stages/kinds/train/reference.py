@@ -1,7 +1,7 @@
-"""Log-probabilities that the untrained model gives to the documents: computed once, cached by content.
+"""Reference log-probabilities: the untrained model's, of all documents, computed before training and cached by content.
 
-So only one model is held. Cached are the sums of each document's targets, under a name made of everything that decides
-them: the model's weights, the packed data, the rows, the precision.
+So only one model is in memory. The cache holds the sum over each document's targets, under a key of everything that
+decides it: the model's weights, the packed data, the rows, the precision.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from stages.kinds.train.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class ReferenceRows:
-    """Rows of a dataset with the log-probabilities of their documents."""
+    """Reference log-probabilities of some rows' documents."""
 
     documents: NDArray[np.int64]
-    """int64 [documents], sorted: their numbers in the dataset"""
+    """int64 [documents], sorted: their numbers in the dataset."""
     log_probabilities: NDArray[np.float32]
-    """float32 [documents]"""
+    """float32 [documents], sums over a document's targets, in nats."""
 
     def attach(self, batch: Batch, documents: NDArray[np.int64]) -> Batch:
-        """The batch with the reference of its documents."""
-        found = np.searchsorted(self.documents, documents)
-        return batch.with_reference(torch.from_numpy(self.log_probabilities[found]))
+        """Return the batch with the reference of its documents."""
+        positions = np.searchsorted(self.documents, documents)
+        return batch.with_reference(torch.from_numpy(self.log_probabilities[positions]))
 
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """The model that the engine holds before training: with an adapter that it goes on with, as TRL has it."""
+    """The engine's model before training, an adapter that training starts from included (as in TRL)."""
 
     engine: Engine
     weights_digest: str
-    """Of the model folder that was loaded; see `model_digest`."""
+    """Digest of the model folder that was loaded; see `model_digest`."""
     micro_batch_size: int
     context: StageContext
     watchdog: Watchdog
@@ -61,9 +61,10 @@ class ReferenceModel:
         *,
         mismatched: bool = False,
     ) -> ReferenceRows:
-        """Log-probabilities of the documents of `rows` (sorted, without repetitions), in batches that `change` makes.
+        """Return the reference of the documents of `rows` (sorted, without repetitions). Collective.
 
-        mismatched: of their answers to other prompts. Collective.
+        change: applied to each batch before the forward pass; its `repr` is part of the cache's key.
+        mismatched: compute the log-probabilities of answers paired with other prompts.
         """
         documents = dataset.row_documents(rows)
         identity: dict[str, JsonValue] = {
@@ -81,7 +82,7 @@ class ReferenceModel:
         if self.engine.broadcast_from_rank0(float(is_usable)):
             return ReferenceRows(documents, np.load(path))
         if is_sealed(path) and not is_usable:
-            self.context.warn(f"reference log-probabilities: {path} held other bytes than were written: computed again")
+            self.context.warn(f"reference log-probabilities: {path} was damaged, so they are computed again")
         values = self._compute(dataset, rows, dataset.mismatched if mismatched else dataset.batch, change)
         if is_main_process():
             _save(path, values)
@@ -94,9 +95,10 @@ class ReferenceModel:
         make: Callable[[Sequence[int], int], Batch],
         change: BatchChange | None,
     ) -> NDArray[np.float32]:
-        """float32 [documents], the same on every process."""
+        """Compute float32 [documents], the same on every process."""
         engine = self.engine
         positions = np.cumsum([0, *(len(dataset.row_documents([row])) for row in rows)]).tolist()
+        # Each process fills in its own rows; the sum over processes is then the whole.
         values = torch.zeros(positions[-1], dtype=torch.float64)
         shares = list(even_micro_batches(len(rows), self.micro_batch_size, engine.data_rank, engine.data_parallel_size))
         for index, share in enumerate(shares):
@@ -110,7 +112,7 @@ class ReferenceModel:
 
 
 def model_digest(*folders: Path) -> str:
-    """Identifies the weights and config of a Hugging Face folder, and of an adapter's, by content."""
+    """Return a digest of the weights and configs in a Hugging Face folder, and in an adapter's folder."""
     names = ("config.json", "adapter_config.json", "*.safetensors")
     paths = [path for folder in folders for name in names for path in folder.glob(name)]
     return content_key({path.name: file_digest(path) for path in paths})

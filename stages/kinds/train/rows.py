@@ -1,4 +1,4 @@
-"""Rows of a dataset as what a run learns from: prepared, checked, and dealt out to the processes."""
+"""Training data made of dataset rows: prepared, checked and distributed over the processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOTHING_TAUGHT = Taught()
 
 @dataclass(frozen=True)
 class RowData:
-    """See `stages.kinds.train.batches.TrainingData`."""
+    """Rows of one dataset or a mixture; implements `stages.kinds.train.batches.TrainingData`."""
 
     config: TrainConfig
     context: StageContext
@@ -35,7 +35,11 @@ class RowData:
 
     @classmethod
     def read(cls, config: TrainConfig, context: StageContext, model_folder: Path) -> RowData:
-        """Raises DataError and ModelError as `prepare` does, and where a dataset would be learned too often."""
+        """Prepare the recipe's datasets.
+
+        Raises DataError and ModelError as `prepare_mixture` does, and DataError where a dataset would be repeated more
+        often than its `max_epochs`.
+        """
         prepared = prepare_mixture(
             context.inputs,
             config.data,
@@ -46,7 +50,7 @@ class RowData:
             work=context.work,
         )
         if prepared.training.about.has_margins and not config.learning.reads_margins:
-            context.warn(f"the rows have a `margin`, which `method: {config.method}` makes no use of")
+            context.warn(f"the rows have a `margin`, which `method: {config.method}` does not use")
         for place, error in repeated_too_often(config, prepared.training):
             raise DataError(f"data.{place}: {error}")
         return cls(config, context, prepared)
@@ -83,41 +87,48 @@ class RowData:
 
     @property
     def _counts_by_dataset(self) -> dict[str, float]:
-        """Of a mixture, with the share that the recipe wants of each."""
+        """Count rows and tokens of each dataset of a mixture, with the share that the recipe asks for."""
         training = self.prepared.training
         asked = shares_asked(self.config.data, training) if training.members else {}
-        found: dict[str, float] = {}
+        counts: dict[str, float] = {}
         for name, dataset in training.members.items():
-            found |= {f"num_rows.{name}": float(len(dataset)), f"num_tokens.{name}": float(dataset.num_tokens)}
-            found[f"share_asked.{name}"] = asked[name]
-        return found
+            counts |= {f"num_rows.{name}": float(len(dataset)), f"num_tokens.{name}": float(dataset.num_tokens)}
+            counts[f"share_asked.{name}"] = asked[name]
+        return counts
 
     @property
     def steps_of_epochs(self) -> int:
         return steps_of_epochs(self.config, self.prepared.training)
 
-    def taught(self, build: BuildEngine, watchdog: Watchdog, stays: ExitStack) -> RowData:
-        """Of the rows that are learned from, unless the model answers all of them itself, and of those held out."""
+    def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RowData:
+        """Ask the teacher about the rows of all training steps and about the held-out rows.
+
+        Training rows are left out where the model itself answers in every step.
+        """
         config, context = self.config, self.context
         if not config.teacher_tokens:
             return self
         last_step = context.trial.steps if context.trial else config.steps or self.steps_of_epochs
-        wanted: list[RowsOf] = []
+        asked_rows: list[RowsOf] = []
         if config.on_policy is None or config.on_policy.share < 1:
-            wanted.append((self.prepared.training, self._order(0, 1).rows(last_step)))
+            asked_rows.append((self.prepared.training, self._order(0, 1).rows(last_step)))
         if self._held_out:
-            wanted.append((self._held_out, range(len(self._held_out))))
-        start_digest = _start_digest(config, context)
-        return replace(self, teaching=ask_teacher(config, context, wanted, start_digest, watchdog, build, stays))
+            asked_rows.append((self._held_out, range(len(self._held_out))))
+        digest = _start_digest(config, context)
+        teaching = ask_teacher(config, context, asked_rows, digest, watchdog, build, teacher_lifetime)
+        return replace(self, teaching=teaching)
 
     def first_batches(self, least_targets: int) -> list[Batch]:
-        """In the order of training, the same on all processes; raises DataError as the function of this name does."""
+        """Return the first micro-batches in the order of training, the same on all processes.
+
+        Raises DataError as the function of this name does.
+        """
         training, order = self.prepared.training, self._order(0, 1)
         rows = chain.from_iterable(map(order.global_batch, count(1)))
         return first_batches(training, islice(rows, len(training)), least_targets)
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
-        """With the reference's log-probabilities of all rows that are learned from until `last_step`."""
+        """Return the batches, with reference log-probabilities of all rows up to `last_step` where they are needed."""
         config, context, training = self.config, self.context, self.prepared.training
         micro_batch_size = config.layout.micro_batch_size
         order = self._order(engine.data_rank, engine.data_parallel_size)
@@ -140,6 +151,7 @@ class RowData:
             held_out=source(held_out, list(range(len(held_out)))) if held_out else None,
             data=config.data,
         )
+        # Only an adapter's start is measured: its effect may be nothing, which `run` refuses.
         if config.adapter and not context.trial:
             recorded, _ = batches.recorded()
             untrained = engine.target_log_probabilities(recorded)[recorded.has_target]
@@ -168,7 +180,7 @@ class RowData:
 
 
 def _start_digest(config: TrainConfig, context: StageContext) -> str:
-    """Identifies the weights that training starts from: what the reference's log-probabilities are of."""
+    """Return a digest of the weights that training starts from; it keys the reference's cached log-probabilities."""
     start = [context.inputs[config.model] / "adapter"] if config.base else []
     precision = config.adapter and config.adapter.base_precision
     digest = model_digest(context.inputs[config.base or config.model] / "model", *start)

@@ -1,4 +1,4 @@
-"""The train stage: a model and a dataset → a trained model in `model/`, with its metrics and its loss curve."""
+"""The train stage: from a model and a dataset to a trained model in `model/`, with its metrics and its loss curve."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LOSS_PLOT = "plots/loss.png"
 
 
 def run(config: TrainConfig, context: StageContext) -> StageResult:
-    """Check what can be checked, prepare the data, train, export; `TrainConfig` says what can be asked for.
+    """Check machine, model and data, train, export, and return metrics; `TrainConfig` describes the options.
 
     Raises a `LifecycleError` when the model, the data, the layout or the machine do not allow it, or training diverges.
     """
@@ -83,12 +83,13 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
             Watchdog(
                 context.work, config.execution.hang_timeout_s, learns_step_times=config.has_even_steps
             ) as watchdog,
-            ExitStack() as teacher_stays,
+            ExitStack() as teacher_lifetime,
         ):
+            # The teacher comes first: it is freed before the model that learns is loaded, unless it is asked all along.
             data = data.taught(
                 lambda other, folder, of: _build_engine(other, context, folder, of, device, data),
                 watchdog,
-                teacher_stays,
+                teacher_lifetime,
             )
             engine = _build_engine(config, context, model_folder, shape, device, data)
             forget_peak_memory(device)
@@ -107,7 +108,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
 
 
 def _check_machine(config: TrainConfig) -> None:
-    """Whether as many processes were started as the layout has, and what computes here can do what is asked for."""
+    """Check that the layout's number of processes was started and that the device supports the precision."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.layout.world_size:
         layout = describe_layout(config.engine, config.layout)
@@ -141,7 +142,7 @@ def _build_engine(
     device: torch.device,
     data: TrainingData,
 ) -> Engine:
-    """An engine's imports are heavy: only those of the one that is used."""
+    """Build the configured engine; only its own heavy imports are made."""
     start = context.inputs[config.model] / "adapter" if config.base else None
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
@@ -210,9 +211,9 @@ def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
 
 
 def _write(training_run: TrainingRun, data: TrainingData, context: StageContext, base: Path) -> dict[str, float]:
-    """Write what was trained, and what it gives to a few documents; returns metrics of what training changed of that.
+    """Export the trained model with recorded log-probabilities; return metrics of how far training moved these.
 
-    base: the model folder that an adapter is of. An adapter that is written, but of no use, is refused.
+    base: the model folder of an adapter. A useless adapter is written and then refused.
     """
     config, engine = training_run.config, training_run.engine
     for problem in engine.export(context.work / config.product, getattr(torch, config.export_dtype)):
@@ -229,10 +230,7 @@ def _write(training_run: TrainingRun, data: TrainingData, context: StageContext,
 
 
 def _judge_adapter(config: TrainConfig, context: StageContext, base: Path) -> None:
-    """Refuse an adapter of which nothing is left once it is merged; warn of layers and experts that learned nothing."""
-    # Not atop: they import what Transformers loads models with, before `start_training_quickly` could make that light.
-    from stages.adapters.effect import has_effect, idle_experts, idle_layers
-
+    """Refuse an adapter that changes no merged weight; warn of layers and experts that learned nothing."""
     start = read_adapter(context.inputs[config.model] / ADAPTER_FOLDER) if config.base else None
     adapter = read_adapter(context.work / config.product)
     if idle := idle_layers(adapter):
@@ -268,7 +266,7 @@ def _changing(adapter: Adapter, config: TrainConfig, base: Path) -> Changing:
 
 
 def _note_use(config: TrainConfig, data: TrainingData, folder: Path) -> None:
-    """What was trained with is what the model is to be used with."""
+    """Record in the model folder how it was trained: as a chat or not, the template and its date."""
     own_date = config.data.template_date if config.data.template_date != DEFAULT_DATE else None
     note_trained_on(folder, conversations=data.conversations, template_date=own_date)
     if config.data.chat_template:

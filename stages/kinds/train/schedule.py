@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step: linear warm-up, then cosine, linear or constant. Pure."""
+"""Learning rate as a pure function of the step: linear warm-up, then cosine, linear or constant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stages.kinds.train.config import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
-    """Learning rate of optimizer step `step`, counted from 1, of `num_steps`.
+    """Return the learning rate of optimizer step `step`, counted from 1, of `num_steps`.
 
     Warm-up reaches the full rate at step `warmup_steps`; cosine and linear would reach
     `min_learning_rate_fraction` of it one step after the last, so no step is wasted at zero. (Transformers begins its

@@ -1,7 +1,7 @@
-"""Training that starts from an adapter: whose it is, what must be the same, what its data are formatted with.
+"""Training that starts from an adapter: checks of its base and fields, and its chat template.
 
-`model:` names a stage that made an adapter: training goes on with it, or, with `adapter: {stack: merge}`, a new one
-learns beside the model that it is merged into. What is written is one adapter of the base, whose rank is then the sum.
+`model:` names a stage that made an adapter: training continues it, or, with `adapter: {stack: merge}`, a new adapter
+learns beside the model that it is merged into. The output is one adapter of the base, whose rank is then the sum.
 """
 
 from __future__ import annotations
@@ -22,28 +22,31 @@ SAME_LAYERS = ("target_modules", "target_parameters", "exclude_modules", "layers
 def start_problems(
     model: str, base: str | None, adapter: AdapterConfig | None, stages: Mapping[str, StageConfig]
 ) -> Iterator[str]:
-    """What is wrong between a train stage's fields and the adapter that it starts from, if it does; one a line."""
+    """Yield what is wrong between a train stage's fields and the adapter that it starts from, if it does."""
     if stages[model].product != "adapter":
         if base:
             yield f"base: is {base}, but {model} is no adapter; remove it"
         if adapter and adapter.stack:
             yield f"adapter.stack: {model} is no adapter that could be merged; remove it"
     elif base and base != base_of(model, stages):
-        yield f"base: is {base}, but that of {model} is {base_of(model, stages)}; remove it: it is found by itself"
+        yield f"base: is {base}, but the base of {model} is {base_of(model, stages)}; remove it: it is derived"
     elif adapter is None:
         yield (
-            f"adapter: missing, and {model} makes an adapter; say `adapter:` to go on with it, or train what a stage "
-            "of `kind: merge` makes of it"
+            f"adapter: missing, and {model} makes an adapter; add `adapter:` to continue it, or train the model that a "
+            "stage of `kind: merge` makes of it"
         )
     elif adapter.stack:
         if adapter.use_dora or written_adapter(model, stages).get("use_dora"):
-            yield "adapter.stack: an adapter with `use_dora` adds to no other; merge by a stage of `kind: merge`"
+            yield "adapter.stack: an adapter with `use_dora` cannot be stacked; merge it by a stage of `kind: merge`"
     else:
         yield from _differences(model, adapter, stages)
 
 
 def written_adapter(name: str, stages: Mapping[str, StageConfig]) -> dict[str, Any]:
-    """Fields that an adapter stage must be given to go on with the one that `name` writes, as far as recipes say it."""
+    """Return the adapter fields that a stage must have to continue the adapter that `name` writes.
+
+    Empty where the recipe does not say them.
+    """
     config = stages[name]
     adapter = getattr(config, "adapter", None)
     if not isinstance(adapter, AdapterConfig):
@@ -60,7 +63,7 @@ def written_adapter(name: str, stages: Mapping[str, StageConfig]) -> dict[str, A
 
 
 def data_with_template(data: DataConfig, start: Path) -> DataConfig:
-    """With the chat template of the artifact `start`, if that is an adapter and the recipe names none."""
+    """Return the data config with the chat template of the adapter in `start`, if the recipe names none."""
     template = start / "adapter" / "chat_template.jinja"
     if data.chat_template or not template.is_file():
         return data
@@ -69,12 +72,12 @@ def data_with_template(data: DataConfig, start: Path) -> DataConfig:
 
 def _differences(model: str, adapter: AdapterConfig, stages: Mapping[str, StageConfig]) -> Iterator[str]:
     written = written_adapter(model, stages)
-    found = adapter.model_dump(mode="json")
+    fields = adapter.model_dump(mode="json")
     for field in (*SAME, *SAME_LAYERS):
-        if field in written and found[field] != written[field]:
+        if field in written and fields[field] != written[field]:
             yield (
-                f"adapter.{field}: is {found[field]}, but {model} writes an adapter with {written[field]}, and that is "
-                "gone on with; say the same, or `stack: merge` to put a new one on the merged model"
+                f"adapter.{field}: is {fields[field]}, but training continues the adapter of {model}, which has "
+                f"{written[field]}; say the same, or `stack: merge` to put a new one on the merged model"
             )
     if adapter.init != "default":
-        yield f"adapter.init: is {adapter.init}, but training goes on with what {model} makes; remove it"
+        yield f"adapter.init: is {adapter.init}, but training continues the adapter of {model}; remove it"

@@ -1,4 +1,7 @@
-"""What an engine does not honour of what a recipe says of training."""
+"""Checks of a whole training config: options that an engine, a method or another option does not support.
+
+Each function yields or returns sentences, with what to change. `TrainConfig` calls them when a recipe is read.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,24 @@ from stages.serving.adapters import NOT_PUT_ON_A_BASE
 from stages.serving.config import ServingConfig
 from stages.serving.registry import chosen_engine
 
+NOT_HELD_OUT = "completions have no held-out loss; evaluate the trained model in a stage of `kind: evaluate`"
+NOT_PROMPTS = "the loss is over completions only, not over prompts"
+NAMED = "rows that are no prompts, or leave no room for a completion, are always an error"
+IDLE_DATA = {
+    "evaluation_split": NOT_HELD_OUT,
+    "evaluation_fraction": NOT_HELD_OUT,
+    "train_on": NOT_PROMPTS,
+    "turns": NOT_PROMPTS,
+    "format": "prompts are found in rows of any format",
+    "special_tokens_in_content": "special tokens within prompts are read as text",
+    "over_long": NAMED,
+    "on_bad_rows": NAMED,
+    "max_bad_row_fraction": NAMED,
+}
+"""Fields of `data:` without effect where completions are sampled, each with the reason."""
+OF_OWN_SERVERS = [field for field in ServingConfig.model_fields if field not in ("dtype", "max_model_len")]
+"""Fields of `serving:` that start a server; the others also describe a server that runs already."""
+
 
 def engine_errors(
     engine: EngineName,
@@ -32,31 +53,86 @@ def engine_errors(
     moe: MoeConfig,
     adapter: AdapterConfig | None,
 ) -> list[str]:
-    """A sentence for each thing that does not go with the engine, or with one another."""
+    """Return conflicts between engine, precision, optimizer, experts and adapter."""
     has_adapter = adapter is not None
     errors = list(adapter_errors(engine, adapter)) if adapter else []
     errors += optimizer_errors(optimizer, engine, layout, precision, has_adapter=has_adapter)
     errors += moe_errors(moe, has_adapter=has_adapter)
     if fp8_recipe != "tensorwise" and engine != "fsdp":
+        errors.append(_needs_fsdp(f"fp8_recipe: {fp8_recipe}", engine, ", which has one scale a tensor"))
+    return errors
+
+
+def _needs_fsdp(option: str, engine: EngineName, why: str = "") -> str:
+    """Return the sentence for an option that only FSDP2 supports."""
+    return f"`{option}` needs `engine: fsdp`, found {engine}{why}; change either"
+
+
+def optimizer_errors(
+    optimizer: OptimizerConfig, engine: EngineName, layout: Layout, precision: Precision, *, has_adapter: bool
+) -> list[str]:
+    """Return what does not go together with `optimizer`."""
+    if optimizer.name == "adamw":
+        return list(_low_precision_errors(optimizer, engine, layout, precision, has_adapter))
+    errors = []
+    if engine != "fsdp":
+        errors.append(_needs_fsdp(f"optimizer.name: {optimizer.name}", engine))
+    if has_adapter:
         errors.append(
-            f"`fp8_recipe: {fp8_recipe}` needs `engine: fsdp`, found {engine}, whose scales are of whole tensors; "
-            "change either"
+            f"`optimizer.name: {optimizer.name}` orthogonalises whole matrices, and an adapter has factors of them; "
+            "remove `adapter`, or say `optimizer.name: adamw`"
+        )
+    if layout.cpu_offload:
+        errors.append(
+            f"`optimizer.name: {optimizer.name}` gathers matrices on the device, and `layout.cpu_offload` has them in "
+            "host memory; change either"
         )
     return errors
 
 
+def _low_precision_errors(
+    optimizer: OptimizerConfig, engine: EngineName, layout: Layout, precision: Precision, has_adapter: bool
+) -> Iterator[str]:
+    """Yield what does not go together with AdamW's options in fewer bits."""
+    default = OptimizerConfig()
+    changed = [name for name in LOW_PRECISION if getattr(optimizer, name) != getattr(default, name)]
+    if engine != "fsdp":
+        for name in changed:
+            yield _needs_fsdp(f"optimizer.{name}", engine, ", which has it with Transformer Engine's optimizer only")
+    if not optimizer.bf16_stochastic_round:
+        return
+    if precision != "bf16":
+        yield f"`optimizer.bf16_stochastic_round` needs `precision: bf16`, found {precision}; change either"
+    if has_adapter:
+        yield "`optimizer.bf16_stochastic_round` is for whole models, and an `adapter` learns in fp32; remove either"
+    if layout.accumulate == "sharded":
+        yield (
+            "`optimizer.bf16_stochastic_round` keeps sharded gradients in bf16, and `layout.accumulate: sharded` would "
+            "sum them in bf16; say `accumulate: whole`"
+        )
+
+
+def moe_errors(moe: MoeConfig, *, has_adapter: bool) -> Iterator[str]:
+    """Yield what does not go together with `moe`."""
+    if moe.freeze_router and has_adapter:
+        yield (
+            "`moe.freeze_router` has no effect with `adapter`, whose base is frozen; remove it, and leave routers out "
+            "of the adapter by `adapter.exclude_modules`"
+        )
+
+
 def score_head_errors(method: str, engine: EngineName, adapter: AdapterConfig | None) -> list[str]:
-    """A sentence for each thing that does not go with a head that gives one number."""
+    """Return what a method that trains a score head (a reward model) does not support."""
     errors = []
     if engine != "fsdp":
-        errors.append(f"`method: {method}` needs `engine: fsdp`: {engine} has no head of scores here")
+        errors.append(_needs_fsdp(f"method: {method}", engine, ", which has no score head here"))
     if adapter:
         errors.append(f"`method: {method}` trains whole models only; remove `adapter`")
     return errors
 
 
 def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
-    """What does not go together, and what to say instead."""
+    """Yield conflicts between the method's kind of rows and the options of `data`."""
     if method.rows == "prompts" and data.datasets:
         yield f"`data.datasets` does not go with `method: {method.name}`, which reads prompts; name one `data.dataset`"
     stated = {name: part.format for name, part in zip(data.names, data.parts.values(), strict=True)}
@@ -69,6 +145,7 @@ def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
 
 
 def _errors(method: Method, data: DataConfig, place: str) -> Iterator[str]:
+    """Yield conflicts between the method and one dataset of `data`."""
     if method.rows not in ("examples", "prompts") and data.train_on == "all":
         yield f"`{place}train_on: all` does not go with `method: {method.name}`, which compares answers; remove it"
     if method.rows != "examples" and data.packing == "cut":
@@ -89,23 +166,19 @@ def _errors(method: Method, data: DataConfig, place: str) -> Iterator[str]:
         )
 
 
-NOT_HELD_OUT = "completions have no held-out loss; evaluate what is trained in a stage of `kind: evaluate`"
-NOT_PROMPTS = "completions are learned from, and prompts are not"
-NAMED = "rows that are no prompts, or leave no room for a completion, are named, and nothing is trained"
-IDLE_DATA = {
-    "evaluation_split": NOT_HELD_OUT,
-    "evaluation_fraction": NOT_HELD_OUT,
-    "train_on": NOT_PROMPTS,
-    "turns": NOT_PROMPTS,
-    "format": "prompts are found in rows of any format",
-    "special_tokens_in_content": "special tokens within prompts are text",
-    "over_long": NAMED,
-    "on_bad_rows": NAMED,
-    "max_bad_row_fraction": NAMED,
-}
-"""Field of `data:` → why it does nothing."""
-OF_OWN_SERVERS = [field for field in ServingConfig.model_fields if field not in ("dtype", "max_model_len")]
-"""Fields of `serving:` that say how to start one; the others also say what is expected of one that runs already."""
+def contradiction(steps: int | None, warmup_steps: int, learning_rate: float, weight_decay: float) -> str | None:
+    """Return the problem of numbers that are each allowed, but not together; None where there is none."""
+    if steps is not None and warmup_steps > steps:
+        return (
+            f"`warmup_steps: {warmup_steps}` is more than `steps: {steps}`, so `learning_rate` would never be reached; "
+            "lower it"
+        )
+    if weight_decay * learning_rate >= 1:
+        return (
+            f"`weight_decay: {weight_decay:g}` × `learning_rate: {learning_rate:g}` is the fraction by which a step "
+            "shrinks each weight; expected less than 1"
+        )
+    return None
 
 
 def idle_fields(
@@ -115,7 +188,10 @@ def idle_fields(
     sampling: SamplingOptions | None,
     server: TeacherServer | None,
 ) -> Iterator[tuple[str, str]]:
-    """Dotted path of each field that does nothing, and why. block: the field that holds `sampling`."""
+    """Yield the dotted path of each field of rollouts and teachers without effect, and why.
+
+    block: the field that holds `sampling`.
+    """
     if rollouts:
         yield from ((f"data.{field}", why) for field, why in IDLE_DATA.items())
     if sampling and sampling.server:
@@ -130,7 +206,11 @@ def idle_fields(
 
 @dataclass(frozen=True)
 class SamplingRun:
-    """What else the recipe says. block: the field that holds `options`. teacher: the stage whose model it is."""
+    """A training stage that samples completions, as its checks need it.
+
+    block: the field that holds `options`.
+    teacher: the stage of the teacher's model, if there is one.
+    """
 
     method: str
     block: str
@@ -145,7 +225,7 @@ class SamplingRun:
 
 
 def completion_errors(run: SamplingRun) -> Iterator[str]:
-    """What cannot be done, each with what to change."""
+    """Yield what a stage that samples completions cannot do, each with what to change."""
     if isinstance(run.options, RolloutOptions):
         yield from _judged(run, run.options)
     else:
@@ -161,36 +241,39 @@ def completion_errors(run: SamplingRun) -> Iterator[str]:
             )
     engine = chosen_engine(run.options.serving)
     if not engine.capabilities.new_weights:
-        yield f"{run.block}.serving.engine: {engine.name} takes no new weights while it runs; say `engine: vllm`"
+        yield f"{run.block}.serving.engine: {engine.name} cannot load new weights while it runs; say `engine: vllm`"
     if run.num_nodes > 1:
         yield "completions are sampled on one node; say `execution.nodes: 1`"
     if run.adapter:
         yield from _of_adapter(run, run.adapter)
     if run.adapter and run.options.server:
         yield (
-            f"{run.block}.server: is given whole weights, and an adapter learns; remove it, and the stage starts a "
-            "server that puts the adapter on its base, or remove `adapter`"
+            f"{run.block}.server: takes whole weights only, and an adapter learns; remove it, so that the stage starts "
+            "a server that loads adapters, or remove `adapter`"
         )
 
 
 def _of_adapter(run: SamplingRun, adapter: AdapterConfig) -> Iterator[str]:
-    if found := [field for field in NOT_PUT_ON_A_BASE if getattr(adapter, field, None)]:
-        yield f"adapter.{found[0]}: no server samples from such an adapter; remove it"
+    """Yield what no server can sample from an adapter with these options."""
+    if unserved := [field for field in NOT_PUT_ON_A_BASE if getattr(adapter, field, None)]:
+        yield f"adapter.{unserved[0]}: no server samples from such an adapter; remove it"
     if adapter.changes_base or adapter.base_precision or adapter.stack:
         yield (
-            "adapter: `init` that changes the base, `base_precision` and `stack` make the frozen model another than "
-            f"the one that the server has; remove them, or let the model itself learn with `method: {run.method}`"
+            "adapter: `init` that changes the base, `base_precision` and `stack` make the frozen model different from "
+            f"the server's; remove them, or train whole weights with `method: {run.method}`"
         )
 
 
 def _judged(run: SamplingRun, options: RolloutOptions) -> Iterator[str]:
+    """Yield conflicts of completions that rewards judge (GRPO)."""
     block, serving = run.block, options.serving
     if not options.rewards:
-        yield f"`{block}.rewards` is missing, so that nothing says which completions are good; name at least one"
+        yield f"`{block}.rewards` is missing, so that no completion is better than another; name at least one"
     if run.global_batch_size * options.steps_per_generation % options.num_generations:
         yield (
             f"global_batch_size {run.global_batch_size} × {block}.steps_per_generation {options.steps_per_generation} "
-            f"completions are no whole groups of {block}.num_generations {options.num_generations}; make it a multiple"
+            f"completions do not divide into groups of {block}.num_generations {options.num_generations}; make it a "
+            "multiple"
         )
     if serving.max_num_seqs and options.num_generations > serving.max_num_seqs:
         yield (
@@ -199,88 +282,18 @@ def _judged(run: SamplingRun, options: RolloutOptions) -> Iterator[str]:
         )
     if run.needs_reference and run.engine != "fsdp":
         yield (
-            f"`{block}.beta` needs the model that training starts from beside the one that learns, which "
-            "`engine: fsdp` alone can hold; choose it, or say `beta: 0`"
+            f"`{block}.beta` needs a second model, the reference, which only `engine: fsdp` can hold; choose it, or "
+            "say `beta: 0`"
         )
 
 
 def _taught(run: SamplingRun) -> Iterator[str]:
-    """Of answers that a teacher is asked about."""
+    """Yield conflicts of completions about which a teacher is asked (on-policy distillation)."""
     method = run.method
     if run.data.train_on == "all":
-        yield f"`data.train_on: all` leaves no prompts that `{method}.lmbda` could answer; remove one of them"
+        yield f"`data.train_on: all` leaves no prompts for the completions of `{method}.lmbda`; remove one of them"
     if run.teacher and run.engine != "fsdp":
         yield (
-            f"`{method}.lmbda` needs the teacher beside the model that learns, which `engine: fsdp` alone can hold; "
-            f"choose it, or name a server (`{method}.teacher_server`)"
+            f"`{method}.lmbda` needs a second model, the teacher, which only `engine: fsdp` can hold; choose it, or "
+            f"name a server (`{method}.teacher_server`)"
         )
-
-
-def optimizer_errors(
-    optimizer: OptimizerConfig, engine: EngineName, layout: Layout, precision: Precision, *, has_adapter: bool
-) -> list[str]:
-    """A sentence for each thing that does not go with the optimizer."""
-    if optimizer.name == "adamw":
-        return list(_low_precision_errors(optimizer, engine, layout, precision, has_adapter))
-    found = []
-    if engine != "fsdp":
-        found.append(f"`optimizer.name: {optimizer.name}` needs `engine: fsdp`, found {engine}; change either")
-    if has_adapter:
-        found.append(
-            f"`optimizer.name: {optimizer.name}` orthogonalises whole matrices, and an adapter has factors of them; "
-            "remove `adapter`, or say `optimizer.name: adamw`"
-        )
-    if layout.cpu_offload:
-        found.append(
-            f"`optimizer.name: {optimizer.name}` gathers matrices on the device, and `layout.cpu_offload` has them in "
-            "host memory; change either"
-        )
-    return found
-
-
-def _low_precision_errors(
-    optimizer: OptimizerConfig, engine: EngineName, layout: Layout, precision: Precision, has_adapter: bool
-) -> Iterator[str]:
-    default = OptimizerConfig()
-    changed = [name for name in LOW_PRECISION if getattr(optimizer, name) != getattr(default, name)]
-    if engine != "fsdp":
-        for name in changed:
-            yield (
-                f"`optimizer.{name}` needs `engine: fsdp`, found {engine}, which has it with Transformer Engine's "
-                "optimizer only; change either"
-            )
-    if not optimizer.bf16_stochastic_round:
-        return
-    if precision != "bf16":
-        yield f"`optimizer.bf16_stochastic_round` needs `precision: bf16`, found {precision}; change either"
-    if has_adapter:
-        yield "`optimizer.bf16_stochastic_round` is of whole models, and an `adapter` learns in fp32; remove either"
-    if layout.accumulate == "sharded":
-        yield (
-            "`optimizer.bf16_stochastic_round` has shards of gradients in bf16, in which `layout.accumulate: sharded` "
-            "would add them up; say `accumulate: whole`"
-        )
-
-
-def moe_errors(moe: MoeConfig, *, has_adapter: bool) -> Iterator[str]:
-    """A sentence for each thing that does not go with it."""
-    if moe.freeze_router and has_adapter:
-        yield (
-            "`moe.freeze_router` has no effect with `adapter`, whose base is frozen; remove it, and leave routers out "
-            "of the adapter by `adapter.exclude_modules`"
-        )
-
-
-def contradiction(steps: int | None, warmup_steps: int, learning_rate: float, weight_decay: float) -> str | None:
-    """What cannot be meant of numbers that are each allowed."""
-    if steps is not None and warmup_steps > steps:
-        return (
-            f"`warmup_steps: {warmup_steps}` is more than `steps: {steps}`, so `learning_rate` would never be reached; "
-            "lower it"
-        )
-    if weight_decay * learning_rate >= 1:
-        return (
-            f"`weight_decay: {weight_decay:g}` × `learning_rate: {learning_rate:g}` is what a step takes off each "
-            "weight, as a share of it; expected less than 1"
-        )
-    return None

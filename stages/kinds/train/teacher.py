@@ -1,8 +1,8 @@
-"""What a teacher says of the targets of a dataset: its likeliest tokens, computed once and cached by content.
+"""Teacher of distillation: its likeliest tokens at each target, asked before or during training, and cached by content.
 
 A teacher is a server, or a model that is loaded before the one that learns, under the same layout, and freed: only one
-model is held at a time, unless the teacher is asked on about what the model answers. The cache is an array on disk, a
-record a target, under a name made of everything that decides it.
+model is in memory at a time, unless the teacher is asked about the model's own answers (on-policy). The cache is an
+array on disk with a record per target, under a key of everything that decides its content.
 """
 
 from __future__ import annotations
@@ -47,15 +47,188 @@ if TYPE_CHECKING:
     from stages.rollouts.asking import Answer, Request
 
 PROBE = "In 2026, 3 × 14 = 42: naïve façade, 数 and\n\tdef f(x): return x ** 2  # “so”"
-"""Text of several kinds, which two tokenizers are unlikely to cut alike."""
+"""Text of several kinds, which different tokenizers are unlikely to cut into the same tokens."""
 CHECK_TIMEOUT_S = 60.0
 ROWS_TOGETHER = 64
 Document = Sequence[int]
+ShareOf = Callable[[int], list[Batch]]
+"""Function from a data rank to the micro-batches of its share; every process can call it for any rank."""
+BuildEngine = Callable[[TrainConfig, Path, ModelShape | None], Engine]
+"""Function (config, model folder, model shape) → engine with that model."""
+RowsOf = tuple[PackedDataset, Sequence[int]]
+"""A dataset and some of its rows, sorted and without repetitions."""
+NUM_NAMED = 3
+
+
+def check_teacher(config: TrainConfig, inputs: Mapping[str, Path], model_folder: Path) -> Iterator[LifecycleError]:
+    """Yield what is wrong with the teacher, if the method has one."""
+    asked, trusted = config.teacher_tokens, config.trust_remote_code
+    if asked and asked.server:
+        yield from server_problems(asked, config.execution, model_folder, trust_remote_code=trusted)
+    elif asked and config.teacher:
+        teacher = inputs[config.teacher] / "model"
+        yield from teacher_problems(asked, teacher, model_folder, trust_remote_code=trusted)
+
+
+def server_problems(
+    asked: TeacherTokens, execution: TrainExecution, model: Path, *, trust_remote_code: bool
+) -> Iterator[LifecycleError]:
+    """Yield what is wrong with a served teacher, which is asked about a few tokens."""
+    try:
+        if too_many := _too_many(asked, vocabulary_size(read_config(model))):
+            yield too_many
+        else:
+            ServedTeacher.of(asked, execution).check(model, trust_remote_code=trust_remote_code)
+    except LifecycleError as error:
+        yield error
+
+
+def teacher_problems(
+    asked: TeacherTokens, teacher: Path, model: Path, *, trust_remote_code: bool
+) -> Iterator[LifecycleError]:
+    """Yield differences between teacher and model: tokenizer, vocabulary size, fewer tokens than `loss_top_k`."""
+    try:
+        tokens = [_vocabulary(folder, trust_remote_code) for folder in (teacher, model)]
+        sizes = [vocabulary_size(read_config(folder)) for folder in (teacher, model)]
+    except ModelError as error:
+        yield error
+        return
+    if different := _different_tokens(*tokens):
+        named = ", ".join(different[:NUM_NAMED])
+        yield ModelError(
+            f"the teacher in {teacher} has another tokenizer than the model in {model}: {len(different)} tokens are "
+            f"not the same ({named}); take a teacher of the same family, or train on its answers (`kind: generate`, "
+            "and `method: sft`)"
+        )
+    elif sizes[0] != sizes[1]:
+        yield ModelError(
+            f"the teacher in {teacher} has a vocabulary of {sizes[0]} entries, the model in {model} of {sizes[1]}; "
+            "take a teacher with an embedding of the same size"
+        )
+    elif too_many := _too_many(asked, sizes[0]):
+        yield too_many
+
+
+def ask_teacher(
+    config: TrainConfig,
+    context: StageContext,
+    wanted: Sequence[RowsOf],
+    start_digest: str,
+    watchdog: Watchdog,
+    build: BuildEngine,
+    teacher_lifetime: ExitStack,
+) -> Taught:
+    """Return the teacher's records of each dataset's rows, from the cache or newly asked. Collective.
+
+    start_digest: of the weights that training starts from.
+    teacher_lifetime: closes a teacher that is asked during training.
+
+    Raises ModelError or LayoutError for a teacher that the engine or the layout does not allow, ServerError or
+    TransientError for a server that does not answer as it should.
+    """
+    asked = config.teacher_tokens
+    assert asked
+    teacher = _teacher(config, context, start_digest, build)
+    model_folder = context.inputs[config.base or config.model] / "model"
+    paths = [_path(teacher, asked, dataset, rows, context.cache) for dataset, rows in wanted]
+    missing = [index for index, path in enumerate(paths) if not min(gathered(float(is_intact(path))))]
+    for index in missing:
+        if is_sealed(paths[index]):
+            context.warn(f"the teacher's tokens: {paths[index]} was damaged, so the teacher is asked again")
+    with ExitStack() as stack:
+        opened = stack.enter_context(teacher.opened(context, watchdog)) if missing or config.on_policy else None
+        for index in missing:
+            assert opened
+            _write(opened, asked.number, *wanted[index], paths[index])
+        if config.on_policy:
+            teacher_lifetime.push(stack.pop_all())
+        else:
+            opened = None
+    is_whole = asked.number == vocabulary_size(read_config(model_folder))
+    rows = {
+        dataset: TeacherRows(np.array(rows), _starts(dataset, rows), np.load(path, mmap_mode="r"), asked, is_whole)
+        for (dataset, rows), path in zip(wanted, paths, strict=True)
+    }
+    return Taught(rows, opened, is_whole)
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Teacher's records of datasets' rows, and the open teacher itself where it is asked during training."""
+
+    rows: Mapping[PackedDataset, TeacherRows] = field(default_factory=dict)
+    teacher: OpenTeacher | None = None
+    is_whole_vocabulary: bool = False
+
+
+class Teacher(Protocol):
+    """A teacher before it is loaded.
+
+    identity: everything that decides its answers, except the documents.
+    """
+
+    @property
+    def identity(self) -> dict[str, JsonValue]: ...
+
+    def opened(self, context: StageContext, watchdog: Watchdog) -> AbstractContextManager[OpenTeacher]:
+        """Load the teacher while the context is open; not called where everything is cached. Collective."""
+
+
+class OpenTeacher(Protocol):
+    """A loaded teacher. It answers with `said_record` for each target, in order."""
+
+    def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
+        """Yield the records of all targets in `rows` (sorted) piece by piece. Collective.
+
+        Only rank 0 gets the right values.
+        """
+
+    def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
+        """Return the records of each micro-batch in this process's share. Collective."""
+
+
+def said_record(number: int) -> np.dtype[np.void]:
+    """Return the dtype of a target's record: int32 tokens [number] and float32 log-probabilities [number]."""
+    return np.dtype([("tokens", np.int32, (number,)), ("log_probabilities", np.float32, (number,))])
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """Rows of a dataset with the teacher's records of their targets."""
+
+    rows: NDArray[np.int64]
+    """int64 [rows], sorted: their numbers in the dataset."""
+    starts: NDArray[np.int64]
+    """int64 [rows + 1]: index in `said` of each row's first target."""
+    said: NDArray[np.void]
+    """[targets] of `said_record`, mapped from disk."""
+    asked: TeacherTokens
+    is_whole_vocabulary: bool
+
+    def attach(self, batch: Batch, rows: Sequence[int]) -> Batch:
+        """Return the batch, made of these rows, with the teacher's tokens as candidates."""
+        starts = self.starts
+        places = np.searchsorted(self.rows, rows)
+        said = np.concatenate([self.said[:0], *(self.said[starts[place] : starts[place + 1]] for place in places)])
+        return with_candidates(batch, said, self.asked, self.is_whole_vocabulary)
+
+
+def with_candidates(batch: Batch, said: NDArray[np.void], asked: TeacherTokens, is_whole_vocabulary: bool) -> Batch:
+    """Return the batch with the teacher's tokens as candidates.
+
+    said: `said_record` [targets of the batch, in order].
+    """
+    shape = (*batch.targets.shape, asked.number)
+    tokens, values = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+    tokens[batch.has_target] = torch.from_numpy(said["tokens"].astype(np.int64))
+    values[batch.has_target] = torch.from_numpy(np.ascontiguousarray(said["log_probabilities"]))
+    candidates = Candidates(tokens, values, is_whole_vocabulary)
+    return replace(batch, candidates=candidates, temperature=asked.temperature)
 
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """See `stages.kinds.train.teacher.Teacher`."""
+    """Teacher on a server that others started, asked over HTTP by rank 0; implements `Teacher`."""
 
     client: Client
     server: TeacherServer
@@ -64,7 +237,7 @@ class ServedTeacher:
 
     @classmethod
     def of(cls, asked: TeacherTokens, execution: TrainExecution) -> Self:
-        """Raises RecipeError for a variable that is not set."""
+        """Return the recipe's served teacher. Raises RecipeError for an environment variable that is not set."""
         server = asked.server
         assert server
         key = key_in(server.key_variable, "teacher_server.key_variable")
@@ -77,8 +250,10 @@ class ServedTeacher:
         return {"url": self.client.url, "served_model": self.client.model}
 
     def check(self, model_folder: Path, *, trust_remote_code: bool) -> None:
-        """Ask it about a short text. Raises ServerError for one that does not serve the model, or gives too few
-        log-probabilities, ModelError for another tokenizer than that of `model_folder`, TransientError for no answer.
+        """Check model name, tokenizer and number of log-probabilities with a short text.
+
+        Raises ServerError for a server without this model or with too few log-probabilities, ModelError for another
+        tokenizer than that of `model_folder`, TransientError for no answer.
         """
         try:
             self._check_model(model_folder, trust_remote_code)
@@ -92,37 +267,37 @@ class ServedTeacher:
         client.check_lists_model("the teacher's server", "; name one of these (`teacher_server.served_model`)")
         own = self._own_tokens(model_folder, trust_remote_code)
         choice = client.complete(PROBE, max_tokens=1, add_special_tokens=False, return_token_ids=True)
-        its = choice.prompt_token_ids
-        if its is None:
+        served_tokens = choice.prompt_token_ids
+        if served_tokens is None:
             raise ServerError(
-                f"the teacher's server at {self.client.url} does not say which tokens it read (`prompt_token_ids`), as "
-                "vLLM does since 0.11; serve the teacher by vLLM, or name its stage (`teacher`)"
+                f"the teacher's server at {self.client.url} does not return the tokens it read (`prompt_token_ids`), "
+                "as vLLM does since 0.11; serve the teacher by vLLM, or name its stage (`teacher`)"
             )
-        if its != own:
+        if served_tokens != own:
             raise ModelError(
                 f"the teacher that {self.client.url} serves has another tokenizer than the model in {model_folder}: "
-                f"{PROBE!r} is {shortened(str(its), 500)} there, "
-                f"and {own} here; take a teacher of the same family, or learn from what it "
-                "writes (`kind: generate`, and `method: sft`)"
+                f"{PROBE!r} is {shortened(str(served_tokens), 500)} there, and {own} here; take a teacher of the same "
+                "family, or train on its answers (`kind: generate`, and `method: sft`)"
             )
         self.likeliest([own])
 
     @contextmanager
     def opened(self, context: StageContext, watchdog: Watchdog) -> Iterator[OpenTeacher]:
-        """It is open anyway."""
+        """Yield the server as an open teacher; there is nothing to load."""
         yield OpenServer(self, context, watchdog)
 
     def likeliest(self, documents: Sequence[Document]) -> list[NDArray[np.void]]:
-        """Of each document, `said_record` [tokens - 1]: the likeliest in the place of each token but the first.
+        """Ask for the likeliest tokens at each position of the documents but the first.
 
-        Raises ServerError for a document that it refuses, TransientError when it is gone for good.
+        Returns `said_record` [tokens - 1] for each document. Raises ServerError for a document that the server refuses,
+        TransientError when the server is gone.
         """
         from stages.rollouts.asking import ask_all  # and aiohttp, which no other training needs
 
-        found: dict[int, NDArray[np.void]] = {}
+        records: dict[int, NDArray[np.void]] = {}
 
         def keep(index: int, request: Request, answer: Answer) -> None:
-            found[index] = self._read(answer, request["prompt"])
+            records[index] = self._read(answer, request["prompt"])
 
         requests = ((index, self._request(document)) for index, document in enumerate(documents))
         stall_s = self.execution.rollout_timeout_s
@@ -132,13 +307,13 @@ class ServedTeacher:
             raise ServerError(
                 f"asking the teacher's server for {self.number} log-probabilities a token (`loss_top_k`): "
                 f"{self._without_key(error)}; "
-                f"vLLM gives so many if it was started with `--max-logprobs {self.number}`, of documents that are "
-                "shorter than its `--max-model-len`"
+                f"vLLM gives so many if it was started with `--max-logprobs {self.number}`, for documents shorter than "
+                "its `--max-model-len`"
             ) from None
-        return [found[index] for index in range(len(documents))]
+        return [records[index] for index in range(len(documents))]
 
     def _without_key(self, error: ServerError) -> str:
-        """What a server answers may repeat what it was sent."""
+        """Return the error's message without the API key, since a server may repeat what it was sent."""
         return redact(str(error), [self.client.api_key] if self.client.api_key else [])
 
     def _request(self, document: Document) -> Request:
@@ -155,14 +330,14 @@ class ServedTeacher:
     def _read(self, answer: Answer, document: Document) -> NDArray[np.void]:
         report = answer.choices[0].reported(self.client.url)
         of_tokens = report.likeliest_of_prompt(len(document), self.client.url)
-        found = np.zeros(len(of_tokens), said_record(self.number))
+        records = np.zeros(len(of_tokens), said_record(self.number))
         for place, top in enumerate(of_tokens):
             likeliest = sorted(top.items(), key=lambda item: -item[1])[: self.number]
             if len(likeliest) < self.number:
                 raise ServerError(f"it gave {len(likeliest)} at token {place + 1}")
-            found["tokens"][place] = [token_number(token, self.client.url) for token, _ in likeliest]
-            found["log_probabilities"][place] = [value for _, value in likeliest]
-        return found
+            records["tokens"][place] = [token_number(token, self.client.url) for token, _ in likeliest]
+            records["log_probabilities"][place] = [value for _, value in likeliest]
+        return records
 
     def _own_tokens(self, model_folder: Path, trust_remote_code: bool) -> list[int]:
         from transformers import AutoTokenizer  # takes a second
@@ -176,7 +351,7 @@ class ServedTeacher:
 
 @dataclass(frozen=True)
 class OpenServer:
-    """See `stages.kinds.train.teacher.OpenTeacher`. Both raise what `likeliest` raises."""
+    """Open teacher on a server; implements `OpenTeacher`. Both methods raise what `likeliest` raises."""
 
     teacher: ServedTeacher
     context: StageContext
@@ -185,34 +360,37 @@ class OpenServer:
     def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
         for first in range(0, len(rows), ROWS_TOGETHER):
             self.watchdog.begins(f"row {first + 1} of {len(rows)} of the teacher's server")
-            documents = [one for row in rows[first : first + ROWS_TOGETHER] for one in dataset.documents(row)]
+            documents = [item for row in rows[first : first + ROWS_TOGETHER] for item in dataset.documents(row)]
             if is_main_process():
-                found = self.teacher.likeliest([tokens.tolist() for tokens, _ in documents])
-                yield np.concatenate([said[loss[1:]] for said, (_, loss) in zip(found, documents, strict=True)])
+                records = self.teacher.likeliest([tokens.tolist() for tokens, _ in documents])
+                yield np.concatenate([said[loss[1:]] for said, (_, loss) in zip(records, documents, strict=True)])
             gathered(0.0)  # the others wait here, and not for longer than these rows take
             self.context.progress(min(first + ROWS_TOGETHER, len(rows)), len(rows), "rows", "the teacher's server")
 
     def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
-        """Rank 0 asks about all shares, and the others read it: processes that have the same rows get the very same."""
+        """Ask about the documents of all shares on rank 0; the other processes read its files.
+
+        So processes that split one model get identical values.
+        """
         files = [self.context.scratch / "teacher" / f"share-{number}.npy" for number in range(num_shares)]
         if is_main_process():
             files[0].parent.mkdir(parents=True, exist_ok=True)
             shares = [share_of(number) for number in range(num_shares)]
-            said = self._of_batches([batch for share in shares for batch in share])
+            records = self._of_batches([batch for share in shares for batch in share])
             for file, share in zip(files, shares, strict=True):
-                np.save(file, said[: (num_own := sum(map(_num_targets, share)))])
-                said = said[num_own:]
-        gathered(0.0)  # until now, the file may be that of an earlier step
-        found = np.load(files[data_rank])
-        gathered(0.0)
-        return np.split(found, np.cumsum([_num_targets(batch) for batch in share_of(data_rank)])[:-1])
+                np.save(file, records[: (num_own := sum(map(_num_targets, share)))])
+                records = records[num_own:]
+        gathered(0.0)  # before it, the file may be an earlier step's
+        own = np.load(files[data_rank])
+        gathered(0.0)  # and rank 0 overwrites it only when all have read
+        return np.split(own, np.cumsum([_num_targets(batch) for batch in share_of(data_rank)])[:-1])
 
     def _of_batches(self, batches: Sequence[Batch]) -> NDArray[np.void]:
-        """Of all their targets, in order; all documents are asked about together."""
+        """Return the records of all targets of the batches, in order; all documents are asked together."""
         asked = [document for batch in batches for document in _documents(batch)]
-        found = self.teacher.likeliest([tokens for tokens, _ in asked])
+        records = self.teacher.likeliest([tokens for tokens, _ in asked])
         nothing = np.zeros(0, said_record(self.teacher.number))
-        return np.concatenate([nothing, *(said[mask] for said, (_, mask) in zip(found, asked, strict=True))])
+        return np.concatenate([nothing, *(said[mask] for said, (_, mask) in zip(records, asked, strict=True))])
 
 
 def _num_targets(batch: Batch) -> int:
@@ -220,83 +398,21 @@ def _num_targets(batch: Batch) -> int:
 
 
 def _documents(batch: Batch) -> Iterator[tuple[Document, NDArray[np.bool_]]]:
-    """Tokens of each of which something is learned, and which of them but the first are targets."""
+    """Yield the tokens of each document with a target, and the mask of its tokens (but the last) that have one."""
     borders = np.cumsum(batch.document_lengths)[:-1].tolist()
     tokens = torch.tensor_split(batch.input_ids.flatten(), borders)
     is_target = torch.tensor_split(batch.has_target.flatten(), borders)
-    for one, mask in zip(tokens, is_target, strict=True):
+    for document, mask in zip(tokens, is_target, strict=True):
         if mask.any():
-            yield one.tolist(), mask.numpy()[:-1]
-
-
-ShareOf = Callable[[int], list[Batch]]
-"""Data rank → micro-batches of its share; any process can say which those are."""
-
-
-class OpenTeacher(Protocol):
-    """A teacher that can be asked. What it says is `said_record`, of targets in their order."""
-
-    def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
-        """rows: sorted. All that it says of them, piece by piece, on rank 0; on the others anything. Collective."""
-
-    def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
-        """Of each micro-batch of this process's share. Collective."""
-
-
-def said_record(number: int) -> np.dtype[np.void]:
-    """Of a target: the teacher's likeliest tokens, int32 [number], and their log-probabilities, float32 [number]."""
-    return np.dtype([("tokens", np.int32, (number,)), ("log_probabilities", np.float32, (number,))])
-
-
-@dataclass(frozen=True)
-class TeacherRows:
-    """Rows of a dataset with what the teacher says of their targets."""
-
-    rows: NDArray[np.int64]
-    """int64 [rows], sorted: their numbers in the dataset"""
-    starts: NDArray[np.int64]
-    """int64 [rows + 1]: where the targets of each begin among `said`"""
-    said: NDArray[np.void]
-    """[targets] of `said_record`; mapped from disk"""
-    asked: TeacherTokens
-    is_whole_vocabulary: bool
-
-    def attach(self, batch: Batch, rows: Sequence[int]) -> Batch:
-        """The batch, made of these rows, with its candidates."""
-        found = np.searchsorted(self.rows, rows)
-        said = np.concatenate([self.said[:0], *(self.said[self.starts[one] : self.starts[one + 1]] for one in found)])
-        return with_candidates(batch, said, self.asked, self.is_whole_vocabulary)
-
-
-def with_candidates(batch: Batch, said: NDArray[np.void], asked: TeacherTokens, is_whole_vocabulary: bool) -> Batch:
-    """said: `said_record` [targets of the batch, in order]."""
-    shape = (*batch.targets.shape, asked.number)
-    tokens, values = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-    tokens[batch.has_target] = torch.from_numpy(said["tokens"].astype(np.int64))
-    values[batch.has_target] = torch.from_numpy(np.ascontiguousarray(said["log_probabilities"]))
-    candidates = Candidates(tokens, values, is_whole_vocabulary)
-    return replace(batch, candidates=candidates, temperature=asked.temperature)
-
-
-BuildEngine = Callable[[TrainConfig, Path, ModelShape | None], Engine]
-"""(what a stage says, folder of a model, its shape) → an engine with that model"""
-RowsOf = tuple[PackedDataset, Sequence[int]]
-"""A dataset, and rows of it, sorted and without repetitions."""
-
-
-class Teacher(Protocol):
-    """Who is asked. identity: everything that decides what it says, beside what it is asked about."""
-
-    @property
-    def identity(self) -> dict[str, JsonValue]: ...
-
-    def opened(self, context: StageContext, watchdog: Watchdog) -> AbstractContextManager[OpenTeacher]:
-        """Not called where everything is cached. Collective."""
+            yield document.tolist(), mask.numpy()[:-1]
 
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """A model that is asked, and not trained. build: loads it."""
+    """Teacher that is a stage's model.
+
+    build: loads it.
+    """
 
     weights_digest: str
     asked: TeacherTokens
@@ -320,7 +436,7 @@ class TeacherModel:
 
 @dataclass(frozen=True)
 class OpenModel:
-    """See `OpenTeacher`."""
+    """A teacher's model in an engine; implements `OpenTeacher`."""
 
     engine: Engine
     asked: TeacherTokens
@@ -329,7 +445,7 @@ class OpenModel:
     watchdog: Watchdog
 
     def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
-        """Round by round: in each, every share of the processes has a micro-batch."""
+        """Yield the records in rounds, in each of which every data-parallel share has one micro-batch."""
         engine, starts = self.engine, _starts(dataset, rows)
         size = self.micro_batch_size * engine.data_parallel_size
         shares = list(even_micro_batches(len(rows), self.micro_batch_size, engine.data_rank, engine.data_parallel_size))
@@ -347,66 +463,16 @@ class OpenModel:
         return [_recorded(self._of_batch(batch)) for batch in share_of(data_rank)]
 
     def _of_batch(self, batch: Batch) -> torch.Tensor:
-        """float64 [targets, 2, number]: tokens and log-probabilities."""
+        """Return float64 [targets, 2, number]: tokens and log-probabilities."""
         answer = self.engine.likeliest_tokens(replace(batch, temperature=self.asked.temperature), self.asked.number)
         return torch.stack([values[batch.has_target].double() for values in answer], 1)
 
 
 def _recorded(values: torch.Tensor) -> NDArray[np.void]:
-    """`said_record` [targets] of [targets, 2, number]."""
+    """Return [targets, 2, number] as `said_record` [targets]."""
     said = np.zeros(len(values), said_record(values.shape[-1]))
     said["tokens"], said["log_probabilities"] = values.unbind(1)
     return said
-
-
-@dataclass(frozen=True)
-class Taught:
-    """What a teacher said of datasets' rows; and itself, if it is to be asked about more."""
-
-    rows: Mapping[PackedDataset, TeacherRows] = field(default_factory=dict)
-    teacher: OpenTeacher | None = None
-    is_whole_vocabulary: bool = False
-
-
-def ask_teacher(
-    config: TrainConfig,
-    context: StageContext,
-    wanted: Sequence[RowsOf],
-    start_digest: str,
-    watchdog: Watchdog,
-    build: BuildEngine,
-    stays: ExitStack,
-) -> Taught:
-    """What the teacher that a recipe's stage names says of each dataset's rows; collective.
-
-    start_digest: of the weights that training starts from. stays: what ends a teacher that is asked on. Raises
-    ModelError or LayoutError for a teacher that the engine or the layout does not allow, ServerError or TransientError
-    for a server that does not answer as it should.
-    """
-    asked = config.teacher_tokens
-    assert asked
-    teacher = _teacher(config, context, start_digest, build)
-    model_folder = context.inputs[config.base or config.model] / "model"
-    paths = [_path(teacher, asked, dataset, rows, context.cache) for dataset, rows in wanted]
-    missing = [index for index, path in enumerate(paths) if not min(gathered(float(is_intact(path))))]
-    for index in missing:
-        if is_sealed(paths[index]):
-            context.warn(f"the teacher's tokens: {paths[index]} held other bytes than were written: asked again")
-    with ExitStack() as stack:
-        opened = stack.enter_context(teacher.opened(context, watchdog)) if missing or config.on_policy else None
-        for index in missing:
-            assert opened
-            _write(opened, asked.number, *wanted[index], paths[index])
-        if config.on_policy:
-            stays.push(stack.pop_all())
-        else:
-            opened = None
-    is_whole = asked.number == vocabulary_size(read_config(model_folder))
-    rows = {
-        dataset: TeacherRows(np.array(rows), _starts(dataset, rows), np.load(path, mmap_mode="r"), asked, is_whole)
-        for (dataset, rows), path in zip(wanted, paths, strict=True)
-    }
-    return Taught(rows, opened, is_whole)
 
 
 def _teacher(config: TrainConfig, context: StageContext, start_digest: str, build: BuildEngine) -> Teacher:
@@ -435,7 +501,7 @@ def _path(teacher: Teacher, asked: TeacherTokens, dataset: PackedDataset, rows: 
 
 
 def _write(teacher: OpenTeacher, number: int, dataset: PackedDataset, rows: Sequence[int], path: Path) -> None:
-    """What the teacher says, as it comes; by rank 0 alone."""
+    """Write the teacher's records to `path` as they arrive, on rank 0; the other processes wait."""
     array = _new_file(path, number, int(_starts(dataset, rows)[-1])) if is_main_process() else None
     first = 0
     for piece in teacher.of_rows(dataset, rows):
@@ -443,7 +509,7 @@ def _write(teacher: OpenTeacher, number: int, dataset: PackedDataset, rows: Sequ
             array[first : first + len(piece)] = piece
             first += len(piece)
     if array is not None:
-        assert first == len(array), "the teacher said something of every target"
+        assert first == len(array), "a record for every target"
         array.flush()
         _unfinished(path).replace(path)
         write_seal(path)
@@ -465,64 +531,11 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.npy")
 
 
-NUM_NAMED = 3
-
-
-def check_teacher(config: TrainConfig, inputs: Mapping[str, Path], model_folder: Path) -> Iterator[LifecycleError]:
-    """What is wrong with the teacher, if the method has one."""
-    asked, trusted = config.teacher_tokens, config.trust_remote_code
-    if asked and asked.server:
-        yield from server_problems(asked, config.execution, model_folder, trust_remote_code=trusted)
-    elif asked and config.teacher:
-        teacher = inputs[config.teacher] / "model"
-        yield from teacher_problems(asked, teacher, model_folder, trust_remote_code=trusted)
-
-
-def server_problems(
-    asked: TeacherTokens, execution: TrainExecution, model: Path, *, trust_remote_code: bool
-) -> Iterator[LifecycleError]:
-    """What is wrong with a served teacher, which is asked about a few tokens."""
-    try:
-        if too_many := _too_many(asked, vocabulary_size(read_config(model))):
-            yield too_many
-        else:
-            ServedTeacher.of(asked, execution).check(model, trust_remote_code=trust_remote_code)
-    except LifecycleError as error:
-        yield error
-
-
-def teacher_problems(
-    asked: TeacherTokens, teacher: Path, model: Path, *, trust_remote_code: bool
-) -> Iterator[LifecycleError]:
-    """What is wrong with a teacher, of two model folders: another tokenizer or vocabulary, fewer tokens than wanted."""
-    try:
-        tokens = [_vocabulary(folder, trust_remote_code) for folder in (teacher, model)]
-        sizes = [vocabulary_size(read_config(folder)) for folder in (teacher, model)]
-    except ModelError as error:
-        yield error
-        return
-    if different := _different_tokens(*tokens):
-        named = ", ".join(different[:NUM_NAMED])
-        yield ModelError(
-            f"the teacher in {teacher} has another tokenizer than the model in {model}: {len(different)} tokens are "
-            f"not the same ({named}); take a teacher of the same family, or learn from what it writes (`kind: "
-            "generate`, and `method: sft`)"
-        )
-    elif sizes[0] != sizes[1]:
-        yield ModelError(
-            f"the teacher in {teacher} has a vocabulary of {sizes[0]} entries, the model in {model} of {sizes[1]}; "
-            "take a teacher whose embedding has as many"
-        )
-    elif too_many := _too_many(asked, sizes[0]):
-        yield too_many
-
-
 def _too_many(asked: TeacherTokens, vocabulary: int | None) -> RecipeError | None:
     if vocabulary is None or asked.number <= vocabulary:
         return None
     return RecipeError(
-        f"{asked.number} likeliest tokens of the teacher are asked for, of a vocabulary of {vocabulary}; lower "
-        "`loss_top_k`"
+        f"`loss_top_k` asks for {asked.number} tokens of the teacher, whose vocabulary has {vocabulary}; lower it"
     )
 
 
@@ -536,6 +549,6 @@ def _vocabulary(folder: Path, trust_remote_code: bool) -> dict[str, int]:
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _different_tokens(one: dict[str, int], other: dict[str, int]) -> list[str]:
-    different = [token for token in {**one, **other} if one.get(token) != other.get(token)]
-    return [f"{token!r} is {one.get(token)} and {other.get(token)}" for token in sorted(different)]
+def _different_tokens(teacher: dict[str, int], model: dict[str, int]) -> list[str]:
+    different = [token for token in {**teacher, **model} if teacher.get(token) != model.get(token)]
+    return [f"{token!r} is {teacher.get(token)} and {model.get(token)}" for token in sorted(different)]

@@ -1,8 +1,8 @@
-"""Ends a stage whose processes wait for one another for ever, and leaves what each of them was doing in the log.
+"""Watchdog that ends a stage whose processes deadlock, after logging what each of them was doing.
 
-A collective that one process never enters holds all others, on gloo and NCCL alike, often until a person looks. Every
+A collective that one process never enters holds all others, on gloo and on NCCL, often until a person looks. Every
 process watches itself: when a step takes too long it writes the stacks of its threads, waits for the others to do the
-same, and ends with an error that is worth a retry, which goes on from the last checkpoint.
+same, and ends with a retryable error; the next attempt continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from stages.core.errors import TransientError
 from stages.core.files import write_atomically
 
 GRACE_S = 5.0
-"""Between the stacks and the end: the first process that ends takes the others along."""
+"""Time between the stacks and the end, for the other processes: the first one that ends takes them along."""
 LOOK_EVERY_S = 1.0
-"""What begins next may have less time than what it follows."""
+"""Longest sleep between looks, since what begins next may have a shorter limit."""
 STDERR = 2
 STEP_TIMES = 3
-"""A step that takes so many times the longest of the last ones hangs."""
+"""Multiple of the longest recent step from which on a step counts as hanging."""
 LEAST_STEP_LIMIT_S = 30.0
-"""Short steps may well be held up for seconds, by a busy machine or a slow disk."""
+"""Lower bound of that limit: a busy machine or a slow disk can delay short steps by seconds."""
 KNOWN_AFTER_STEPS, REMEMBERED_STEPS = 5, 50
-"""The first steps of an attempt also choose kernels, make buffers, open files."""
+"""Steps before limits are learned (the first also choose kernels, make buffers, open files), and steps remembered."""
 
 
 class Watchdog:
-    """A thread that expects what was begun last to be followed by something else in time, while in its context.
+    """Thread that ends the process unless each announced activity is followed by another within its time limit.
 
-    Everything has `timeout_s`; a step, once step times are known, three times the longest of the last steps.
+    Every activity has `timeout_s`; a step, once step times are known, three times the longest of the recent steps.
     """
 
     def __init__(self, work: Path, timeout_s: float, *, learns_step_times: bool = True) -> None:
@@ -59,11 +59,11 @@ class Watchdog:
         self._ended.set()
 
     def begins(self, doing: str) -> None:
-        """Say what is done from now on, and allow it its time."""
+        """Announce an activity, with the general time limit."""
         self._begins(doing, self._timeout_s, "execution.hang_timeout_s")
 
     def begins_step(self, step: int) -> None:
-        """Say that a step is done from now on, and allow it the time that steps take, if they are all alike."""
+        """Announce a step, with a limit learned from recent steps if all take about the same time."""
         limit_s = self._timeout_s
         if self._learns_step_times and len(self._step_times_s) >= KNOWN_AFTER_STEPS:
             limit_s = min(limit_s, max(LEAST_STEP_LIMIT_S, STEP_TIMES * max(self._step_times_s)))
@@ -73,7 +73,7 @@ class Watchdog:
             self.begins(f"step {step}")
 
     def has_stepped(self) -> None:
-        """Say that the step is done, whatever is yet to be written of it, and remember how long it took."""
+        """Record how long the step took; what is written after it does not count."""
         self._step_times_s.append(time.monotonic() - self._began_s)
 
     def _begins(self, doing: str, limit_s: float, why: str) -> None:
@@ -102,7 +102,7 @@ class Watchdog:
 
 
 def stacks() -> str:
-    """What every thread of this process is doing, the latest call last."""
+    """Return the stacks of all threads of this process, the latest call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
