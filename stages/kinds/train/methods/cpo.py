@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CpoLossType = Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"]
 OF_MEANS: tuple[CpoLossType, ...] = ("ipo", "simpo", "alphapo")
-"""Those that are of means over an answer's tokens, not of sums."""
+"""Losses of the mean over an answer's tokens instead of the sum."""
 WITH_MARGIN: tuple[CpoLossType, ...] = ("simpo", "alphapo")
 SMOOTHED: tuple[CpoLossType, ...] = ("sigmoid", "simpo", "alphapo")
 
@@ -40,7 +40,7 @@ class CpoConfig(StrictModel):
         0.0, lt=0.5, description=f"Share of pairs assumed to be the wrong way round ({', '.join(SMOOTHED)})."
     )
     simpo_gamma: NonNegativeFp32 = Field(
-        0.5, description="By how much the reward of the preferred answer is to be higher (simpo, alphapo)."
+        0.5, description="Margin between the rewards of preferred and rejected answer (simpo, alphapo)."
     )
     alpha: Annotated[float, Field(allow_inf_nan=False), HELD_IN_FP32] = Field(
         0.0, description="Shape of the reward, (1 - p^-α) / α of an answer of probability p (AlphaPO); 0: log p."
@@ -48,7 +48,7 @@ class CpoConfig(StrictModel):
 
     @property
     def nll_weight(self) -> float:
-        """Of the likelihood of the preferred answers."""
+        """Weight of the preferred answers' negative log-likelihood."""
         return 0.0 if self.loss_type == "alphapo" else self.cpo_alpha
 
     @model_validator(mode="after")
@@ -68,19 +68,21 @@ class CpoConfig(StrictModel):
 
 @dataclass(frozen=True)
 class CpoLoss:
-    """Mean over pairs of -log σ(β (r_chosen - r_rejected)) or a relative of it, and `cpo_alpha` times the mean over
-    preferred tokens of -log π: Xu et al. 2024, equation 3; r is log π, or AlphaPO's (Gupta et al. 2025).
+    """Mean over pairs of -log σ(β (r_chosen - r_rejected)) or a relative: Xu et al. 2024, equation 3.
+
+    Added to it is `cpo_alpha` times the mean over preferred tokens of -log π. r is log π, or AlphaPO's (Gupta et al.
+    2025).
     """
 
     config: CpoConfig
     metric_names: ClassVar[tuple[str, ...]] = (*METRICS, *NLL)
 
     def counts(self, batch: Batch) -> Counts:
-        """Pairs, and target tokens of preferred documents."""
+        """Count pairs, and target tokens of preferred documents."""
         return {"pairs": batch.num_documents // 2, "chosen tokens": num_chosen_tokens(batch)}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Loss and metrics; rewards are β r."""
+        """Return the parts of loss and metrics; rewards are β r."""
         rewards = self._rewards(token_log_probabilities, batch)
         chosen, rejected = rewards[0::2], rewards[1::2]
         nll = chosen_nll(token_log_probabilities, batch, totals)
@@ -88,14 +90,14 @@ class CpoLoss:
         return loss, {**pair_metrics(chosen, rejected, totals), "nll_loss": nll.detach()}
 
     def _rewards(self, token_log_probabilities: Tensor, batch: Batch) -> Tensor:
-        """β r, float32 [documents]."""
+        """Return β r, float32 [documents]."""
         values, alpha = batch.log_probabilities(token_log_probabilities), self.config.alpha
         if self.config.loss_type in OF_MEANS:
             values = values / batch.document_sums(batch.has_target.float())
         return self.config.beta * ((1 - (-alpha * values).exp()) / alpha if alpha else values)
 
     def _losses(self, margins: Tensor) -> Tensor:
-        """Of each pair; `margins` are β (r_chosen - r_rejected)."""
+        """Return the loss of each pair; `margins` are β (r_chosen - r_rejected)."""
         from torch.nn.functional import logsigmoid
 
         config = self.config

@@ -1,4 +1,4 @@
-"""Distillation: the model's probabilities of tokens become those of a teacher, on given texts."""
+"""Distillation: the model's token probabilities are trained towards a teacher's, on given texts or its own answers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ METRICS = {
 
 
 class DistillSampling(SamplingOptions):
-    """How the model answers; defaults are those of TRL's GKD."""
+    """Options of sampling the model's own answers; defaults are those of TRL's GKD."""
 
     max_completion_length: PositiveInt = Field(128, description="Tokens after which a completion is cut off.")
-    temperature: PositiveFp32 = Field(0.9, le=100, description="Of sampling.")
+    temperature: PositiveFp32 = Field(0.9, le=100, description="Temperature of sampling.")
 
 
 class DistillConfig(StrictModel):
@@ -38,27 +38,27 @@ class DistillConfig(StrictModel):
 
     beta: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), HELD_IN_FP32] = Field(
         0.5,
-        description="0: the divergence KL(teacher ‖ model), which covers all that the teacher says; 1: KL(model ‖ "
-        "teacher), which keeps to its likeliest; between: both from their mixture.",
+        description="Interpolation between divergences. 0: KL(teacher ‖ model), which covers all of the teacher's "
+        "tokens; 1: KL(model ‖ teacher), which prefers its likeliest; between: both from their mixture.",
     )
     temperature: PositiveFp32 = Field(
-        1.0, description="Divides the logits of both. GKD's, 0.9, is that of its samples; its loss has 1, too."
+        1.0, description="Divisor of both models' logits in the loss. (GKD's 0.9 is for sampling; its loss has 1, too.)"
     )
     loss_top_k: PositiveInt = Field(
         64,
-        description="Tokens of the teacher that are kept for each target; all others count as one. The vocabulary's "
-        "size: exact, as in GKD, and large: 8 bytes a token and target.",
+        description="Likeliest tokens of the teacher that are kept for each target; all others count as one token. The "
+        "vocabulary's size makes it exact, as in GKD, and large: 8 bytes per token and target.",
     )
     teacher_server: Annotated[TeacherServer | None, AddedLater()] = Field(
-        None, description="Where the teacher is served, in the place of a stage's model (`teacher`)."
+        None, description="Server of the teacher, instead of a stage's model (`teacher`)."
     )
     lmbda: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), HELD_IN_FP32, AddedLater()] = Field(
         0.0,
-        description="Share of steps whose rows are answered by the model itself (on-policy), drawn step by step; the "
-        "teacher is asked about these answers. 0: none, and no server is started; GKD has 0.5.",
+        description="Share of steps that learn from the model's own answers to the rows' prompts (on-policy), drawn "
+        "step by step; the teacher scores these answers. 0: none, and no server is started; GKD has 0.5.",
     )
     sampling: Annotated[DistillSampling | None, AddedLater()] = Field(
-        None, description="With `lmbda` above 0, how the model answers."
+        None, description="Options of sampling the model's own answers, with `lmbda` above 0."
     )
 
     @property
@@ -68,7 +68,7 @@ class DistillConfig(StrictModel):
     @model_validator(mode="after")
     def _samples_where_it_is_to(self) -> Self:
         if self.sampling and not self.lmbda:
-            raise ValueError("`sampling` does nothing while `lmbda` is 0; remove it, or say which share is on-policy")
+            raise ValueError("`sampling` has no effect while `lmbda` is 0; remove it, or set `lmbda`")
         return self
 
     @model_validator(mode="after")
@@ -83,38 +83,42 @@ class DistillConfig(StrictModel):
 
 @dataclass(frozen=True)
 class DistillLoss:
-    """Mean over target tokens of β KL(t ‖ m) + (1 - β) KL(s ‖ m), m = β t + (1 - β) s: Agarwal et al. 2024, equation 1;
-    KL(t ‖ s) if β is 0, KL(s ‖ t) if it is 1. t and s are of the teacher's top k tokens and of the rest together.
+    """Mean over target tokens of β KL(t ‖ m) + (1 - β) KL(s ‖ m), m = β t + (1 - β) s: Agarwal et al. 2024, (1).
+
+    It is KL(t ‖ s) if β is 0, KL(s ‖ t) if it is 1. t and s are the teacher's and the model's probabilities of the
+    teacher's top k tokens and of all others together.
     """
 
     config: DistillConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Target tokens."""
+        """Count target tokens."""
         return {"targets": int(batch.has_target.sum())}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Loss and metrics."""
+        """Return the parts of loss and metrics."""
         candidates = batch.candidates
         assert candidates is not None
+        # [rows, sequence, 1 + k]: the target's log-probability, then those of the teacher's k tokens
         targets, student = token_log_probabilities[..., 0], token_log_probabilities[..., 1:]
         is_same = (student.argmax(-1) == 0).float()
         rest = 1 - candidates.log_probabilities.exp().sum(-1)
         teacher = candidates.log_probabilities
         if not candidates.is_whole_vocabulary:
             student, teacher = _with_rest(student), _with_rest(teacher)
-        found = {
+        values_by_name = {
             "loss": self._divergence(student, teacher),
             "teacher_agreement": is_same,
             "teacher_rest": rest.clamp(min=0),
             "target_nll": -targets.detach(),
         }
-        loss, *metrics = (values.where(batch.has_target, 0.0).sum() / totals["targets"] for values in found.values())
+        per_target = values_by_name.values()
+        loss, *metrics = (values.where(batch.has_target, 0.0).sum() / totals["targets"] for values in per_target)
         return loss, dict(zip(METRICS, metrics, strict=True))
 
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Of log-probabilities [..., k]: [...]."""
+        """Return the divergence [...] of log-probabilities [..., k]."""
         import torch
 
         beta = self.config.beta
@@ -127,13 +131,13 @@ class DistillLoss:
         return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 
-def _kl(one: Tensor, other: Tensor) -> Tensor:
-    """KL(one ‖ other) of log-probabilities [..., k]: [...]."""
-    return (one.exp() * (one - other)).sum(-1)
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return KL(p ‖ q) [...] of log-probabilities [..., k]."""
+    return (p.exp() * (p - q)).sum(-1)
 
 
 def _with_rest(log_probabilities: Tensor) -> Tensor:
-    """[..., k] → [..., k + 1]: with that of all other tokens together, at least what fp32 tells from 0."""
+    """Return [..., k + 1]: with the log-probability of all other tokens together, at least log ε of fp32."""
     import torch
 
     rest = 1 - log_probabilities.exp().sum(-1, keepdim=True)

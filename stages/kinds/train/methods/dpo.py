@@ -1,4 +1,4 @@
-"""Direct preference optimization: of two answers the better becomes likelier, relative to a reference model."""
+"""Direct preference optimization: of two answers the better becomes more likely, relative to a reference model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LossType = Literal[
     "sft",
 ]
 SMOOTHED: tuple[LossType, ...] = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
-"""Those that `label_smoothing` means something to."""
+"""Losses on which `label_smoothing` has an effect."""
 
 
 class DpoConfig(StrictModel):
@@ -47,42 +47,42 @@ class DpoConfig(StrictModel):
     beta: PositiveFp32 = Field(0.1, description="Strength of the pull towards the reference model.")
     loss_type: LossType | tuple[LossType, ...] = Field(
         "sigmoid",
-        description="sigmoid is DPO itself, hinge is SLiC, sft the negative log-likelihood of the preferred answers; "
-        "of a list of them, the weighted sum is minimised.",
+        description="Loss, or a list of losses of which the weighted sum is minimised. sigmoid is DPO itself, hinge is "
+        "SLiC, sft the negative log-likelihood of the preferred answers.",
     )
     loss_weights: Annotated[tuple[PositiveFp32, ...] | None, AddedLater()] = Field(
-        None, description="Of each loss type, in their order; default: 1 each."
+        None, description="Weights of the loss types, in their order; default: 1 each."
     )
     label_smoothing: NonNegativeFp32 = Field(
         0.0, lt=0.5, description=f"Share of pairs assumed to be the wrong way round ({', '.join(SMOOTHED)})."
     )
     discopop_tau: Annotated[PositiveFp32, AddedLater()] = Field(0.05, description="Temperature of discopop.")
     rpo_alpha: Annotated[PositiveFp32 | None, AddedLater()] = Field(
-        None, description="Weight of `sft` beside the other losses, as in RPO; the same as naming it with this weight."
+        None, description="Weight of `sft` beside the other losses (RPO); the same as listing it with this weight."
     )
     ld_alpha: Annotated[NonNegativeFp32 | None, AddedLater()] = Field(
         None,
         le=1,
-        description="LD-DPO: how much the tokens count by which an answer is longer than the other one; default: "
-        "like the others.",
+        description="Weight of the tokens by which an answer is longer than its pair's other one (LD-DPO); default: 1.",
     )
     reference: Annotated[Literal["start", "none"], AddedLater()] = Field(
         "start",
-        description="What rewards are relative to: the model that training starts from, or none (answers all alike).",
+        description="Reference of the rewards: the model that training starts from, or none (all answers equally "
+        "likely).",
     )
 
     @property
     def loss_types(self) -> tuple[LossType, ...]:
-        """One or several."""
+        """The losses, one or several."""
         return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
 
     @property
     def weights(self) -> dict[str, float]:
         """Loss type → weight."""
-        found: dict[str, float] = dict(
+        weights: dict[str, float] = dict(
             zip(self.loss_types, self.loss_weights or [1.0] * len(self.loss_types), strict=True)
         )
-        return {**found, "sft": self.rpo_alpha} if self.rpo_alpha else found
+        return {**weights, "sft": self.rpo_alpha} if self.rpo_alpha else weights
 
     @model_validator(mode="after")
     def _options_of_the_losses_only(self) -> Self:
@@ -106,17 +106,17 @@ class DpoConfig(StrictModel):
 
 @dataclass(frozen=True)
 class DpoLoss:
-    """Mean over pairs; of `sft` over the targets of preferred documents."""
+    """Weighted sum of losses, each a mean over pairs; `sft` is a mean over the preferred documents' targets."""
 
     config: DpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Pairs, and target tokens of preferred documents."""
+        """Count pairs, and target tokens of preferred documents."""
         return {"pairs": batch.num_documents // 2, "chosen tokens": num_chosen_tokens(batch)}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Loss and metrics; rewards are β log π/π_ref."""
+        """Return the parts of loss and metrics; rewards are β log π/π_ref."""
         from stages.kinds.train.methods.dpo_losses import PAIR_LOSSES, Options  # torch: a recipe is read without it
 
         pairs = self._pairs(token_log_probabilities, batch)

@@ -1,4 +1,4 @@
-"""The losses that `dpo.loss_type` may name: of the log-probabilities of pairs, one number a pair.
+"""Losses of `dpo.loss_type`: functions from the log-probabilities of pairs to one number per pair.
 
 In all of them β is `dpo.beta`, ε `dpo.label_smoothing`, c and r are log π/π_ref of the chosen and of the rejected
 answer, h = c - r, and σ is the logistic function.
@@ -17,14 +17,14 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(frozen=True)
 class Pairs:
-    """What models give to the answers of pairs, in nats: float32 [pairs] each, sums over an answer's tokens."""
+    """Log-probabilities of pairs' answers by model and reference, in nats: float32 [pairs] each, sums over tokens."""
 
     chosen: Tensor
     rejected: Tensor
     reference_chosen: Tensor
     reference_rejected: Tensor
     chosen_tokens: Tensor
-    """Target tokens of each answer."""
+    """Number of target tokens in each chosen answer; `rejected_tokens` likewise."""
     rejected_tokens: Tensor
     rows: Tensor
     """int64 [pairs]: the packed row that each pair lies in."""
@@ -41,18 +41,18 @@ class Pairs:
 
     @property
     def h(self) -> Tensor:
-        """By how much the model prefers the chosen answers more than the reference does."""
+        """Difference c - r: how much more the model prefers the chosen answers than the reference does."""
         return self.c - self.r
 
     @property
     def h_per_token(self) -> Tensor:
-        """Of means over tokens instead of sums, so that long answers weigh no more."""
+        """Difference of means over tokens, so that long answers weigh no more."""
         return self.c / self.chosen_tokens - self.r / self.rejected_tokens
 
 
 @dataclass(frozen=True)
 class Options:
-    """Fields of `dpo` that losses read."""
+    """Fields of `dpo` that the losses read."""
 
     beta: float
     label_smoothing: float
@@ -68,7 +68,7 @@ def sigmoid(pairs: Pairs, options: Options) -> Tensor:
 
 
 def sigmoid_norm(pairs: Pairs, options: Options) -> Tensor:
-    """The same of means over tokens: Lambert et al. 2024 (Tülu 3), equation 6."""
+    """The sigmoid loss of means over tokens: Lambert et al. 2024 (Tülu 3), equation 6."""
     return _smoothed(options.beta * pairs.h_per_token, options.label_smoothing)
 
 
@@ -113,26 +113,26 @@ def sppo_hard(pairs: Pairs, options: Options) -> Tensor:
 
 
 def apo_zero(pairs: Pairs, options: Options) -> Tensor:
-    """1 - σ(β c) + σ(β r): D'Oosterlinck et al. 2024, equation 7; where chosen answers are better than the model's."""
+    """1 - σ(β c) + σ(β r): D'Oosterlinck et al. 2024, equation 7; for chosen answers better than the model's."""
     return 1 - (options.beta * pairs.c).sigmoid() + (options.beta * pairs.r).sigmoid()
 
 
 def apo_down(pairs: Pairs, options: Options) -> Tensor:
-    """σ(β c) + 1 - σ(β h): D'Oosterlinck et al. 2024, equation 8; where even chosen answers are worse."""
+    """σ(β c) + 1 - σ(β h): D'Oosterlinck et al. 2024, equation 8; for chosen answers worse than the model's."""
     return (options.beta * pairs.c).sigmoid() + 1 - (options.beta * pairs.h).sigmoid()
 
 
 def discopop(pairs: Pairs, options: Options) -> Tensor:
-    """A log-ratio modulated mean of -log σ(β h) and exp(-β h): Lu et al. 2024, equation 5; τ is `discopop_tau`."""
+    """Log-ratio modulated mean of -log σ(β h) and exp(-β h): Lu et al. 2024, equation 5; τ is `discopop_tau`."""
     logits = options.beta * pairs.h
     share = (logits / options.discopop_tau).sigmoid()
     return -logsigmoid(logits) * (1 - share) + (-logits).exp() * share
 
 
 def aot(pairs: Pairs, options: Options) -> Tensor:
-    """Sigmoid of *sorted* preferences, model's against reference's: Melnyk et al. 2024; the loss is of distributions.
+    """Sigmoid loss of sorted preferences, the model's against the reference's: Melnyk et al. 2024.
 
-    A distribution is that of the pairs of one packed row, the same under every layout.
+    It compares distributions: those of the pairs in one packed row, the same under every layout.
     """
     model = _sorted_in_rows(pairs.chosen - pairs.rejected, pairs.rows)
     reference = _sorted_in_rows(pairs.reference_chosen - pairs.reference_rejected, pairs.rows)
@@ -140,7 +140,7 @@ def aot(pairs: Pairs, options: Options) -> Tensor:
 
 
 def aot_unpaired(pairs: Pairs, options: Options) -> Tensor:
-    """The same of sorted c against sorted r: which rejected answer belongs to which chosen one does not matter."""
+    """The same with sorted c against sorted r, so that it does not matter which answers form a pair."""
     return _smoothed(
         options.beta * (_sorted_in_rows(pairs.c, pairs.rows) - _sorted_in_rows(pairs.r, pairs.rows)),
         options.label_smoothing,
@@ -174,5 +174,5 @@ def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
 
 
 def _sorted_in_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """[pairs], ascending within each row; `rows` ascends."""
+    """Sort [pairs] ascending within each packed row; `rows` ascends."""
     return torch.cat([values[:0], *(values[rows == row].sort().values for row in rows.unique())])

@@ -1,7 +1,7 @@
 """Group-relative policy optimization: of several completions of a prompt, those with a higher reward become likelier.
 
-Rewards of a group → advantages (`group_advantages`); what a batch's `rollouts` say → loss (`GrpoLoss`). Where
-completions and rewards come from, and how often one is learned from, is left to others.
+Rewards of a group → advantages (`group_advantages`); a batch's `rollouts` → loss (`GrpoLoss`). Sampling and rewards are
+in `rollouts/`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ScaleRewards = Literal["group", "batch", "none"]
 ADDED_TO_DEVIATION = 1e-4
-"""As in TRL: what a deviation of rewards is larger by, when they are divided by it."""
+"""Number added to a standard deviation of rewards before dividing by it, as in TRL."""
 
 METRICS = {
     "kl": "estimated divergence from the reference model, in nats",
@@ -48,34 +48,34 @@ class GrpoConfig(RolloutOptions):
     use_bias_correction_kl: bool = Field(
         True, description="Weigh the divergence by π/π_old, so that its gradient is that of the reverse KL."
     )
-    epsilon: NonNegativeFp32 = Field(0.2, lt=1, description="How far π/π_old may fall below 1 before it is clipped.")
+    epsilon: NonNegativeFp32 = Field(0.2, lt=1, description="Lower clip range of π/π_old: it is clipped at 1 - ε.")
     epsilon_high: NonNegativeFp32 | None = Field(
-        None, description="How far it may rise above 1; default: `epsilon`. DAPO has 0.28."
+        None, description="Upper clip range of π/π_old; default: `epsilon`. DAPO has 0.28."
     )
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = Field(
         "dapo",
-        description="What is averaged: grpo each completion's mean over its tokens, so that long ones count less a "
-        "token; dapo and bnpo all tokens of the global batch alike (in TRL bnpo those of a micro-batch, which depends "
-        "on the layout); dr_grpo their sum over `max_completion_length` a completion.",
+        description="Average of the loss. grpo: mean over completions of each one's mean over tokens, so that tokens "
+        "of long ones count less; dapo and bnpo: mean over all tokens of the global batch (TRL's bnpo: of a "
+        "micro-batch, which depends on the layout); dr_grpo: sum over tokens divided by `max_completion_length`.",
     )
     importance_sampling_level: Literal["token", "sequence"] = Field(
-        "token", description="What π/π_old is of: a token, or the geometric mean over a completion (GSPO)."
+        "token", description="Unit of the ratio π/π_old: a token, or the geometric mean over a completion (GSPO)."
     )
     scale_rewards: ScaleRewards = Field(
         "group",
-        description="Divide advantages by the deviation of the group's rewards, of the batch's, or by nothing "
+        description="Divisor of advantages: the standard deviation of the group's rewards, of the batch's, or none "
         "(Dr. GRPO).",
     )
     importance_sampling_correction: bool = Field(
-        True, description="Weigh by the probability that the trainer gives over that which the server says it gave."
+        True, description="Weight the loss by the trainer's probability over the server's."
     )
     importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         "token_truncate",
-        description="Of a token or of a whole completion; larger weights become `importance_sampling_clip_max`, or 0. "
-        "TRL has sequence_mask, which of long completions in bf16 drops many; verl and the authors of the correction "
-        "truncate tokens.",
+        description="Unit of these weights (a token or a completion), and what becomes of weights above "
+        "`importance_sampling_clip_max`: truncate sets them to it, mask to 0. TRL has sequence_mask, which drops many "
+        "long completions in bf16; verl and the authors of the correction truncate tokens.",
     )
-    importance_sampling_clip_max: PositiveFp32 = Field(3.0, description="The largest such weight; verl has 2.")
+    importance_sampling_clip_max: PositiveFp32 = Field(3.0, description="Largest of these weights; verl has 2.")
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return group_advantages(rewards, self.num_generations, self.scale_rewards)
@@ -92,10 +92,10 @@ class GrpoConfig(RolloutOptions):
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards) -> Tensor:
-    """By how much each reward is above the mean of its group, in deviations: float32 [completions], of the same.
+    """Return float32 [completions]: each reward minus its group's mean, over a standard deviation.
 
-    Completions of a prompt follow each other. Shao et al. 2024, section 4.1.2. One without a reward (NaN) counts in no
-    mean or deviation, and has advantage 0.
+    Completions of a prompt follow each other. Shao et al. 2024, section 4.1.2. A completion without a reward (NaN)
+    counts in no mean or deviation, and has advantage 0.
     """
     groups = rewards.view(-1, num_generations)
     advantages = groups - groups.nanmean(1, keepdim=True)
@@ -107,7 +107,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: Scale
 
 
 def _deviation(groups: Tensor) -> Tensor:
-    """Unbiased standard deviation of each row, without NaN: [groups, 1]; 0 for a single number."""
+    """Return the unbiased standard deviation of each row without its NaN: [groups, 1]; 0 for a single number."""
     numbers = (~groups.isnan()).sum(1, keepdim=True)
     squares = (groups - groups.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
     return (squares / (numbers - 1).clamp(min=1)).sqrt()
@@ -115,26 +115,27 @@ def _deviation(groups: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GrpoLoss:
-    """-min(w A, clip(w, 1 - ε, 1 + ε_high) A), w = π/π_old, and β times the divergence from the reference: Shao et al.
-    2024, equation 3; what is averaged: Yu et al. 2025 (dapo), Liu et al. 2025 (dr_grpo); w of sequences: Zheng et al.
-    2025 (GSPO), equation 7. The server's own probabilities: Yao et al. 2025.
+    """-min(w A, clip(w, 1 - ε, 1 + ε_high) A), w = π/π_old, plus β times the divergence: Shao et al. 2024, equation 3.
+
+    Averages: Yu et al. 2025 (dapo), Liu et al. 2025 (dr_grpo); w of sequences: Zheng et al. 2025 (GSPO), equation 7;
+    correction by the server's own probabilities: Yao et al. 2025.
     """
 
     config: GrpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Completions, their tokens, and those that the server has given log-probabilities of."""
+        """Count completions, their tokens, and the tokens for which the server returned log-probabilities."""
         assert batch.rollouts is not None
-        said = batch.rollouts.server_log_probabilities
+        served = batch.rollouts.server_log_probabilities
         return {
             "completions": batch.num_documents,
             "tokens": int(batch.has_target.sum()),
-            "server tokens": 0 if said is None else int((batch.has_target & ~said.isnan()).sum()),
+            "server tokens": 0 if served is None else int((batch.has_target & ~served.isnan()).sum()),
         }
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Loss and metrics."""
+        """Return the parts of loss and metrics."""
         assert batch.rollouts is not None
         ratios, advantages = self._ratios(token_log_probabilities, batch)
         lowest, highest = self._bounds
@@ -160,7 +161,7 @@ class GrpoLoss:
         return 1 - config.epsilon, 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
 
     def _ratios(self, token_log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """π/π_old and advantages: [rows, sequence] each, or of completions [num_documents]."""
+        """Return π/π_old and advantages: [rows, sequence] each, or [num_documents] for whole completions."""
         assert batch.rollouts is not None
         advantages = batch.rollouts.advantages
         changes = (token_log_probabilities - batch.rollouts.old_log_probabilities).where(batch.has_target, 0.0)
@@ -169,7 +170,7 @@ class GrpoLoss:
         return (batch.document_sums(changes) / _num_tokens(batch)).exp(), advantages
 
     def _divergences(self, token_log_probabilities: Tensor, ratios: Tensor, batch: Batch) -> Tensor:
-        """π_ref/π - log π_ref/π - 1 of each token, [rows, sequence]: Schulman 2020; NaN without a reference."""
+        """Return π_ref/π - log π_ref/π - 1 of each token (Schulman 2020), [rows, sequence]; NaN without a reference."""
         assert batch.rollouts is not None
         reference = batch.rollouts.reference_log_probabilities
         if reference is None:
@@ -179,7 +180,7 @@ class GrpoLoss:
         return found * _on_tokens(ratios, batch) if self.config.use_bias_correction_kl else found
 
     def _correction(self, batch: Batch, totals: Totals) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Weights for what the server makes different, [rows, sequence] or of completions; and metrics of them."""
+        """Return weights that correct for the server's probabilities, by token or completion, and their metrics."""
         config, rollouts = self.config, batch.rollouts
         assert rollouts is not None
         names = ("server_difference", "importance_weight", "importance_cut_fraction")
@@ -201,7 +202,7 @@ class GrpoLoss:
         return kept, {**known, "importance_cut_fraction": _mean(is_cut.float(), batch, totals)}
 
     def _mean_loss(self, losses: Tensor, batch: Batch, totals: Totals) -> Tensor:
-        """Of what each token gives, [rows, sequence]."""
+        """Return the micro-batch's part of the mean, from the losses of tokens [rows, sequence]."""
         of_completions = batch.document_sums(losses.where(batch.has_target, 0.0))
         if self.config.loss_type == "grpo":
             return (of_completions / _num_tokens(batch)).sum() / totals["completions"]
@@ -211,17 +212,17 @@ class GrpoLoss:
 
 
 def _num_tokens(batch: Batch) -> Tensor:
-    """Of each completion, at least 1: float32 [num_documents]. None of one that was cut off may be learned."""
+    """Return the targets of each completion, float32 [num_documents], at least 1; a masked completion has none."""
     return batch.document_sums(batch.has_target.float()).clamp(min=1)
 
 
 def _on_tokens(values: Tensor, batch: Batch) -> Tensor:
-    """[rows, sequence], of the same or of a number a completion."""
+    """Spread a number per completion to its tokens: [rows, sequence]; values of tokens are returned as they are."""
     return batch.of_tokens(values) if values.dim() == 1 else values
 
 
 def _mean(values: Tensor, batch: Batch, totals: Totals) -> Tensor:
-    """The micro-batch's part of a mean over tokens, or over completions if `values` are [num_documents]."""
+    """Return the micro-batch's part of a mean over tokens, or over completions if `values` are [num_documents]."""
     if values.dim() == 1:
         return values.sum() / totals["completions"]
     return values.where(batch.has_target, 0.0).sum() / max(1.0, totals["tokens"])

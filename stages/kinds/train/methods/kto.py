@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: answers that are good or bad, without pairs, relative to a reference model."""
+"""Kahneman-Tversky optimization: single answers labelled good or bad, relative to a reference model."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ class KtoConfig(StrictModel):
     loss_type: Literal["kto", "apo_zero_unpaired"] = Field(
         "kto", description="apo_zero_unpaired: APO-zero of single answers, without an estimate of the divergence."
     )
-    desirable_weight: PositiveFp32 = Field(1.0, description="Of good answers, to balance unequal numbers.")
-    undesirable_weight: PositiveFp32 = Field(1.0, description="Of bad answers.")
+    desirable_weight: PositiveFp32 = Field(1.0, description="Weight of good answers, to balance unequal numbers.")
+    undesirable_weight: PositiveFp32 = Field(1.0, description="Weight of bad answers.")
 
 
 @dataclass(frozen=True)
 class KtoLoss:
-    """Mean over documents of λ (1 - σ(±β (log π/π_ref - z))), + for good answers, z the divergence: Ethayarajh et al.
-    2024, equation 8. Of apo_zero_unpaired z is 0.
+    """Mean over documents of λ (1 - σ(±β (log π/π_ref - z))), + for good answers: Ethayarajh et al. 2024, equation 8.
+
+    z is the divergence, and 0 for apo_zero_unpaired.
     """
 
     config: KtoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Documents, good and bad ones."""
+        """Count documents, good ones and bad ones."""
         assert batch.is_good is not None
         num_good = int(batch.is_good.sum())
         return {"documents": batch.num_documents, "good": num_good, "bad": batch.num_documents - num_good}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Loss and metrics; rewards are β log π/π_ref."""
+        """Return the parts of loss and metrics; rewards are β log π/π_ref."""
         assert batch.is_good is not None
         assert batch.reference_log_probabilities is not None
         config, kl = self.config, batch.kl or 0.0

@@ -1,4 +1,4 @@
-"""The fields of a training stage that depend on which methods there are: `method`, and a block of options for each."""
+"""Fields of a training stage that depend on the registered methods: `method`, and a block of options for each."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ else:
 
 
 class MethodFields(MethodBlocks):
-    """The method, and the options of it and of no other."""
+    """The method and its options; options of other methods are refused."""
 
     method: MethodName
     teacher: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="With a method that learns from one: the stage whose model it is, with the same tokenizer."
+        None, description="Teacher of a method that has one: the stage of its model, which needs the same tokenizer."
     )
 
     @property
     def learning(self) -> Method:
-        """The method, and what it needs."""
+        """The method with its needs."""
         return METHODS[self.method]
 
     @property
     def method_options(self) -> StrictModel | None:
-        """What the recipe says of the method; None for one without options."""
+        """The method's options; None for a method without options."""
         return dict(self).get(self.method)
 
     @property
     def rollouts(self) -> RolloutOptions | None:
-        """How the model that is trained answers prompts, where the method learns from that."""
+        """Options of completions that rewards judge, for a method that learns from these."""
         options = self.method_options
         return options if isinstance(options, RolloutOptions) and self.learning.needs_rollouts else None
 
     @property
     def on_policy(self) -> OnPolicySteps | None:
-        """Which steps learn from what the model answers to the rows' prompts."""
+        """Steps that learn from the model's own answers to the rows' prompts."""
         return self.learning.on_policy(self.method_options)
 
     @property
     def sampling(self) -> SamplingOptions | None:
-        """How the model that is trained answers, where it does."""
+        """Options of sampling from the trained model; None where nothing is sampled."""
         return self.on_policy.sampling if self.on_policy else self.rollouts
 
     @property
@@ -74,27 +74,31 @@ class MethodFields(MethodBlocks):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the method needs what the untrained model gives to the documents."""
+        """Whether the method needs the untrained model's log-probabilities of the documents."""
         return self.learning.needs_reference(self.method_options)
 
     @property
     def teacher_tokens(self) -> TeacherTokens | None:
-        """What the method needs of a teacher."""
+        """The method's need of a teacher."""
         return self.learning.asks_teacher(self.method_options)
 
     @property
     def teacher_server(self) -> TeacherServer | None:
-        """Where the teacher is served, if it is no stage's model."""
+        """The teacher's server, if the teacher is no stage's model."""
         return self.teacher_tokens.server if self.teacher_tokens else None
 
     @property
     def needs_divergence(self) -> bool:
-        """Whether the method needs to know how far the model is from what it was."""
+        """Whether the method needs the divergence from the reference."""
         return self.learning.needs_divergence(self.method_options)
 
     @model_validator(mode="after")
     def _default_options(self) -> Self:
-        """Not before the fields are read: beside such a validator, pydantic takes no list of JSON for a tuple."""
+        """Fill in default options.
+
+        Not in a validator that runs before the fields are read: beside such a validator, pydantic takes no list of JSON
+        for a tuple.
+        """
         if self.learning.options and self.method_options is None:
             object.__setattr__(self, self.method, self.learning.options())
         return self

@@ -1,4 +1,4 @@
-"""Odds ratio preference optimization: SFT on the better answer, and its odds raised above those of the other one."""
+"""Odds ratio preference optimization: SFT on the better answer, plus a loss that raises its odds over the other's."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ class OrpoConfig(StrictModel):
 class OrpoLoss:
     """-log π of the preferred texts - β log σ(log odds_chosen / odds_rejected): Hong et al. 2024, equations 6 and 7.
 
-    As in TRL, the first is a mean over all tokens of the preferred texts, prompts included; the probability P of odds
-    P / (1 - P) is the geometric mean over an answer's tokens.
+    As in TRL, the first term is a mean over all tokens of the preferred texts, prompts included; the probability P of
+    odds P / (1 - P) is the geometric mean over an answer's tokens.
     """
 
     config: OrpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Pairs, and tokens of preferred texts."""
+        """Count pairs, and tokens of preferred texts."""
         return {"pairs": batch.num_documents // 2, "chosen tokens": num_chosen_tokens(batch)}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Loss and metrics; rewards are β log P."""
+        """Return the parts of loss and metrics; rewards are β log P."""
         from torch.nn.functional import logsigmoid
 
-        assert batch.target_weights is not None, "they tell answers from prompts"
+        assert batch.target_weights is not None, "prompts and answers are both targets"
         means = batch.log_probabilities(token_log_probabilities) / batch.document_sums(batch.target_weights)
         chosen, rejected = means[0::2], means[1::2]
         log_odds = _log_odds(chosen) - _log_odds(rejected)
@@ -67,7 +67,7 @@ class OrpoLoss:
 
 
 def _log_odds(log_probability: Tensor) -> Tensor:
-    """log P / (1 - P) of log P; of an answer that is certain, those of the largest P below 1."""
+    """Return log P / (1 - P) from log P; a P of 1 is taken as the largest below 1."""
     import torch
 
     certain = -torch.finfo(log_probability.dtype).eps

@@ -1,4 +1,4 @@
-"""What methods that learn from pairs share: documents 2k are chosen, 2k + 1 rejected, in the same packed row."""
+"""Metrics and counts that methods of pairs share: documents 2k are chosen, 2k + 1 rejected, in the same packed row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NLL = {"nll_loss": "mean negative log-likelihood of the preferred documents' tok
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, totals: Totals) -> dict[str, Tensor]:
-    """Parts of `METRICS`, of the rewards of a micro-batch's answers, float32 [pairs] each."""
+    """Return the micro-batch's parts of `METRICS`; chosen and rejected: float32 [pairs], rewards of the answers."""
     chosen, rejected = chosen.detach(), rejected.detach()
     sums = {
         "reward_chosen": chosen.sum(),
@@ -32,13 +32,13 @@ def pair_metrics(chosen: Tensor, rejected: Tensor, totals: Totals) -> dict[str, 
 
 
 def num_chosen_tokens(batch: Batch) -> int:
-    """Targets of the preferred documents."""
+    """Return the number of targets in the preferred documents."""
     return int(batch.document_sums(batch.has_target.long())[0::2].sum())
 
 
 def chosen_nll(token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Tensor:
-    """The micro-batch's part of the negative log-likelihood of the preferred documents, a mean over their targets.
+    """Return the micro-batch's part of the mean negative log-likelihood of the preferred documents' targets.
 
-    The loss counts `chosen tokens` for it.
+    The loss must count `chosen tokens` for it.
     """
     return -batch.document_sums(token_log_probabilities)[0::2].sum() / totals["chosen tokens"]

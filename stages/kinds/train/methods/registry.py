@@ -1,4 +1,4 @@
-"""The training methods there are. A new method is a module beside this file and one line here."""
+"""Registry of training methods. A new method is a module beside this file and one line here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METHODS: dict[str, Method] = {
 
 
 def loss_meaning() -> str:
-    """What the metric `loss` means, with the methods of which it is not so."""
+    """Return the meaning of the metric `loss`, with the methods that differ."""
     names: dict[str, list[str]] = {}
     for method in METHODS.values():
         names.setdefault(method.averaged_over, []).append(method.name.upper())
@@ -28,10 +28,10 @@ def loss_meaning() -> str:
 
 
 def metric_meanings() -> dict[str, str]:
-    """Metrics that only some methods have, and what they mean, with the methods: `DPO: mean reward of …`."""
+    """Return the metrics that only some methods have, with meaning and methods: `DPO: mean reward of …`."""
     meanings = {name: meaning for method in METHODS.values() for name, meaning in method.metrics.items()}
     assert all(method.metrics.items() <= meanings.items() for method in METHODS.values()), "a name means one thing"
     return {
-        name: f"{', '.join(one.name.upper() for one in METHODS.values() if name in one.metrics)}: {meaning}"
+        name: f"{', '.join(method.name.upper() for method in METHODS.values() if name in method.metrics)}: {meaning}"
         for name, meaning in meanings.items()
     }

@@ -1,4 +1,4 @@
-"""Reward models: one number an answer, higher for the better one of a pair."""
+"""Reward models: one number per answer, higher for the better one of a pair."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RewardConfig(StrictModel):
-    """Reward modelling (Bradley-Terry), named as in TRL. Rows may have a `margin`, by which rewards are to differ."""
+    """Reward modelling (Bradley-Terry), named as in TRL; rows may have a `margin` between the two rewards."""
 
     center_rewards_coefficient: PositiveFp32 | None = Field(
         None, description="Pull of the rewards towards a mean of 0; its authors advise 0.01. Default: none."
@@ -29,20 +29,24 @@ class RewardConfig(StrictModel):
 
 @dataclass(frozen=True)
 class RewardLoss:
-    """Mean over pairs of -log σ(r_chosen - r_rejected - margin): Ouyang et al. 2022, equation 1, and, where rows have a
-    margin, Touvron et al. 2023, equation 2; and of (r_chosen + r_rejected)² times `center_rewards_coefficient`:
-    Eisenstein et al. 2023, equation 2.
+    """Mean over pairs of -log σ(r_chosen - r_rejected - margin): Ouyang et al. 2022, equation 1.
+
+    With margins: Touvron et al. 2023, equation 2. Added to it is (r_chosen + r_rejected)² times
+    `center_rewards_coefficient`: Eisenstein et al. 2023, equation 2.
     """
 
     config: RewardConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Pairs."""
+        """Count pairs."""
         return {"pairs": batch.num_documents // 2}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Loss and metrics; `token_log_probabilities` are scores: of each document at one token, 0 at the others."""
+        """Return the parts of loss and metrics.
+
+        `token_log_probabilities` are scores: each document's at one token, 0 at the others.
+        """
         from torch.nn.functional import logsigmoid
 
         rewards = batch.document_sums(token_log_probabilities)

@@ -1,6 +1,6 @@
-"""What a recipe may say of completions that are sampled from the model while it is trained: how, and what judges them.
+"""Options of sampling completions from the model while it is trained, and of the rewards that judge them.
 
-A method that learns from judged ones has these options among its own (`Method.needs_rollouts`).
+A method that learns from judged completions has these options among its own (`Method.needs_rollouts`).
 """
 
 from __future__ import annotations
@@ -22,79 +22,88 @@ if TYPE_CHECKING:
 
 
 class SamplingServer(StrictModel):
-    """A vLLM that others started, and whose weights become those of the training, round by round."""
+    """A vLLM server that others started, which is given the trained weights in each round."""
 
-    url: str = Field(pattern=r"^https?://[^\s/@]+(/\S*)?/v1/?$", description="Of the server, up to and with `/v1`.")
-    served_model: str = Field(min_length=1, description="The model that is trained, as the server calls it.")
+    url: str = Field(pattern=r"^https?://[^\s/@]+(/\S*)?/v1/?$", description="Server's address, including `/v1`.")
+    served_model: str = Field(min_length=1, description="Name of the trained model on the server.")
     key_variable: str | None = Field(
-        None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the server's key; default: no key."
+        None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the server's API key; default: no key."
     )
 
 
 class SamplingOptions(StrictModel):
-    """How the model that is trained answers prompts."""
+    """Options of sampling from the trained model: the server and the sampling parameters."""
 
     max_completion_length: PositiveInt = Field(512, description="Tokens after which a completion is cut off.")
-    temperature: PositiveFp32 = Field(1.0, le=100, description="Of sampling, and of the probabilities that learn.")
-    top_p: PositiveFp32 = Field(1.0, le=1, description="Only the likeliest tokens that have this share together.")
+    temperature: PositiveFp32 = Field(
+        1.0, le=100, description="Temperature of sampling and of the probabilities in the loss."
+    )
+    top_p: PositiveFp32 = Field(
+        1.0, le=1, description="Sample from the likeliest tokens that together have this probability."
+    )
     stop: StopTexts = Field((), description="Texts that end a completion.")
     serving: ServingConfig = Field(
-        ServingConfig(), description="Of the server that samples; `dtype: auto` is the precision of the training."
+        ServingConfig(), description="Options of the server that samples; `dtype: auto` is the training's precision."
     )
     server: Annotated[SamplingServer | None, AddedLater()] = Field(
-        None, description="One that runs already, in the place of one that the stage starts."
+        None, description="Server that runs already, instead of one that the stage starts."
     )
 
     def dtype(self, precision: str) -> str:
-        """In which the server computes, beside a training of this precision."""
+        """Return the dtype in which the server computes, beside a training of this precision."""
         if self.serving.dtype != "auto":
             return self.serving.dtype
         return "float32" if precision == "fp32" else "bfloat16"
 
     @property
     def num_devices(self) -> int:
-        """Of the stage, for the server."""
+        """Devices of the stage that the server takes."""
         return 0 if self.server else self.serving.tensor_parallel_size
 
     @property
     def engine_version(self) -> dict[str, str]:
-        """`ENGINE_version` of the server that the stage starts. Raises ResourceError when it is not installed."""
+        """Version of the started server's engine, as `ENGINE_version`.
+
+        Raises ResourceError when it is not installed.
+        """
         return {} if self.server else installed_version(chosen_engine(self.serving))
 
 
 class RolloutOptions(SamplingOptions, ABC):
-    """How prompts are answered, by whom, and what the answers are worth."""
+    """Options of completions that rewards judge: the server, sampling parameters, groups and rewards."""
 
-    num_generations: int = Field(8, ge=2, le=1024, description="Completions of each prompt, a group.")
+    num_generations: int = Field(8, ge=2, le=1024, description="Completions per prompt, which form a group.")
     steps_per_generation: PositiveInt = Field(
         1,
-        description="Optimizer steps that share the completions of one sampling, each `global_batch_size` of them; "
-        "TRL has as many as it accumulates gradients over.",
+        description="Optimizer steps that share the completions of one sampling, `global_batch_size` for each; TRL's "
+        "default is its number of gradient accumulation steps.",
     )
-    num_iterations: PositiveInt = Field(1, description="How often a batch of completions is learned from.")
+    num_iterations: PositiveInt = Field(1, description="Passes over the completions of one sampling.")
     mask_truncated_completions: bool = Field(
-        False, description="Whether completions that were cut off are learned from by nobody (DAPO)."
+        False, description="Leave completions that were cut off out of the loss (DAPO)."
     )
-    system: str | None = Field(None, min_length=1, description="System message of chats that have none.")
+    system: str | None = Field(None, min_length=1, description="System message for chats that have none.")
     apply_chat_template: bool | None = Field(
-        None, description="Ask prompts of plain text as a user of a chat; default: as `kind: generate` does."
+        None, description="Ask prompts of plain text as chat messages; default: as `kind: generate` does."
     )
     reference: str | None = Field(
         None,
-        description="Column of the right answer; default: the row's own last answer, or `answer`, `solution`, "
+        description="Column of the right answer; default: the row's last answer, or `answer`, `solution`, "
         "`ground_truth`.",
     )
     rewards: dict[RewardName, AnyReward] = Field(
-        default_factory=dict, description="Name, as metrics have it → what judges each completion; at least one."
+        default_factory=dict, description="Rewards by name (as in metrics) that judge each completion; at least one."
     )
     max_draws: PositiveInt = Field(
         1,
         le=100,
-        description="Groups whose completions are all worth the same teach nothing. They are replaced by those of "
-        "other prompts, up to so many samplings in all (dynamic sampling); what is left then stays. 1: all stay.",
+        description="Largest number of samplings in a round (dynamic sampling): groups with equal rewards give no "
+        "gradient and are replaced by groups of other prompts; after the last sampling they stay. 1: no replacement.",
     )
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
-        """By how much each completion is better than the others: [completions], of their rewards, whose groups
-        follow each other."""
+        """Return how much better each completion is than the others, float [completions].
+
+        `rewards` has the same shape; the completions of a group follow each other.
+        """

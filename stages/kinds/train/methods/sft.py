@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the likelihood of the target tokens is raised."""
+"""Supervised fine-tuning: cross-entropy of the target tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class SftLoss:
     metric_names: ClassVar[tuple[str, ...]] = ()
 
     def counts(self, batch: Batch) -> Counts:
-        """Target tokens."""
+        """Count target tokens."""
         return {"targets": int(batch.has_target.sum())}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Negative log-likelihood; no metrics beside."""
+        """Return the negative log-likelihood's part of the mean; there are no other metrics."""
         return -token_log_probabilities.sum() / totals["targets"], {}
 
 

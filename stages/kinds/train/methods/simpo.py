@@ -24,23 +24,23 @@ class SimpoConfig(StrictModel):
 
     beta: PositiveFp32 = Field(2.0, description="Scale of the rewards; TRL's default is that of DPO, 0.1.")
     gamma: NonNegativeFp32 = Field(
-        1.0, description="By how much the reward of the preferred answer is to be higher; TRL's `simpo_gamma` is 0.5."
+        1.0, description="Margin between the rewards of preferred and rejected answer; TRL's `simpo_gamma` is 0.5."
     )
 
 
 @dataclass(frozen=True)
 class SimpoLoss:
-    """Mean over pairs of -log σ(β (p_chosen - p_rejected) - γ), p of means over tokens: Meng et al. 2024, (6)."""
+    """Mean over pairs of -log σ(β (p_chosen - p_rejected) - γ), p a mean over tokens: Meng et al. 2024, (6)."""
 
     config: SimpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Pairs."""
+        """Count pairs."""
         return {"pairs": batch.num_documents // 2}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Loss and metrics over pairs; rewards are β p."""
+        """Return the parts of loss and metrics over pairs; rewards are β p."""
         from torch.nn.functional import logsigmoid
 
         tokens = batch.document_sums(batch.has_target.float())

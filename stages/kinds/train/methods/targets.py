@@ -1,4 +1,4 @@
-"""What methods change of a batch of pairs: how much each target counts in its document's log-probability."""
+"""Changes of a batch of pairs: weights of targets, and prompts as targets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from stages.data.batch import Batch
 
 @dataclass(frozen=True)
 class TailWeights:
-    """Targets by which an answer is longer than the other one of its pair count `alpha`: Liu et al. 2024 (LD-DPO)."""
+    """Weight `alpha` of the targets by which an answer is longer than its pair's other: Liu et al. 2024 (LD-DPO)."""
 
     alpha: float
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with `target_weights`."""
+        """Return the batch with `target_weights`."""
         places = _places_of_targets(batch)
         lengths = batch.document_sums(batch.has_target.long())
         shared = torch.minimum(lengths[0::2], lengths[1::2]).repeat_interleave(2)
@@ -26,7 +26,7 @@ class TailWeights:
 
 
 def _places_of_targets(batch: Batch) -> torch.Tensor:
-    """int64 [rows, sequence]: the how manieth target of its document each is, from 1 on."""
+    """Return int64 [rows, sequence]: the number of each target within its document, from 1 on."""
     running = batch.has_target.flatten().cumsum(0)
     starts = (batch.position_ids == 0).flatten()
     before = (running - batch.has_target.flatten().long())[starts]
@@ -36,10 +36,10 @@ def _places_of_targets(batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ChosenPrompts:
-    """Of preferred documents all tokens become targets; those that were none count nothing in log-probabilities."""
+    """Targets at all tokens of preferred documents; in log-probabilities of answers the prompt's weigh nothing."""
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with more targets, and `target_weights`."""
+        """Return the batch with more targets, and `target_weights`."""
         following = batch.input_ids.roll(-1, 1)
         has_next = (batch.document_ids == batch.document_ids.roll(-1, 1)) & (batch.position_ids.roll(-1, 1) > 0)
         is_chosen = (batch.document_ids < batch.num_documents) & (batch.document_ids % 2 == 0)

@@ -1,11 +1,11 @@
-"""Rounds of completions → the micro-batches of each optimizer step. See `stages.kinds.train.batches.Batches`.
+"""Training data of sampled completions: rounds of completions, cut into each optimizer step's micro-batches.
 
-A round: the server gets the weights as they are, which is checked; rank 0 samples and judges, and writes what came of
-it to a file; every process reads that, packs its share, and has the engine say what it gives to the completions. The
-steps of a round learn from it in parts, `num_iterations` times over.
+In a round the server gets the current weights, which is checked; rank 0 samples and scores completions and writes them
+to a file; every process reads it, packs its share, and computes the engine's log-probabilities. The steps of a round
+learn from its parts, `num_iterations` times over.
 
-A file is kept until a checkpoint has been made after its round: a run that goes on from a checkpoint finds the round
-that was sampled by the very weights of that checkpoint. Later rounds of an attempt that was killed are sampled again.
+A file is kept until a checkpoint is made after its round: a run that continues from a checkpoint finds the round that
+was sampled with that checkpoint's weights. Later rounds of a killed attempt are sampled again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from stages.rollouts.prompts import AskedPrompt
 
 
 class RolloutBatches:
-    """To be closed: it has a server."""
+    """Micro-batches of completions, round by round; the caller closes it, since it owns a server."""
 
     made_ahead: ClassVar[bool] = False
     held_out: ClassVar[BatchSource | None] = None
@@ -62,7 +62,10 @@ class RolloutBatches:
         server: SyncedServer,
         reference: Engine | None,
     ) -> None:
-        """reference: what training starts from, if the loss measures how far it is from that."""
+        """Prepare rounds; the server opens with the first.
+
+        reference: the model that training starts from, if the loss measures the divergence from it.
+        """
         self._context = context
         self._options = options
         self._engine = engine
@@ -112,15 +115,16 @@ class RolloutBatches:
             self._clear(path)
         is_kept = bool(self._engine.broadcast_from_rank0(float(path.is_file())))
         sync_s = 0.0 if is_kept else self._sample(step, path)
-        found = Round.read(path)
+        sampled = Round.read(path)
         began_s = time.perf_counter()
-        documents = self._documents(found)
+        documents = self._documents(sampled)
         parts = self._parts_of(documents)
         differences = self._differences(parts)
-        if self._options.top_p == 1:  # else the server says what a token had among the likeliest only
+        # With top_p < 1 the server's log-probabilities are of the truncated distribution: they cannot be compared.
+        if self._options.top_p == 1:
             if is_kept and differences["mismatch_mean"] > BOUNDS_NATS[self._server.bound_dtype]:
                 self._context.warn(
-                    f"the completions that were kept for step {step} are of other weights: sampled again"
+                    f"the completions kept for step {step} were sampled with other weights: they are sampled again"
                 )
                 path.unlink(missing_ok=True)
                 return self._new_round(step)
@@ -129,26 +133,26 @@ class RolloutBatches:
             )
         self._server.take_probe(documents)
         self._measured = {
-            **round_metrics(found),
+            **round_metrics(sampled),
             **differences,
             "sync_s": sync_s,
             "old_log_probabilities_s": time.perf_counter() - began_s,
         }
-        self._samples.write(found)
+        self._samples.write(sampled)
         return parts
 
     def _sample(self, step: int, path: Path) -> float:
-        """Leaves the round's file; returns the seconds that the server's new weights took."""
+        """Give the server new weights and write the round's file; return the seconds of the weights' transfer."""
         sync_s = self._server.give_weights(step)
         self._watchdog.begins(f"the completions for step {step}")
         if is_main_process():
             sampler = Sampler(self._server.server, self._open_judge(), self._prompts, self._options, self._plan)
             sampler.sample(step).write(path)
-        self._engine.broadcast_from_rank0(0.0)  # until now, there may be no file
+        self._engine.broadcast_from_rank0(0.0)  # the others wait here until rank 0 has written the file
         return sync_s
 
     def _open_judge(self) -> Judge:
-        """Of the rewards, which may need processes or servers of their own: once."""
+        """Return the opened rewards, which may hold processes or servers; they are opened once."""
         if self._judge is None:
             kept = self._context.work / "rewards"
             context = RewardContext(self._context.inputs, kept, self._context.warn)
@@ -156,7 +160,7 @@ class RolloutBatches:
         return self._judge
 
     def _clear(self, path: Path) -> None:
-        """Remove rounds that no run can begin with any more; and, in a new attempt, what another has left."""
+        """Remove the files of rounds that no run can continue from, and those that another attempt left."""
         checkpoints = complete_checkpoints(self._context.scratch / "checkpoints")
         latest = checkpoints[0][0] if checkpoints else 0
         for other in self._folder.glob("step-*.json"):
@@ -164,25 +168,24 @@ class RolloutBatches:
                 other.unlink()
         self._is_first = False
 
-    def _documents(self, found: Round) -> list[AnsweredPrompt]:
-        rewards = torch.tensor([one.reward for one in found.completions], dtype=torch.float64)  # as they are weighted
-        advantages = self._options.advantages(rewards)
-        number = iter(advantages.tolist())
+    def _documents(self, sampled: Round) -> list[AnsweredPrompt]:
+        rewards = torch.tensor([completion.reward for completion in sampled.completions], dtype=torch.float64)
+        advantages = iter(self._options.advantages(rewards).tolist())
         return [
             AnsweredPrompt(
                 self._prompts[group.prompt].token_ids,
-                one.token_ids,
-                one.log_probabilities,
-                next(number),
-                is_learned=not (one.truncated and self._options.mask_truncated_completions),
+                completion.token_ids,
+                completion.log_probabilities,
+                next(advantages),
+                is_learned=not (completion.truncated and self._options.mask_truncated_completions),
             )
-            for group in found.groups
-            for one in group.completions
+            for group in sampled.groups
+            for completion in group.completions
         ]
 
     def _parts_of(self, documents: Sequence[AnsweredPrompt]) -> list[list[Batch]]:
-        """This process's share of what each step learns from, with the engine's log-probabilities."""
-        self._watchdog.begins("what the weights that sampled give to the completions")
+        """Return this process's micro-batches of each step, with the engine's log-probabilities."""
+        self._watchdog.begins("the engine's log-probabilities of the completions")
         engine, size = self._engine, len(documents) // self._options.steps_per_generation
         shares = [
             self._packing.share(documents[first : first + size], engine.data_rank, engine.data_parallel_size)
@@ -201,13 +204,13 @@ class RolloutBatches:
         return replace(batch, rollouts=rollouts)
 
     def _differences(self, parts: Sequence[Sequence[Batch]]) -> dict[str, float]:
-        """Between server and engine, of all tokens that were sampled, in nats."""
-        found = [torch.zeros(1)]
+        """Return mean and largest |Δ log-probability| between server and engine over all tokens, in nats."""
+        differences = [torch.zeros(1)]  # a process may have padding alone
         for batch in (batch for part in parts for batch in part):
             assert batch.rollouts and batch.rollouts.server_log_probabilities is not None
             change = batch.rollouts.old_log_probabilities - batch.rollouts.server_log_probabilities
-            found.append(change[batch.has_target].abs())
-        of_tokens = torch.cat(found).double()
+            differences.append(change[batch.has_target].abs())
+        of_tokens = torch.cat(differences).double()
         sums = torch.stack([of_tokens.sum(), torch.tensor(float(len(of_tokens) - 1), dtype=torch.float64)])
         total, count = self._engine.sum_over_data(sums).tolist()
         return {"mismatch_mean": total / max(1.0, count), "mismatch_max": max(gathered(of_tokens.max().item()))}
@@ -215,7 +218,7 @@ class RolloutBatches:
 
 @dataclass(frozen=True)
 class RolloutData:
-    """See `stages.kinds.train.batches.TrainingData`."""
+    """Prompts of a dataset as training data; implements `stages.kinds.train.batches.TrainingData`."""
 
     config: TrainConfig
     context: StageContext
@@ -223,7 +226,7 @@ class RolloutData:
     model_folder: Path
     prompts: Sequence[AskedPrompt]
     build_reference: Callable[[torch.device, RolloutData], Engine]
-    """The model that training starts from, once more."""
+    """Builds a second engine with the model that training starts from."""
 
     @classmethod
     def read(
@@ -234,13 +237,13 @@ class RolloutData:
         model_folder: Path,
         build_reference: Callable[[torch.device, RolloutData], Engine],
     ) -> RolloutData:
-        """Raises DataError for rows that are no prompts, or are too long; ModelError as `read_prompts` does."""
+        """Read and check the prompts. Raises DataError for rows that are no prompts or too long, or ModelError."""
         prompts = checked_prompts(config, options, context.inputs[config.data.dataset_stage] / "data", model_folder)
         return cls(config, context, options, model_folder, prompts, build_reference)
 
     @property
     def longest_document(self) -> int:
-        return max(len(one.token_ids) for one in self.prompts) + self.options.max_completion_length
+        return max(len(prompt.token_ids) for prompt in self.prompts) + self.options.max_completion_length
 
     @property
     def conversations(self) -> bool:
@@ -248,12 +251,12 @@ class RolloutData:
 
     @property
     def tool_prompts(self) -> tuple[ToolPrompt, ...]:
-        documents = [(one.prompt.document, one.token_ids) for one in self.prompts]
-        asked = [(one, ids) for one, ids in documents if isinstance(one, Conversation) and one.tools]
-        if not asked:
+        documents = [(asked.prompt.document, asked.token_ids) for asked in self.prompts]
+        with_tools = [(chat, ids) for chat, ids in documents if isinstance(chat, Conversation) and chat.tools]
+        if not with_tools:
             return ()
         tokenizer = DocumentTokenizer(self.model_folder, self.config.data.chat_template, "assistant")
-        prompts = (tokenizer.tool_prompt(one, ids) for one, ids in asked)
+        prompts = (tokenizer.tool_prompt(chat, ids) for chat, ids in with_tools)
         return tuple(islice(filter(None, prompts), 1))
 
     @property
@@ -269,12 +272,12 @@ class RolloutData:
         plan = self._plan
         return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round
 
-    def taught(self, build: BuildEngine, watchdog: Watchdog, stays: ExitStack) -> RolloutData:
-        """No method has a teacher for what a model answers itself."""
+    def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RolloutData:
+        """Return this data: no method has a teacher for completions that rewards judge."""
         return self
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:
-        """The server is opened with the first of them."""
+        """Return the batches; the server opens with the first of them."""
         config = self.config
         packing = completion_packing(config, self.options, self.model_folder, self.options.temperature)
         server = SyncedServer(config, self.context, self.options, engine, watchdog, packing, self.model_folder)

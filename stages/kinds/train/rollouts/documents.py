@@ -1,4 +1,4 @@
-"""Completions → packed batches that a loss learns from, each process its share."""
+"""Prompts and completions as training documents: checked before sampling, packed into each process's batches."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from stages.rollouts.prompts import AskedPrompt, read_prompts
 
 @dataclass(frozen=True)
 class AnsweredPrompt:
-    """A document: prompt and completion. log_probabilities: of the completion's tokens, by the server.
+    """A prompt with its completion, as token ids.
 
+    log_probabilities: the server's, of the completion's tokens, in nats.
     is_learned: whether the completion's tokens are targets.
     """
 
@@ -40,16 +41,18 @@ class AnsweredPrompt:
         return len(self.prompt) + len(self.completion)
 
     def cut(self, most_tokens: int) -> AnsweredPrompt:
-        """Without what is beyond `most_tokens` of the completion."""
+        """Return the document cut to `most_tokens`, but with at least one token of the completion."""
         room = max(1, most_tokens - len(self.prompt))
         return replace(self, completion=self.completion[:room], log_probabilities=self.log_probabilities[:room])
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents lie in rows, and rows in micro-batches. sequence_length: of rows, unless `packing` is off.
+    """Sizes by which documents are packed into rows, and rows into micro-batches.
 
-    most_tokens: that one document may have.
+    sequence_length: of rows, unless `packing` is off.
+    most_tokens: largest length of a document.
+    temperature: of the probabilities that learn.
     """
 
     sequence_length: int
@@ -60,7 +63,7 @@ class Packing:
     temperature: float = 1.0
 
     def share(self, documents: Sequence[AnsweredPrompt], data_rank: int, data_parallel_size: int) -> list[Batch]:
-        """Micro-batches of one process, equally many for each; some may hold nothing but padding."""
+        """Return one process's micro-batches, equally many on each; some may hold only padding."""
         lengths = [len(one) for one in documents]
         rows = (
             best_fit_decreasing(lengths, self.sequence_length)
@@ -71,7 +74,7 @@ class Packing:
         return [self.batch([[documents[number] for number in rows[row]] for row in share]) for share in shares]
 
     def batch(self, rows: Sequence[Sequence[AnsweredPrompt]]) -> Batch:
-        """One micro-batch, whose `old_log_probabilities` are yet to be computed."""
+        """Return one micro-batch; its `old_log_probabilities` are still zeros."""
         width = self.sequence_length if self.packing else max((len(one) for row in rows for one in row), default=2)
         batch = packed_batch(
             [_row(row) for row in rows], (self.micro_batch_size, width), padding_token=self.padding_token
@@ -106,7 +109,10 @@ NUM_NAMED = 5
 def checked_prompts(
     config: TrainConfig, options: RolloutOptions, folder: Path, model_folder: Path
 ) -> list[AskedPrompt]:
-    """folder: the dataset's. Raises DataError, also for prompts that leave too little room for their completions."""
+    """Read the prompts in the dataset's `folder`.
+
+    Raises DataError for bad rows, and for prompts that leave too little room for their completions.
+    """
     data = config.data
     asked = PromptOptions(
         split=data.split,
@@ -136,7 +142,7 @@ def checked_prompts(
 def completion_packing(
     config: TrainConfig, options: SamplingOptions, model_folder: Path, temperature: float
 ) -> Packing:
-    """How completions lie in batches. temperature: of the probabilities that learn."""
+    """Return the sizes by which completions are packed."""
     return Packing(
         config.data.sequence_length,
         most_tokens(config, options, model_folder),
@@ -148,6 +154,6 @@ def completion_packing(
 
 
 def most_tokens(config: TrainConfig, options: SamplingOptions, model_folder: Path) -> int:
-    """Of a prompt and its completion together."""
+    """Return the largest number of tokens of a prompt and its completion together."""
     limits = (config.data.sequence_length, options.serving.max_model_len, max_positions(read_config(model_folder)))
     return min(limit for limit in limits if limit)

@@ -1,4 +1,4 @@
-"""What a round of completions shows: metrics, warnings, and some of the completions for people to read."""
+"""Metrics, warnings and readable samples of a round of completions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stages.rollouts.prompts import AskedPrompt
 
 COMPLETIONS_FILE = "completions.jsonl"
 NUM_SHOWN = 4
-"""Prompts of each sampling, and at most so many completions of each."""
+"""Number of prompts shown from each sampling, and of completions shown for each prompt."""
 
 
 class SampleFile:
-    """Of rank 0 alone."""
+    """File of readable completions (a line of JSON each) over all attempts of a stage; on rank 0 only."""
 
     def __init__(self, context: StageContext) -> None:
-        """Go on with what earlier attempts wrote, of which scratch alone is left; the artifact has the same file."""
+        """Continue the file of earlier attempts, which is in scratch; the artifact gets a hard link to it."""
         self._file = context.scratch / COMPLETIONS_FILE
         self._has_written = False
         shown: Path = context.work / COMPLETIONS_FILE
@@ -32,9 +32,9 @@ class SampleFile:
         shown.hardlink_to(self._file)
 
     def write(self, step: int, lines: Iterable[dict[str, object]]) -> None:
-        """Append the lines of a sampling, whose step they get; the steps of one attempt must rise.
+        """Append the lines of a sampling with its step; steps must rise within an attempt.
 
-        Its first sampling takes the place of what a killed attempt wrote after its last checkpoint, from this step on.
+        The first sampling of an attempt replaces the lines that a killed attempt wrote from this step on.
         """
         if not self._has_written:
             self._has_written = True
@@ -43,14 +43,14 @@ class SampleFile:
             stream.writelines(json.dumps({"step": step, **line}, ensure_ascii=False) + "\n" for line in lines)
 
     def _remove_from(self, step: int) -> None:
-        """Cut off the lines of this step and later ones, in place: the artifact's file is the same inode."""
+        """Truncate the file before the lines of this step; in place, since the artifact shares the inode."""
         with self._file.open("r+b") as stream:
             earlier = itertools.takewhile(lambda line: json.loads(line)["step"] < step, stream.readlines())
             stream.truncate(sum(map(len, earlier)))
 
 
 def round_metrics(found: Round) -> dict[str, float]:
-    """Of rewards, completions and the sampling."""
+    """Return metrics of the round's rewards, completions and sampling."""
     completions = found.completions
     by_name = {name: [one.rewards[name] for one in completions] for name in completions[0].rewards}
     totals = [one.reward for one in completions]
@@ -67,7 +67,7 @@ def round_metrics(found: Round) -> dict[str, float]:
 
 
 class RoundSamples:
-    """Writes a few completions of each round, and warns of rewards that tell none apart; on rank 0 alone."""
+    """Writes some completions of each round, and warns of rewards that are equal for all; on rank 0 only."""
 
     def __init__(self, context: StageContext, prompts: Sequence[AskedPrompt]) -> None:
         self._context = context
@@ -84,7 +84,7 @@ class RoundSamples:
                 self._warned.add(name)
                 self._context.warn(
                     f"step {found.first_step}: the reward {name} is {values.pop():g} for all "
-                    f"{len(found.completions)} completions: it tells none apart"
+                    f"{len(found.completions)} completions, so it has no effect"
                 )
         self._file.write(found.first_step, self._lines(found))
 

@@ -1,7 +1,7 @@
-"""Rows in some steps, and in the others what the model itself answers to their prompts, with what a teacher says of it.
+"""On-policy distillation: in a share of the steps the model answers the rows' prompts and a teacher scores the answers.
 
-As in TRL's GKD (Agarwal et al. 2024, algorithm 1), a draw for each step decides which. The server that samples has the
-weights of that very step.
+As in TRL's GKD (Agarwal et al. 2024, algorithm 1), a random draw for each step decides whether it is on-policy. The
+server that samples has the weights of that step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DOCUMENTS = TypeAdapter(list[AnsweredPrompt])
 
 @dataclass
 class OnPolicyBatches:
-    """See `stages.kinds.train.batches.Batches`. To be closed: it has a server."""
+    """Batches of rows in some steps and of the model's own answers in others; the caller closes it."""
 
     made_ahead: ClassVar[bool] = False
     steps_together: ClassVar[int] = 1
@@ -58,12 +58,12 @@ class OnPolicyBatches:
     packing: Packing
     seed: int
     file: Path
-    """Where rank 0 writes the answers, and every process reads them."""
+    """File to which rank 0 writes the answers and from which every process reads them."""
     watchdog: Watchdog
     samples: SampleFile | None
-    """Of rank 0."""
+    """Readable answers, on rank 0 only."""
     decode: Callable[[Sequence[int]], str]
-    """Tokens → text."""
+    """Function from tokens to text."""
     measured: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -81,7 +81,7 @@ class OnPolicyBatches:
         if not self.server.has_probe:
             self.server.take_probe(documents)
             self.server.check(step)
-        self.watchdog.begins(f"what the teacher says of the answers of step {step}")
+        self.watchdog.begins(f"the teacher's tokens for the answers of step {step}")
         batches = self._taught(documents)
         self.measured = {
             "on_policy": 1.0,
@@ -103,49 +103,49 @@ class OnPolicyBatches:
         self.server.close()
 
     def _answered(self, step: int) -> list[AnsweredPrompt]:
-        """By all of the global batch, the same on every process."""
+        """Return the answers to the global batch's prompts, the same on every process."""
         self.watchdog.begins(f"the answers of step {step}")
         if is_main_process():
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.file, DOCUMENTS.dump_json(self._sample(step)).decode())
-        self.engine.broadcast_from_rank0(0.0)  # until now, the file may be that of an earlier step
+        self.engine.broadcast_from_rank0(0.0)  # before it, the file may be an earlier step's
         documents = DOCUMENTS.validate_json(self.file.read_bytes())
-        self.engine.broadcast_from_rank0(0.0)
+        self.engine.broadcast_from_rank0(0.0)  # and rank 0 overwrites it only when all have read
         return documents
 
     def _sample(self, step: int) -> list[AnsweredPrompt]:
         prompts = prompts_of(self.texts.training.dataset, self.texts.order.global_batch(step))
         requests = requests_of(self.steps.sampling, prompts, self.packing.most_tokens, self.seed, step)
-        found: dict[int, tuple[AnsweredPrompt, Choice]] = {}
+        answers: dict[int, tuple[AnsweredPrompt, Choice]] = {}
 
         def keep(position: int, request: Request, answer: Answer) -> None:
             choice = answer.choices[0]
-            found[position] = AnsweredPrompt(request["prompt"], *choice.sampled(SERVER), 0.0), choice
+            answers[position] = AnsweredPrompt(request["prompt"], *choice.sampled(SERVER), 0.0), choice
 
         self.server.server.ask(requests, keep)
         assert self.samples
-        self.samples.write(step, self._shown(found))
-        return [found[position][0] for position in range(len(prompts))]
+        self.samples.write(step, self._shown(answers))
+        return [answers[position][0] for position in range(len(prompts))]
 
     def _taught(self, documents: Sequence[AnsweredPrompt]) -> list[Batch]:
-        """This process's share."""
+        """Return this process's micro-batches of the answers, with the teacher's candidates."""
         assert self.taught.teacher
         data_rank, num_shares = self.engine.data_rank, self.engine.data_parallel_size
         share_of = partial(self._share, documents)
-        said = self.taught.teacher.of_share(share_of, data_rank, num_shares)
+        records = self.taught.teacher.of_share(share_of, data_rank, num_shares)
         return [
-            with_candidates(batch, one, self.asked, self.taught.is_whole_vocabulary)
-            for batch, one in zip(share_of(data_rank), said, strict=True)
+            with_candidates(batch, of_batch, self.asked, self.taught.is_whole_vocabulary)
+            for batch, of_batch in zip(share_of(data_rank), records, strict=True)
         ]
 
     def _share(self, documents: Sequence[AnsweredPrompt], data_rank: int) -> list[Batch]:
-        """At the temperature of the loss."""
+        """Return a data rank's micro-batches, at the temperature of the loss."""
         batches = self.packing.share(documents, data_rank, self.engine.data_parallel_size)
         return [replace(batch, rollouts=None, temperature=self.asked.temperature) for batch in batches]
 
-    def _shown(self, found: Mapping[int, tuple[AnsweredPrompt, Choice]]) -> Iterator[dict[str, object]]:
-        for position in range(min(NUM_SHOWN, len(found))):
-            document, choice = found[position]
+    def _shown(self, answers: Mapping[int, tuple[AnsweredPrompt, Choice]]) -> Iterator[dict[str, object]]:
+        for position in range(min(NUM_SHOWN, len(answers))):
+            document, choice = answers[position]
             yield {
                 "prompt": self.decode(document.prompt),
                 "text": choice.written(SERVER),
@@ -163,7 +163,10 @@ def on_policy_batches(
     texts: RowBatches,
     taught: Taught,
 ) -> OnPolicyBatches:
-    """texts: what the other steps learn from. The server is opened with the first weights that it is given."""
+    """Return the batches; the server opens with the first weights that it is given.
+
+    texts: batches of the steps that learn from rows.
+    """
     asked = config.teacher_tokens
     assert asked
     check_prompts(texts.training.dataset)
@@ -181,9 +184,9 @@ def on_policy_batches(
 def requests_of(
     sampling: SamplingOptions, prompts: Sequence[list[int]], most_tokens: int, seed: int, step: int
 ) -> list[tuple[int, Request]]:
-    """One for each prompt, with its position: the same again for a run that goes on before this step.
+    """Return a request for each prompt, with its position; a resumed run makes the same ones.
 
-    most_tokens: of a prompt and its answer. Raises DataError for a prompt that leaves no room for one.
+    most_tokens: of a prompt and its answer. Raises DataError for a prompt that leaves no room for an answer.
     """
     requests: list[tuple[int, Request]] = []
     for position, prompt in enumerate(prompts):
@@ -201,20 +204,20 @@ def requests_of(
 
 
 def is_on_policy(seed: int, step: int, share: float) -> bool:
-    """Whether the model answers the rows of this step itself: a draw that a resumed run repeats."""
+    """Return whether the model answers the rows of this step itself: a draw that a resumed run repeats."""
     return bool(np.random.default_rng([seed, step, 1]).random() < share)
 
 
 def prompts_of(dataset: PackedDataset, rows: Sequence[int]) -> list[list[int]]:
-    """Of every document of these rows of which something is learned, the tokens before its last answer."""
+    """Return the tokens before the last answer of every document in these rows that has targets."""
     documents = (one for row in rows for one in dataset.documents(row))
     return [tokens[: _prompt_length(loss)].tolist() for tokens, loss in documents if loss[1:].any()]
 
 
 def check_prompts(dataset: PackedDataset) -> None:
-    """Raises DataError for texts of which all is learned but the first token, which has nothing to be predicted from.
+    """Raise DataError for documents without prompts, all of whose tokens but the first are targets.
 
-    The first row of each dataset shows it: its documents are of one kind.
+    The first row of each dataset is enough: its documents are of one kind.
     """
     for name, rows in dataset.member_rows.items():
         if max(map(len, prompts_of(dataset, [rows.start])), default=0) <= 1:
@@ -225,6 +228,6 @@ def check_prompts(dataset: PackedDataset) -> None:
 
 
 def _prompt_length(loss: NDArray[np.bool_]) -> int:
-    """Tokens before the last run of learned ones."""
+    """Return the number of tokens before the last run of targets."""
     last = np.flatnonzero(loss[1:])[-1] + 1
     return int(np.flatnonzero(~loss[1:last])[-1]) + 2 if not loss[1:last].all() else 1

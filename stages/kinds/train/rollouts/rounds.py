@@ -1,4 +1,4 @@
-"""A round: what was sampled for some optimizer steps, as rank 0 writes it to a file and every process reads it."""
+"""Rounds of completions: the plan of prompts, sampling and scoring on rank 0, and the file that all processes read."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ from stages.serving.completions import Choice
 
 @dataclass(frozen=True)
 class Completion:
-    """log_probabilities: of each token, in nats, by the server. truncated: cut off at `max_completion_length`.
+    """A sampled completion with its score.
 
-    rewards: by the names that the recipe gives them. reward: their weighted sum.
+    log_probabilities: the server's, of each token, in nats.
+    truncated: cut off at `max_completion_length`.
+    rewards: each reward by the recipe's name for it.
+    reward: their weighted sum.
     """
 
     token_ids: list[int]
@@ -39,20 +42,27 @@ class Completion:
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of the prompt of this number."""
+    """The completions of one prompt.
+
+    prompt: its number.
+    """
 
     prompt: int
     completions: list[Completion]
 
     @property
     def has_signal(self) -> bool:
-        """Whether one is worth more than another."""
+        """Whether the completions' rewards differ, so that the group gives a gradient."""
         return len({one.reward for one in self.completions}) > 1
 
 
 @dataclass(frozen=True)
 class Round:
-    """first_step: the first optimizer step that learns from it. measured: metrics of the sampling."""
+    """Completions that are sampled together.
+
+    first_step: the first optimizer step that learns from them.
+    measured: metrics of the sampling.
+    """
 
     first_step: int
     groups: list[Group]
@@ -60,7 +70,7 @@ class Round:
 
     @property
     def completions(self) -> list[Completion]:
-        """Of all groups, one after another."""
+        """The completions of all groups, one group after the other."""
         return [one for group in self.groups for one in group.completions]
 
     def write(self, path: Path) -> None:
@@ -77,7 +87,7 @@ _READER = TypeAdapter(Round)
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Which steps learn from one round, and which prompts it asks: functions of the seed and the step."""
+    """Plan of rounds: which steps learn from a round and which prompts it asks, as functions of seed and step."""
 
     num_prompts: int
     prompts_per_round: int
@@ -86,46 +96,46 @@ class RoundPlan:
 
     @property
     def steps_per_round(self) -> int:
-        """Optimizer steps."""
+        """Optimizer steps that learn from one round."""
         return self.options.steps_per_generation * self.options.num_iterations
 
     def staleness(self, step: int) -> int:
-        """Optimizer steps between the weights that sampled and those that learn; less than `steps_per_round`."""
+        """Return the steps between the weights that sampled and those that learn; less than `steps_per_round`."""
         return (step - 1) % self.steps_per_round
 
     def part(self, step: int) -> int:
-        """Which of the `steps_per_generation` parts of its round's completions a step learns from."""
+        """Return which of the `steps_per_generation` parts of its round's completions a step learns from."""
         return self.staleness(step) % self.options.steps_per_generation
 
     def prompts(self, first_step: int) -> list[int]:
-        """Of the round that begins with this step."""
+        """Return the prompt numbers of the round that begins with this step."""
         order = DataOrder(self.num_prompts, self.prompts_per_round, 1, 0, 1, self.seed)
         return order.global_batch((first_step - 1) // self.steps_per_round + 1)
 
     def others(self, first_step: int, draw: int, count: int) -> list[int]:
-        """In the place of `count` prompts that taught nothing; draw: from 1 on."""
+        """Return `count` prompts that replace groups without signal; draw: the number of the redraw, from 1 on."""
         random = np.random.default_rng([self.seed, first_step, draw])
         return random.choice(self.num_prompts, count, replace=count > self.num_prompts).tolist()
 
     def request_seed(self, first_step: int, draw: int, position: int) -> int:
-        """Of the first completion of a group; the server adds the number of the sample for the others."""
+        """Return the seed of a group's first completion; the server adds the sample's number for the others."""
         return int(np.random.SeedSequence((self.seed, first_step, draw, position)).generate_state(1)[0]) >> 1
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Standard deviation, of the values alone."""
+    """Return the population standard deviation."""
     return float(np.std(values))
 
 
 SERVER = "the server that samples"
 CUT_OFF = "length"
 EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What vLLM might otherwise take from the model's own settings."""
+"""Sampling options that keep vLLM from using defaults of the model's generation config."""
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Asks and judges, and says how long each took."""
+    """Samples and scores the completions of a round, and measures the time of each."""
 
     server: RolloutServer
     judge: Judge
@@ -134,7 +144,7 @@ class Sampler:
     plan: RoundPlan
 
     def sample(self, first_step: int) -> Round:
-        """The round that begins with this step. Raises DataError for what cannot be judged, and as the server does."""
+        """Return the round that begins with this step. Raises DataError for completions that cannot be scored."""
         generate_s = score_s = 0.0
         num_tokens = num_draws = 0
         groups: list[Group] = []
@@ -147,7 +157,7 @@ class Sampler:
             drawn = list(self._groups(asked, answers))
             generate_s, score_s = generate_s + answered_s - began_s, score_s + time.perf_counter() - answered_s
             num_tokens += sum(len(one.token_ids) for group in drawn for one in group.completions)
-            # Of those drawn first, as many as are wanted: before others, those that teach something.
+            # Groups with signal come first, each kind in the order drawn (the sort is stable).
             groups = sorted([*groups, *drawn], key=lambda group: not group.has_signal)[: self.plan.prompts_per_round]
             num_draws += 1
         measured = {
@@ -160,11 +170,11 @@ class Sampler:
         return Round(first_step, groups, measured)
 
     def _missing(self, groups: Sequence[Group]) -> int:
-        """How many are yet to be drawn."""
+        """Return how many groups with signal the round still lacks."""
         return self.plan.prompts_per_round - sum(group.has_signal for group in groups)
 
     def _answers(self, asked: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
-        found: dict[int, Answer] = {}
+        answers: dict[int, Answer] = {}
         options = self.options
 
         def keep(position: int, _: Request, answer: Answer) -> None:
@@ -175,14 +185,14 @@ class Sampler:
                 )
             for choice in answer.choices:
                 choice.sampled(SERVER)  # checked before anything is judged
-            found[position] = answer
+            answers[position] = answer
 
         requests = [
             (position, completion_request(options, self.prompts[prompt].token_ids, seed, options.num_generations))
             for position, (prompt, seed) in enumerate(zip(asked, seeds, strict=True))
         ]
         self.server.ask(requests, keep)
-        return [found[position] for position in range(len(asked))]
+        return [answers[position] for position in range(len(asked))]
 
     def _groups(self, asked: Sequence[int], answers: Sequence[Answer]) -> Iterator[Group]:
         choices = [sorted(answer.choices, key=lambda choice: choice.index) for answer in answers]
@@ -213,7 +223,7 @@ def _completion(choice: Choice, judgement: Judgement) -> Completion:
 
 
 def completion_request(options: SamplingOptions, prompt: list[int], seed: int, num_completions: int) -> Request:
-    """prompt: tokens."""
+    """Return the request for `num_completions` completions of a prompt, given as token ids."""
     return {
         "prompt": prompt,
         "n": num_completions,

@@ -1,6 +1,7 @@
-"""The server that samples, as rank 0 has it: it is given new weights, and opened again when it dies or hangs.
+"""Server that samples while a model is trained: started or named, given each step's weights, checked, and reopened.
 
-Whatever is under way when it goes is asked again of its successor, which has the same weights.
+When it dies or hangs, whatever is under way is asked again of its successor, which gets the same weights. `Probe`
+checks by a few fixed completions that the server answers with the engine's weights.
 """
 
 from __future__ import annotations
@@ -41,12 +42,17 @@ from stages.serving.registry import ENGINES, chosen_engine, new_launch_spec
 from stages.serving.server import Server, started_server
 
 MOST_RESTARTS = 3
-"""In a row, without a round between them."""
+"""Restarts in a row, without a completed round between them."""
 POLICY = "policy"
+"""Name of the trained model on the server."""
 
 
 class SamplingServer(Protocol):
-    """A server that can be given weights. address: of the engine itself. alive: whether its process is, if known."""
+    """A server that can be given weights.
+
+    address: of the serving engine itself.
+    alive: whether its process runs, as far as that is known.
+    """
 
     @property
     def client(self) -> Client: ...
@@ -61,24 +67,30 @@ class SamplingServer(Protocol):
 
 
 class Host(Protocol):
-    """Where a server comes from. remedy: what is done about one that failed, in messages."""
+    """Source of a server: a process that the stage starts, or a server that the recipe names.
+
+    remedy: what is done about a server that failed, in messages.
+    """
 
     @property
     def remedy(self) -> str: ...
 
     def opened(self, folder: Path, name: str) -> AbstractContextManager[SamplingServer]:
-        """A server that answers by the weights of this folder; name: of an adapter, or of the model of a server that is
-        started. Raises ServerError when none comes up, TransientError when none answers in time."""
+        """Yield a server that answers with the weights in `folder`.
+
+        name: of an adapter, or of the model of a started server. Raises ServerError when no server comes up,
+        TransientError when none answers in time.
+        """
 
     def prepare(self, folder: Path) -> None:
         """Make a folder, which the caller owns, fit to be reloaded from. Raises as `opened` does."""
 
 
 class RolloutServer:
-    """Opened with the first weights that it is given; to be closed."""
+    """The server that samples, as rank 0 uses it; it opens with the first weights, and the caller closes it."""
 
     def __init__(self, host: Host, execution: TrainExecution, warn: Callable[[str], None], *, is_adapter: bool) -> None:
-        """is_adapter: whether the weights are those of one."""
+        """Prepare without opening a server; is_adapter: whether the weights are an adapter's."""
         self._host = host
         self._execution = execution
         self._warn = warn
@@ -89,9 +101,9 @@ class RolloutServer:
         self._restarts = 0
 
     def take(self, folder: Path) -> None:
-        """Answer with these weights from now on, and remove those of before. No request may be under way.
+        """Answer with these weights from now on and remove the former; no request may be under way.
 
-        Raises ServerError when no server comes up, TransientError when it goes again and again.
+        Raises ServerError when no server comes up, TransientError when it fails repeatedly.
         """
         before, self._folder = self._folder, folder
         try:
@@ -111,8 +123,10 @@ class RolloutServer:
             shutil.rmtree(before, ignore_errors=True)
 
     def ask(self, requests: Iterable[tuple[int, Request]], keep: Callable[[int, Request, Answer], None]) -> None:
-        """`keep` gets the answer to each request, with its number. Raises ServerError for one that is refused,
-        TransientError when the server goes again and again."""
+        """Pass the answer to each request, with its number, to `keep`.
+
+        Raises ServerError for a request that is refused, TransientError when the server fails repeatedly.
+        """
         remaining = dict(requests)
 
         def kept(number: int, request: Request, answer: Answer) -> None:
@@ -131,7 +145,7 @@ class RolloutServer:
         self._restarts = 0
 
     def predictions(self, rows: list[list[int]]) -> list[Predicted]:
-        """Of tokens, by the weights that were taken last. Raises TransientError when it goes again and again."""
+        """Return the log-probabilities of rows of tokens. Raises TransientError when the server fails repeatedly."""
         while True:
             try:
                 return self._client.predictions(rows)
@@ -156,7 +170,7 @@ class RolloutServer:
 
     @property
     def _name(self) -> str:
-        """In requests: an adapter has a new one with each version, as servers know it by name."""
+        """Name of the model in requests; each version of an adapter has its own, since servers cache by name."""
         assert self._folder
         return f"{POLICY}-{self._folder.name}" if self._is_adapter else POLICY
 
@@ -185,11 +199,15 @@ class RolloutServer:
 
 
 BASE = "base"
+"""Name under which the server has an adapter's frozen base."""
 
 
 @dataclass(frozen=True)
 class OwnServer:
-    """See `stages.kinds.train.rollouts.server.Host`. base: of an adapter, the folder of the frozen model."""
+    """Server that the stage starts on its own devices and ends; implements `Host`.
+
+    base: the folder of the frozen model, where the weights are an adapter's.
+    """
 
     remedy: ClassVar[str] = "is started again, with the same weights"
 
@@ -222,14 +240,15 @@ class OwnServer:
 
 
 def own_gpus(num_wanted: int) -> dict[str, str]:
-    """The environment that leaves the server those GPUs of this stage that no training process has."""
+    """Return the environment variable that gives the server the stage's GPUs which no training process uses."""
     variable = type_at_hand().visible_devices
     return not_trained_on(variable, os.environ, torch.accelerator.device_count(), num_wanted) if variable else {}
 
 
 def not_trained_on(variable: str, environment: Mapping[str, str], num_devices: int, num_wanted: int) -> dict[str, str]:
-    """`variable` with what it names, or else of so many devices, after the first ones, which the processes of this node
-    train on. Raises ResourceError for fewer than wanted.
+    """Return `variable` with the devices after those that this node's processes train on.
+
+    Without a value in the environment there are `num_devices`. Raises ResourceError for fewer than wanted.
     """
     visible = (environment.get(variable) or ",".join(map(str, range(num_devices)))).split(",")
     num_training = int(environment.get("LOCAL_WORLD_SIZE", "1"))
@@ -237,21 +256,31 @@ def not_trained_on(variable: str, environment: Mapping[str, str], num_devices: i
     if len(left) < num_wanted:
         raise ResourceError(
             f"the server that samples takes {num_wanted} devices (serving.tensor_parallel_size), but {num_training} of "
-            f"the {len(visible)} that this stage sees train ({variable}); give it {num_training + num_wanted}"
+            f"the {len(visible)} visible ones ({variable}) are used for training; give the stage "
+            f"{num_training + num_wanted}"
         )
     return {variable: ",".join(left)}
 
 
 NUM_DOCUMENTS = 16
+"""Completions that a probe holds at most."""
 BOUNDS_NATS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean |Δ log-probability| of a token, by what is computed in: two engines' kernels differ by some 1e-5 in fp32, and by
-some 0.01 in bf16; weights that are a few steps older by 0.05 and more."""
+"""Bounds of the mean |Δ log-probability| of a token, by the dtype of the computation.
+
+Two engines' kernels differ by some 1e-5 in fp32 and some 0.01 in bf16; weights that are a few steps older differ by
+0.05 and more.
+"""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """untrained: float32 [targets], log-probabilities of the completions' tokens before training; None where an earlier
-    version took the probe."""
+    """Fixed completions, the first of the untrained model, on which server and engine are compared.
+
+    They are recorded beside the trained model, too.
+
+    untrained: float32 [targets], log-probabilities of the completions' tokens before training; None where an earlier
+    version took the probe.
+    """
 
     documents: list[AnsweredPrompt]
     untrained: torch.Tensor | None
@@ -259,7 +288,7 @@ class Probe:
 
     @classmethod
     def take(cls, documents: Sequence[AnsweredPrompt], packing: Packing, engine: Engine) -> Probe:
-        """Of the untrained engine. Collective; every process gives the same documents."""
+        """Take a probe with the untrained engine; every process passes the same documents. Collective."""
         chosen = [documents[0].cut(packing.most_tokens - 1)]  # the server, asked about them, adds a token
         for one in documents[1:NUM_DOCUMENTS]:
             if sum(map(len, chosen)) + len(one) <= packing.sequence_length and len(one) < packing.most_tokens:
@@ -281,9 +310,10 @@ class Probe:
         return cls(documents, None if untrained is None else torch.tensor(untrained), batch)
 
     def check(self, of_engine: torch.Tensor, server: RolloutServer, dtype: str, step: int) -> float:
-        """Mean |Δ log-probability| of the completions' tokens, in nats. of_engine: float32 [rows, sequence], its own.
+        """Return the mean |Δ log-probability| of the completions' tokens between server and engine, in nats.
 
-        Raises TrainingError when the server answers by other weights than the engine has.
+        of_engine: float32 [rows, sequence]. Raises TrainingError when the server answers with other weights than the
+        engine's.
         """
         rows = server.predictions([one.prompt + one.completion for one in self.documents])
         served = [
@@ -297,32 +327,35 @@ class Probe:
 
 
 def _untempered(packing: Packing) -> Packing:
-    """What a server gives to tokens that it is shown is of no temperature, whatever it samples at."""
+    """Return the packing at temperature 1, since a server scores given tokens without temperature."""
     return replace(packing, temperature=1.0)
 
 
 def check_difference(difference: float, dtype: str, what: str) -> None:
-    """difference: mean |Δ log-probability|, in nats. Raises TrainingError when it is beyond what `dtype` explains."""
+    """Raise TrainingError when a mean |Δ log-probability| (nats) is more than rounding in `dtype`."""
     if not difference <= BOUNDS_NATS[dtype]:
         raise TrainingError(
             f"{what} gives log-probabilities that are {difference:.3g} nats a token from those of the training engine; "
-            f"at most {BOUNDS_NATS[dtype]:g} is rounding in {dtype}. It answers by other weights: see its log "
-            "(server.log, unless others started it) for weights that it did not load, and report this with the model's "
-            "name"
+            f"at most {BOUNDS_NATS[dtype]:g} is rounding in {dtype}. The server answers with other weights: search its "
+            "log (server.log, unless others started it) for weights that it did not load, and report this with the "
+            "model's name"
         )
 
 
 CHECK_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 1.0
 WEIGHTS = "weights"
-"""The folder in a stage's scratch by which weights go to a server."""
+"""Folder in a stage's scratch by which weights reach a server."""
 
 
 @dataclass(frozen=True)
 class NamedServer:
-    """See `stages.kinds.train.rollouts.server.Host` and `SamplingServer`.
+    """Server that others started, checked before use and never ended; implements `Host` and `SamplingServer`.
 
-    num_tokens: of a prompt and its completion, at most. dtype: in which it is to compute.
+    Weights reach it by a folder, which it must see under the same path.
+
+    num_tokens: of a prompt and its completion, at most.
+    dtype: expected of its computation.
     """
 
     remedy: ClassVar[str] = "is waited for, and given the same weights again"
@@ -335,7 +368,7 @@ class NamedServer:
 
     @classmethod
     def of(cls, config: TrainConfig, model_folder: Path) -> Self:
-        """Raises RecipeError for a variable that is not set."""
+        """Return the server that the recipe names. Raises RecipeError for an environment variable that is not set."""
         sampling = config.sampling
         assert sampling and sampling.server
         named, execution = sampling.server, config.execution
@@ -351,16 +384,18 @@ class NamedServer:
 
     @property
     def api_key(self) -> str:
-        """To be sent as a bearer token."""
+        """Key that is sent as a bearer token."""
         return self.client.api_key
 
     def alive(self) -> bool:
-        """Its process is not ours: whether it answers is all that is known."""
+        """Return True: the process of a server that others started cannot be watched."""
         return True
 
     def check(self, folder: Path | None = None) -> None:
-        """Raise ServerError, saying how to start it, where it cannot be given weights or learned from; TransientError
-        when it does not answer. folder: one of the file system by which the weights are to reach it.
+        """Check that the server can be given weights, and answers with what a loss needs.
+
+        folder: on the file system by which the weights reach it. Raises ServerError, with the command that starts it
+        right; TransientError when it does not answer.
         """
         try:
             self.engine.check_takes_weights(
@@ -373,7 +408,7 @@ class NamedServer:
 
     @contextmanager
     def opened(self, folder: Path, name: str) -> Iterator[Self]:
-        """As soon as it answers."""
+        """Wait until the server answers, check it, load the weights of `folder` and yield it."""
         since_s = time.monotonic()
         while not self.client.is_healthy():
             if time.monotonic() - since_s > self.ready_timeout_s:
@@ -394,7 +429,10 @@ class NamedServer:
 def named_server_problems(
     config: TrainConfig, model_folder: Path, context: StageContext | None = None
 ) -> Iterator[LifecycleError]:
-    """What is wrong with a server that the recipe names for sampling. context: of a run, whose folders it must read."""
+    """Yield what is wrong with the server that the recipe names for sampling.
+
+    context: of a run, whose folders the server must read.
+    """
     if not (config.sampling and config.sampling.server and is_main_process()):
         return
     try:
@@ -406,7 +444,11 @@ def named_server_problems(
 
 
 class SyncedServer:
-    """To be closed. server: what rank 0 asks. bound_dtype: in which server and engine both compute."""
+    """The server with the engine's weights, as all processes use it; the caller closes it.
+
+    server: what rank 0 asks.
+    bound_dtype: the less precise dtype of server and engine.
+    """
 
     def __init__(
         self,
@@ -418,7 +460,7 @@ class SyncedServer:
         packing: Packing,
         model_folder: Path,
     ) -> None:
-        """model_folder: of the model that is trained, or that an adapter learns beside."""
+        """Choose the host; model_folder: of the trained model, or of an adapter's base."""
         self._engine = engine
         self._watchdog = watchdog
         self._packing = packing
@@ -432,8 +474,8 @@ class SyncedServer:
             serving = options.serving.model_copy(update={"max_model_len": packing.most_tokens, "dtype": dtype})
             host = OwnServer(context, serving, config.execution, model_folder if config.adapter else None)
         self.server = RolloutServer(host, config.execution, context.warn, is_adapter=config.adapter is not None)
-        # Not in memory (tmpfs): what a kill leaves there nobody would remove, and fresh files are read from the page
-        # cache anyway.
+        # Not in memory (tmpfs): after a kill no one would remove the files there, and fresh files on disk are read
+        # from the page cache anyway.
         self._weights = context.scratch / WEIGHTS
         self._probe_path = context.scratch / "rollouts" / "probe.json"
         self._probe: Probe | None = None
@@ -441,9 +483,10 @@ class SyncedServer:
             shutil.rmtree(self._weights, ignore_errors=True)  # of another attempt
 
     def give_weights(self, step: int) -> float:
-        """Those of the engine before this step, and a look whether the server has them; returns the seconds it took.
+        """Export the engine's weights to the server and check by the probe that it uses them. Collective.
 
-        Collective. Raises TrainingError when it answers by others, and as `RolloutServer.take` does.
+        Returns the seconds. Raises TrainingError when the server answers with other weights, and as
+        `RolloutServer.take` does.
         """
         began_s = time.perf_counter()
         self._watchdog.begins(f"giving the server the weights for step {step}")
@@ -456,7 +499,7 @@ class SyncedServer:
         return time.perf_counter() - began_s
 
     def check(self, step: int) -> None:
-        """By the probe, if it has been taken; collective."""
+        """Compare server and engine on the probe, if it has been taken. Collective."""
         if self._probe:
             of_engine = self._engine.target_log_probabilities(self._probe.batch)
             if is_main_process():
@@ -468,7 +511,7 @@ class SyncedServer:
         return self._probe is not None
 
     def take_probe(self, documents: Sequence[AnsweredPrompt]) -> None:
-        """Keep some of these, the first there are, to compare by; the same on every process. Collective."""
+        """Take or read the probe, once, from the first of these documents. Collective."""
         if self._probe:
             return
         if self._engine.broadcast_from_rank0(float(self._probe_path.is_file())):
@@ -480,7 +523,7 @@ class SyncedServer:
             self._probe.write(self._probe_path)
 
     def recorded(self) -> tuple[Batch, torch.Tensor | None]:
-        """See `stages.kinds.train.batches.Batches`."""
+        """Return the probe's batch and log-probabilities; see `stages.kinds.train.batches.Batches`."""
         assert self._probe, "completions were learned from"
         return self._probe.batch, self._probe.untrained
 
