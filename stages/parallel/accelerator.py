@@ -1,6 +1,6 @@
-"""The accelerator of this process, through functions of torch that have the same names on all of them.
+"""Accelerator of this process, by functions of torch that have the same names on all kinds of devices.
 
-Which kinds there are, and what each is called, is in `device_types.py`; how fast they are in `devices.py`.
+The kinds of devices are in `device_types.py`, their peak rates in `devices.py`.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from stages.parallel.device_types import DEVICE_TYPES, DeviceType, check_capabil
 
 
 def type_at_hand() -> DeviceType:
-    """Of the accelerator that this process sees; the CPU's where it sees none.
+    """Return the kind of the accelerator that this process sees; the CPU's where it sees none.
 
-    Raises ResourceError for an accelerator that has no row.
+    Raises ResourceError for an accelerator of an unknown kind.
     """
-    for one in DEVICE_TYPES:
-        if one.plugin and importlib.util.find_spec(one.plugin):
-            importlib.import_module(one.plugin)
+    for kind in DEVICE_TYPES:  # torch knows the devices of a plugin once it is imported
+        if kind.plugin and importlib.util.find_spec(kind.plugin):
+            importlib.import_module(kind.plugin)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return of_device(accelerator or torch.device("cpu"))
 
 
 @cache
 def of_device(device: torch.device) -> DeviceType:
-    """Its row; ResourceError where it has none."""
-    known = [one for one in DEVICE_TYPES if one.torch_type == device.type]
+    """Return the kind of a torch device. Raises ResourceError for an unknown one."""
+    known = [row for row in DEVICE_TYPES if row.torch_type == device.type]
     if not known:
-        names = ", ".join(one.name for one in DEVICE_TYPES)
-        raise ResourceError(f"training on a device of type {device.type}, which is not known here; known: {names}")
+        names = ", ".join(row.name for row in DEVICE_TYPES)
+        raise ResourceError(f"training on a device of type {device.type}, which is unsupported; supported: {names}")
     return device_type("rocm") if len(known) > 1 and torch.version.hip else known[0]
 
 
 def device_of_this_process() -> torch.device:
-    """The accelerator of this process's number on its node, made the current one; the CPU where there is none."""
+    """Return the accelerator with this process's local rank, made the current one; or the CPU."""
     found = type_at_hand()
     if found.torch_type == "cpu":
         return torch.device("cpu")
@@ -52,19 +52,19 @@ def device_of_this_process() -> torch.device:
 
 
 def check_precision(found: DeviceType, precision: str) -> None:
-    """Raise ResourceError where this process's accelerator is too old for what layers are to multiply in."""
+    """Raise ResourceError where this process's accelerator is too old to multiply in the precision."""
     if found.fp8_from > (0, 0):
         module: Any = torch.get_device_module(found.torch_type)
         check_capability(found, module.get_device_capability(), precision)
 
 
 def in_float64(values: torch.Tensor) -> torch.Tensor:
-    """The same numbers, where they are, or on the host where the device has no such dtype."""
+    """Return the values in float64, on their device, or on the host where the device has no such dtype."""
     return values.double() if of_device(values.device).has_float64 else values.cpu().double()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of an accelerator's memory, what no process holds."""
+    """Return the free memory of an accelerator."""
     module: Any = torch.get_device_module(device)
     if hasattr(module, "mem_get_info"):
         return module.mem_get_info(device)[0]
@@ -72,9 +72,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process's tensors have taken of an accelerator since `forget_peak`.
+    """Return the peak memory of this process's tensors on an accelerator since `forget_peak`.
 
-    Where no peak is kept (Metal) it is what the allocator has taken and not given back, which is at least as much.
+    Where no peak is kept (Metal), the memory that the allocator holds now, which is at least as much.
     """
     module: Any = torch.get_device_module(device)
     if hasattr(module, "max_memory_allocated"):
@@ -83,7 +83,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let `peak_bytes` begin again."""
+    """Reset the peak that `peak_bytes` returns."""
     module: Any = torch.get_device_module(device)
     if hasattr(module, "reset_peak_memory_stats"):
         module.reset_peak_memory_stats(device)
@@ -92,7 +92,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str | None:
-    """What the driver calls an accelerator; None of a CPU."""
+    """Return the driver's name of an accelerator; None for a CPU."""
     if device.type == "cpu":
         return None
     module: Any = torch.get_device_module(device)

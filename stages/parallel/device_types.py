@@ -1,8 +1,8 @@
-"""The kinds of devices that training may run on, a row each: the only place that names one of them.
+"""Kinds of devices that training may run on, a row each; the only place that names one of them.
 
-Everything else asks a row: which backend carries collectives, which variable chooses devices, what is lacking. Pure;
-what torch is asked for lies in `accelerator.py`. Run so far: CPUs. The other rows are written from the documentation of
-torch and of the vendors' plugins.
+Everything else asks a row: the backend of collectives, the variable that chooses devices, what is missing. Pure; calls
+of torch are in `accelerator.py`. Tried so far: CPUs. The other rows are written from the documentation of torch and of
+the vendors' plugins.
 """
 
 from __future__ import annotations
@@ -19,30 +19,33 @@ Feature = Literal["megatron", "fp8", "several processes", "cpu_offload", "compil
 
 @dataclass(frozen=True)
 class DeviceType:
-    """What a kind of device is to torch, and what it cannot do here."""
+    """A kind of device: its names in torch, and its limits here."""
 
     name: str
     title: str
     torch_type: str
     """`torch.device(…).type`; AMD's GPUs have the name of NVIDIA's."""
     collectives: str
-    """The backend of `torch.distributed` for tensors on it."""
+    """Backend of `torch.distributed` for tensors on it."""
     visible_devices: str | None = None
-    """The environment variable that says which of a machine's devices a process sees."""
+    """Environment variable that limits the devices that a process sees."""
     plugin: str | None = None
-    """The package without which torch does not know it."""
+    """Package without which torch does not know it."""
     pins_host_memory: bool = True
     has_float64: bool = True
     has_flash_kernel: bool = False
     """Whether `torch.nn.attention.varlen` runs on it."""
     fp8_from: tuple[int, int] = (0, 0)
-    """The compute capability from which it multiplies in 8 bits."""
+    """Compute capability from which on it multiplies in 8 bits."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
-    """What it cannot do → why."""
+    """Missing features, each with the reason."""
 
     @property
     def backends(self) -> str:
-        """For `init_process_group`. CPU tensors always have one: checkpoints and offloaded gradients need it."""
+        """Backends for `init_process_group`.
+
+        CPU tensors always have one: checkpoints and offloaded gradients need it.
+        """
         return "gloo" if self.torch_type == "cpu" else f"cpu:gloo,{self.torch_type}:{self.collectives}"
 
 
@@ -101,12 +104,12 @@ DEVICE_TYPES = (
 
 
 def device_type(name: str) -> DeviceType:
-    """The row of this name."""
-    return next(one for one in DEVICE_TYPES if one.name == name)
+    """Return the row of this name."""
+    return next(row for row in DEVICE_TYPES if row.name == name)
 
 
 def check_device(found: DeviceType, engine: EngineName, layout: Layout, precision: str) -> None:
-    """Raise ResourceError, with the reason, when a training stage asks for what this kind of device lacks."""
+    """Raise ResourceError, with the reasons, when training needs features that this kind of device lacks."""
     asked: dict[Feature, bool] = {
         "megatron": engine == "megatron",
         "fp8": precision == "fp8",
@@ -120,9 +123,9 @@ def check_device(found: DeviceType, engine: EngineName, layout: Layout, precisio
 
 
 def check_capability(found: DeviceType, capability: tuple[int, int], precision: str) -> None:
-    """Raise ResourceError when devices of this compute capability do not multiply in the precision asked for."""
+    """Raise ResourceError when devices of this compute capability do not multiply in the precision."""
     if precision == "fp8" and capability < found.fp8_from:
-        needed, had = (".".join(map(str, one)) for one in (found.fp8_from, capability))
+        needed, had = (".".join(map(str, version)) for version in (found.fp8_from, capability))
         raise ResourceError(
             f"training on {found.title} of compute capability {had}, which do not multiply in 8 bits; `precision: fp8` "
             f"needs {needed} or later (Ada, Hopper, Blackwell): say `precision: bf16`"

@@ -1,8 +1,8 @@
-"""Dense peak rates of the devices we may run on, for MFU.
+"""Dense peak rates of devices, which MFU is relative to.
 
 Accelerators: the vendors' data sheets, without sparsity. CPUs: the measured rate of a large matrix product, with the
 threads and the dtype of the training, since no data sheet says what a shared virtual machine gives. Other programs make
-a measurement too low, never too high, so the best of all that were made on a CPU of this kind is kept in the home.
+a measurement too low, never too high, so the best measurement on a CPU of this kind is kept in the home.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from stages.core.files import write_atomically
 from stages.parallel.accelerator import device_name
 
 MEASURE_S = 0.3
+"""Seconds that a measurement takes."""
 MATRIX_SIZES = (128, 256, 512, 1024)
 NEXT_SIZE_COST = 8
-"""Time of a product of the next size, over one of this size."""
+"""Time of a product of the next size over the time of one of this size."""
 
 ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
-"""Variables by which a user keeps instructions of the CPU from torch's libraries."""
+"""Variables by which users keep torch's libraries from using instructions of the CPU."""
 
 TFLOPS = {  # part of the device's name: (bf16, TF32, fp32), dense
     "B300": (2250, 1120, 75),
@@ -62,7 +63,7 @@ TFLOPS = {  # part of the device's name: (bf16, TF32, fp32), dense
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of one process's device, and where that number is from."""
+    """Peak FLOP/s of one process's device, and the source of that number."""
 
     flops_per_s: float
     device_name: str
@@ -70,7 +71,7 @@ class Peak:
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
-    """Peak for matrix products in `dtype`; None for an accelerator that is not in the table.
+    """Return the peak rate of matrix products in `dtype`; None for an accelerator that is not in the table.
 
     A CPU without units for `dtype` multiplies larger matrices of it in fp32, and small ones a hundred times slower: its
     peak is the better of the two.
@@ -85,7 +86,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
 
 
 def data_sheet_peak(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Dense FLOP/s of the accelerator of this name; None where the table does not say."""
+    """Return the dense FLOP/s of the accelerator with this name; None where the table has no number."""
     known = [name for name in TFLOPS if _is_part(name, device_name)]
     if not known:
         return None
@@ -114,7 +115,7 @@ def best_matmul_rate(dtype: torch.dtype) -> float:
 
 
 def _cpu_name() -> str:
-    """Return the CPU's model with the instructions that torch uses of it."""
+    """Return the CPU's model and the instruction set that torch uses on it."""
     about = Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -122,9 +123,9 @@ def _cpu_name() -> str:
 
 
 def measured_matmul_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of square matrix products on the CPU with torch's present number of threads: the best seen in 0.3 s.
+    """Return the best FLOP/s of square matrix products on the CPU in 0.3 s, with torch's thread count.
 
-    One thread is measured as well, since on a busy machine threads that wait for each other give less than one alone.
+    One thread is measured as well, since on a busy machine threads that wait for each other can be slower than one.
     """
     num_threads = torch.get_num_threads()
     try:

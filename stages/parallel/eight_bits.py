@@ -10,7 +10,10 @@ INSTALLATION = "pip install --no-deps -r deploy/requirements/fp8.in"
 
 
 def missing_package(engine: EngineName, precision: str) -> str | None:
-    """What is missing and how to install it; None where nothing is. Megatron looks for Transformer Engine itself."""
+    """Return which package products in 8 bits need here and how to install it; None where nothing is missing.
+
+    Megatron looks for Transformer Engine itself.
+    """
     if precision != "fp8" or engine != "fsdp" or importlib.util.find_spec("torchao"):
         return None
     return (

@@ -10,19 +10,21 @@ from stages.core.contract import StrictModel
 from stages.core.fields import AddedLater
 
 EngineName = Literal["fsdp", "megatron"]
-"""What trains; see `stages.engines`."""
+"""Name of a training engine; see `stages.engines`."""
 
 
 class Layout(StrictModel):
-    """How a model and its batch are spread over processes. Changes speed and memory, not what is learned.
+    """Parallel degrees and memory choices of a training; they change speed and memory, not the result.
 
     Data parallelism has the same two degrees under both engines: `dp_shard` processes share parameters, gradients and
-    Adam (FSDP2) or Adam alone (Megatron's distributed optimizer, which takes those of `cp` in as well); `dp_replicate`
-    such groups work side by side.
+    Adam's state (FSDP2) or Adam's state alone (Megatron's distributed optimizer, over `cp` processes as well);
+    `dp_replicate` such groups work side by side.
     """
 
-    dp_replicate: PositiveInt = Field(1, description="Replicas of what `dp_shard` processes share.")
-    dp_shard: PositiveInt = Field(1, description="Processes over which Adam, with fsdp also weights, are sharded.")
+    dp_replicate: PositiveInt = Field(1, description="Data-parallel replicas of a group of `dp_shard` processes.")
+    dp_shard: PositiveInt = Field(
+        1, description="Processes over which Adam's state is sharded, with fsdp also weights and gradients."
+    )
     tp: PositiveInt = Field(1, description="Tensor parallelism (megatron).")
     pp: PositiveInt = Field(1, description="Pipeline stages (megatron).")
     vpp: PositiveInt = Field(1, description="Interleaved model chunks of each pipeline stage (megatron).")
@@ -31,25 +33,27 @@ class Layout(StrictModel):
     etp: PositiveInt = Field(1, description="Tensor parallelism of each expert (megatron).")
     sequence_parallel: bool = Field(False, description="Split norms and dropout along the sequence over tp (megatron).")
     micro_batch_size: PositiveInt = Field(1, description="Packed rows in one forward pass of one process.")
-    recompute: Literal["none", "selective", "full"] = Field("none", description="Activations computed again.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="Activations that the backward pass computes again instead of keeping them."
+    )
     reshard_after_forward: bool = Field(True, description="Free gathered parameters after the forward pass (fsdp).")
     cpu_offload: bool = Field(False, description="Keep sharded parameters, gradients and Adam in host memory (fsdp).")
     prefetch_layers: int = Field(1, ge=0, description="Layers whose parameters are gathered ahead (fsdp).")
     compile: bool = Field(False, description="torch.compile each transformer layer (fsdp).")
     accumulate: Annotated[Literal["auto", "whole", "sharded"], AddedLater()] = Field(
         "auto",
-        description="Gradients between micro-batches (fsdp). whole: reduced once a step, held unsharded till then; "
+        description="Gradients between micro-batches (fsdp). whole: reduced once a step, held unsharded until then; "
         "sharded: reduced after every micro-batch; auto: whole where the planner says that they fit.",
     )
 
     @property
     def data_parallel_size(self) -> int:
-        """Shares that a global batch is cut in."""
+        """Number of shares of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def optimizer_shards(self) -> int:
-        """Processes that share Adam: those of context parallelism hold the same weights, too."""
+        """Processes that share Adam's state; those of context parallelism hold the same weights, too."""
         return self.dp_shard * self.cp
 
     @property
@@ -59,7 +63,7 @@ class Layout(StrictModel):
 
 
 class AutoLayout(Layout):
-    """`layout: auto` of a recipe: the planner puts its choice in place of it before anything else is planned."""
+    """`layout: auto` of a recipe; the planner replaces it by its choice before anything else is planned."""
 
 
 def _auto_or_layout(value: Any, validate: ValidatorFunctionWrapHandler) -> Layout:
@@ -74,6 +78,6 @@ LayoutOrAuto = Annotated[Layout, WrapValidator(_auto_or_layout, json_schema_inpu
 
 
 def describe_layout(engine: EngineName, layout: Layout) -> str:
-    """The engine and what differs from the default layout: `fsdp dp_shard=2 micro_batch_size=4`."""
+    """Return the engine and what differs from the default layout: `fsdp dp_shard=2 micro_batch_size=4`."""
     chosen = layout.model_dump(exclude_defaults=True)
     return " ".join([engine, *(f"{name}={value}" for name, value in chosen.items())])

@@ -1,8 +1,8 @@
-"""Whether a layout can work: with so many processes, on this batch, for this model. Pure; needs no torch.
+"""Checks whether a layout can work: with this number of processes, on this batch, for this model. Pure; needs no torch.
 
-Errors are what the engine cannot do, warnings what is rarely wise; each is a sentence with every factor in it. A config
-is checked for `layout_errors` when it is parsed, for `model_errors` when its model is there. No sentence is written
-before it is needed: a search calls `is_legal` for 100,000 layouts. What fits and is fast is for `planner`.
+Errors are layouts that the engine cannot run, warnings those that are rarely wise; each is a sentence with every factor
+in it. A config is checked for `layout_errors` when it is parsed, for `model_errors` when its model is there. Sentences
+are made lazily: a search calls `is_legal` for 100,000 layouts. What fits and is fast is for `planner`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stages.parallel.layout import EngineName, Layout
 DEFAULT = Layout()
 FSDP_FACTORS = ("dp_replicate", "dp_shard")
 FACTORS = (*FSDP_FACTORS, "tp", "pp", "cp")
-"""Of the number of processes."""
+"""Degrees whose product is the number of processes."""
 FIELDS_OF_ONE_ENGINE: dict[str, tuple[str, ...]] = {
     "fsdp": ("reshard_after_forward", "cpu_offload", "prefetch_layers", "compile", "accumulate"),
     "megatron": ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel"),
@@ -27,12 +27,12 @@ USUAL_LIMITS: dict[str, tuple[int, str]] = {
     "pp": (16, "the bubble grows with the stages, and needs ever more micro-batches to hide in"),
     "cp": (4, "keys and values travel around all cp processes in every layer"),
 }
-"""Degree → the highest that is usual, and why."""
+"""Degree → (the highest that is usual, why)."""
 
 
 @dataclass(frozen=True)
 class RunConstraints:
-    """What a layout must fit besides the model."""
+    """Numbers besides the model's that a layout must fit."""
 
     nodes: int
     processes_per_node: int
@@ -43,12 +43,12 @@ class RunConstraints:
 
     @property
     def processes(self) -> int:
-        """On all nodes."""
+        """Processes on all nodes."""
         return self.nodes * self.processes_per_node
 
 
 def layout_errors(engine: EngineName, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-    """What the engine cannot do, whatever the model."""
+    """Yield why the engine cannot run the layout, whatever the model."""
     yield from _other_engines_fields(engine, layout)
     yield from _processes(engine, layout, constraints)
     yield from _batch(layout, constraints)
@@ -59,7 +59,7 @@ def layout_errors(engine: EngineName, layout: Layout, constraints: RunConstraint
 
 
 def model_errors(engine: EngineName, layout: Layout, shape: ModelShape) -> Iterator[str]:
-    """What the engine cannot do with a model of this shape; FSDP2 takes every one."""
+    """Yield why the engine cannot run the layout with a model of this shape; FSDP2 takes every model."""
     if engine == "megatron":
         yield from _heads(layout, shape)
         yield from _layers(layout, shape)
@@ -67,14 +67,14 @@ def model_errors(engine: EngineName, layout: Layout, shape: ModelShape) -> Itera
 
 
 def is_legal(engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> bool:
-    """Whether there is no error; stops at the first."""
+    """Return whether the layout has no error; stops at the first."""
     return not any(layout_errors(engine, layout, constraints)) and not any(model_errors(engine, layout, shape))
 
 
 def layout_warnings(
     engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape
 ) -> Iterator[str]:
-    """What is likely to be slow."""
+    """Yield why the layout is likely to be slow."""
     if engine != "megatron":
         return
     for name, (limit, reason) in USUAL_LIMITS.items():
@@ -92,7 +92,7 @@ def layout_warnings(
 
 
 def bubble_fraction(pp: int, vpp: int, num_micro_batches: int) -> float:
-    """Share of a step in which a pipeline stage waits for others, if all are equally fast.
+    """Return the share of a step in which a pipeline stage waits for others, if all are equally fast.
 
     (p - 1) / (v m + p - 1) of the whole step: Narayanan et al. 2021, section 2.2, give (p - 1) / (v m) of the rest.
     """
@@ -143,7 +143,10 @@ def _pipeline(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
 
 
 def _sequence(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-    """Each context-parallel process has two chunks (zigzag), which sequence parallelism cuts once more."""
+    """Yield sequence lengths that do not divide into the chunks of context and sequence parallelism.
+
+    Each context-parallel process has two chunks (zigzag), which sequence parallelism cuts once more.
+    """
     tp = layout.tp if layout.sequence_parallel else 1
     chunks = (2 * layout.cp if layout.cp > 1 else 1) * tp
     if constraints.sequence_length % chunks:

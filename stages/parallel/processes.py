@@ -1,4 +1,4 @@
-"""The processes of a training stage: joined at the start, parted at the end whatever happens."""
+"""Process group of a training stage: joined at the start, left at the end in any case."""
 
 from __future__ import annotations
 
@@ -17,22 +17,27 @@ from stages.parallel.accelerator import device_of_this_process, of_device
 from stages.parallel.ranks import RENDEZVOUS_FILE
 
 USUAL_TIMEOUT = timedelta(minutes=30)
-"""Torch's own, of gloo; that of NCCL is 10 minutes."""
+"""Torch's own timeout for gloo's collectives; NCCL's is 10 minutes."""
 MARGIN = timedelta(minutes=1)
+"""Time by which collectives wait longer than the watchdog."""
 BACKLOG = 1024
-"""Processes that may ask to be let in at once."""
+"""Number of processes that may be waiting for the store's socket at once."""
 
 
 def collective_timeout(hang_timeout_s: float) -> timedelta:
-    """How long a collective may wait: longer than the watchdog, which alone says what every process was doing."""
+    """Return the timeout of collectives.
+
+    It is longer than the watchdog's, since only the watchdog logs what every process was doing.
+    """
     return max(USUAL_TIMEOUT, timedelta(seconds=hang_timeout_s) + MARGIN)
 
 
 @contextmanager
 def joined_processes(timeout: timedelta = USUAL_TIMEOUT) -> Iterator[torch.device]:
-    """Join the process group that the environment describes (`ranks.py`), or one alone; yields this process's device.
+    """Join the process group that the environment describes (`ranks.py`), or a group of one.
 
-    CPU tensors always have a backend (gloo): checkpoints and offloaded gradients need it on GPUs too.
+    Yields this process's device. CPU tensors always have a backend (gloo): checkpoints and offloaded gradients need it
+    on GPUs too.
     """
     device = device_of_this_process()
     backend = of_device(device).backends
@@ -46,7 +51,7 @@ def joined_processes(timeout: timedelta = USUAL_TIMEOUT) -> Iterator[torch.devic
 
 
 def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Where the processes meet: in a file that only they can open, or at the first of several nodes."""
+    """Return the store where processes meet: a file that only they can open, or a socket on the first of the nodes."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     if RENDEZVOUS_FILE in os.environ:
@@ -61,7 +66,7 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _listener(address: str, port: int, timeout: timedelta) -> socket.socket:
-    """A socket bound to this node's `address` alone; a store that binds its own listens on every interface.
+    """Return a socket bound only to this node's `address`; a store that binds its own listens on every interface.
 
     In Kubernetes, the name service may know the name of a pod only some time after it has started.
     """
@@ -77,12 +82,12 @@ def _listener(address: str, port: int, timeout: timedelta) -> socket.socket:
         except OSError as error:
             failed = f"cannot listen on {address}:{port} for the other processes: {error.strerror}"
             raise ResourceError(
-                f"{failed}; the first node must own that address, and nobody else listen there"
+                f"{failed}; the first node must own that address, and no other program may listen there"
             ) from error
 
 
 def gathered(value: float) -> list[float]:
-    """`value` of every process, by rank. Collective."""
+    """Return `value` of every process, by rank. Collective."""
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64)
     values[dist.get_rank()] = value
     dist.all_reduce(values)

@@ -1,11 +1,11 @@
-"""Starts the processes of a stage on one node: `python -m stages.parallel.ranks OPTIONS -- ARGUMENT…`.
+"""Launcher of a stage's processes on one node: `python -m stages.parallel.ranks OPTIONS -- ARGUMENT…`.
 
-Each is `python ARGUMENT…` with torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment. When
-one fails, the others are ended, and this program exits like the one that failed first, whose rank it prints.
+Each process is `python ARGUMENT…` with torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment.
+When one fails, the others are ended, and this program exits like the one that failed first, whose rank it prints.
 
-Not torchrun: the stores through which its processes meet listen on every interface, ask for no key and unpickle what
-they are sent. The processes of one node meet in a file in memory that nobody else can open (`RENDEZVOUS_FILE`), those
-of several at the first one's address (`processes.py`).
+torchrun is not used: the stores through which its processes meet listen on every interface, ask for no key and unpickle
+what they are sent. The processes of one node meet in a file in memory that no one else can open (`RENDEZVOUS_FILE`),
+those of several nodes at the first node's address (`processes.py`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from stages.core.supervisor import die_with_parent
 RENDEZVOUS_FILE = "LIFECYCLE_RENDEZVOUS_FILE"
 POLL_INTERVAL_S = 0.05
 GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL: a death is to be seen within 10 s, also where others wait for the dead one."""
+"""Seconds between SIGTERM and SIGKILL.
+
+A death must be seen within 10 s, also where others wait for the dead process.
+"""
 
 
 @dataclass
 class Stopping:
-    """Whether this program was asked to end."""
+    """Record of a request to end this program."""
 
     asked: bool = False
 
@@ -37,7 +40,7 @@ class Stopping:
 
 
 def main() -> int:
-    """Run all processes to their end; returns the exit code."""
+    """Run all processes to their end and return the exit code."""
     die_with_parent()
     stopping = Stopping()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -61,12 +64,12 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m stages.parallel.ranks", description=__doc__)
-    parser.add_argument("--processes", type=int, required=True, help="on this node")
+    parser.add_argument("--processes", type=int, required=True, help="number of processes on this node")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--node-rank", type=int, default=0)
-    parser.add_argument("--address", help="of the first of several nodes")
-    parser.add_argument("--port", help="there")
-    parser.add_argument("arguments", nargs="+", help="of Python, after `--`")
+    parser.add_argument("--address", help="address of the first of several nodes")
+    parser.add_argument("--port", help="port on the first node")
+    parser.add_argument("arguments", nargs="+", help="arguments of Python, after `--`")
     return parser.parse_args()
 
 
@@ -87,7 +90,7 @@ def _start(options: argparse.Namespace, local_rank: int, rendezvous: int | None)
 
 
 def _first_failure(ranks: dict[int, subprocess.Popen[bytes]], stopping: Stopping) -> int | None:
-    """The rank that failed first; None when all succeeded, or this program was asked to end."""
+    """Return the rank that failed first; None when all succeeded, or this program was asked to end."""
     while not stopping.asked:
         codes = {rank: process.poll() for rank, process in ranks.items()}
         failed = [rank for rank, code in codes.items() if code]
@@ -100,7 +103,7 @@ def _first_failure(ranks: dict[int, subprocess.Popen[bytes]], stopping: Stopping
 
 
 def _end(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
-    """SIGTERM, some grace, SIGKILL; returns when all have ended."""
+    """Send SIGTERM, after some grace SIGKILL, and wait until all have ended."""
     for process in ranks.values():
         process.terminate()
     deadline_s = time.monotonic() + GRACE_S

@@ -1,4 +1,7 @@
-"""1 where the code in a completion passes the tests of its row, run within limits, else 0."""
+"""Reward by tests: 1 where a completion's code passes the tests of its row within limits, else 0.
+
+This is the parent of the sandbox, which starts and watches `code_program.py`, the child that confines itself.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,15 @@ MIB, GIB = 1 << 20, 1 << 30
 FILE_BYTES = 16 * MIB
 FOLDER_BYTES = 64 * MIB
 WRITTEN_BYTES = 256 * MIB
-"""To files that are deleted by now as well, to pipes, and to what is thrown away."""
+"""Limit on all written bytes: of deleted files, of pipes and of discarded output as well."""
 NUM_FILES = 1000
+"""Limit on files in the code's folder."""
 LOOK_EVERY_S = 0.05
 ANSWER_BYTES = 4096
+"""Limit on the child's answer."""
 PROGRAM = ("-m", "stages.rewards.code_program")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""NumPy starts none then; it would fail, where none may be started."""
+"""Variables that keep NumPy from starting threads, which would fail in the sandbox."""
 PROBE = """
 import fcntl, mmap, os, signal, socket
 
@@ -57,26 +62,28 @@ for refused, *arguments in (
         continue
     raise AssertionError("this was not refused")
 """
+"""Code that tries what the sandbox must refuse, run once to prove that it does."""
 
 
 class CodeReward(CompletionReward):
-    """1 where the completion's code (its last block of Python, or all of it) passes every test of the row, else 0. It
-    runs in a process of its own: no network, no other process or thread, no file outside a folder of its own, no keys.
+    """1 where the completion's code (its last block of Python, or all of it) passes every test of the row, else 0.
+
+    The code runs in its own process: no network, no other process or thread, no file outside its own folder, no keys.
     """
 
     type: Literal["code"]
     tests: str = Field("tests", min_length=1, description="Column of the tests: Python code, or a list of it.")
-    timeout_s: Seconds = Field(10.0, description="Of the code and all its tests.")
-    memory_gib: float = Field(1.0, ge=0.125, le=1024, description="That the process may address.")
+    timeout_s: Seconds = Field(10.0, description="Time limit of the code and all its tests.")
+    memory_gib: float = Field(1.0, ge=0.125, le=1024, description="Limit on the process's address space.")
 
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
-        found = row.get(self.tests)
-        if found is None:
+        content = row.get(self.tests)
+        if content is None:
             return f"has no tests in `{self.tests}`"
-        if not _tests_in(found):
-            shown = shortened(json.dumps(found, default=str), 60)
+        if not _tests_in(content):
+            shown = shortened(json.dumps(content, default=str), 60)
             return f"has no tests in `{self.tests}`, but {shown}; expected code, or a list"
-        for test in _tests_in(found):
+        for test in _tests_in(content):
             try:
                 compile(test, self.tests, "exec")
             except (SyntaxError, ValueError) as error:
@@ -90,14 +97,14 @@ class CodeReward(CompletionReward):
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        """Raises ResourceError where the machine cannot keep code within the limits."""
+        """Yield the scoring function. Raises ResourceError where the machine cannot confine code."""
         passed, answer = self._passes(PROBE, ("assert True",))
         if not Path("/proc/self/io").is_file():
             passed, answer = False, "its kernel does not count what a process writes, in /proc/PID/io"
         if not passed:
             raise ResourceError(
-                f"the reward {name} would run code of a model, which this machine cannot keep within limits "
-                f"({answer or 'what should be refused is not, or not in time'}); it needs Linux 5.13 or later with "
+                f"the reward {name} would run code of a model, which this machine cannot confine "
+                f"({answer or 'forbidden calls were not refused in time'}); it needs Linux 5.13 or later with "
                 "Landlock, seccomp and libseccomp.so.2 (on Debian, libseccomp2)"
             )
         pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
@@ -110,8 +117,8 @@ class CodeReward(CompletionReward):
         return "code in the model's answers, within limits"
 
     def _passes(self, code: str, tests: tuple[str, ...]) -> tuple[bool, str]:
-        """Whether all tests passed in time; and what else the program said."""
-        word = secrets.token_hex()
+        """Return whether all tests passed in time, and the child's answer."""
+        word = secrets.token_hex()  # the child repeats it when all tests pass; the tested code cannot know it
         limits = {
             "cpu_s": math.ceil(self.timeout_s),
             "memory_bytes": int(self.memory_gib * GIB),
@@ -125,7 +132,7 @@ class CodeReward(CompletionReward):
             with subprocess.Popen(command, **pipes, **own) as process:
                 assert process.stdin and process.stdout
                 try:
-                    with contextlib.suppress(BrokenPipeError):  # that it said nothing is the answer
+                    with contextlib.suppress(BrokenPipeError):  # it has ended, so its empty answer fails the test
                         process.stdin.write(json.dumps({"code": code, "tests": tests, "word": word}).encode())
                         process.stdin.close()
                     ended = self._await_end(process, Path(folder))
@@ -135,7 +142,7 @@ class CodeReward(CompletionReward):
         return ended and answer == word, answer
 
     def _await_end(self, process: subprocess.Popen[bytes], folder: Path) -> bool:
-        """Whether it ended by itself, in time and within its share of the disk."""
+        """Return whether the child ended by itself, within its time and its share of the disk."""
         end_s = time.monotonic() + self.timeout_s
         while time.monotonic() < end_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -149,7 +156,7 @@ class CodeReward(CompletionReward):
 def _code_in(text: str) -> str:
     """Return the last block of Python; where there is none, all of the text.
 
-    By lines: an expression for a whole block takes time in proportion to the square of the text.
+    Line by line: a regular expression for a whole block takes quadratic time.
     """
     code = text
     block: list[str] | None = None
@@ -163,14 +170,14 @@ def _code_in(text: str) -> str:
     return code
 
 
-def _tests_in(found: object) -> tuple[str, ...]:
-    """Empty for what holds none."""
-    tests = tuple(found) if isinstance(found, list) else (found,)
+def _tests_in(content: object) -> tuple[str, ...]:
+    """Return the tests in a row's column; empty where there are none."""
+    tests = tuple(content) if isinstance(content, list) else (content,)
     return tests if all(isinstance(test, str) and test.strip() for test in tests) else ()
 
 
 def _is_small(folder: Path) -> bool:
-    """Files lie in the folder itself: the code can make none within it."""
+    """Return whether the folder's files are within the limits; the code cannot make folders in it."""
     num_bytes = 0
     for num_files, file in enumerate(folder.iterdir(), 1):
         with contextlib.suppress(FileNotFoundError):  # gone by now

@@ -1,11 +1,15 @@
-"""Runs code that a model wrote, and tests of it, within limits: `python -m stages.rewards.code_program LIMITS`.
+"""Child of the code sandbox: runs a model's code with tests in a confined process.
 
-LIMITS is JSON: `cpu_s`, `memory_bytes`, `file_bytes`. On the standard input comes JSON: `code`, `tests` (texts), and
-`word`, which is written to what was the standard output when all tests have passed: code that ends the process early
-has not passed. Where the limits cannot be set, what is missing is written instead, and nothing is run.
+`python -m stages.rewards.code_program LIMITS`; LIMITS is JSON: `cpu_s`, `memory_bytes`, `file_bytes`. Standard input is
+JSON: `code`, `tests` (texts), and `word`, which is written to the original standard output when all tests have
+passed: code that ends the process early has not passed. Where the limits cannot be set, the reason is written instead,
+and nothing is run.
 
-This process is all that the code has: it starts no other process and no thread, opens no connection, and writes to the
-folder that it begins in alone. It reads Python and the system's libraries, and no other process's environment.
+The code starts no other process and no thread, opens no connection, and writes only to its first working folder. It
+reads Python and the system's libraries, and no other process's environment. Files are confined by Landlock, which needs
+no privileges (Linux 5.13 and later; https://docs.kernel.org/userspace-api/landlock.html), system calls by seccomp
+(https://man7.org/linux/man-pages/man2/seccomp.2.html) through libseccomp, which knows the calls of each architecture.
+Standard library only: other programs that run people's code import this module, too.
 """
 
 from __future__ import annotations
@@ -34,20 +38,30 @@ PERMITTED = """
     rt_sigsuspend rt_sigtimedwait sched_getaffinity sched_yield select sendfile set_robust_list setitimer sigaltstack
     stat statfs statx symlink symlinkat sysinfo time times umask uname unlink unlinkat write writev
 """
+"""System calls of programs that compute, and read and write files.
+
+Left out are those that open connections, start processes or threads, make folders, touch other processes or the rights
+of files, or let files grow without being written (`fallocate`, shared mappings).
+"""
 FCNTL_COMMANDS = (
     *(fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL),
     *(fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW, fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW),
 )
-"""And F_SETFL without O_ASYNC. Others (F_SETOWN, F_SETSIG, F_NOTIFY, F_SETLEASE) have the kernel send signals, SIGKILL
-as well, to any process of the user.
+"""Permitted commands of fcntl, beside F_SETFL without O_ASYNC.
+
+Others (F_SETOWN, F_SETSIG, F_NOTIFY, F_SETLEASE) make the kernel send signals, SIGKILL included, to any process of the
+user.
 """
 IOCTL_COMMANDS = (0x5450, 0x5451, 0x5421)
-"""FIONCLEX, FIOCLEX, FIONBIO: Python sets flags of its descriptors by them. FIOSETOWN and FIOASYNC are as F_SETOWN."""
+"""Permitted ioctl commands: FIONCLEX, FIOCLEX, FIONBIO, by which Python sets flags of descriptors.
+
+FIOSETOWN and FIOASYNC do what F_SETOWN does.
+"""
 NAMELESS = os.O_TMPFILE & ~os.O_DIRECTORY
 WRITING = os.O_ACCMODE | NAMELESS
-"""A file without a name is in no folder where its size is seen."""
+"""Flags of opening that are compared; a nameless file (O_TMPFILE) would escape the limits on the folder."""
 READ_WITHOUT_TRUNCATION = WRITING | os.O_TRUNC
-"""Landlock before Linux 6.2 would let a file that may be read be emptied."""
+"""Flags compared when opening to read: Landlock before Linux 6.2 does not refuse truncation."""
 SHARING = mmap.MAP_SHARED | mmap.MAP_PRIVATE
 
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
@@ -66,7 +80,10 @@ class Comparison(ctypes.Structure):
 
 
 def permit_computing_only() -> None:
-    """From now on, every other call fails with EPERM. Raises OSError where there is no seccomp or no libseccomp."""
+    """Let every system call but those of computing fail with EPERM from now on.
+
+    Raises OSError where there is no seccomp or no libseccomp.
+    """
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     calls = ctypes.c_void_p(library.seccomp_init(REFUSE))
@@ -107,7 +124,7 @@ def _checked_seccomp(answer: int) -> None:
 
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-"""Numbers of the system calls, on every architecture."""
+"""Numbers of Landlock's system calls, the same on every architecture."""
 VERSION_ONLY = 1
 PATH_BENEATH = 1
 PR_SET_NO_NEW_PRIVS = 38
@@ -118,9 +135,9 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_FOLDER = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 MAKE_DEVICE = 1 << 11
 READING = EXECUTE | READ_FILE | READ_FOLDER
 NUM_RIGHTS = (0, 13, 14, 15, 15, 16)
-"""Of files, by Landlock's version; later ones have as many as the last."""
+"""Number of rights on files by Landlock's version; later versions have as many as the last."""
 NETWORK_VERSION, SCOPE_VERSION = 4, 6
-"""The first with rights of the network, and with scopes."""
+"""First versions of Landlock with rights of the network, and with scopes of signals."""
 BIND_AND_CONNECT = 0b11
 ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 
@@ -128,12 +145,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def landlock_version() -> int:
-    """0 where there is no Landlock."""
+    """Return the version of the kernel's Landlock; 0 where there is none."""
     return max(int(_libc.syscall(CREATE_RULESET, None, 0, VERSION_ONLY)), 0)
 
 
 def hide_other_processes() -> None:
-    """Have the kernel keep the memory and the environment of all processes that run already from this one.
+    """Hide the memory and the environment of all running processes from this one.
 
     Raises OSError where there is no Landlock.
     """
@@ -142,11 +159,11 @@ def hide_other_processes() -> None:
 
 
 def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
-    """Let files be opened beneath these paths alone, of which those that are missing do not count.
+    """Allow opening files only beneath these paths; missing paths are ignored.
 
-    Where the kernel can, no TCP port is opened either, and no signal sent to a process that was not restricted with
-    this one. Owners, modes and times of files, and on Linux before 6.2 their length, are not Landlock's: system calls
-    that change these must be refused besides. Raises OSError where there is no Landlock.
+    Where the kernel can, no TCP port is opened either, and no signal is sent to processes outside this restriction.
+    Landlock does not cover owners, modes and times of files, nor before Linux 6.2 their length: system calls that
+    change these must be refused too. Raises OSError where there is no Landlock.
     """
     known = landlock_version()
     every_right = (1 << NUM_RIGHTS[min(known, len(NUM_RIGHTS) - 1)]) - 1
@@ -158,7 +175,10 @@ def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
 
 
 def _restrict(attributes: bytes, allowed: dict[Path, int]) -> None:
-    """attributes: `struct landlock_ruleset_attr`, as much of it as the kernel knows."""
+    """Make a Landlock ruleset and restrict this process by it.
+
+    attributes: `struct landlock_ruleset_attr`, as much of it as the kernel knows.
+    """
     rules = _checked_errno(_libc.syscall(CREATE_RULESET, attributes, len(attributes), 0))
     for path, rights in allowed.items():
         opened = os.open(path, os.O_PATH)
@@ -198,9 +218,9 @@ READABLE = (
 
 
 def main(limits: str) -> None:
-    """Answers once."""
+    """Confine this process, run the code and its tests, and answer once."""
     asked = json.load(sys.stdin)
-    answers = os.dup(1)
+    answers = os.dup(1)  # the code gets /dev/null as its standard streams
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(nowhere, standard)

@@ -1,4 +1,4 @@
-"""1 where the completion is the reference answer, else 0."""
+"""Reward by equality: 1 where the completion is the reference answer, else 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ExactMatchReward(CompletionReward):
     NEEDS_REFERENCE: ClassVar[bool] = True
 
     type: Literal["exact_match"]
-    ignore_case: bool = Field(False, description="Whether Paris is paris.")
+    ignore_case: bool = Field(False, description="Compare without regard to case.")
 
     def score(self, completion: Completion) -> float:
         assert completion.reference is not None

@@ -1,4 +1,4 @@
-"""1 where the completion consists of the tags that it should have, in their order, else 0."""
+"""Reward by format: 1 where the completion consists of the given tags in their order, else 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FormatReward(CompletionReward):
 
     type: Literal["format"]
     tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")], ...] = Field(
-        ("think", "answer"), min_length=1, description="In this order, each once and with something in it."
+        ("think", "answer"), min_length=1, description="Tags in their order, each once and not empty."
     )
 
     def score(self, completion: Completion) -> float:

@@ -1,4 +1,4 @@
-"""1 where the completion is JSON that a schema describes, else 0."""
+"""Reward by JSON Schema: 1 where the completion is JSON that the schema describes, else 0."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from stages.rewards.reward import Completion, CompletionReward, RewardContext, S
 LIMIT_S = 2.0
 """CPU time of one comparison."""
 GRACE_S = 2.0
+"""Seconds beyond LIMIT_S before the program is ended."""
 
 
 class JsonSchemaReward(CompletionReward):
@@ -49,7 +50,7 @@ class JsonSchemaReward(CompletionReward):
             yield scored_in_time(lambda completion: self._score(program, completion), name, context, LIMIT_S)
 
     def _score(self, program: Program, completion: Completion) -> float:
-        """Raises TimeoutError."""
+        """Return the score. Raises TimeoutError."""
         question = {"schema": self.json_schema, "text": completion.text}
         return float(program.ask_hostile(question, LIMIT_S + GRACE_S))
 

@@ -1,7 +1,7 @@
-"""Compares texts with a JSON Schema: `python -m stages.rewards.json_schema_program CPU_SECONDS`.
+"""Program that compares texts with a JSON Schema: `python -m stages.rewards.json_schema_program CPU_SECONDS`.
 
-A question has `schema` and `text`; its answer is whether the text is JSON that the schema describes. Patterns of a
-schema, its references to itself, and long lists of unique items may take any time.
+A question has `schema` and `text`; the answer is whether the text is JSON that the schema describes. Patterns of a
+schema, its references to itself, and long lists of unique items may take any amount of time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MEMORY_BYTES = 2 << 30
 
 
 def begin() -> Callable[[dict[str, Any]], bool]:
-    """Import the library."""
+    """Import the library and return the function that answers questions."""
     from jsonschema.validators import validator_for
 
     def is_described(question: dict[str, Any]) -> bool:

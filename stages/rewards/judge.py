@@ -1,4 +1,7 @@
-"""What another model says of a completion: any server that speaks OpenAI's API."""
+"""Language model as a judge, on any server with OpenAI's API: its config, its questions, and its kept answers.
+
+Every answer is appended to a file; after a kill the file is read first, so that nothing is asked twice.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,7 @@ Answer B:
 Say in a few sentences what is good and bad about them. Then end with one line: "Better: A", "Better: B", or "Better:
 equal"."""
 PLACE = re.compile(r"\{([a-z]+)\}")
+"""Placeholder in a judge's template."""
 
 
 Scale = tuple[float, float]
@@ -60,31 +64,34 @@ Scale = tuple[float, float]
 
 
 class JudgeConfig(StrictModel, ABC):
-    """A judge: which model of which server, what it is asked, and what it may cost."""
+    """A judge: server and model, question, and limits of its cost."""
 
-    url: str = Field(pattern=r"^https?://[^\s/@]+(/\S*)?$", description="Of the server, up to and with `/v1`.")
-    served_model: str = Field(min_length=1, description="Which, as the server calls it.")
+    url: str = Field(pattern=r"^https?://[^\s/@]+(/\S*)?$", description="Server's address, including `/v1`.")
+    served_model: str = Field(min_length=1, description="Model's name on the server.")
     key_variable: str | None = Field(
-        None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the server's key; default: no key."
+        None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the server's API key; default: no key."
     )
     template: str | None = Field(
         None,
         min_length=1,
-        description="What the judge is asked: a text with {prompt} and {completion}, or with {prompt}, {first} and "
-        "{second}; also {reference}, {least}, {largest}. It ends with `Rating: NUMBER` or `Better: A`; default: ours.",
+        description="Question to the judge: a text with {prompt} and {completion}, or with {prompt}, {first} and "
+        "{second}; also {reference}, {least}, {largest}. It asks for an answer that ends with `Rating: NUMBER` or "
+        "`Better: A`; default: a built-in one.",
     )
-    max_requests: PositiveInt = Field(10_000, description="More are refused, before the first is sent.")
-    max_tokens: PositiveInt = Field(512, description="Of one answer of the judge.")
-    timeout_s: Seconds = Field(120.0, description="Of one request.")
+    max_requests: PositiveInt = Field(
+        10_000, description="Limit on requests; work that needs more is refused before the first."
+    )
+    max_tokens: PositiveInt = Field(512, description="Token limit of one answer of the judge.")
+    timeout_s: Seconds = Field(120.0, description="Time limit of one request.")
 
     @property
     @abstractmethod
     def scale(self) -> Scale | None:
-        """Of ratings; None for a judge that compares two answers."""
+        """Scale of ratings; None for a judge that compares two answers."""
 
     @property
     def asked(self) -> str:
-        """The template."""
+        """Text of the question, with placeholders: the recipe's or ours."""
         return self.template or (RATE if self.scale else COMPARE)
 
     @model_validator(mode="after")
@@ -94,22 +101,22 @@ class JudgeConfig(StrictModel, ABC):
             raise ValueError(f"`least` is {least:g}; expected less than `largest`, {largest:g}")
         needed = {"completion"} if self.scale else {"first", "second"}
         known = needed | {"prompt", "reference"} | ({"least", "largest"} if self.scale else set())
-        found = set(PLACE.findall(self.asked))
-        if found - known or needed - found:
+        used = set(PLACE.findall(self.asked))
+        if used - known or needed - used:
             raise ValueError(
-                f"`template` has {', '.join(sorted(found)) or 'nothing'} in braces; expected "
+                f"`template` has {', '.join(sorted(used)) or 'nothing'} in braces; expected "
                 f"{', '.join(sorted(needed))}, and perhaps {', '.join(sorted(known - needed))}"
             )
         return self
 
 
 class RatingConfig(JudgeConfig):
-    """A judge that gives each answer a number of a scale."""
+    """A judge that rates each answer on a scale."""
 
     least: float = Field(1.0, allow_inf_nan=False, description="Of the scale.")
     largest: float = Field(10.0, allow_inf_nan=False, description="Of the scale.")
     max_unjudged_fraction: float = Field(
-        0.02, ge=0, lt=1, description="Answers that the judge gives no number, of all: more are an error."
+        0.02, ge=0, lt=1, description="Largest share of answers without a number from the judge; more is an error."
     )
 
     @property
@@ -118,10 +125,10 @@ class RatingConfig(JudgeConfig):
 
 
 class PairsConfig(JudgeConfig):
-    """A judge that says which of two answers is better, asked in both orders."""
+    """A judge that compares two answers, asked in both orders."""
 
     max_unjudged_fraction: float = Field(
-        0.02, ge=0, lt=1, description="Pairs of which the judge does not say what is better, of all: more are an error."
+        0.02, ge=0, lt=1, description="Largest share of pairs without a verdict from the judge; more is an error."
     )
 
     @property
@@ -130,8 +137,10 @@ class PairsConfig(JudgeConfig):
 
 
 class JudgeReward(JudgeConfig, Reward):
-    """What a model says of the completion: a number of the scale; or with `compare`, whether it is better than the
-    reference answer (1, 0.5 where they are equal, 0 where it is worse; asked in both orders, the mean of the two).
+    """Rating of the completion by a model; with `compare`, whether it is better than the reference answer.
+
+    A comparison gives 1, 0.5 where they are equal, 0 where it is worse; asked in both orders, it is the mean of the
+    two.
     """
 
     type: Literal["judge"]
@@ -154,8 +163,10 @@ class JudgeReward(JudgeConfig, Reward):
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        """Raises ServerError for a server that refuses, or whose model answers a trial with prose; TransientError for
-        one that does not answer; RecipeError for a variable that is not set.
+        """Try the judge out and yield its scoring function.
+
+        Raises ServerError for a server that refuses, or whose model answers a trial with prose; TransientError for a
+        server that does not answer; RecipeError for an environment variable that is not set.
         """
         with AskedJudge.opened(self, context.kept / f"{name}.jsonl") as judge:
             judge.try_out()
@@ -164,27 +175,32 @@ class JudgeReward(JudgeConfig, Reward):
 
 CONCURRENT_REQUESTS = 8
 NUM_TRIES = 3
-"""Of a judge that answers with prose, and is asked for a number again."""
+"""Requests for a number to a judge that answers with prose."""
 RATING = re.compile(r"\brating(?:\s*\([^)\n]{0,40}\))?[^\w\n]{0,5}[:：=]\W{0,5}?([-−]?\d+(?:\.\d+)?)", re.IGNORECASE)
 BETTER = re.compile(
     r"(?:^[^\w\n]*|(\b))better[^\w\n]{0,5}[:：=]\W{0,8}(?:answer\s+)?\b(A|B|equal)\b"
     r"(?(1)[^\w\n]*$|(?=[^\w\n/&?]*$|[*_\"'`)\]]*\s?[.,;:!(–—-]))",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Both want the colon: "Answer B is better. A is wrong." is no verdict for A. At the beginning of a line a remark may
-follow the verdict; within a line it must be the end.
+"""Verdict of a comparison. Like RATING it needs the colon: "Answer B is better. A is wrong." is no verdict for A.
+
+At the beginning of a line a remark may follow the verdict; within a line it must be the end.
 """
 TRIAL = Completion("What is 1 + 2?", "3", 1, "three", {}, PlainText("What is 1 + 2?", ""))
+"""Question and answer that any judge can rate."""
 TOKENS = ("prompt", "completion")
-"""What usage is counted in, as the API calls it."""
+"""Kinds of tokens in a response's `usage`, as the API calls them."""
 Messages = list[dict[str, str]]
 Tokens = dict[str, int]
-"""Tokens by `TOKENS`; 0 where the server does not say."""
+"""Number of tokens by kind (`TOKENS`); 0 where the server does not say."""
 
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """number: None where it ends with none, though the judge was asked to."""
+    """One answer of a judge.
+
+    number: its rating or verdict; None where it has none, though the judge was asked again.
+    """
 
     text: str
     number: float | None
@@ -192,7 +208,11 @@ class JudgeAnswer:
 
 @dataclass(frozen=True)
 class Opinion:
-    """score: None where the judge gives no number. answers: of the judge, one for each question."""
+    """Judgement of a completion.
+
+    score: None where the judge gave no number.
+    answers: the judge's texts, one for each question.
+    """
 
     score: float | None
     answers: tuple[str, ...]
@@ -200,7 +220,10 @@ class Opinion:
 
 @dataclass
 class AskedJudge:
-    """One judge, and what it said so far: of the messages that it was asked, as JSON."""
+    """A judge with its connection and its answers so far.
+
+    answered: answers by the messages asked, as JSON.
+    """
 
     config: JudgeConfig
     http: httpx.Client
@@ -214,7 +237,10 @@ class AskedJudge:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, config: JudgeConfig, file: Path) -> Iterator[Self]:
-        """file: where its answers are kept, or were. Raises RecipeError for a variable that is not set."""
+        """Connect to the judge and read its earlier answers from `file`, where new ones are kept.
+
+        Raises RecipeError for an environment variable that is not set.
+        """
         key = key_in(config.key_variable, "key_variable")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         pool = ThreadPoolExecutor(CONCURRENT_REQUESTS)
@@ -226,19 +252,21 @@ class AskedJudge:
                 pool.shutdown(cancel_futures=True)
 
     def try_out(self) -> None:
-        """Ask it of an answer that everybody can judge. Raises as `opened` of the reward says."""
+        """Ask about a trivial answer, without keeping it. Raises as `JudgeReward.opened`."""
         for messages in self._questions(TRIAL):
             self._number(messages, keep=False)
 
     def scores(self, completions: Sequence[Completion]) -> Iterator[float]:
-        """Raises DataError for more requests than the recipe lets it make, and at a completion that the judge gives no
-        number; ServerError, TransientError.
+        """Return the score of each completion.
+
+        Raises DataError for more requests than `max_requests`, and at a completion that the judge gives no number;
+        ServerError, TransientError.
         """
         self._check_cost(completions)
         return self.pool.map(self._score, completions)
 
     def opinions(self, completions: Sequence[Completion]) -> Iterator[Opinion]:
-        """Raises as `scores` does, but for completions that the judge gives no number."""
+        """Return the opinion on each completion. Raises as `scores`, but not for missing numbers."""
         self._check_cost(completions)
         return self.pool.map(self._opinion, completions)
 
@@ -260,7 +288,7 @@ class AskedJudge:
         return self._combined([self._number(messages) for messages in self._questions(completion)])
 
     def _combined(self, numbers: Sequence[float]) -> float:
-        """Of one rating, or of a comparison in both orders."""
+        """Return the score: the one rating, or the mean of a comparison in both orders."""
         if self.config.scale:
             return numbers[0]
         first, second = numbers  # as A, then as B
@@ -284,7 +312,7 @@ class AskedJudge:
         ]
 
     def _number(self, messages: Messages, *, keep: bool = True) -> float:
-        """Return the judge's number. Raises DataError when it gives no number, however often it is asked for one."""
+        """Return the judge's number. Raises DataError when it gives none after several requests."""
         answer = self._answer_to(messages, keep=keep)
         if answer.number is None:
             raise DataError(
@@ -295,7 +323,7 @@ class AskedJudge:
         return answer.number
 
     def _answer_to(self, messages: Messages, *, keep: bool = True) -> JudgeAnswer:
-        """The first with a number, or the last without one."""
+        """Return the first answer with a number, or the last one without."""
         question, asked, text = json.dumps(messages), messages, ""
         if known := self.answered.get(question):
             return known
@@ -327,8 +355,10 @@ class AskedJudge:
         return ratings[-1] if ratings and least <= ratings[-1] <= largest else None
 
     def _answer(self, messages: Messages) -> tuple[str, Tokens]:
-        """Raises ServerError for a refusal, TransientError when it is gone for good, DataError for one request more
-        than `max_requests`.
+        """Send one request, again while the server is busy; return its text and token usage.
+
+        Raises ServerError for a refusal, TransientError when the server is gone, DataError for more requests than
+        `max_requests`.
         """
         import httpx  # a recipe is read without it
 
@@ -357,7 +387,7 @@ class AskedJudge:
         return redact(answer.choices[0].message.content or "", [self.key] if self.key else []), usage
 
     def _keep(self, question: str, answer: JudgeAnswer, usage: Tokens) -> None:
-        """Every answer, also one of prose: it has cost what it says."""
+        """Append an answer to the file, also one of prose, since its tokens count as cost."""
         with self.lock:
             if question in self.answered:
                 return
@@ -370,7 +400,10 @@ class AskedJudge:
 
 
 def bounded(judge: AskedJudge, completions: Sequence[Completion], what: str, max_fraction: float) -> Iterator[Opinion]:
-    """Opinions of all. Raises DataError as soon as more than this share of them has no number."""
+    """Yield opinions on all completions.
+
+    Raises DataError as soon as more than `max_fraction` of them have no number.
+    """
     unjudged: list[Opinion] = []
     for opinion in judge.opinions(completions):
         unjudged += [opinion] if opinion.score is None else []
@@ -384,7 +417,7 @@ def bounded(judge: AskedJudge, completions: Sequence[Completion], what: str, max
 
 
 def cost_metrics(file: Path) -> dict[str, float]:
-    """What was asked of a judge in all attempts, and the tokens that it counts, by the file of its answers."""
+    """Return the number of requests to a judge and its tokens over all attempts, from the file of its answers."""
     lines = kept_lines(file)
     tokens = {f"judge_{name}_tokens": float(sum(line["tokens"][name] for line in lines)) for name in TOKENS}
     return {"judge_requests": float(len(lines)), **tokens}
@@ -400,12 +433,12 @@ def _filled(template: str, values: dict[str, str]) -> str:
 
 
 def kept_lines(file: Path) -> list[dict[str, Any]]:
-    """What was kept; a kill may have torn the last line, which is taken out of the file."""
+    """Return the lines of a file of answers, without a last line that a kill cut off."""
     remove_cut_off_line(file)
     return read_json_lines(file) if file.exists() else []
 
 
 def _answered(lines: Sequence[Mapping[str, Any]]) -> dict[str, JudgeAnswer]:
-    """By what was asked."""
+    """Return answers with a number by the messages asked, as JSON."""
     numbered = (line for line in lines if line["number"] is not None)
     return {json.dumps(line["messages"]): JudgeAnswer(line["answer"], line["number"]) for line in numbered}

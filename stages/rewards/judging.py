@@ -1,4 +1,4 @@
-"""Completions → what each of a recipe's rewards says of them, and the weighted sum."""
+"""Scoring of completions by all rewards of a recipe, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from stages.core.errors import DataError, LifecycleError
 from stages.rewards.reward import Completion, Reward, RewardContext, Scores
 
 Named = tuple[str, Completion]
-"""What errors call a completion, and the completion."""
+"""Name of a completion in errors, and the completion."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """rewards: by the names that the recipe gives them. total: their weighted sum."""
+    """Score of a completion.
+
+    rewards: each reward by the recipe's name for it.
+    total: their weighted sum.
+    """
 
     rewards: Mapping[str, float]
     total: float
@@ -26,24 +30,30 @@ Judge = Callable[[Sequence[Named]], list[Judgement]]
 
 @contextlib.contextmanager
 def judging(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[Judge]:
-    """What judges completions, many at a time and as often as there are some.
+    """Open all rewards and yield the function that scores completions, which may be called repeatedly.
 
-    Raises a LifecycleError that names the reward which cannot work. The judge raises DataError for a completion that
+    Raises a LifecycleError that names the reward which cannot work. The function raises DataError for a completion that
     cannot be judged, and for a number that is not finite or not within the reward's bounds.
     """
     with contextlib.ExitStack() as stack:
         opened = {name: stack.enter_context(_opened(name, reward, context)) for name, reward in rewards.items()}
 
         def judge(completions: Sequence[Named]) -> list[Judgement]:
-            found = [_scored(name, rewards[name], scores, completions) for name, scores in opened.items()]
-            by_completion = [dict(zip(rewards, values, strict=True)) for values in zip(*found, strict=True)]
-            return [_summed(rewards, one) for one in by_completion or ({} for _ in completions)]
+            by_reward = [_scored(name, rewards[name], scores, completions) for name, scores in opened.items()]
+            by_completion = [dict(zip(rewards, values, strict=True)) for values in zip(*by_reward, strict=True)]
+            return [
+                Judgement(values, sum(rewards[name].weight * value for name, value in values.items()))
+                for values in by_completion or ({} for _ in completions)
+            ]
 
         yield judge
 
 
 def opening_problems(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[tuple[str, LifecycleError]]:
-    """Name and error of each reward that cannot work, such as a file that does not import: each is opened once."""
+    """Yield name and error of each reward that cannot work, such as a file that cannot be imported.
+
+    Each reward is opened once.
+    """
     for name, reward in rewards.items():
         try:
             with reward.opened(name, context):
@@ -68,17 +78,14 @@ def _scored(name: str, reward: Reward, scores: Scores, completions: Sequence[Nam
     except DataError as error:
         raise DataError(f"the reward {name}: {error}") from error
     least, largest = reward.bounds
-    found: list[float] = []
+    values: list[float] = []
     for place, _ in completions:
         try:
-            found.append(next(given))
+            value = next(given)
         except DataError as error:
             raise DataError(f"{place}: the reward {name}: {error}") from error
-        if not least <= found[-1] <= largest or abs(found[-1]) == float("inf"):
+        if not least <= value <= largest or abs(value) == float("inf"):
             expected = "a finite number" if largest == float("inf") else f"a number from {least:g} to {largest:g}"
-            raise DataError(f"{place}: the reward {name} is {found[-1]:g}; expected {expected}")
-    return found
-
-
-def _summed(rewards: Mapping[str, Reward], found: Mapping[str, float]) -> Judgement:
-    return Judgement(found, sum(rewards[name].weight * value for name, value in found.items()))
+            raise DataError(f"{place}: the reward {name} is {value:g}; expected {expected}")
+        values.append(value)
+    return values

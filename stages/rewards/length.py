@@ -1,4 +1,4 @@
-"""Punishes completions that are too long, the more so the longer they are."""
+"""Penalty on long completions, which grows with their length."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from stages.rewards.reward import Completion, CompletionReward
 
 
 class LengthReward(CompletionReward):
-    """0 for a short completion, -1 for one of over `max_tokens`, in between where it comes near (DAPO, Yu et al. 2025,
-    equation 13).
-    """
+    """0 for a short completion, -1 beyond `max_tokens`, linear in between (DAPO, Yu et al. 2025, equation 13)."""
 
     type: Literal["length"]
-    max_tokens: PositiveInt = Field(description="Longer ones have the full punishment.")
-    soft_tokens: NonNegativeInt = Field(0, description="So many before that, the punishment begins.")
+    max_tokens: PositiveInt = Field(description="Length beyond which the penalty is full.")
+    soft_tokens: NonNegativeInt = Field(0, description="Tokens before `max_tokens` at which the penalty begins.")
 
     @model_validator(mode="after")
     def _begins_somewhere(self) -> Self:

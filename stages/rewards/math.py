@@ -1,4 +1,4 @@
-"""1 where the answer in the completion is mathematically that of the reference, else 0 or less."""
+"""Reward by mathematical equality of the completion's answer with the reference."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from stages.core.redaction import quoted
 from stages.rewards.reward import Completion, CompletionReward, RewardContext, RowCheck, Scores, scored_in_time
 
 GRACE_S = 1.0
-"""Beyond the program's own limit, for a step that it cannot interrupt."""
+"""Seconds beyond the program's own limit, for a step that it cannot interrupt."""
 MAX_ENDLESS_ROWS = 5
-"""More of them, and each would be waited for."""
+"""Right answers that may time out while rows are checked, since each costs the full time limit."""
 
 
 class MathReward(CompletionReward):
-    r"""1 where the completion's answer (in `\boxed{}`, in LaTeX, or a number) equals the reference's in value, such as
-    `\frac{1}{2}` and 0.5; 0 where it does not, `no_answer` where there is none to be found.
+    r"""1 where the completion's answer (in `\boxed{}`, in LaTeX, or a number) equals the reference in value, else 0.
+
+    `\frac{1}{2}` equals 0.5; `no_answer` where the completion has no answer.
     """
 
     NEEDS_REFERENCE: ClassVar[bool] = True
 
     type: Literal["math"]
-    no_answer: float = Field(-1.0, lt=1, allow_inf_nan=False, description="For a completion without an answer.")
-    timeout_s: Seconds = Field(5.0, description="Of one comparison; one that takes longer counts as wrong.")
+    no_answer: float = Field(-1.0, lt=1, allow_inf_nan=False, description="Score of a completion without an answer.")
+    timeout_s: Seconds = Field(5.0, description="Time limit of one comparison; beyond it the answer counts as wrong.")
 
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
         with self.row_checks() as check:
@@ -37,7 +38,10 @@ class MathReward(CompletionReward):
 
     @contextmanager
     def row_checks(self) -> Iterator[RowCheck]:
-        """Raises DataError at the row after `MAX_ENDLESS_ROWS` that cannot be read in time."""
+        """Yield the check of rows' right answers.
+
+        It raises DataError at the row after `MAX_ENDLESS_ROWS` that cannot be read in time.
+        """
         num_endless = 0
 
         def check(reference: str | None, row: Mapping[str, Any]) -> str | None:
@@ -72,13 +76,13 @@ class MathReward(CompletionReward):
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
         with self._program() as program:
             program.start()
-            yield scored_in_time(lambda one: self._score(program, one), name, context, self.timeout_s)
+            yield scored_in_time(lambda completion: self._score(program, completion), name, context, self.timeout_s)
 
     def _program(self) -> Program:
         return Program("stages.rewards.math_program", str(self.timeout_s))
 
     def _score(self, program: Program, completion: Completion) -> float:
-        """Raises TimeoutError."""
+        """Return the score. Raises TimeoutError."""
         outcome = self._asked(program, text=completion.text, reference=completion.reference)
         return {"right": 1.0, "no answer": self.no_answer}.get(outcome, 0.0)
 

@@ -1,7 +1,8 @@
-"""Compares answers of models with right ones: `python -m stages.rewards.math_program CPU_SECONDS`.
+"""Program that compares a model's answers with right ones: `python -m stages.rewards.math_program CPU_SECONDS`.
 
-A question has the model's `text` and the right answer, `reference`: `right`, `wrong` or `no answer`. One without a
-text asks whether the right answer is mathematics. Some formulas never end, or take any amount of memory.
+A question has the model's `text` and the right answer, `reference`; the answer is `right`, `wrong` or `no answer`. A
+question without a text asks whether the right answer is mathematics. Some formulas never end, or take any amount of
+memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WORDS = re.compile(r"(?<!\\)\b[^\W\d_]{3,}")
 
 
 def begin() -> Callable[[dict[str, str]], str | bool]:
-    """Import the library, which takes a second, and use it once."""
+    """Import the library, which takes a second, use it once, and return the function that answers questions."""
     logging.disable()
     compared("$1$", "1")
 
@@ -37,9 +38,9 @@ def begin() -> Callable[[dict[str, str]], str | bool]:
 
 
 def reference_in(text: str) -> list[Any]:
-    """Return what a right answer may be read as; nothing for one that is no mathematics.
+    """Return the values that a right answer may be read as; empty for one that is no mathematics.
 
-    The library looks for formulas between marks, and for numbers elsewhere: an answer that is a bare formula is marked.
+    The library looks for formulas between marks, and for numbers elsewhere: a bare formula is put between marks.
     """
     from math_verify import parse
 
@@ -51,10 +52,10 @@ def compared(text: str, reference: str) -> str:
     """Return `right`, `wrong` or `no answer`."""
     from math_verify import parse, verify
 
-    found = parse(text, parsing_timeout=None)
-    if not found:
+    answers = parse(text, parsing_timeout=None)
+    if not answers:
         return "no answer"
-    return "right" if verify(reference_in(reference), found, timeout_seconds=None) else "wrong"
+    return "right" if verify(reference_in(reference), answers, timeout_seconds=None) else "wrong"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""1 where the last number in the completion is the last one in the reference answer, else 0."""
+"""Reward by number: 1 where the last numbers of completion and reference answer agree, else 0."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ NUMBER = re.compile(
         (?:[eE][-+]?\d{1,3}\b)?""",
     re.VERBOSE,
 )
-"""1,234.5, -7, .5, 6e3; a point that ends a sentence is none of it."""
+"""Pattern of numbers such as 1,234.5, -7, .5 and 6e3; a period that ends a sentence is not part of one."""
 
 
 class NumberReward(CompletionReward):
-    """1 where the last number in the completion is, within `tolerance`, that in the reference answer, else 0."""
+    """1 where the last number in the completion is within `tolerance` of the last in the reference answer, else 0."""
 
     NEEDS_REFERENCE: ClassVar[bool] = True
 
     type: Literal["number"]
-    tolerance: float = Field(0.0, ge=0, allow_inf_nan=False, description="By which they may differ.")
+    tolerance: float = Field(0.0, ge=0, allow_inf_nan=False, description="Largest difference that counts as equal.")
 
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
         if reference is None or _last_number(reference) is not None:

@@ -1,4 +1,4 @@
-"""A person's own reward: a function of a Python file, run in a process of its own."""
+"""Reward by a Python function of the recipe's author, run in its own process."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from stages.rewards.reward import Completion, CompletionReward, RewardContext, S
 
 
 class PythonReward(CompletionReward):
-    """What a function of the recipe's own says: `score(prompt, completion, reference, row) -> float`."""
+    """Value of a function in the recipe's Python file: `score(prompt, completion, reference, row) -> float`."""
 
     type: Literal["python"]
-    file: OutsidePath = Field(description="Python file; what is in it is identity.")
-    function: str = Field("score", pattern=r"^[A-Za-z_]\w*$", description="Its name.")
-    timeout_s: PositiveFloat = Field(60.0, description="Of one call; the first one also imports the file.")
+    file: OutsidePath = Field(description="Python file; its content is identity.")
+    function: str = Field("score", pattern=r"^[A-Za-z_]\w*$", description="Name of the function.")
+    timeout_s: PositiveFloat = Field(60.0, description="Time limit of one call; the first call also imports the file.")
     minimum: Annotated[float | None, AddedLater()] = Field(
-        None, allow_inf_nan=False, description="Least number that it may give; default: any."
+        None, allow_inf_nan=False, description="Least number that the function may return; default: any."
     )
     maximum: Annotated[float | None, AddedLater()] = Field(
-        None, allow_inf_nan=False, description="Largest number that it may give; default: any."
+        None, allow_inf_nan=False, description="Largest number that the function may return; default: any."
     )
 
     def score(self, completion: Completion) -> float:
@@ -40,7 +40,10 @@ class PythonReward(CompletionReward):
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        """Raises DataError for a file that cannot be imported, or has no such function."""
+        """Start the function's process and yield the scoring function.
+
+        Raises DataError for a file that cannot be imported, or has no such function.
+        """
         if not code_program.landlock_version():
             context.warn(
                 f"the reward {name} runs {self.custom_code()}, which can read the stage's environment on this machine: "
@@ -82,7 +85,7 @@ class PythonReward(CompletionReward):
             ) from error
 
     def _answer(self, answered: Callable[[], Any]) -> Any:
-        """Return the program's answer. Raises DataError for an error, and for none in time."""
+        """Return the program's answer. Raises DataError for an error, and for no answer in time."""
         try:
             return answered()
         except TimeoutError as error:

@@ -1,7 +1,7 @@
-"""Runs a function of a person's file for each completion: `python -m stages.rewards.python_program FILE FUNCTION`.
+"""Program that calls an author's reward function: `python -m stages.rewards.python_program FILE FUNCTION`.
 
-A question is a completion; its answer is the score, whatever the function returned. Neither the environment nor the
-memory of the stage, which has keys of servers, is within the function's reach.
+A question is a completion; the answer is the score, whatever the function returned. The function cannot reach the
+environment nor the memory of the stage, which has keys of servers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ARGUMENTS = ("prompt", "completion", "reference", "row")
 
 
 def begin(file: str, function: str) -> Callable[[dict[str, Any]], Any]:
-    """Import the file. Raises RefusedError for one that has no such function."""
+    """Import the file and return the scoring function. Raises RefusedError for a file without such a function."""
     with contextlib.suppress(OSError):  # without Landlock, which the stage warns of
         code_program.hide_other_processes()
     sys.path.insert(0, str(Path(file).parent))  # for what the file imports from beside it
@@ -43,7 +43,7 @@ def begin(file: str, function: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def _unlike_a_score(score: object) -> str | None:
-    """Return why it cannot be called as it will be, as far as its signature tells."""
+    """Return why the function cannot be called with our arguments, as far as its signature shows."""
     if not callable(score):
         return f"is {type(score).__name__}; expected a function"
     with contextlib.suppress(ValueError):  # some of C have no signature

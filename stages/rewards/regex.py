@@ -1,4 +1,4 @@
-"""1 where a pattern is found in the completion, else 0."""
+"""Reward by pattern: 1 where a regular expression matches within the completion, else 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class RegexReward(CompletionReward):
     r"""1 where the pattern is found in the completion, else 0; `\A` and `\Z` are its beginning and end."""
 
     type: Literal["regex"]
-    pattern: str = Field(min_length=1, description="As Python has them; `.` is any character but a line end.")
+    pattern: str = Field(
+        min_length=1, description="Regular expression in Python's syntax; `.` is any character but a line end."
+    )
 
     @field_validator("pattern")
     @classmethod
@@ -39,5 +41,5 @@ class RegexReward(CompletionReward):
             yield scored_in_time(lambda completion: self._score(patterns, completion), name, context, LIMIT_S)
 
     def _score(self, patterns: Patterns, completion: Completion) -> float:
-        """Raises TimeoutError."""
+        """Return the score. Raises TimeoutError."""
         return float(patterns.first_matches([self.pattern], [completion.text], "search") == [0])

@@ -1,4 +1,4 @@
-"""The rewards there are. A new one is a module beside this file and one line here."""
+"""Registry of rewards. A new reward is a module beside this file and one line here."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ REWARDS: tuple[type[Reward], ...] = (
     PythonReward,
 )
 
-if TYPE_CHECKING:  # what there is depends on the registry, which no type checker runs
+if TYPE_CHECKING:  # the union depends on the registry, which no type checker runs
     AnyReward = Reward
 else:
     AnyReward = Annotated[Union[REWARDS], Field(discriminator="type")]  # noqa: UP007
 
 RewardName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
-"""As recipes and metrics have it."""
+"""Name of a reward, as recipes and metrics have it."""

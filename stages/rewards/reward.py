@@ -1,6 +1,6 @@
-"""What a reward is: a judge of a completion, which gives a number. A module a reward, a line in `registry.py`.
+"""Protocol of rewards: configs that judge completions by a number. A module a reward, a line in `registry.py`.
 
-A reward's config is what a recipe says of it, and the judge itself; it is light, as all configs are.
+A reward's config is light, as all configs are; what it needs to judge is opened when it judges.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from stages.data.messages import Document
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model answered. prompt: as the model was asked, special tokens included; document: the same before the
-    model's chat template rendered it. reference: the right answer, where the dataset has one. row: of the dataset.
+    """A model's answer, as rewards get it.
+
+    prompt: text that the model was asked, special tokens included.
+    reference: the right answer, where the dataset has one.
+    row: the row of the dataset.
+    document: the prompt before the model's chat template rendered it.
     """
 
     prompt: str
@@ -34,18 +38,22 @@ class Completion:
 
 
 Scores = Callable[[Sequence[Completion]], Iterator[float]]
-"""A number for each completion, in their order. Raises DataError at the one that cannot be judged."""
+"""Function from completions to a number for each, in their order.
+
+Raises DataError at the completion that cannot be judged.
+"""
 
 RowCheck = Callable[[str | None, Mapping[str, Any]], str | None]
-"""From a row's right answer and the row to why no completion of its prompt could be judged; None where it could."""
+"""Function from a row's right answer and the row to the reason why no completion of it could be judged, or None."""
 
 
 @dataclass(frozen=True)
 class RewardContext:
-    """What rewards have of the stage that they work in.
+    """The stage in which rewards work.
 
-    inputs: stage name → folder of its artifact. kept: folder, made when needed, whose files belong to the artifact and
-    outlive a kill. warn: tells people.
+    inputs: stage name → folder of its artifact.
+    kept: folder, made when needed, whose files belong to the artifact and outlive a kill.
+    warn: reports a warning to people.
     """
 
     inputs: Mapping[str, Path]
@@ -54,19 +62,20 @@ class RewardContext:
 
 
 class Reward(StrictModel, ABC):
-    """Fields that all rewards have, and how they judge."""
+    """Base of all rewards: common fields, and the functions that check rows and judge."""
 
     NEEDS_REFERENCE: ClassVar[bool] = False
-    """Whether it can only judge where the dataset has the right answer."""
+    """Whether it can judge only where the dataset has the right answer."""
 
     type: str
-    weight: float = Field(1.0, allow_inf_nan=False, description="How much it counts in the sum of all rewards.")
+    weight: float = Field(1.0, allow_inf_nan=False, description="Weight in the sum of all rewards.")
 
     @abstractmethod
     def opened(self, name: str, context: RewardContext) -> contextlib.AbstractContextManager[Scores]:
-        """What judges many completions, with whatever it needs for that; `name` is what the recipe calls it.
+        """Open whatever it needs to judge many completions, and yield the scoring function.
 
-        Raises a LifecycleError for what is missing, such as a server that does not answer.
+        `name` is the recipe's name for it. Raises a LifecycleError for something missing, such as a server that does
+        not answer.
         """
 
     @property
@@ -75,7 +84,7 @@ class Reward(StrictModel, ABC):
         return -math.inf, math.inf
 
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
-        """Return why it could judge no completion of a row's prompt, such as `has no tests`; None where it could."""
+        """Return why no completion of a row's prompt could be judged, such as `has no tests`; None where it could."""
         return None
 
     @contextlib.contextmanager
@@ -84,22 +93,22 @@ class Reward(StrictModel, ABC):
         yield self.row_problem
 
     def custom_code(self) -> str | None:
-        """Code of the recipe's that it runs, such as `rewards.py:score`."""
+        """Return the name of the recipe's code that it runs, such as `rewards.py:score`; None where there is none."""
         return None
 
     @model_validator(mode="after")
     def _counts(self) -> Self:
         if self.weight == 0:
-            raise ValueError("`weight` is 0, so it would count for nothing; expected another number, or remove it")
+            raise ValueError("`weight` is 0, so the reward would have no effect; expected another number, or remove it")
         return self
 
 
 class CompletionReward(Reward):
-    """One that judges each completion by itself, and needs nothing of the stage for it."""
+    """Base of rewards that judge each completion by itself, and need nothing of the stage for it."""
 
     @abstractmethod
     def score(self, completion: Completion) -> float:
-        """The number. Raises DataError for what cannot be judged."""
+        """Return the number. Raises DataError for a completion that cannot be judged."""
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
@@ -107,7 +116,7 @@ class CompletionReward(Reward):
 
 
 def scored_in_time(score: Callable[[Completion], float], name: str, context: RewardContext, limit_s: float) -> Scores:
-    """Return what scores many completions: 0 and a warning for those at which `score` raises TimeoutError."""
+    """Return a scoring function that gives 0 and warns where `score` raises TimeoutError."""
 
     def scores(completions: Sequence[Completion]) -> Iterator[float]:
         num_late = 0

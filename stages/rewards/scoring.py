@@ -1,4 +1,4 @@
-"""A reward model's folder → the number that it gives each completion, many at a time."""
+"""Scoring of completions in batches by a reward model in a folder."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from stages.models.recorded import noted_date
 from stages.rewards.reward import Completion
 
 BATCH_TOKENS = 8192
-"""Padding included."""
+"""Tokens of a batch, padding included."""
 
 
 class Scorer:
-    """Judges completions; the model is read when the first ones are there."""
+    """Scores completions by a reward model, which is read when the first ones are there."""
 
     def __init__(self, folder: Path) -> None:
-        """folder: the model's. Raises ModelError when there is no usable tokenizer."""
+        """Read the tokenizer of the model `folder`. Raises ModelError when there is no usable one."""
         self._folder = folder
         self._device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         date = noted_date(folder) or DEFAULT_DATE
         self._tokenizer = DocumentTokenizer(folder, None, "all", template_date=date)
 
     def __call__(self, completions: Sequence[Completion]) -> Iterator[float]:
-        """Raises DataError at a completion that the model cannot read."""
-        encoded = [self._encoded(one) for one in completions]
-        scores = iter(self._scores([one for one in encoded if not isinstance(one, DataError)]))
-        for one in encoded:
-            if isinstance(one, DataError):
-                raise one
+        """Yield the score of each completion. Raises DataError at a completion that the model cannot read."""
+        encoded = [self._encoded(completion) for completion in completions]
+        scores = iter(self._scores([tokens for tokens in encoded if not isinstance(tokens, DataError)]))
+        for tokens in encoded:
+            if isinstance(tokens, DataError):
+                raise tokens
             yield next(scores)
 
     @cached_property
@@ -53,7 +53,7 @@ class Scorer:
         return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
 
     def _encoded(self, completion: Completion) -> list[int] | DataError:
-        """Token ids of what was asked and answered."""
+        """Return the token ids of prompt and answer, or the error of one that cannot be encoded."""
         try:
             (tokens,) = self._tokenizer.encode([self._tokenizer.render(_answered(completion))])
         except RowError as error:
@@ -65,14 +65,14 @@ class Scorer:
         return [int(token) for token in tokens.ids]
 
     def _scores(self, rows: list[list[int]]) -> list[float]:
-        """In the order of the rows."""
-        order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))  # alike long ones pad each other little
-        found: dict[int, float] = {}
+        """Return the scores in the order of the rows."""
+        order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))  # equal lengths need little padding
+        scores: dict[int, float] = {}
         while order:
             size = max(1, BATCH_TOKENS // len(rows[order[0]])) if self._padding is not None else 1
             batch, order = order[:size], order[size:]
-            found |= zip(batch, self._forward([rows[number] for number in batch]), strict=True)
-        return [found[number] for number in range(len(rows))]
+            scores |= zip(batch, self._forward([rows[number] for number in batch]), strict=True)
+        return [scores[number] for number in range(len(rows))]
 
     @property
     def _padding(self) -> int | None:
@@ -91,7 +91,7 @@ class Scorer:
 
 
 def check_score_head(folder: Path) -> None:
-    """Raise ModelError unless the model gives one number an answer."""
+    """Raise ModelError unless the model gives one number per answer."""
     config = json.loads((folder / "config.json").read_text())
     architectures = config.get("architectures") or []
     num_labels = len(config.get("id2label") or ("LABEL_0", "LABEL_1"))  # Transformers' default is two

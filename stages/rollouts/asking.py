@@ -1,6 +1,6 @@
-"""Requests for completions, asked of a server many at a time.
+"""Requests for completions to a server, many at a time, and sampling of a dataset's prompts into a file.
 
-By aiohttp: on the cores that a server on a CPU needs, a request costs a tenth of what httpx takes for it.
+By aiohttp: on the cores that a server on a CPU needs, a request costs a tenth of httpx's time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stages.serving.client import COMPLETIONS, Client
 from stages.serving.completions import Choice, Choices, answer_bytes
 
 Request = dict[str, Any]
-"""Of `/v1/completions`."""
+"""Body of a request to `/v1/completions`."""
 Answer = Choices[Choice]
 Job = TypeVar("Job")
 
@@ -37,10 +37,10 @@ def ask_all(
     keep: Callable[[Job, Request, Answer], None],
     stall_s: float | None = None,
 ) -> None:
-    """`keep` is called with each answer as it arrives; which request it answers, its caller calls a job.
+    """Send all requests and pass each answer to `keep` as it arrives, with the job that the request stands for.
 
-    Raises ServerError for a request that is refused, TransientError when the server is gone for good, or gives no
-    answer at all for `stall_s` seconds.
+    Raises ServerError for a request that is refused, TransientError when the server is gone, or gives no answer at all
+    for `stall_s` seconds.
     """
     asyncio.run(_ask_all(client, requests, concurrent, keep, stall_s))
 
@@ -82,7 +82,7 @@ async def _ask_all(
 
 
 async def _answer(http: aiohttp.ClientSession, expected: Expected, url: str, request: Request) -> Answer:
-    """Ask once, and again a few times while the server is busy or does not answer."""
+    """Send one request, again a few times while the server is busy or does not answer."""
     backoff = RetryBackoff("asking for a completion")
     while True:
         try:
@@ -100,7 +100,7 @@ PromptSample = tuple[int, int]
 
 
 class Sample(StrictModel):
-    """A completion of the prompt number `prompt`. truncated: it was cut off at `max_tokens`."""
+    """A completion of the prompt with number `prompt`; truncated: it was cut off at `max_tokens`."""
 
     prompt: int
     sample: int
@@ -117,29 +117,31 @@ def sample_all(
     kept: Path,
     report: Callable[[int, int], None],
 ) -> list[Sample]:
-    """`num_samples` completions of each prompt, given as token ids; in the order of the prompts.
+    """Return `num_samples` completions of each prompt (token ids), in the order of the prompts.
 
-    kept: file of those that were asked before. report(asked, all) is called after each.
-    Raises ServerError for a request that is refused, TransientError when the server is gone for good.
+    kept: file that each completion is appended to; completions in it are not asked for again. report(done, all): called
+    after each.
+
+    Raises ServerError for a request that is refused, TransientError when the server is gone.
     """
-    found = {(one.prompt, one.sample): one for one in _read(kept)}
+    samples = {(sample.prompt, sample.sample): sample for sample in _read(kept)}
     jobs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(options.num_samples)]
     with kept.open("a", encoding="utf-8") as stream:
 
         def keep(job: PromptSample, request: Request, answer: Answer) -> None:
-            found[job] = sample = _sample(job, request, answer)
+            samples[job] = sample = _sample(job, request, answer)
             stream.write(sample.model_dump_json() + "\n")
             stream.flush()
-            report(len(found), len(jobs))
+            report(len(samples), len(jobs))
 
-        missing = (job for job in jobs if job not in found)
+        missing = (job for job in jobs if job not in samples)
         requests = ((job, _request(client.model, prompts[job[0]], options, seed_of(options, *job))) for job in missing)
         ask_all(client, requests, options.concurrent_requests, keep)
-    return [found[job] for job in jobs]
+    return [samples[job] for job in jobs]
 
 
 def seed_of(options: SamplingOptions, prompt: int, sample: int) -> int:
-    """Of one completion: no two share one, and the same recipe has the same."""
+    """Return the seed of one completion, a function of the recipe's seed, the prompt's and the sample's number."""
     return int(np.random.SeedSequence((options.seed, prompt, sample)).generate_state(1)[0]) >> 1
 
 
@@ -170,7 +172,7 @@ def _request(model: str, prompt: list[int], options: SamplingOptions, seed: int)
 
 
 def _read(kept: Path) -> Iterator[Sample]:
-    """Those that were written whole: a kill may have torn the last line, which is taken out of the file."""
+    """Yield the samples in a file, without a last line that a kill cut off; that line is removed from the file."""
     remove_cut_off_line(kept)
     for line in kept.read_bytes().splitlines() if kept.exists() else ():
         with suppress(ValidationError):

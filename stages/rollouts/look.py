@@ -1,4 +1,4 @@
-"""Prompts as a person looks at them, before any model is asked."""
+"""Preview of prompts for `lifecycle look`, before any model is asked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.rollouts.prompts import AskedPrompt
 
 
 def look_at_prompts(prompts: Sequence[AskedPrompt], tokenizer_folder: Path, num_rows: int) -> DataLook:
-    """The first `num_rows` of them with their right answers, and counts of all."""
+    """Return the first `num_rows` prompts with their right answers, and counts of all."""
     lengths = np.array([len(one.token_ids) for one in prompts])
     tokenizer = DocumentTokenizer(tokenizer_folder, None, "assistant")
     portion = ShownPortion(
@@ -43,5 +43,5 @@ def _row(asked: AskedPrompt, tokenizer: DocumentTokenizer) -> ShownRow:
 
 
 def _answer(reference: str) -> ShownDocument:
-    """It is compared with, and no token of it is given to the model."""
+    """Return the right answer as a document to show; the model is never given its tokens."""
     return ShownDocument(name="right answer", num_tokens=0, num_target_tokens=0, pieces=(Piece(text=reference),))

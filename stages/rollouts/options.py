@@ -1,4 +1,4 @@
-"""What decides how a dataset's rows are asked, and answers are sampled: light, a config gives it without torch."""
+"""Options of asking a dataset's rows and of sampling answers. Light: configs import it without torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from stages.rewards.reward import Reward
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Which rows are asked, and how. Fields that are None: as the row and the model's folder have it.
+    """Which rows are asked, and how. Fields that are None follow the row and the model's folder.
 
-    limit: rows from the first on. reference: column of the right answer, which a recipe names in `reference_field`.
-    system: of chats that have none. rewards: some need the right answer. columns: name in the rows → name that formats
-    have.
+    limit: number of rows, from the first on.
+    reference: column of the right answer.
+    reference_field: the recipe's field that names this column, for messages.
+    system: system message for chats that have none.
+    rewards: rewards by name; some need the right answer.
+    columns: name in the rows → name that formats have.
     """
 
     split: str
@@ -33,7 +36,11 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How completions are sampled. max_tokens: of each. seed: of all; each has its own."""
+    """How completions are sampled.
+
+    max_tokens: of each completion.
+    seed: of all completions; each gets its own seed from it.
+    """
 
     num_samples: int
     max_tokens: int

@@ -1,4 +1,4 @@
-"""A dataset's rows → prompts as the model is asked them, with its own chat template: checked before any is asked."""
+"""Prompts of a dataset's rows, rendered by the model's own chat template and checked before any is asked."""
 
 from __future__ import annotations
 
@@ -20,11 +20,17 @@ from stages.rewards.reward import Completion, RowCheck
 from stages.rollouts.options import PromptOptions
 
 NUM_NAMED = 10
+"""Rows that an error names."""
 
 
 @dataclass(frozen=True)
 class AskedPrompt:
-    """place: of the row. text: what the model is asked. token_ids: the same, as the server gets it."""
+    """A prompt as the model is asked it.
+
+    place: of the row.
+    text: rendered by the chat template.
+    token_ids: the same as tokens, as the server gets them.
+    """
 
     place: Place
     prompt: Prompt
@@ -32,22 +38,23 @@ class AskedPrompt:
     token_ids: list[int]
 
     def completion(self, text: str, num_tokens: int) -> Completion:
-        """A model's answer, as rewards judge it."""
+        """Return a model's answer to it, as rewards judge it."""
         asked = self.prompt
         return Completion(self.text, text, num_tokens, asked.reference, asked.row, asked.document)
 
 
 def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -> list[AskedPrompt]:
-    """folder: the dataset's. tokenizer_folder: of the model that is asked.
+    """Read and check the prompts of a dataset's `folder`.
 
-    Raises DataError for bad rows, all of which it names, for none at all, and where a row lacks what a reward needs,
-    such as the right answer; ModelError for a folder without a usable tokenizer.
+    tokenizer_folder: of the model that is asked. Raises DataError, with the bad rows, for rows that are no prompts or
+    lack what a reward needs, such as the right answer, and for a dataset without rows; ModelError for a folder without
+    a usable tokenizer.
     """
     own_date = options.template_date or noted_date(tokenizer_folder) or DEFAULT_DATE
     tokenizer = DocumentTokenizer(tokenizer_folder, options.chat_template, "assistant", template_date=own_date)
     as_chat = options.apply_chat_template
     files = find_files(folder, options.split)
-    found: list[AskedPrompt] = []
+    prompts: list[AskedPrompt] = []
     bad: list[str] = []
     with ExitStack() as stack:
         checks = {name: stack.enter_context(reward.row_checks()) for name, reward in options.rewards.items()}
@@ -56,22 +63,22 @@ def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -
             try:
                 if isinstance(row, BadRow):
                     raise RowError(row.reason)
-                found.append(rows.asked(row.place, row.content))
+                prompts.append(rows.asked(row.place, row.content))
             except RowError as error:
                 bad.append(f"{row.place} {error}")
             except TemplateLimitError as error:
                 raise DataError(f"{row.place}: {error}") from error
     if bad:
-        named = "\n".join(f"  {one}" for one in bad[:NUM_NAMED])
+        named = "\n".join(f"  {row}" for row in bad[:NUM_NAMED])
         more = f"\n  … and {len(bad) - NUM_NAMED} more" if len(bad) > NUM_NAMED else ""
-        raise DataError(f"{len(bad)} of {len(bad) + len(found)} rows are no prompts:\n{named}{more}\nMend them.")
-    if not found:
+        raise DataError(f"{len(bad)} of {len(bad) + len(prompts)} rows are no prompts:\n{named}{more}\nFix these rows.")
+    if not prompts:
         raise DataError(f"no prompts: there are no rows in {', '.join(path.name for path in files)} of {folder}")
-    return found
+    return prompts
 
 
 def check_room(prompts: Sequence[AskedPrompt], context_tokens: int, max_tokens: int) -> None:
-    """Raises DataError that names prompts which leave no room for an answer."""
+    """Raise DataError that names the prompts which leave no room for an answer."""
     room = context_tokens - max_tokens
     if too_long := [one for one in prompts if len(one.token_ids) > room]:
         named = ", ".join(f"{one.place} ({len(one.token_ids)} tokens)" for one in too_long[:NUM_NAMED])
@@ -83,12 +90,12 @@ def check_room(prompts: Sequence[AskedPrompt], context_tokens: int, max_tokens: 
 
 
 class _Rows:
-    """Makes prompts of rows."""
+    """Reader that makes prompts of rows."""
 
     def __init__(
         self, options: PromptOptions, tokenizer: DocumentTokenizer, as_chat: bool, checks: Mapping[str, RowCheck]
     ) -> None:
-        """checks: by the names of the rewards."""
+        """Prepare the reader; checks: row checks by the names of the rewards."""
         self._options = options
         self._checks = checks
         self._tokenizer = tokenizer
@@ -96,7 +103,7 @@ class _Rows:
         self._reader = PromptReader(options.reference, options.reference_field, options.columns)
 
     def asked(self, place: Place, row: object) -> AskedPrompt:
-        """Raises RowError."""
+        """Return the prompt of a row. Raises RowError."""
         prompt = self._reader.read(row)
         for name, reward in self._options.rewards.items():
             if reward.NEEDS_REFERENCE and prompt.reference is None:
