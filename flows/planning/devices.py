@@ -11,8 +11,7 @@ from flows.recipe.recipe import Recipe
 from stages.core.contract import StageConfig
 from stages.core.errors import ResourceError
 from stages.kinds.train.config import TrainConfig
-from stages.parallel.device_types import device_type
-from stages.parallel.eight_bits import missing_package
+from stages.parallel.device_types import device_type, missing_package
 from stages.planner.hardware import named_like
 
 VISIBLE_DEVICES = device_type("cuda").visible_devices or ""

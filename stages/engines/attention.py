@@ -31,8 +31,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
 from stages.core.errors import ModelError
 from stages.data.batch import Batch
-from stages.engines.documents import PackedDocuments
-from stages.engines.padding import pad_documents, unpad_documents
+from stages.engines.documents import PackedDocuments, pad_documents, unpad_documents
 from stages.parallel.accelerator import of_device
 
 PACKED_DOCUMENTS = "packed_documents"

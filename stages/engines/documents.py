@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,3 +82,42 @@ class PackedDocuments:
         starts = lengths.cumsum(0) - lengths
         shifts = (padded_starts - starts).repeat_interleave(lengths)
         return (torch.arange(len(shifts)) + shifts).to(self.device)
+
+
+def pad_documents(tokens: Tensor, documents: PackedDocuments) -> Tensor:
+    """[tokens, …] → [slots, …], with zeros in padding."""
+    return _Pad.apply(tokens, documents.slots, documents.num_slots)
+
+
+def unpad_documents(padded: Tensor, documents: PackedDocuments) -> Tensor:
+    """[slots, …] → [tokens, …]; padding is dropped."""
+    return _Unpad.apply(padded, documents.slots, documents.num_slots)
+
+
+class _Pad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, slots: Tensor, num_slots: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        return _scatter(tokens, slots, num_slots)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return gradients[0].index_select(0, slots), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, slots: Tensor, num_slots: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.num_slots = num_slots
+        return padded.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return _scatter(gradients[0], slots, ctx.num_slots), None, None
+
+
+def _scatter(tokens: Tensor, slots: Tensor, num_slots: int) -> Tensor:
+    return tokens.new_zeros(num_slots, *tokens.shape[1:]).index_copy_(0, slots, tokens)

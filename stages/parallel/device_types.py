@@ -7,6 +7,7 @@ the vendors' plugins.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -130,3 +131,19 @@ def check_capability(found: DeviceType, capability: tuple[int, int], precision: 
             f"training on {found.title} of compute capability {had}, which do not multiply in 8 bits; `precision: fp8` "
             f"needs {needed} or later (Ada, Hopper, Blackwell): say `precision: bf16`"
         )
+
+
+INSTALLATION = "pip install --no-deps -r deploy/requirements/fp8.in"
+
+
+def missing_package(engine: EngineName, precision: str) -> str | None:
+    """Return which package products in 8 bits need here and how to install it; None where nothing is missing.
+
+    Megatron looks for Transformer Engine itself.
+    """
+    if precision != "fp8" or engine != "fsdp" or importlib.util.find_spec("torchao"):
+        return None
+    return (
+        "`precision: fp8` with `engine: fsdp` multiplies by torchao, which is not installed here; install it "
+        f"(`{INSTALLATION}`), or say `precision: bf16`"
+    )

@@ -248,6 +248,6 @@ def test_the_reference_is_computed_once(dpo, sft, artifacts, tmp_path):
     run(config, make_context(work, {**artifacts, "base": sft}, config))
     assert (kept[0].stat().st_ino, kept[0].read_bytes()) == entries[0]
     assert np.load(kept[1]) == pytest.approx(np.load(io.BytesIO(entries[1][1])), abs=1e-3), "it was damaged"
-    assert f"{kept[1]} held other bytes than were written: computed again" in (work / "events.jsonl").read_text()
+    assert f"{kept[1]} was damaged, so they are computed again" in (work / "events.jsonl").read_text()
     losses, of_two = ([row["loss"] for row in logged(folder)] for folder in (work, dpo))
     assert losses == pytest.approx(of_two, abs=1e-5)

@@ -19,7 +19,7 @@ from stages.core.errors import ModelError, ResourceError
 from stages.engines.fsdp.moe import routers_of
 from stages.engines.settings import Fp8Recipe
 from stages.models.kept_precision import modules_kept_in_fp32
-from stages.parallel.eight_bits import missing_package
+from stages.parallel.device_types import missing_package
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig

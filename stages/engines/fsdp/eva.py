@@ -25,9 +25,8 @@ from stages.adapters.lora import adapted_layers, add_adapter
 from stages.core.errors import ModelError
 from stages.data.batch import Batch
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states
-from stages.engines.documents import PackedDocuments
+from stages.engines.documents import PackedDocuments, pad_documents
 from stages.engines.fsdp.model import TargetLogProbabilities, decoder_of
-from stages.engines.padding import pad_documents
 
 
 @dataclass(frozen=True)

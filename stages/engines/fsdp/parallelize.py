@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from stages.engines.fsdp.gloo import AllToAllReduceScatter
 from stages.engines.fsdp.model import TargetLogProbabilities, transformer_layers
 from stages.models.kept_precision import modules_kept_in_fp32
 from stages.parallel.accelerator import of_device
 from stages.parallel.layout import Layout
+
+
+class AllToAllReduceScatter:
+    """What `FSDPModule.set_custom_reduce_scatter` takes; sums only."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A new buffer: a reduction may outlive the layer that asked for it."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """`input_tensor` [processes × n] → the sum over processes of this one's part, in `output_tensor` [n]."""
+        assert op == dist.ReduceOp.SUM, op
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
+
 
 COSTLY_OPERATIONS = {
     torch.ops.aten.mm.default,

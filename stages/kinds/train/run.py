@@ -41,9 +41,8 @@ from stages.models.shape import ModelShape
 from stages.models.start_up import start_training_quickly
 from stages.models.tokenizer_probe import check_tokenizer
 from stages.parallel.accelerator import check_precision, type_at_hand
-from stages.parallel.device_types import check_device
+from stages.parallel.device_types import check_device, missing_package
 from stages.parallel.devices import Peak, device_peak
-from stages.parallel.eight_bits import missing_package
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
 

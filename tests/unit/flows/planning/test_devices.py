@@ -18,7 +18,7 @@ from flows.recipe.recipe import Recipe, load_recipe
 from flows.store.record import Index
 from stages.core.errors import ResourceError
 from stages.kinds.train.rollouts.server import not_trained_on
-from stages.parallel import eight_bits
+from stages.parallel import device_types
 
 RECIPE = Path(__file__).parents[4] / "configs" / "qwen3-8b-grpo-8gpu.yaml"
 
@@ -66,7 +66,7 @@ def test_gpus_that_a_recipe_names_are_divided_in_their_order(eight_gpus: None) -
     environment = local.environment(on_devices(planned(recipe).stages["grpo"], [0, 1, 2]).config)
     of_a_rank = {**environment, "LOCAL_WORLD_SIZE": "2"}
     assert not_trained_on("CUDA_VISIBLE_DEVICES", of_a_rank, 8, 1) == {"CUDA_VISIBLE_DEVICES": "5"}
-    with pytest.raises(ResourceError, match=r"takes 2 devices .* 2 of the 3 that this stage sees train .* give it 4"):
+    with pytest.raises(ResourceError, match=r"takes 2 devices .* 2 of the 3 visible ones .* give the stage 4"):
         not_trained_on("CUDA_VISIBLE_DEVICES", of_a_rank, 8, 2)
     assert not_trained_on("CUDA_VISIBLE_DEVICES", {}, 4, 3) == {"CUDA_VISIBLE_DEVICES": "1,2,3"}, (
         "one process, all seen"
@@ -126,7 +126,7 @@ def test_products_in_8_bits_are_refused_where_they_cannot_be_had(
 ) -> None:
     for file in machine.GPUS.glob("*/information"):
         file.unlink() if model is None else file.write_text(f"Model: {model}\n")
-    monkeypatch.setattr(eight_bits.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(device_types.importlib.util, "find_spec", lambda name: installed or None)
     refused = pytest.raises(ResourceError, match=rf"stage grpo: .*{problem}") if problem else contextlib.nullcontext()
     with refused:
         check_devices(planned(loaded("precision=fp8")))

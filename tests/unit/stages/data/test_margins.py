@@ -74,7 +74,7 @@ def test_what_is_no_margin_is_a_bad_row(read, margin, message):
 
 def test_a_method_without_use_for_it_says_so(read, capsys):
     read(lines(ROWS), method="dpo")
-    assert "warning: the rows have a `margin`, which `method: dpo` makes no use of" in capsys.readouterr().out
+    assert "warning: the rows have a `margin`, which `method: dpo` does not use" in capsys.readouterr().out
 
 
 def test_a_folder_that_lacks_margins_is_not_whole(read):

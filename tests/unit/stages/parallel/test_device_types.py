@@ -106,7 +106,7 @@ def test_a_device_that_is_too_old_for_8_bits_is_refused_by_name() -> None:
 
 
 def test_a_device_without_a_row_is_refused_by_name() -> None:
-    with pytest.raises(ResourceError, match="type meta, which is not known here; known: cuda, rocm, npu"):
+    with pytest.raises(ResourceError, match="type meta, which is unsupported; supported: cuda, rocm, npu"):
         accelerator.of_device(torch.device("meta"))
 
 

@@ -95,10 +95,10 @@ def test_gguf_files_are_served_by_llama_cpp_unless_asked(read, monkeypatch: pyte
         ),
         (evaluate("base", "sums", serving={"engine": "llama_cpp"}), "serving.engine: llama_cpp serves gguf, but base"),
         (evaluate("small", "choices"), r"tasks: choices compare log-likelihoods of given answers, and llama.cpp tells"),
-        (GRPO, "grpo.serving.engine: llama_cpp takes no new weights while it runs; say `engine: vllm`"),
+        (GRPO, "grpo.serving.engine: llama_cpp cannot load new weights while it runs; say `engine: vllm`"),
         (
             {**GRPO, "grpo": {**GRPO["grpo"], "serving": {"engine": "sglang"}}},
-            "grpo.serving.engine: sglang takes no new weights while it runs; say `engine: vllm`",
+            "grpo.serving.engine: sglang cannot load new weights while it runs; say `engine: vllm`",
         ),
         (
             {"kind": "serve", "model": "small", "serving": {"engine": "sglang"}},

@@ -45,12 +45,42 @@ def test_it_stands_on_the_base_of_the_adapter_as_well(tmp_path, first, second):
 @pytest.mark.parametrize(
     ("first", "second", "fields", "message"),
     [
-        (ADAPTER, {**ADAPTER, "rank": 4}, {}, "adapter.rank: is 4, but first writes an adapter with 8"),
-        (ADAPTER, {**ADAPTER, "alpha": 4}, {}, "adapter.alpha: is 4.0, but first writes an adapter with 16.0"),
-        (ADAPTER, {**ADAPTER, "target_modules": "all-linear"}, {}, "adapter.target_modules: is all-linear, but first"),
-        (ADAPTER, {**ADAPTER, "use_dora": True}, {}, "adapter.use_dora: is True, but first"),
-        ({**ADAPTER, "init": "pissa"}, ADAPTER, {}, "adapter.rank: is 8, but first writes an adapter with 16"),
-        (ADAPTER, {**ADAPTER, "init": "pissa"}, {}, "adapter.init: is pissa, but training goes on"),
+        (
+            ADAPTER,
+            {**ADAPTER, "rank": 4},
+            {},
+            "adapter.rank: is 4, but training continues the adapter of first, which has 8",
+        ),
+        (
+            ADAPTER,
+            {**ADAPTER, "alpha": 4},
+            {},
+            "adapter.alpha: is 4.0, but training continues the adapter of first, which has 16.0",
+        ),
+        (
+            ADAPTER,
+            {**ADAPTER, "target_modules": "all-linear"},
+            {},
+            "adapter.target_modules: is all-linear, but training continues the adapter of first",
+        ),
+        (
+            ADAPTER,
+            {**ADAPTER, "use_dora": True},
+            {},
+            "adapter.use_dora: is True, but training continues the adapter of first",
+        ),
+        (
+            {**ADAPTER, "init": "pissa"},
+            ADAPTER,
+            {},
+            "adapter.rank: is 8, but training continues the adapter of first, which has 16",
+        ),
+        (
+            ADAPTER,
+            {**ADAPTER, "init": "pissa"},
+            {},
+            "adapter.init: is pissa, but training continues the adapter of first",
+        ),
         (ADAPTER, None, {}, "adapter: missing, and first makes an adapter"),
         (
             ADAPTER,
@@ -58,7 +88,7 @@ def test_it_stands_on_the_base_of_the_adapter_as_well(tmp_path, first, second):
             {"engine": "megatron"},
             '`adapter.stack: "merge"` needs `engine: fsdp`',
         ),
-        (ADAPTER, ADAPTER, {"base": "full"}, "base: is full, but that of first is base"),
+        (ADAPTER, ADAPTER, {"base": "full"}, "base: is full, but the base of first is base"),
         (ADAPTER, ADAPTER, {"model": "full", "base": "base"}, "base: is base, but full is no adapter"),
         (ADAPTER, {**ADAPTER, "stack": "merge"}, {"model": "full"}, "adapter.stack: full is no adapter"),
         ({**ADAPTER, "use_dora": True}, {"stack": "merge"}, {}, "adapter.stack: an adapter with `use_dora`"),

@@ -75,7 +75,7 @@ def test_another_size_of_the_vocabulary_is_named(artifacts, teacher, tmp_path):
 def test_more_tokens_than_there_are_is_named(artifacts, teacher, tmp_path):
     (error,) = found(artifacts, teacher, tmp_path, loss_top_k=100_000)
     assert isinstance(error, RecipeError)
-    assert "100000 likeliest tokens of the teacher are asked for, of a vocabulary of" in str(error)
+    assert "`loss_top_k` asks for 100000 tokens of the teacher, whose vocabulary has" in str(error)
 
 
 def test_a_teacher_without_a_tokenizer_is_said(artifacts, teacher, tmp_path):

@@ -143,7 +143,11 @@ def test_a_server_that_does_all_is_no_problem(served, artifacts, tmp_path):
         ({"server": {"served_model": "other"}}, ServerError, "serves wise, not other; name one of these"),
         ({"loss_top_k": 21}, ServerError, r"at most 20 .*started with `--max-logprobs 21`"),
         ({"loss_top_k": 5}, ServerError, "asking the teacher's server for 5 log-probabilities .*: it gave 4 at token"),
-        ({"loss_top_k": 100_000}, RecipeError, "100000 likeliest tokens of the teacher are asked for, of a vocabulary"),
+        (
+            {"loss_top_k": 100_000},
+            RecipeError,
+            "`loss_top_k` asks for 100000 tokens of the teacher, whose vocabulary has",
+        ),
         ({"server": {"key_variable": "NOT_SET"}}, RecipeError, "the environment has no NOT_SET, which"),
         ({"server": {"key_variable": None}}, ServerError, "answered 401"),
         ({"server": {"url": "http://127.0.0.1:9/v1"}}, TransientError, "does not answer: .*; start the teacher's serv"),

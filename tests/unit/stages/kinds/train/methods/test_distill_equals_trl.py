@@ -148,14 +148,14 @@ def test_defaults_are_those_of_trl(tmp_path):
         ({"teacher": "large", "distill": {"loss_top_k": 0}}, "greater than 0"),
         ({"teacher": "large", "distill": {"temperature": 0}}, "greater than 0"),
         ({"teacher": "large", "distill": {"lmbda": 1.5}}, "less than or equal to 1"),
-        ({"teacher": "large", "distill": {"sampling": {}}}, "`sampling` does nothing while `lmbda` is 0"),
+        ({"teacher": "large", "distill": {"sampling": {}}}, "`sampling` has no effect while `lmbda` is 0"),
         (
             {"teacher": "large", "distill": {"lmbda": 1}, "engine": "megatron"},
-            "`distill.lmbda` needs the teacher beside the model that learns, which `engine: fsdp` alone",
+            "`distill.lmbda` needs a second model, the teacher, which only `engine: fsdp` can hold",
         ),
         (
             {"teacher": "large", "distill": {"lmbda": 1}, "data": {"dataset": "texts", "train_on": "all"}},
-            "`data.train_on: all` leaves no prompts that `distill.lmbda` could answer",
+            "`data.train_on: all` leaves no prompts for the completions of `distill.lmbda`",
         ),
         (
             {"teacher": "large", "distill": {"lmbda": 1, "sampling": {"max_completion_length": 9999}}},

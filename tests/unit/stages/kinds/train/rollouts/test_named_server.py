@@ -273,7 +273,7 @@ def test_weights_that_it_refuses_twice_are_an_error(
 
 def test_what_does_not_go_together_is_refused() -> None:
     server = {"url": "http://host:8000/v1", "served_model": MODEL}
-    with pytest.raises(ValidationError, match=r"grpo\.server: is given whole weights, and an adapter learns"):
+    with pytest.raises(ValidationError, match=r"grpo\.server: takes whole weights only, and an adapter learns"):
         make_config("grpo", data={"dataset": "problems"}, grpo={**OPTIONS, "server": server}, adapter={})
     with pytest.raises(ValidationError, match="should match pattern"):
         config_of("http://key@host")

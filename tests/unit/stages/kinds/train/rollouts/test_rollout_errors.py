@@ -40,8 +40,8 @@ def make(grpo: dict[str, Any] | None = None, **changed: Any) -> TrainConfig:
         ({"max_completion_length": 640}, {}, r"grpo\.max_completion_length: is 640.* data\.sequence_length, 640"),
         ({"serving": {"max_model_len": 512}}, {}, r"is 512, .* grpo\.serving\.max_model_len, 512"),
         ({}, {"adapter": {"use_dora": True}}, r"adapter\.use_dora: no server samples from such an adapter"),
-        ({}, {"adapter": {"base_precision": "nf4"}}, "another than the one that the server has"),
-        ({"beta": 0.1}, {"engine": "megatron"}, "`engine: fsdp` alone can hold"),
+        ({}, {"adapter": {"base_precision": "nf4"}}, "different from the server's"),
+        ({"beta": 0.1}, {"engine": "megatron"}, "only `engine: fsdp` can hold"),
         ({}, {"layout": {"dp_shard": 2}, "execution": {"nodes": 2}}, r"say `execution\.nodes: 1`"),
     ],
 )
@@ -52,7 +52,7 @@ def test_what_cannot_be_is_named(grpo: dict[str, Any], changed: dict[str, Any], 
 
 def test_fields_of_rows_do_nothing_for_prompts() -> None:
     idle = dict(make(data={**TRAINING["data"], "evaluation_fraction": 0.1}).idle_fields())
-    assert "evaluate what is trained" in idle["data.evaluation_fraction"]
+    assert "evaluate the trained model" in idle["data.evaluation_fraction"]
     assert "execution.ready_timeout_s" not in idle
     rows = {name: value for name, value in TRAINING.items() if name != "method"}
     assert "execution.ready_timeout_s" in dict(TrainConfig.model_validate({**rows, "method": "sft"}).idle_fields())
