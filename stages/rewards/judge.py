@@ -28,7 +28,7 @@ from stages.data.messages import PlainText
 from stages.remote.http_answers import Expected, ask_httpx, httpx_client
 from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
 from stages.rewards.reward import Completion, Reward, RewardContext, Scores
-from stages.serving.completions import ChatChoice, Choices, Usage, answer_bytes
+from stages.serving.client import ChatChoice, Choices, Usage, answer_bytes
 
 if TYPE_CHECKING:
     import httpx

@@ -21,8 +21,7 @@ from stages.core.strict import StrictModel
 from stages.remote.http_answers import Expected, ask_aiohttp
 from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
 from stages.rollouts.options import SamplingOptions
-from stages.serving.client import COMPLETIONS, Client
-from stages.serving.completions import Choice, Choices, answer_bytes
+from stages.serving.client import COMPLETIONS, Choice, Choices, Client, answer_bytes
 
 Request = dict[str, Any]
 """Body of a request to `/v1/completions`."""

@@ -119,6 +119,11 @@ SERIES = {"loss": "training", "evaluation_loss": "held out"}
 
 def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the losses in `rows` (lines of `metrics.jsonl`) over the steps, as PNG."""
+    from matplotlib import artist
+
+    # Matplotlib builds a docstring of all setters for each class at import, which takes longer than the picture.
+    vars(artist)["kwdoc"] = lambda _: ""
+    setattr(artist.Artist, "_update_set_signature_and_docstring", lambda: None)  # noqa: B010 (private: not in its stubs)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

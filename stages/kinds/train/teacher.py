@@ -40,8 +40,7 @@ from stages.models.model_config import read_config
 from stages.models.model_folder import vocabulary_size
 from stages.models.shape import ModelShape
 from stages.parallel.processes import gathered
-from stages.serving.client import Client
-from stages.serving.completions import token_number
+from stages.serving.client import Client, token_number
 
 if TYPE_CHECKING:
     from stages.rollouts.asking import Answer, Request

@@ -19,7 +19,7 @@ from stages.kinds.train.rollouts.server import RolloutServer
 from stages.rewards.judging import Judge, Judgement, Named
 from stages.rollouts.asking import Answer, Request
 from stages.rollouts.prompts import AskedPrompt
-from stages.serving.completions import Choice
+from stages.serving.client import Choice
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.engine import Engine as ServingEngine
-from stages.serving.launch import LaunchSpec
+from stages.serving.engine import LaunchSpec
 from stages.serving.registry import ENGINES, chosen_engine, new_launch_spec
 from stages.serving.server import Server, started_server
 
