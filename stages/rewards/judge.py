@@ -25,8 +25,8 @@ from stages.core.numbers import Seconds
 from stages.core.redaction import quoted, redact
 from stages.core.strict import StrictModel
 from stages.data.messages import PlainText
+from stages.remote.http import RetryBackoff, busy_from_status, busy_from_transport
 from stages.remote.http_answers import Expected, ask_httpx, httpx_client
-from stages.remote.retry import RetryBackoff, busy_from_status, busy_from_transport
 from stages.rewards.reward import Completion, Reward, RewardContext, Scores
 from stages.serving.client import ChatChoice, Choices, Usage, answer_bytes
 

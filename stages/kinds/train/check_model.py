@@ -12,7 +12,6 @@ from stages.core.errors import LayoutError, ModelError
 from stages.engines.megatron.families import check_supported
 from stages.kinds.train.blocks import MoeConfig
 from stages.kinds.train.config import TrainConfig
-from stages.models.config_check import check_unquantized, code_not_run
 from stages.models.model_config import LEARNED_POSITIONS, max_positions, read_config, shape_of_config
 from stages.models.model_folder import check_unquantized, code_not_run
 from stages.models.shape import ModelShape

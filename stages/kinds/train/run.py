@@ -231,8 +231,7 @@ def _write(training_run: TrainingRun, data: TrainingData, context: StageContext,
 def _judge_adapter(config: TrainConfig, context: StageContext, base: Path) -> None:
     """Refuse an adapter that changes no merged weight; warn of layers and experts that learned nothing."""
     # Not at the top: they import what Transformers loads models with, before `start_training_quickly` makes that light.
-    from stages.adapters.effect import has_effect, idle_layers
-    from stages.adapters.experts import idle_experts
+    from stages.adapters.effect import has_effect, idle_experts, idle_layers
 
     start = read_adapter(context.inputs[config.model] / ADAPTER_FOLDER) if config.base else None
     adapter = read_adapter(context.work / config.product)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from stages.core.errors import DataError, LifecycleError, RecipeError, ServerError, TransientError
 from stages.data.messages import PlainText
-from stages.remote import retry
+from stages.remote import http
 from stages.rewards.judge import AskedJudge, JudgeReward
 from stages.rewards.judging import judging
 from stages.rewards.reward import Completion, RewardContext

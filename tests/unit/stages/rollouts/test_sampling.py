@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from stages.core.errors import ServerError, TransientError
-from stages.remote import retry
+from stages.remote import http
 from stages.rollouts.asking import Sample, ask_all, sample_all, seed_of
 from stages.rollouts.options import SamplingOptions
 from stages.serving.client import Client
