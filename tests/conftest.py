@@ -7,36 +7,51 @@ from collections.abc import Generator
 
 import pytest
 
+from tests.costs import (
+    pytest_runtest_protocol,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 from tests.sweeper import pytest_configure, pytest_unconfigure
 
-__all__ = ["pytest_configure", "pytest_unconfigure"]
+__all__ = [
+    "pytest_configure",
+    "pytest_runtest_protocol",
+    "pytest_sessionfinish",
+    "pytest_terminal_summary",
+    "pytest_testnodedown",
+    "pytest_unconfigure",
+]
 
 LONGEST = (
     "test_quickstart.py",
     "test_schedule.py",
+    "test_grpo.py",
     "test_megatron_layouts.py",
     "test_adapters.py",
-    "test_grpo.py",
     "test_serve_faults.py",
-    "test_killed_at_random.py",
-    "test_megatron_faults.py",
-    "test_methods.py",
-    "test_serve_evaluate.py",
-    "test_slurm_faults.py",
     "test_retry.py",
+    "test_notifications.py",
+    "test_serve_evaluate.py",
     "test_server_faults.py",
-    "test_killed_anywhere.py",
-    "test_train_faults.py",
-    "test_megatron_curves.py",
-    "test_megatron.py",
+    "test_methods.py",
     "test_promote.py",
+    "test_follow.py",
     "test_secrets.py",
     "test_compare.py",
-    "test_follow.py",
     "test_quantize.py",
+    "test_serve_adapters.py",
+    "test_megatron_faults.py",
+    "test_train_faults.py",
+    "test_killed_anywhere.py",
+    "test_slurm_faults.py",
+    "test_promote_faults.py",
+    "test_megatron_curves.py",
+    "test_megatron.py",
 )
 """Files that take minutes. A worker that began one last would have the others wait for it; the many short unit tests
-fill what is left."""
+fill what is left. The order is that of `build/suite.json`, which `make test` writes."""
 
 
 @pytest.hookimpl(wrapper=True)
