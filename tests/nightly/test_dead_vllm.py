@@ -28,6 +28,7 @@ from tests.pipeline.test_follow import (
 from tests.promotion import NAME
 from tests.serving import engine_processes, kill, wait_for
 
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 NUM_CLIENTS = 8
 PROCESSES = {"all of it": b"", "what answers": b"vllm", "what computes": b"EngineCor"}
 

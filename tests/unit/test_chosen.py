@@ -27,6 +27,7 @@ def test_whatever_meets_in_a_case_meets_in_a_chosen_one():
 def test_each_nightly_test_is_in_one_part():
     marked = [path for path in ROOT.rglob("test_*.py") if "mark.nightly" in path.read_text() and path != Path(__file__)]
     assert len(marked) > 5
+    assert set((ROOT / "nightly").glob("test_*.py")) <= set(marked)
     for path in marked:
         name = str(path.relative_to(ROOT))
         in_parts = [
