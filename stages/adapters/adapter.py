@@ -120,21 +120,21 @@ def of_unchanged_base(
     rank = config["r"] * (2 if initial else 1) + (merged.rank if merged else 0)
     scaling = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
     alpha = scaling * (math.sqrt(rank) if config.get("use_rslora") else rank)
-    found = {**(merged.saved if merged else {}), **parameters}
+    summed = {**(merged.saved if merged else {}), **parameters}
     for layer in sorted(learned | before):
         parts: Factors = [(parameters[layer + A_END], parameters[layer + B_END])] if layer in learned else []
         parts += [(initial[layer + A_END], -initial[layer + B_END])] if initial and layer in learned else []
         if merged and layer in before:
             a, b = merged.factors[layer]
             parts.append((a.float(), b.float() * (merged.scaling_of(layer) / scaling)))
-        found[layer + A_END], found[layer + B_END] = _added_up(parts, rank)
+        summed[layer + A_END], summed[layer + B_END] = _added_up(parts, rank)
     written = {**config, "r": rank, "lora_alpha": alpha, "init_lora_weights": True}
     if merged and merged.saved:
         ends = {name.rpartition(".")[0] for name in merged.saved}
         written["modules_to_save"] = sorted({*(config.get("modules_to_save") or ()), *ends})
     if before and before != learned:
         written |= {"target_modules": sorted(learned | before), "exclude_modules": None, "layers_to_transform": None}
-    return found, written
+    return summed, written
 
 
 def _added_up(parts: Factors, rank: int) -> tuple[Tensor, Tensor]:

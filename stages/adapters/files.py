@@ -211,15 +211,17 @@ def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> di
     modules: dict[str, list[str]] = {}
     for name in config.get("target_parameters") or ():
         modules.setdefault(name.rpartition(".")[0], []).append(name)
-    found: dict[str, str] = {}
+    parameters: dict[str, str] = {}
     for module, names in modules.items():
-        found |= zip((module + INNER * depth for depth in reversed(range(len(names)))), names, strict=True)
-    if unknown := sorted(({layer for layer in layers if layer.endswith(INNER)} - set(found)) | (set(found) - layers)):
+        parameters |= zip((module + INNER * depth for depth in reversed(range(len(names)))), names, strict=True)
+    if unknown := sorted(
+        ({layer for layer in layers if layer.endswith(INNER)} - set(parameters)) | (set(parameters) - layers)
+    ):
         raise ModelError(
             f"the adapter in {folder} has {', '.join(unknown[:NUM_NAMED])} in one of its files only; expected every "
             "adapted parameter in target_parameters, by its whole name"
         )
-    return found
+    return parameters
 
 
 def _ranks_and_scalings(

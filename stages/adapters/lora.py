@@ -131,15 +131,15 @@ def merge_into(causal_lm: Any, adapter: Adapter) -> None:
 
 def _parameters(adapter: Adapter) -> dict[str, Tensor]:
     """By the names that PEFT gives them in a model."""
-    found = dict(adapter.saved)
+    parameters = dict(adapter.saved)
     for layer, (a, b) in adapter.factors.items():
         if a.ndim > 2:  # of experts, as PEFT has them
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
-        found[f"{layer}.lora_A.{ADAPTER_NAME}.weight"] = a
-        found[f"{layer}.lora_B.{ADAPTER_NAME}.weight"] = b
+        parameters[f"{layer}.lora_A.{ADAPTER_NAME}.weight"] = a
+        parameters[f"{layer}.lora_B.{ADAPTER_NAME}.weight"] = b
     for layer, magnitude in adapter.magnitudes.items():
-        found[f"{layer}.lora_magnitude_vector.{ADAPTER_NAME}.weight"] = magnitude
-    return found
+        parameters[f"{layer}.lora_magnitude_vector.{ADAPTER_NAME}.weight"] = magnitude
+    return parameters
 
 
 def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: torch.dtype) -> None:

@@ -169,14 +169,14 @@ def full_disk_message(doing: str, where: Path) -> str:
 
 def error_classes() -> dict[str, type[LifecycleError]]:
     """Return name → class, for all of the above: those that have an exit code of their own."""
-    found: dict[str, type[LifecycleError]] = {}
+    classes: dict[str, type[LifecycleError]] = {}
     todo: list[type[LifecycleError]] = [LifecycleError]
     while todo:
         error = todo.pop()
         if "exit_code" in vars(error):
-            found[error.__name__] = error
+            classes[error.__name__] = error
         todo += error.__subclasses__()
-    return found
+    return classes
 
 
 def class_name(error: Exception) -> str:

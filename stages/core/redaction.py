@@ -115,13 +115,13 @@ def redact_files(folder: Path, secrets: Iterable[str]) -> None:
 
 def _spellings(secrets: Iterable[str]) -> list[str]:
     """Every way in which a secret may be written, the longest first."""
-    found: set[str] = set()
+    spellings: set[str] = set()
     for one in secrets:
-        found |= {one, unquote(one), quote(one.encode(errors="surrogateescape"), safe=""), repr(one)[1:-1]}
+        spellings |= {one, unquote(one), quote(one.encode(errors="surrogateescape"), safe=""), repr(one)[1:-1]}
         for ensure_ascii in (True, False):
             escaped = json.dumps(one, ensure_ascii=ensure_ascii)[1:-1]
-            found |= {escaped, json.dumps(escaped)[1:-1]}  # the second: JSON quoted within JSON
-    return sorted(found, key=len, reverse=True)
+            spellings |= {escaped, json.dumps(escaped)[1:-1]}  # the second: JSON quoted within JSON
+    return sorted(spellings, key=len, reverse=True)
 
 
 def _without(text: str, spellings: Iterable[str]) -> str:

@@ -46,13 +46,13 @@ def die_with_parent() -> None:
 
 def living_processes() -> dict[int, tuple[int, int]]:
     """pid → (parent's pid, session id) of every process that is not a zombie."""
-    found = {}
+    processes = {}
     for pid in _pids():
         with contextlib.suppress(OSError):
             state, parent, _, session = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:4]
             if state not in "ZX":
-                found[pid] = (int(parent), int(session))
-    return found
+                processes[pid] = (int(parent), int(session))
+    return processes
 
 
 def started_ticks(pid: int) -> int | None:
@@ -141,13 +141,13 @@ def _descendants_of(roots: Iterable[int], living: dict[int, tuple[int, int]]) ->
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in living.items():
         children.setdefault(parent, []).append(pid)
-    found: list[int] = []
+    descendants: list[int] = []
     todo = [*roots]
     while todo:
         below = children.get(todo.pop(), [])
-        found += below
+        descendants += below
         todo += below
-    return found
+    return descendants
 
 
 def _has_token(pid: int, token: str) -> bool:

@@ -58,7 +58,7 @@ REFERENCE_COLUMNS = ("answer", "solution", "ground_truth")
 
 @dataclass(frozen=True)
 class Prompt:
-    """`document` without an answer: messages that end with a question, or plain text without a completion."""
+    """Prompt of a row: `document` ends with a question, or is plain text without a completion."""
 
     document: Document
     reference: str | None
@@ -66,7 +66,7 @@ class Prompt:
 
 
 class PromptReader:
-    """Reads the prompts of one dataset, whose rows are all of one format."""
+    """Reader of the prompts of one dataset, whose rows all have one format."""
 
     def __init__(
         self,
@@ -74,8 +74,12 @@ class PromptReader:
         named_in: str = "prompts.reference",
         columns: Mapping[str, str] | None = None,
     ) -> None:
-        """reference_column: where the right answer stands, as the recipe's field `named_in` says; None for the usual
-        places. columns: name in the rows → name that formats have."""
+        """Take the columns to read.
+
+        - reference_column: column of the right answer, as the recipe's field `named_in` says; None for the usual
+          columns
+        - columns: name in the rows → name that formats have
+        """
         self._column = reference_column
         self._columns = columns or {}
         self._named_in = named_in
@@ -83,7 +87,7 @@ class PromptReader:
         self._pairs: RowReader | None = None
 
     def read(self, row: object) -> Prompt:
-        """Raises RowError for a bad row, DataError when the first one is of no known format."""
+        """Return the prompt of a row. Raises RowError for a bad one, DataError when the first has no known format."""
         if not isinstance(row, dict):
             raise RowError(f"is {kind_of(row)}; expected an object with named columns")
         row = rename_columns(row, self._columns)
@@ -110,7 +114,7 @@ class PromptReader:
 
 
 def is_prompt_alone(row: dict[str, Any]) -> bool:
-    """Whether a row asks, and has no answer in a place where a model would learn it."""
+    """Return whether a row asks a question and has no answer that a model could learn."""
     if "prompt" in row:
         return not {"completion", "chosen"} & row.keys()
     messages = None if row.get("chosen") is not None else row.get("messages")
@@ -120,10 +124,12 @@ def is_prompt_alone(row: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ReadRow:
-    """content: as the file has it. documents: one, or of a pair the chosen and the rejected; of a prompt alone, what is
-    asked.
+    """Row of any format, read into documents.
 
-    label: of a labelled answer. reference: of a prompt alone, the right answer where the row has one.
+    - content: the row as the file has it
+    - documents: one; two of a preference pair (chosen, rejected); for a prompt alone, the question
+    - label: label of a labelled answer
+    - reference: right answer of a prompt alone, where the row has one
     """
 
     content: dict[str, Any]
@@ -134,13 +140,13 @@ class ReadRow:
 
     @property
     def parts(self) -> tuple[tuple[str, ...], ...]:
-        """The texts of the first document, one a message, and of a pair those of the rejected answer."""
+        """Texts of the first document, one per message; for a pair also those of the rejected answer."""
         first, *others = self.documents
         return (tuple(_texts(first, 0)), *(tuple(_texts(other, _num_prompt_texts(other))) for other in others))
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """What a person says in the first document: the user's messages, a prompt, or all of a text without one."""
+        """Texts of the user: their messages in the first document, a plain prompt, or a plain text without a prompt."""
         document = self.documents[0]
         if isinstance(document, PlainText):
             return (document.prompt or document.completion,)
@@ -148,29 +154,29 @@ class ReadRow:
 
     @property
     def num_turns(self) -> int | None:
-        """Messages of the first document, but for the system's; None of plain text, which has none."""
+        """Number of messages in the first document without the system's; None for plain text."""
         document = self.documents[0]
         if isinstance(document, PlainText):
             return None
         return sum(message["role"] != "system" for message in document.messages)
 
     def canonical(self) -> str:
-        """The same text for two rows if and only if the same is learned from them."""
+        """Return a text that is equal for two rows if and only if the same is learned from them."""
         documents = [vars(document) for document in self.documents]
         return json.dumps([documents, self.label, self.reference], sort_keys=True, default=sorted)
 
 
 class AnyRowReader:
-    """Reads the rows of one dataset: all are of the format that its first row has."""
+    """Reader of the rows of one dataset, all in the format of its first row."""
 
     def __init__(self) -> None:
         self._prompts: PromptReader | None = None
         self._answers: RowReader | None = None
         self.form: str | None = None
-        """What all rows are, in words, once one was read."""
+        """Description of the dataset's format for people; None before the first row was read."""
 
     def read(self, content: object) -> ReadRow:
-        """Raises RowError for a bad row, DataError when the first one is of no known format."""
+        """Return a row's documents. Raises RowError for a bad row, DataError when the first one has no known format."""
         if not isinstance(content, dict):
             raise RowError(f"is {kind_of(content)}; expected an object with named columns")
         if not self._prompts and not self._answers:
@@ -187,7 +193,7 @@ class AnyRowReader:
         return row
 
     def _choose(self, first_row: dict[str, Any]) -> None:
-        """By the format with the most columns of those that fit."""
+        """Choose the reader by the first row: of the formats that fit, the one with the most columns."""
         if is_prompt_alone(first_row):
             self._prompts, self._columns = PromptReader(None), "prompts alone"
             return
@@ -199,8 +205,11 @@ class AnyRowReader:
 
 
 def check_formats(inputs: Mapping[str, Path], config: DataConfig, rows: RowKind) -> None:
-    """Raises DataError that names two datasets which no method learns from together, their formats, and whom each is
-    for. inputs: folders of artifacts by stage. What is wrong with one dataset alone, its preparation says."""
+    """Raise DataError where no one method learns from all datasets of a mixture.
+
+    The message names two datasets, their formats and the methods for each. Problems of a single dataset are left to its
+    preparation. inputs: folders of artifacts by stage.
+    """
     formats = {
         name: found
         for name, part in zip(config.names, config.parts.values(), strict=True)
@@ -211,9 +220,10 @@ def check_formats(inputs: Mapping[str, Path], config: DataConfig, rows: RowKind)
 
 
 def not_to_be_mixed(formats: Mapping[str, str], rows: RowKind) -> Iterator[str]:
-    """A sentence for each dataset whose rows are not what the method learns from, where those of another one are.
+    """Yield a sentence for each dataset whose rows the method does not learn from, if it learns from another one's.
 
-    formats: by name of the dataset, of those that are known."""
+    formats: format by name of the dataset, of those whose format is known.
+    """
     suitable = next((name for name, form in formats.items() if FORMATS[form].rows == rows), None)
     for name, form in formats.items():
         kind = FORMATS[form].rows
@@ -226,7 +236,7 @@ def not_to_be_mixed(formats: Mapping[str, str], rows: RowKind) -> Iterator[str]:
 
 
 def _format_of(config: DataConfig, folder: Path, rows: RowKind) -> str | None:
-    """The one that the recipe names, or that fits the first row, best one for this method; None where none is known."""
+    """Return a dataset's format: the recipe's, or the best for this method that fits the first row; else None."""
     if config.format != "auto":
         return config.format
     try:
@@ -255,12 +265,12 @@ def _prompt_alone(row: dict[str, Any]) -> Document:
 
 
 def _ordered(messages: list[Message]) -> list[Message]:
-    """The same, if an answer may follow them. Raises RowError."""
+    """Return the messages unchanged. Raises RowError unless an answer may follow them."""
     return ordered([*messages, make_message("assistant", "an answer")])[:-1]
 
 
 def _before_the_answer(document: Document) -> tuple[Document, str | None]:
-    """What is asked, and the answer; None where that is a call of tools."""
+    """Return the question and its answer; the answer is None where it is a call of tools."""
     if isinstance(document, PlainText):
         if not document.prompt:
             raise RowError("has text, but no prompt; expected columns `prompt`, `messages` or other conversations")
@@ -276,7 +286,7 @@ def _as_text(value: object) -> str:
 
 
 def _texts(document: Document, first: int) -> Iterator[str]:
-    """Of each message, or of prompt and completion, from number `first` on; what says nothing is left out."""
+    """Yield the non-empty texts of a document's messages, or of its prompt and completion, from number `first` on."""
     if isinstance(document, PlainText):
         texts = [document.prompt, document.completion]
     else:
@@ -289,7 +299,7 @@ def _num_prompt_texts(document: Document) -> int:
 
 
 def _text(message: Message) -> str:
-    """Thoughts and tool calls included."""
+    """Return a message's text with its thoughts and tool calls."""
     calls = [json.dumps(message["tool_calls"], ensure_ascii=False)] if "tool_calls" in message else []
     return "\n".join(
         text for text in (*(message.get(name, "") for name in THOUGHTS), message["content"], *calls) if text

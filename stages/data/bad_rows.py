@@ -22,10 +22,10 @@ NUM_NAMED = 10
 
 
 class BadRows:
-    """Takes each bad row as it is found; memory does not grow with their number."""
+    """Collector of bad rows; memory does not grow with their number."""
 
     def __init__(self, stream: TextIO) -> None:
-        """`stream` takes one JSON object a line: "file", "line" or "row", "reason"."""
+        """Write each bad row to `stream` as a line of JSON: "file", "line" or "row", "reason"."""
         self._stream = stream
         self._first: list[BadRow] = []
         self.num_rows = 0
@@ -48,20 +48,20 @@ class BadRows:
         """
         if not self.num_rows:
             return None
-        found = f"{self.num_rows} of {'' if is_whole else 'the first '}{num_source_rows} rows cannot be learned from"
+        problem = f"{self.num_rows} of {'' if is_whole else 'the first '}{num_source_rows} rows cannot be learned from"
         if policy == "fail":
             needed = needed_fraction(self.num_rows, num_source_rows)
             fraction = f" and `max_bad_row_fraction: {needed:g}`" if needed > max_fraction else ""
             raise DataError(
-                f"{found}:\n{self._named()}\nFix these rows, or set `on_bad_rows: drop`{fraction} to skip them."
+                f"{problem}:\n{self._named()}\nFix these rows, or set `on_bad_rows: drop`{fraction} to skip them."
             )
         if self.num_rows > max_fraction * num_source_rows:
             raise DataError(
-                f"{found}, more than max_bad_row_fraction {max_fraction} allows to drop:\n{self._named()}\n"
+                f"{problem}, more than max_bad_row_fraction {max_fraction} allows to drop:\n{self._named()}\n"
                 "Fix these rows, or raise `max_bad_row_fraction` to "
                 f"{needed_fraction(self.num_rows, num_source_rows):g}."
             )
-        return f"{found} and were dropped: {self._first[0].place} {self._first[0].reason}"
+        return f"{problem} and were dropped: {self._first[0].place} {self._first[0].reason}"
 
     def _named(self) -> str:
         lines = [f"  {bad.place} {bad.reason}" for bad in self._first]
@@ -87,7 +87,7 @@ def write_list(path: Path, lists: list[Path]) -> None:
 
 NUM_ROWS = 1000
 SECONDS = 0.5
-"""After so many, what was read is enough: a plan is waited for."""
+"""Time limit for reading the first rows, since someone waits for the plan."""
 
 
 def check_first_rows(

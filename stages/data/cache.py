@@ -24,7 +24,7 @@ from stages.data.files import Portion
 KEY_CHARACTERS = 32
 SEAL = ".sha256"
 PREPARATION_VERSION = 10
-"""Raised when the same input would give other tokens, masks or rows than before."""
+"""Version of the preparation code; raised when the same input would give other tokens, masks or rows than before."""
 TOKENIZER_FILES = (
     "config.json",
     "tokenizer*",
@@ -51,21 +51,21 @@ OPTIONS = {
 
 
 def content_key(parts: dict[str, JsonValue]) -> str:
-    """A name for what is made from `parts`, and from nothing else."""
+    """Return a cache key that depends on `parts` and on nothing else."""
     canonical = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:KEY_CHARACTERS]
 
 
 def file_digest(path: Path) -> str:
-    """sha256 of a file's content."""
+    """Return the sha256 of a file's content."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], make: Callable[[Path], None]) -> Path:
-    """The folder `cache/key`, made by `make` in an empty sibling and renamed, unless it is there and complete.
+    """Return the folder `cache/key`; unless it is complete, `make` fills an empty sibling, which is then renamed.
 
-    What an interrupted or failed `make` left behind is removed, at the latest by the next one.
+    Leftovers of an interrupted or failed `make` are removed, at the latest by the next one.
     """
     entry = cache / key
     if is_complete(entry):
@@ -118,7 +118,7 @@ def _digests(entry: Path) -> dict[str, str]:
 
 
 def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows: RowKind) -> dict[str, JsonValue]:
-    """All that decides the tokens, the rows and the list of bad rows, but for the data files."""
+    """Return all that decides the tokens, the rows and the list of bad rows, except the data files."""
     template = config.chat_template
     tokenizer_files = TOKENIZER_FILES if template else TOKENIZER_FILES + TEMPLATE_FILES
     return {

@@ -26,11 +26,13 @@ def calibration_samples(
     num_skipped: int = 0,
     passed_over: dict[Place, str] | None = None,
 ) -> list[Tokens]:
-    """The first `num_samples` good rows after `num_skipped` others, each cut to `sequence_length`.
+    """Return the first `num_samples` good rows after `num_skipped` others, tokenized and cut to `sequence_length`.
 
-    train_on: the tokens that their masks mark. Conversations are rendered with the model's chat template; of preference
-    pairs the chosen one counts. There may be fewer than asked for.
-    passed_over: takes place and reason of bad rows, which are left out.
+    Conversations are rendered with the model's chat template; the chosen answer of preference pairs counts. There may
+    be fewer than `num_samples`.
+
+    - train_on: which tokens the masks mark
+    - passed_over: receives place and reason of each bad row, which is left out
 
     Raises DataError when there are none, ModelError for a folder without a usable tokenizer.
     """

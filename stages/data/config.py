@@ -35,18 +35,19 @@ DataFormat = Literal[
 ]
 
 OF_MIXTURE = ("weight", "max_epochs")
-"""Fields of a part that are not about its rows alone."""
+"""Fields of a mixture's part that do not describe its rows."""
 
 
 class MixturePart(StrictModel):
-    """One dataset of a mixture; of what it leaves out, `data` says how it is."""
+    """One dataset of a mixture; a field that is not set has the value of `data`."""
 
     dataset: DatasetReference
     weight: PositiveFp32 | None = Field(
-        None, description="Its share, beside the weights of the others; default for all: by their sizes (`mixing`)."
+        None,
+        description="Share, relative to the weights of the others; default for all: by their sizes (`mixing`).",
     )
     max_epochs: PositiveFp32 | None = Field(
-        None, description="Passes over its rows; a training that would do more is refused."
+        None, description="Most passes over its rows; a training that would do more is refused."
     )
     split: SplitName | None = Field(None, description="As in `data`.")
     evaluation_split: SplitName | None = Field(None, description="As in `data`.")
@@ -60,13 +61,13 @@ class MixturePart(StrictModel):
 
     @property
     def own(self) -> dict[str, object]:
-        """What it says of its rows itself; a share that it holds out stands for a split that `data` names."""
+        """Fields set by this part for its own rows; a fraction that it holds out replaces a split that `data` names."""
         said = {name: value for name, value in vars(self).items() if name not in OF_MIXTURE and value is not None}
         return {"evaluation_split": None, **said} if "evaluation_fraction" in said else said
 
 
 def same_datasets(names: Iterable[str], stages: Mapping[str, StageConfig]) -> Iterator[tuple[str, str]]:
-    """Of stages that make the same of the same: the first, and each other one; their rows would be there twice."""
+    """Yield pairs of stages with the same dataset: the first, and each other one. Their rows would be there twice."""
     known: dict[str, str] = {}
     for name in names:
         first = known.setdefault(stages[name].model_dump_json(exclude={"execution"}), name)
@@ -75,24 +76,29 @@ def same_datasets(names: Iterable[str], stages: Mapping[str, StageConfig]) -> It
 
 
 class Mixing(StrictModel):
-    """How the datasets of a mixture come together."""
+    """Options for combining the datasets of a mixture."""
 
     strategy: Literal["interleave", "concat"] = Field(
         "interleave",
-        description="interleave: at any time as much of each as its weight says, and one that is through begins again. "
+        description="interleave: at any time each has the share that its weight says; one that ends begins again. "
         "concat: all rows of all datasets once an epoch, shuffled together.",
     )
     weight_by: Literal["rows", "tokens"] = Field(
-        "rows", description="What weights, and sizes where there are none, are of: packed rows, or tokens in them."
+        "rows", description="Unit of weights, and of sizes where there are none: packed rows, or tokens in them."
     )
     temperature: PositiveFp32 = Field(
-        1.0, description="Without weights, shares are as the sizes to the power of 1/temperature."
+        1.0, description="Without weights, shares are proportional to the sizes to the power of 1/temperature."
     )
 
 
 RowKind = Literal["examples", "pairs", "labelled", "prompts"]
-"""What a row is to the method that learns from it: one text to imitate, a chosen and a rejected answer, an answer that
-is good or bad, or a prompt that the model answers itself."""
+"""Kind of row that a method learns from.
+
+- examples: a text to imitate
+- pairs: a chosen and a rejected answer
+- labelled: an answer that is good or bad
+- prompts: a prompt that the model answers itself
+"""
 
 METHODS_FOR: dict[RowKind, str] = {
     "examples": "`method: sft` learns from them, and distill",
@@ -100,28 +106,28 @@ METHODS_FOR: dict[RowKind, str] = {
     "labelled": "`method: kto` learns from them",
     "prompts": "`method: grpo` learns from them",
 }
-"""Whom rows are for, in the words of messages; the registry of methods lies above."""
+"""Methods that learn from each kind of row, in words for messages; the registry of methods lies above this room."""
 
 SpecialTokensPolicy = Literal["text", "refuse", "allow"]
-"""What becomes of special tokens within what people wrote."""
+"""Treatment of special tokens within what people wrote."""
 
 DEFAULT_DATE = date(2026, 1, 1)
-"""Of templates that write the current date: any will do, but the same in every run."""
+"""Date for templates that write the current date: arbitrary, but the same in every run."""
 
 
 def _as_date(value: object) -> object:
-    """YAML has dates, JSON has them as text."""
+    """Return a date for its text: YAML has dates, JSON has them as text."""
     return date.fromisoformat(value) if isinstance(value, str) else value
 
 
 class DataConfig(StrictModel):
-    """Which rows are learned from, and how they become tokens."""
+    """Dataset or mixture that is learned from, and how its rows become tokens."""
 
     dataset: DatasetReference | None = Field(None, description="Required, unless there are several (`datasets`).")
     datasets: Annotated[tuple[MixturePart, ...], AddedLater()] = Field(
-        (), description="A mixture of several, in the place of `dataset`."
+        (), description="Datasets of a mixture, instead of `dataset`."
     )
-    mixing: Annotated[Mixing, AddedLater()] = Field(Mixing(), description="Of `datasets`.")
+    mixing: Annotated[Mixing, AddedLater()] = Field(Mixing(), description="How `datasets` are mixed.")
     split: SplitName = Field("train", description="Files of the dataset whose name or folder begins with this.")
     evaluation_split: SplitName | None = Field(None, description="Held-out split; see also `evaluation_fraction`.")
     evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")
@@ -132,7 +138,7 @@ class DataConfig(StrictModel):
     )
     chat_template: OutsidePath | None = Field(None, description="Jinja file; default: the model's own template.")
     template_date: Annotated[date, BeforeValidator(_as_date), AddedLater()] = Field(
-        DEFAULT_DATE, description="What a template that writes the current date (`strftime_now`) takes for it."
+        DEFAULT_DATE, description="Date for templates that write the current one (`strftime_now`)."
     )
     train_on: Literal["assistant", "all"] = Field("assistant", description="Tokens that carry loss.")
     turns: Annotated[Literal["together", "separately"], AddedLater()] = Field(
@@ -142,7 +148,8 @@ class DataConfig(StrictModel):
     )
     special_tokens_in_content: Annotated[SpecialTokensPolicy, AddedLater()] = Field(
         "text",
-        description="What `<|im_end|>` in a question or an answer is. text: text; refuse: a bad row; allow: the token.",
+        description="Special tokens such as `<|im_end|>` in questions or answers. text: encoded as text; refuse: the "
+        "row is bad; allow: the token itself.",
     )
     sequence_length: int = Field(
         2048, ge=2, description="Tokens of a packed row; the first of them is never predicted."
@@ -153,13 +160,17 @@ class DataConfig(StrictModel):
         "pre-training has them: one after the other, each ended by the end-of-text token, cut into full rows; "
         "attention goes over the whole row, and what is left at the end is not learned.",
     )
-    over_long: Literal["truncate", "drop", "fail"] = Field("fail", description="Documents over sequence_length.")
-    on_bad_rows: Literal["fail", "drop"] = Field("fail", description="drop: list them and go on without them.")
-    max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped rows than this is an error.")
+    over_long: Literal["truncate", "drop", "fail"] = Field(
+        "fail", description="Treatment of documents longer than sequence_length."
+    )
+    on_bad_rows: Literal["fail", "drop"] = Field("fail", description="drop: list bad rows and train without them.")
+    max_bad_row_fraction: float = Field(
+        0.01, ge=0, le=1, description="Largest share of dropped rows; more is an error."
+    )
 
     @property
     def parts(self) -> dict[str, DataConfig]:
-        """Each dataset alone, by what stands before its fields in the recipe; of no mixture, this itself."""
+        """Config of each dataset alone, by the prefix of its fields in the recipe; without a mixture, this config."""
         if not self.datasets:
             return {"": self}
         whole = self.model_copy(update={"datasets": (), "mixing": Mixing()})
@@ -167,7 +178,7 @@ class DataConfig(StrictModel):
 
     @property
     def dataset_stage(self) -> str:
-        """The stage that makes the one dataset; of a mixture, its `parts` have one each."""
+        """Name of the stage that makes the dataset; not for a mixture, whose `parts` have one each."""
         assert self.dataset, "a mixture has several"
         return self.dataset
 
@@ -178,7 +189,7 @@ class DataConfig(StrictModel):
 
     @property
     def names(self) -> list[str]:
-        """Of the datasets: their stages, and where a stage is there twice, the split as well."""
+        """Names of the datasets: their stages, with the split where a stage is there twice."""
         parts = list(self.parts.values())
         stages = [part.dataset_stage for part in parts]
         return [
@@ -188,11 +199,11 @@ class DataConfig(StrictModel):
 
     @property
     def holds_out(self) -> bool:
-        """Whether some rows are not learned from."""
+        """Whether some rows are held out for evaluation."""
         return any(part.evaluation_split or part.evaluation_fraction for part in self.parts.values())
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """What is wrong between this and the stages of its recipe."""
+        """Yield problems between this config and the other stages of its recipe."""
         for split in dict.fromkeys(part.split for part in self.parts.values()):
             names = [part.dataset_stage for part in self.parts.values() if part.split == split]
             for first, name in same_datasets(names, stages):
@@ -202,7 +213,7 @@ class DataConfig(StrictModel):
                 )
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
-        """Each field that does nothing beside what the others say, set or not, and why it does not."""
+        """Yield each field without effect, given the other fields, and the reason."""
         if not self.datasets:
             yield "mixing", "there is one dataset (`datasets` names several)"
         elif self.mixing.strategy == "concat":

@@ -31,17 +31,18 @@ ARRAYS: dict[str, type[np.generic]] = {
     "row_starts": np.int64,
 }
 BLOCK_DOCUMENTS = 1 << 20
-"""Looked at together, where all would take memory."""
+"""Number of documents that are processed together, to bound memory."""
 LABELS = "labels"
 MARGINS = "margins"
 
 
 class Description(StrictModel):
-    """`about.json`: what a folder of packed documents holds, and what was left out of it.
+    """Content of `about.json`: what a folder of packed documents holds, and how much was left out of it.
 
-    conversations: whether they were rendered by a chat template. num_good: of labelled answers. bytes_per_token: of
-    texts that were cut into rows, in UTF-8; tokens that end a text are counted, and have no bytes. tool_prompts: one,
-    where rows have tools; of a mixture, one of each such dataset.
+    - conversations: whether a chat template rendered the documents
+    - num_good: number of labelled answers that are good; None for other rows
+    - bytes_per_token: UTF-8 bytes per token of texts that were cut into rows; end-of-text tokens count, without bytes
+    - tool_prompts: one prompt with tools, where rows have tools; in a mixture one per such dataset
     """
 
     sequence_length: PositiveInt
@@ -63,11 +64,11 @@ class Description(StrictModel):
 
 
 Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]
-"""Tokens, their loss flags, and the lengths of the documents they belong to."""
+"""Tokens, loss flags and document lengths of one row."""
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder holds all that its description promises."""
+    """Return whether the folder holds all files that its description promises, in their sizes."""
     try:
         about = Description.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
         sizes = {name: (folder / f"{name}.bin").stat().st_size // dtype().itemsize for name, dtype in ARRAYS.items()}
@@ -85,10 +86,10 @@ def is_complete(folder: Path) -> bool:
 
 
 class PackedDataset:
-    """Rows of whole documents; `len` counts rows. Opened lazily: costs no memory but what batches touch."""
+    """Packed rows of whole documents on disk; `len` counts rows. Memory-mapped: only what batches read is loaded."""
 
     members: Mapping[str, PackedDataset] = MappingProxyType({})
-    """Of a mixture, its datasets by name."""
+    """Datasets of a mixture by name; empty for a single dataset."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -107,12 +108,12 @@ class PackedDataset:
 
     @property
     def key(self) -> str:
-        """Identifies the content: equal keys, equal batches. For caches of what is computed from the documents."""
+        """Identifier of the content for caches: equal keys, equal batches."""
         return self.folder.name
 
     @property
     def num_documents(self) -> int:
-        """Documents in all rows; a preference pair is two."""
+        """Number of documents in all rows; a preference pair is two."""
         return self.about.num_documents
 
     @property
@@ -127,12 +128,12 @@ class PackedDataset:
 
     @property
     def member_rows(self) -> dict[str, range]:
-        """Of a mixture, the rows of each of its datasets by name; of one dataset, all, without a name."""
+        """Rows of each dataset of a mixture by name; for a single dataset all rows, with an empty name."""
         return {"": range(len(self))}
 
     @property
     def longest_document(self) -> int:
-        """Tokens of the longest."""
+        """Number of tokens of the longest document."""
         starts = self._document_starts
         blocks = (
             starts[begin : begin + BLOCK_DOCUMENTS + 1] for begin in range(0, self.num_documents, BLOCK_DOCUMENTS)
@@ -141,12 +142,12 @@ class PackedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, without padding."""
+        """Number of tokens without padding."""
         return self.about.num_tokens
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens that carry loss."""
+        """Number of tokens that carry loss."""
         return self.about.num_target_tokens
 
     @property
@@ -161,34 +162,34 @@ class PackedDataset:
         return 1 - self.num_tokens / (len(self) * self.about.sequence_length)
 
     def row_documents(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
-        """int64 [num_documents of the batch]: for each document of `batch(row_indices)` its number in the dataset."""
+        """Return the dataset's document numbers of `batch(row_indices)`, int64 [num_documents of the batch]."""
         return np.concatenate(
             [np.arange(self._row_starts[row], self._row_starts[row + 1]) for row in row_indices] or [np.arange(0)]
         )
 
     def documents(self, row: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        """Tokens and loss flags, [tokens] each, of every document of a row."""
+        """Return tokens and loss flags, [tokens] each, of every document of a row."""
         tokens, loss, lengths = self._row(row)
         borders = np.cumsum(lengths)[:-1]
         return list(zip(np.split(tokens, borders), np.split(loss, borders), strict=True))
 
     def labels(self, row: int) -> list[bool]:
-        """Of a row of labelled answers, whether each is a good one; of other rows nothing."""
+        """Return whether each labelled answer of a row is good; an empty list for other kinds of rows."""
         return [] if self._labels is None else self._labels[self.row_documents([row])].tolist()
 
     def margins(self, row: int) -> list[float]:
-        """Of each pair of a row, by how much its chosen answer is better: 0 where nothing is said of it."""
+        """Return for each pair of a row how much better its chosen answer is; 0 where the row does not say it."""
         pairs = self.row_documents([row])[0::2] // 2
         return [0.0] * len(pairs) if self._margins is None else self._margins[pairs].tolist()
 
     def num_row_targets(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
-        """int64 [rows]: how many targets `batch` has in each of them."""
+        """Return the number of targets that `batch` has in each row, int64 [rows]."""
         return np.array([self._row(row)[1][1:].sum() for row in row_indices], dtype=np.int64)
 
     def batch(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
-        """The rows as a micro-batch on the CPU; with `num_rows`, rows of padding follow until there are as many.
+        """Return the rows as a micro-batch on the CPU, padded with empty rows up to `num_rows`.
 
-        As wide as `sequence_length` with packing, else as the longest of the rows.
+        The batch is `sequence_length` wide with packing, else as wide as the longest of the rows.
         """
         batch = self._batch([self._row(row) for row in row_indices], num_rows)
         if self.about.has_margins:
@@ -200,10 +201,10 @@ class PackedDataset:
         return replace(batch, is_good=torch.tensor(labels, dtype=torch.bool))
 
     def mismatched(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
-        """As `batch`, but each document's answer comes after another one's prompt, that of the next in its row.
+        """Return the batch with each document's answer after another prompt: that of the next document in its row.
 
         So the same answers are there, and a row is as long as before. A document that is alone in its row gets the
-        answer of one in the row before, or the beginning that fits. What is learned is one answer a document.
+        answer of one in the row before, cut to fit. Each document has the tokens of one answer as targets.
         """
         return self._batch([self._mismatched_row(row) for row in row_indices], num_rows)
 
@@ -232,7 +233,7 @@ class PackedDataset:
 
 
 def packed_batch(rows: Sequence[Row], shape: tuple[int, int], padding_token: int) -> Batch:
-    """A micro-batch of `shape` [rows, sequence] on the CPU; what the rows leave of it is padding."""
+    """Return a micro-batch of `shape` [rows, sequence] on the CPU, padded where rows are shorter."""
     input_ids = np.full(shape, padding_token, dtype=np.int64)
     targets = np.full(shape, IGNORED, dtype=np.int64)
     for row, (tokens, loss, _) in enumerate(rows):
@@ -250,7 +251,7 @@ def packed_batch(rows: Sequence[Row], shape: tuple[int, int], padding_token: int
 
 
 class _Segments:
-    """Where documents, and the padding at the end of rows, lie in a batch of `shape` [rows, sequence]."""
+    """Position and document number of every token in a batch of `shape` [rows, sequence], padding included."""
 
     def __init__(self, document_lengths: list[NDArray[np.int64]], shape: tuple[int, int]) -> None:
         num_rows, width = shape
@@ -273,7 +274,8 @@ class _Segments:
 
 
 def row_order(num_rows: int, seed: int, epoch: int, number: int = 0) -> NDArray[np.int64]:
-    """int64 [num_rows]: the order in which an epoch visits the rows; the same for every layout and after a resume.
+    """Return the order in which an epoch visits the rows, int64 [num_rows]; independent of layout and resumes.
 
-    number: of the dataset in a mixture, each of which has an order of its own."""
+    number: number of the dataset in a mixture; each has an order of its own.
+    """
     return np.random.default_rng([seed, epoch, *([number] if number else [])]).permutation(num_rows)

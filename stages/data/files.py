@@ -42,21 +42,21 @@ PARQUET_BATCH_ROWS = 1024
 BLOCK_BYTES = 1 << 20
 SAMPLED_BYTES = 64 << 20
 SAMPLED_BYTES_COMPRESSED = 16 * SAMPLED_BYTES
-"""As they are once decompressed, which takes seconds."""
+"""Decompressed bytes that are sampled; reading them takes seconds."""
 SAMPLED_BYTES_ELSEWHERE = 1 << 20
 LONGEST_LINE_BYTES = 256 << 20
-"""Of JSON Lines, a row each. What has longer ones is no such file, and would fill the memory."""
+"""Longest line of JSON Lines. A file with longer ones is something else, and would fill the memory."""
 JSON_LINES = (".jsonl", ".ndjson")
 METADATA = {"dataset_info.json", "dataset_infos.json", "state.json"}
 NUM_FILES_LISTED = 20
 NO_PYTHON_VALUE = (ValueError, OverflowError, LookupError)
-"""What pyarrow raises for dates that no calendar has, and for time zones that are not known."""
+"""Errors of pyarrow for dates outside Python's calendar and for unknown time zones."""
 SHARD = re.compile(r"(?P<before>.*?)-(?P<number>\d+)-of-(?P<count>\d+)(?P<after>\..*)")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row stands: its first line in a text file, its number in a Parquet file; both count from 1."""
+    """Position of a row: its first line in a text file, its number in a Parquet file; both count from 1."""
 
     file: str
     number: int
@@ -68,7 +68,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """What a file says at a place; any JSON value, not checked yet."""
+    """Row as a file has it: any JSON value, not checked yet."""
 
     place: Place
     content: object
@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be learned from, and why."""
+    """Row that cannot be learned from, with the reason."""
 
     place: Place
     reason: str
@@ -84,10 +84,10 @@ class BadRow:
 
 @dataclass(frozen=True)
 class Part:
-    """A file, or what lies from `begin` to before `end`: row groups of Parquet, lines of JSON Lines that begin at these
-    bytes.
+    """Part of a file, or the whole: row groups of Parquet, or lines of JSON Lines that begin at bytes [begin, end).
 
-    name: what messages call the file. num_before: lines, of Parquet rows, before the part.
+    - name: the file's name in messages
+    - num_before: number of lines, or of Parquet rows, before the part
     """
 
     path: Path
@@ -97,49 +97,50 @@ class Part:
     num_before: int = 0
 
     def place(self, number: int) -> Place:
-        """Of the line, or of Parquet the row, that has this number in the part."""
+        """Return the place of a line, or of a Parquet row, by its number in the part."""
         return Place(self.name, self.num_before + number, "row" if format_suffix(self.path) == ".parquet" else "line")
 
 
 def find_files(folder: Path, split: str) -> list[Path]:
-    """The data files of a split, in order: `SPLIT.jsonl`, shards `SPLIT-00000-of-00002.parquet`, all in a folder
-    `SPLIT/`, any of these in `data/`, or else names like `SPLIT_part1.jsonl`; for `train` also the only file there is.
+    """Return the data files of a split, in order.
 
-    Raises DataError that lists what is there.
+    These are `SPLIT.jsonl`, shards `SPLIT-00000-of-00002.parquet`, all in a folder `SPLIT/`, any of these in `data/`,
+    or else names like `SPLIT_part1.jsonl`; for `train` also the only file there is. Raises DataError that lists the
+    files.
     """
     there = [path for path in _all_files(folder) if format_suffix(path) in READERS and path.name not in METADATA]
-    found = _matching(there, folder, split) or (there if split == "train" and len(there) == 1 else [])
-    if not found:
+    paths = _matching(there, folder, split) or (there if split == "train" and len(there) == 1 else [])
+    if not paths:
         raise DataError(
             f"no files of the split {split!r} in the dataset {folder}. {_listing(folder)} Expected `{split}.jsonl`, "
             f"`{split}-*.parquet`, `{split}/…` or `data/{split}-*.parquet` ({', '.join(READERS)})."
         )
-    suffixes = sorted({format_suffix(path) for path in found})
+    suffixes = sorted({format_suffix(path) for path in paths})
     if len(suffixes) > 1:
-        names = ", ".join(name_of(path, folder) for path in islice(found, NUM_FILES_LISTED))
+        names = ", ".join(name_of(path, folder) for path in islice(paths, NUM_FILES_LISTED))
         raise DataError(f"the split {split!r} of {folder} is there in {' and '.join(suffixes)}: {names}. Keep one.")
-    stems = Counter(path.parent / data_stem(path) for path in found)
-    if twice := [name_of(path, folder) for path in found if stems[path.parent / data_stem(path)] > 1]:
+    stems = Counter(path.parent / data_stem(path) for path in paths)
+    if twice := [name_of(path, folder) for path in paths if stems[path.parent / data_stem(path)] > 1]:
         raise DataError(f"the split {split!r} of {folder} has files twice: {', '.join(twice)}. Keep one of each.")
-    return found
+    return paths
 
 
 def name_of(path: Path, folder: Path) -> str:
-    """What messages call a file of a dataset's folder, wherever it lies."""
+    """Return the name of a file in messages: its path in the dataset's folder, without the suffix of a pointer."""
     return str(without_pointer(path).relative_to(folder))
 
 
 def read_rows(folder: Path, files: list[Path]) -> Iterator[Row | BadRow]:
-    """All rows of `files` in order, named relative to `folder`. Raises DataError for a file that cannot be read on.
+    """Yield all rows of `files` in order, named relative to `folder`. Raises DataError for an unreadable file.
 
-    What a good row holds can be written as UTF-8 and worked with recursively; what it means is not checked.
+    A good row can be written as UTF-8 and walked recursively; its meaning is not checked here.
     """
     for path in files:
         yield from read_part(Part(path, name_of(path, folder)))
 
 
 def read_part(part: Part) -> Iterator[Row | BadRow]:
-    """The rows of a file, or of a part of it, as `read_rows` gives them."""
+    """Yield the rows of a file, or of a part of it, as `read_rows` does."""
     suffix = format_suffix(part.path)
     if suffix not in READERS:
         found = f"ends in {quoted(suffix, 40)}" if suffix else "has no suffix"
@@ -156,9 +157,9 @@ def read_part(part: Part) -> Iterator[Row | BadRow]:
 
 
 def num_places(path: Path) -> int:
-    """The lines of a text file, the rows of a Parquet file: what the `Place` of its last row counts up to, roughly.
+    """Estimate the number of lines of a text file, or return the number of rows of a Parquet file.
 
-    Of a large text file, as many as there would be if all of it were like its beginning: to count them takes minutes.
+    A large text file is extrapolated from its beginning: counting all lines would take minutes.
     """
     if format_suffix(path) == ".parquet":
         with open_parquet(path) as parquet:
@@ -174,14 +175,14 @@ def num_places(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Portion:
-    """All rows of a split, or one side of it: the `fraction` of it that is held out, or the rest."""
+    """Portion of a split: all rows, or the `fraction` of them that is held out, or the rest."""
 
     name: Literal["training", "evaluation"]
     split: str
     fraction: float | None = None
 
     def select(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
-        """The rows of this portion. Equal rows are on the same side; what cannot be read counts as training data."""
+        """Yield the rows of this portion. Equal rows are on the same side; unreadable rows count as training data."""
         if self.fraction is None:
             yield from rows
             return
@@ -192,7 +193,7 @@ class Portion:
 
 
 def portions(config: DataConfig) -> list[Portion]:
-    """The training portion, and the evaluation portion if the recipe asks for one."""
+    """Return the training portion, and the evaluation portion if the recipe asks for one."""
     if config.evaluation_split:
         return [Portion("training", config.split), Portion("evaluation", config.evaluation_split)]
     if config.evaluation_fraction:
@@ -204,14 +205,14 @@ def portions(config: DataConfig) -> list[Portion]:
 
 
 def is_held_out(content: object, fraction: float) -> bool:
-    """Whether a row of this content is held out, by its hash alone: the same in every run and every order."""
+    """Return whether a row is held out, by the hash of its content: the same in every run and every order."""
     canonical = json.dumps(content, sort_keys=True, default=str).encode()
     digest = hashlib.blake2b(canonical, digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def missing_shards(folder: Path) -> list[str]:
-    """A sentence for each set of shards below `folder` that is not whole, whether it counts from 0 or from 1."""
+    """Return a sentence for each incomplete set of shards below `folder`, whether they count from 0 or from 1."""
     found: dict[tuple[str, int, str], set[int]] = defaultdict(set)
     for path in sorted(folder.rglob("*")):
         if shard := SHARD.fullmatch(path.relative_to(folder).as_posix()):
@@ -235,13 +236,13 @@ def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
     loose = re.compile(rf"{re.escape(split)}[-_.].*")
     for root in (folder, folder / "data"):
         inside = [path for path in there if path.parent == root]
-        for found in (
+        for matching in (
             [path for path in inside if exact.fullmatch(data_stem(path))],
             [path for path in there if root / split in path.parents],
             [path for path in inside if loose.fullmatch(data_stem(path))],
         ):
-            if found:
-                return found
+            if matching:
+                return matching
     return []
 
 
@@ -319,7 +320,7 @@ def _parse_line(line: bytes, place: Place) -> Row | BadRow:
 
 
 def _read_json(part: Part) -> Iterator[Row | BadRow]:
-    """A list of rows; a file that starts otherwise is read as JSON Lines, which often bear this suffix too."""
+    """Yield the rows of a JSON list; a file that starts otherwise is read as JSON Lines, which may have this suffix."""
     with open_text(part.path, part.name) as stream:
         start = stream.read(BEGINNING_CHARACTERS).lstrip()[:1]
     if start != "[":
@@ -372,7 +373,7 @@ def _read_parquet(part: Part) -> Iterator[Row | BadRow]:
 
 
 def _rows_of(batch: Any, name: str, num_before: int) -> Iterator[Row | BadRow]:
-    """The rows of a pyarrow batch; one by one where Python has no value for what a row holds, to find that row."""
+    """Yield the rows of a pyarrow batch; one by one where a value has no Python equivalent, to find its row."""
     try:
         rows = map(as_row, batch.to_pylist())
         yield from (Row(Place(name, num_before + at, "row"), row) for at, row in enumerate(rows, 1))
@@ -388,17 +389,17 @@ def _rows_of(batch: Any, name: str, num_before: int) -> Iterator[Row | BadRow]:
 
 
 def _check_columns(columns: list[str], name: str) -> None:
-    """Of two columns of one name, one would be lost."""
+    """Raise DataError for repeated column names, since one of the columns would be lost."""
     repeated = sorted({column for column in columns if columns.count(column) > 1})
     if repeated:
         raise DataError(f"{name} has more than one column {', '.join(map(repr, repeated))}; rename or remove one")
 
 
 def as_row(columns: dict[str, Any]) -> dict[str, Any]:
-    """A table's row without the fields of its objects that are null.
+    """Return a table's row without the null fields of its objects.
 
-    A table has a field in every object where one has it: a call of one tool would be learned with the arguments of all
-    others, each null. TRL's `remove_none_values` does so too; what was null in truth cannot be told from it.
+    In a table every object has a field that one of them has: a call of one tool would be learned with the arguments of
+    all others, each null. TRL's `remove_none_values` does the same; original nulls are lost.
     """
     return {name: _without_nulls(value) for name, value in columns.items()}
 
@@ -411,7 +412,7 @@ def _without_nulls(value: Any) -> Any:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[ParquetFile]:
-    """Raises pyarrow's errors for what is none, and what `open_file` raises."""
+    """Open a Parquet file, or a remote one by its pointer. Raises pyarrow's errors, and those of `open_file`."""
     from pyarrow.parquet import ParquetFile
 
     if not is_pointer(path):
@@ -424,14 +425,14 @@ def open_parquet(path: Path) -> Iterator[ParquetFile]:
 
 @contextmanager
 def open_bytes(path: Path, name: str) -> Iterator[BinaryIO]:
-    """The content, decompressed piece by piece; `name` is what errors call it. Raises DataError for a damaged file."""
+    """Open a file's content, decompressed in pieces. `name` is for errors. Raises DataError for a damaged file."""
     with open_with_file(path, name) as (stream, _):
         yield stream
 
 
 @contextmanager
 def open_with_file(path: Path, name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The same, and the file that is decompressed: where it is at tells how much of it the content so far has taken."""
+    """Open a file like `open_bytes`; also yield the raw file, whose position shows how much was consumed."""
     with open_file(path) as file:
         if not is_compressed(path):
             yield file, file
@@ -445,7 +446,7 @@ def open_with_file(path: Path, name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]
 
 @contextmanager
 def open_text(path: Path, name: str) -> Iterator[TextIO]:
-    """The same as text, line ends as they are. Raises DataError, and UnicodeDecodeError for what is not UTF-8."""
+    """Open a file as UTF-8 text with its line ends unchanged. Raises DataError, UnicodeDecodeError."""
     with open_bytes(path, name) as stream, io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
         yield text
 
@@ -459,17 +460,17 @@ def _decompressed(file: BinaryIO, suffix: str) -> BinaryIO:
 
 
 def format_suffix(path: Path) -> str:
-    """The suffix that names the format: `.jsonl` of `train.jsonl.zst`."""
+    """Return the suffix that names the format: `.jsonl` of `train.jsonl.zst`."""
     return _uncompressed(path).suffix
 
 
 def data_stem(path: Path) -> str:
-    """The name without the suffixes of format and compression."""
+    """Return the name without the suffixes of format and compression."""
     return _uncompressed(path).stem
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether its name says so."""
+    """Return whether the file's name has a suffix of compression."""
     return without_pointer(path).suffix in COMPRESSIONS
 
 

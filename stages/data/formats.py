@@ -61,20 +61,25 @@ OTHER_FORMATS = {
     frozenset({"input_ids"}): "tokens; give the text, which is tokenized here",
     frozenset({"anchor", "positive"}): "embedding pairs, which no method here learns from",
 }
-"""Columns of formats that are known by name, and not read."""
+"""Columns of known formats that are not supported, with what they hold."""
 LISTS = ("messages", "conversations", "conversation", "chosen_messages", "rejected_messages")
 """Columns that are lists in every format; a table without lists (CSV) has them as JSON text."""
 OTHER_NAMES = {"kto_tag": "label"}
-"""Columns that other projects call otherwise (LLaMA-Factory)."""
+"""Our names of columns that LLaMA-Factory calls otherwise."""
 OF_CONVERSATIONS = ("system", "tools", "chat_template_kwargs")
 OF_PAIRS = ("margin", *OF_CONVERSATIONS)
 
 
 @dataclass(frozen=True)
 class Format:
-    """Columns that a row must and may have, and the function that reads them: one document, or chosen and rejected.
+    """Format of rows: their columns, and the function that reads them.
 
-    described: the columns, in the page's words. suits: a further condition on a row with these columns.
+    - columns: columns that a row must have
+    - read: reads a row into one document, or into chosen and rejected
+    - described: the columns, in words for the page on recipes
+    - optional: columns that a row may have
+    - rows: kind of row that methods learn from
+    - suits: a further condition on a row with these columns
     """
 
     columns: tuple[str, ...]
@@ -86,9 +91,9 @@ class Format:
 
 
 def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind, columns: Mapping[str, str]) -> Format:
-    """The format named by the recipe, or (`auto`) the one that fits the columns of the first row.
+    """Return the format that the recipe names, or (`auto`) the one that fits the columns of the first row.
 
-    Raises DataError when no format fits these columns, or the one that fits is not what the training method needs.
+    Raises DataError when no format fits these columns, or the one that fits is not for the training method.
     """
     possible = {name: form for name, form in FORMATS.items() if form.rows == rows}
     if wanted != "auto":
@@ -105,9 +110,9 @@ def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind, columns
 
 
 def fitting_formats(row: Columns) -> list[str]:
-    """Names of the formats whose columns a row has, in the order in which `auto` tries them.
+    """Return the names of the formats whose columns a row has, in the order in which `auto` tries them.
 
-    Tables have every column in every row: those that are null count only where no format fits without them.
+    Tables have every column in every row: null columns count only where no format fits without them.
     """
     for has in (lambda column: row.get(column) is not None, row.__contains__):
         names = [
@@ -149,7 +154,7 @@ def rename_columns(row: Columns, columns: Mapping[str, str]) -> Columns:
 
 
 def _hint(first_row: Columns) -> str:
-    """What rows of these columns are, or which method they are for; the format with the most columns says it."""
+    """Return a hint for an error message: what these rows look like, or which method they are for."""
     if named := other_format(first_row):
         return f" These look like {named}."
     likeliest = likeliest_format(first_row)
@@ -160,10 +165,10 @@ def _hint(first_row: Columns) -> str:
 
 
 class RowReader:
-    """Reads the rows of one dataset, all in the same format, and all conversations or all plain text."""
+    """Reader of the rows of one dataset, all in the same format, and all conversations or all plain text."""
 
     def __init__(self, wanted: DataFormat, rows: RowKind, columns: Mapping[str, str] | None = None) -> None:
-        """columns: name in the rows → name that formats have."""
+        """Take the options. columns: name in the rows → name that formats have."""
         self._wanted = wanted
         self._rows = rows
         self._columns = columns or {}
@@ -176,9 +181,9 @@ class RowReader:
         return f"{self._format and self._format.columns} {self.has_margins} {self._is_plain}"
 
     def read(self, content: object) -> tuple[Document, ...]:
-        """The documents of a row: one, or of a pair the chosen and the rejected.
+        """Return the documents of a row: one, or the chosen and the rejected of a pair.
 
-        Raises RowError for a bad row, DataError when the columns of the first row are of no suitable format.
+        Raises RowError for a bad row, DataError when the columns of the first row fit no suitable format.
         """
         if not isinstance(content, dict):
             raise RowError(f"is {kind_of(content)}; expected an object with named columns")
@@ -197,12 +202,14 @@ class RowReader:
         return documents
 
     def label(self, content: Any) -> bool | None:
-        """Of a labelled row that was read, whether its answer is a good one. Raises RowError."""
+        """Return whether the answer of a labelled row is good; None for other kinds of rows. Raises RowError."""
         return parse_label(rename_columns(content, self._columns)["label"]) if self._rows == "labelled" else None
 
     def margin(self, content: Any) -> float | None:
-        """Of a pair that was read, by how much the chosen answer is better, if the first row says it. Raises RowError
-        where only some do."""
+        """Return how much better the chosen answer of a pair is, if the first row has a margin.
+
+        Raises RowError where only some rows have one.
+        """
         value = rename_columns(content, self._columns).get("margin") if self._rows == "pairs" else None
         if (value is not None) != self.has_margins:
             raise RowError(
@@ -211,7 +218,7 @@ class RowReader:
         return None if value is None else parse_margin(value)
 
     def _check_form(self, is_plain: bool) -> None:
-        """One half of a dataset would be learned with the chat template, the other without."""
+        """Raise RowError for a conversation among plain texts, or the reverse: only one uses the chat template."""
         if self._is_plain is None:
             self._is_plain = is_plain
         if self._is_plain != is_plain:
@@ -231,7 +238,7 @@ def _read_messages(row: Columns) -> tuple[Document, ...]:
 
 
 def _read_labelled_messages(row: Columns) -> tuple[Document, ...]:
-    """The last message is the answer that the label is of."""
+    """Read a conversation whose last message is the labelled answer."""
     return _of_last_answer(row, with_tool_calls(row["messages"]), "messages", ("role", "content"), None)
 
 
@@ -286,7 +293,9 @@ def _read_sharegpt_preference(row: Columns) -> tuple[Document, ...]:
 
 
 def _has_answer_messages(row: Columns) -> bool:
-    """A list would be a whole conversation, beside which `messages` is a copy (UltraFeedback)."""
+    """Return whether `chosen` is one message. A list would be a whole conversation, which `messages` copies
+    (UltraFeedback).
+    """
     return isinstance(row["chosen"], dict)
 
 
@@ -310,7 +319,7 @@ def _not_text(row: Columns, column: str) -> object:
 
 
 def _shared(row: Columns) -> Columns:
-    """What conversations of every format may have."""
+    """Return the columns that conversations of every format may have."""
     return {column: row[column] for column in OF_CONVERSATIONS if column in row}
 
 
@@ -320,7 +329,7 @@ def _read_sharegpt(row: Columns) -> tuple[Document, ...]:
 
 
 def _conversation(row: Columns, messages: list[Message], marked: object, num_prompt_messages: int = 0) -> Conversation:
-    """`marked`: the last messages as the row has them, which may say what is not learned of them."""
+    """Return the ordered conversation. marked: the last messages as the row has them, with marks of unlearned turns."""
     whole = ordered(with_system(row, messages))
     num_before = len(whole) - len(marked) if isinstance(marked, list) else 0
     roles = [message["role"] == "assistant" for message in whole[num_before:]]
@@ -347,12 +356,12 @@ def _alpaca_question(row: Columns) -> str:
 
 
 def _turns(turns: list[tuple[str, str]]) -> list[Message]:
-    """Questions and their answers as messages."""
+    """Return messages for pairs of a question and its answer."""
     return [make_message(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
 
 
 def _history(row: Columns) -> list[tuple[str, str]]:
-    """Earlier turns: pairs of a question and its answer."""
+    """Return earlier turns: pairs of a question and its answer."""
     history = decoded(row.get("history"))
     if history in (None, ""):
         return []
@@ -486,16 +495,17 @@ FORMATS: dict[str, Format] = {
         "labelled",
     ),
 }
-"""In the order in which `auto` tries them: a dataset with `messages` may have a `prompt` or a `text` column as well."""
+"""Formats in the order in which `auto` tries them: rows with `messages` may have a `prompt` or `text` column as well.
+"""
 COLUMN_NAMES = frozenset(
     {name for form in FORMATS.values() for name in form.columns + form.optional}
     | {"answer", "solution", "ground_truth"}  # the right answer of a prompt alone
 )
-"""All that a column may be renamed to."""
+"""Names that a column may be renamed to."""
 
 
 def format_table() -> str:
-    """The formats as a table in Markdown, as the page on recipes shows them."""
+    """Return the table of formats in Markdown, for the page on recipes."""
     rows = ["| `format` | learned from by | columns |", "| --- | --- | --- |"]
     for name, form in FORMATS.items():
         rows.append(f"| `{name}` | {LEARNERS[form.rows]} | {form.described} |")

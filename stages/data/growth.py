@@ -20,10 +20,11 @@ from stages.core.errors import ModelError
 
 MAX_GROWTH = 16
 SPARE_BYTES = 1 << 16
-"""A text may become `MAX_GROWTH` times as long as it is in UTF-8, and this longer. Compatibility forms (NFKC) make one
-character 11 times as long."""
+"""Bytes that a text may grow by, beyond `MAX_GROWTH` times its UTF-8 length. NFKC alone makes a character 11 times as
+long.
+"""
 MAX_CHAIN_GROWTH = 64
-"""Of pre-tokenizers and of decoders, which take all of a text and are not measured."""
+"""Bound for pre-tokenizers and decoders, which take a whole text and are not measured."""
 SLICE_CHARACTERS = 1 << 10
 MAX_SLICE_BYTES = 1 << 20
 
@@ -37,20 +38,20 @@ FACTORS = {
     "ByteLevel": 2.0,
     "Metaspace": 4.0,
 }
-"""How many times as long a step makes a text at most, in bytes; 1 where its kind is not here."""
+"""Largest growth of a text by each kind of step, in bytes; 1 for other kinds."""
 CHAINS = ("normalizers", "pretokenizers", "decoders")
 
 Step = Mapping[str, Any]
 
 
 class Growth:
-    """The steps of one normalizer."""
+    """Growth of texts in the steps of one normalizer."""
 
     def __init__(self, normalizer: Step | None) -> None:
-        """normalizer: as in a `tokenizer.json`."""
+        """Take the steps of a normalizer, as in a `tokenizer.json`."""
         self._steps = [(step, _factor(step)) for step in _steps(normalizer)]
         self.factor = math.prod(factor for _, factor in self._steps)
-        """How many times as long a text becomes at most, if each step were at its worst."""
+        """Largest possible growth of a text, if every step were at its worst."""
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Growth:
@@ -94,7 +95,7 @@ class Growth:
 
     @cached_property
     def _built(self) -> list[Any]:
-        """Each step alone, as the library runs it."""
+        """Normalizers of the library with one step each."""
         empty = json.loads(Tokenizer(models.BPE()).to_str())
         return [Tokenizer.from_str(json.dumps({**empty, "normalizer": step})).normalizer for step, _ in self._steps]
 

@@ -16,22 +16,22 @@ from stages.core.errors import DataError
 
 MAX_DEPTH = 100
 MAX_DIGITS = 4300
-"""Python converts no longer integers: it would take time that grows with their square."""
+"""Longest integer that Python converts; the time grows with the square of the digits."""
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
-"""What no tokenizer takes: NUL, and halves of characters, which JSON can write (`\\ud83d`) and UTF-8 cannot."""
+"""Characters that no tokenizer takes: NUL, and surrogates, which JSON can write (`\\ud83d`) and UTF-8 cannot."""
 PIECE_CHARACTERS = 1 << 20
 AHEAD_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """Stands where a text holds a value that cannot be taken as it is; `reason` goes on from "train.jsonl:17 "."""
+    """Placeholder for a value that cannot be used; `reason` continues "train.jsonl:17 "."""
 
     reason: str
 
 
 def flaw_of(content: object) -> str | None:
-    """Why a row cannot be made of this value, naming the place within it; None where it can."""
+    """Return why a value cannot be a row, with the field's path; None if it can."""
     todo: list[tuple[object, tuple[str, ...]]] = [(content, ())]
     while todo:
         value, path = todo.pop()
@@ -51,7 +51,7 @@ def flaw_of(content: object) -> str | None:
 
 
 class JsonList:
-    """Reads `stream`, whose text is one JSON list; `name` is what errors call it."""
+    """Reader of a text that is one JSON list, element by element; `name` is for errors."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream = stream
@@ -62,7 +62,7 @@ class JsonList:
         self._line_start = 0  # of the line at the position; negative once that part of the text is gone
 
     def elements(self) -> Iterator[tuple[int, object]]:
-        """Each element with the line it begins at. Raises DataError that names line and column of what is wrong."""
+        """Yield each element with the line it begins at. Raises DataError with line and column of the fault."""
         self._expect("[")
         if self._next_character() == "]":
             self._expect("]")
@@ -80,7 +80,7 @@ class JsonList:
                 return
 
     def _decode(self) -> object:
-        """The element at the position. It may be cut off by the end of the text: then read on and try again."""
+        """Decode the element at the position. If the text read so far ends within it, read on and try again."""
         while True:
             try:
                 value, end = DECODER.raw_decode(self._text, self._position)
@@ -96,7 +96,7 @@ class JsonList:
             return value
 
     def _next_character(self) -> str | None:
-        """Moves to the next character that is not a space and returns it, or None at the end of the file."""
+        """Return the next character that is not a space, and move to it; None at the end of the file."""
         while True:
             rest = self._text[self._position : self._position + AHEAD_CHARACTERS]
             stripped = rest.lstrip()
@@ -134,7 +134,7 @@ class JsonList:
     def _malformed(self, message: str, position: int) -> DataError:
         line = self._line + self._text.count("\n", self._position, position)
         column = position - self._start_of_line(position) + 1
-        return DataError(f"{self._name}:{line} is not valid JSON: {message} at column {column}; mend the file")
+        return DataError(f"{self._name}:{line} is not valid JSON: {message} at column {column}; correct the file")
 
 
 def _named(character: str) -> str:
@@ -165,4 +165,4 @@ def _integer(digits: str) -> object:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)
-"""As `json.loads`, with `Unusable` in place of an object that has a key twice, and of an endless number."""
+"""Decoder like `json.loads`, with `Unusable` for objects that have a key twice and for integers that are too long."""

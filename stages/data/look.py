@@ -38,13 +38,14 @@ from stages.data.tokenizer import DocumentTokenizer
 from stages.remote.pointers import size_bytes
 
 CHECK_SECONDS = 20.0
-"""Of the processor, for a split: on a busy machine no less is checked. One that is larger than these bytes cannot be
-done by then, and hashing it for the cache is slow."""
+"""CPU time for checking one split, so that a busy machine checks no less. A split of more than `LARGE_BYTES` cannot be
+done by then, and hashing it for the cache is slow.
+"""
 LARGE_BYTES = 1 << 30
 
 
 class Silent:
-    """A `Report` to nobody: progress and warnings are the stage's."""
+    """Report that discards progress and warnings, which the stage itself will show."""
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
         pass
@@ -56,8 +57,7 @@ class Silent:
 def data_problems(
     folder: Path, config: DataConfig, tokenizer_folder: Path, *, rows: RowKind, cache: Path
 ) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Field of `config` and error, of all that the first seconds of `prepare` with the same arguments show; or, instead
-    of an error, what there was no time to look at."""
+    """Yield field of `config` and error for all that the first seconds of `prepare` show; or a note on unread rows."""
     problems = [*_missing_splits(folder, config), *_bad_template(config, tokenizer_folder)]
     yield from problems
     if problems:
@@ -85,7 +85,7 @@ def data_problems(
 
 
 def _prepared(task: Preprocessing, cache: Path) -> Path | None:
-    """The folder of packed rows; None for a split that is too large to be kept."""
+    """Return the folder of packed rows; None for a split that is too large to be kept."""
     if sum(map(size_bytes, task.files)) <= LARGE_BYTES:
         return prepare_portion(task, cache).folder
     with tempfile.TemporaryDirectory() as scratch:
@@ -109,19 +109,24 @@ def _bad_template(config: DataConfig, tokenizer_folder: Path) -> Iterator[tuple[
 
 
 LOOK_SECONDS = 10.0
-"""Of the processor, for a portion that is not in the cache."""
+"""CPU time for preparing a portion that is not in the cache."""
 MAX_SHOWN_TOKENS = 4096
-"""Of a row."""
+"""Number of a row's tokens that are shown."""
 NUM_BARS = 16
 NUM_REASONS = 20
 NAMES: dict[RowKind, tuple[str, ...]] = {"examples": ("",), "pairs": ("chosen", "rejected"), "labelled": ("",)}
-"""Of the documents of a row's units."""
+"""Names of the documents in a row's units."""
 
 
 @dataclass(frozen=True)
 class Visits:
-    """How a training goes through its rows. rows: of the first step. shares, epochs: of each dataset of a mixture, by
-    name, what part of all that is learned it is, and the passes through its rows. problems: why it will be refused."""
+    """Visits of a training to its rows.
+
+    - rows: rows of the first step
+    - shares: dataset of a mixture → its share of all that is learned
+    - epochs: dataset of a mixture → number of passes through its rows
+    - problems: reasons why the training will be refused
+    """
 
     rows: Sequence[int]
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -139,10 +144,13 @@ def look_at(
     cache: Path,
     scratch: Path,
 ) -> DataLook:
-    """The rows of the first step and counts of all, of a mixture by dataset. inputs: folders of artifacts by stage.
-    visits: of the training rows. Others as of `prepare`; scratch: a folder.
+    """Return the rows of the first step, and counts of all rows by dataset.
 
-    Raises as `prepare` does.
+    - inputs: folders of artifacts by stage
+    - visits: returns the visits for the training rows
+    - scratch: a folder for temporary files
+
+    Other arguments and errors as of `prepare`.
     """
     if config.is_mixture:
         check_formats(inputs, config, rows)
@@ -184,7 +192,7 @@ def _with_visits(portion: ShownPortion, visits: Visits) -> ShownPortion:
 
 
 def _opened(task: Preprocessing, cache: Path, scratch: Path) -> tuple[PackedDataset, str | None]:
-    """The packed rows; where there was no time for all, also the place of the last one that was read."""
+    """Return the packed rows; where time was too short for all, also the place of the last one that was read."""
     assert task.part
     try:
         if sum(map(size_bytes, task.files)) <= LARGE_BYTES:
@@ -222,7 +230,7 @@ def _portion(name: str, dataset: PackedDataset, config: DataConfig, unread_after
 
 
 def _dropped(bad_rows: Path) -> tuple[Dropped, ...]:
-    """The commonest reasons first; those after the first `NUM_REASONS` together."""
+    """Return the reasons for dropped rows, the commonest first; those after `NUM_REASONS` are summed up."""
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}
     with bad_rows.open(encoding="utf-8") as stream:
@@ -239,7 +247,7 @@ def _dropped(bad_rows: Path) -> tuple[Dropped, ...]:
 
 
 def histogram(lengths: NDArray[np.int64]) -> tuple[Bar, ...]:
-    """Bars of equal width, at most `NUM_BARS`, from the shortest to the longest of int64 [num_documents], in tokens."""
+    """Return at most `NUM_BARS` bars of equal width over int64 [num_documents], lengths in tokens."""
     shortest, longest = int(lengths.min()), int(lengths.max())
     width = -(-(longest - shortest + 1) // NUM_BARS)
     counts = np.bincount((lengths - shortest) // width)
@@ -269,7 +277,7 @@ def _row(dataset: PackedDataset, row: int, tokenizer: DocumentTokenizer, names: 
 def shown_document(
     name: str, tokens: NDArray[np.int32], loss: NDArray[np.bool_], tokenizer: DocumentTokenizer, max_tokens: int
 ) -> ShownDocument:
-    """Tokens and their loss flags, [tokens] each, as text; only the first `max_tokens` of them."""
+    """Return tokens and loss flags, [tokens] each, as text; only the first `max_tokens` of them."""
     ids, flags = tokens[:max_tokens].tolist(), loss[:max_tokens].tolist()
     return ShownDocument(
         name=name,
@@ -281,7 +289,10 @@ def shown_document(
 
 
 def _pieces(ids: list[int], learned: list[bool], tokenizer: DocumentTokenizer) -> Iterator[Piece]:
-    """Each is what its tokens add to the text before them: alone, some tokenizers would take its first space away."""
+    """Yield runs of tokens as text: each is what its tokens add to the text before them.
+
+    Decoded alone, some tokenizers would drop a run's first space.
+    """
     marks = [(flag, token in tokenizer.special_ids) for token, flag in zip(ids, learned, strict=True)]
     ends = [end for end in range(1, len(ids) + 1) if end == len(ids) or marks[end] != marks[end - 1]]
     begin, before = 0, ""

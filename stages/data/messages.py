@@ -46,24 +46,25 @@ MESSAGE_FIELDS = (
     "tool_calls",
     "tool_call_id",
 )
-"""What is read of a message, of one role or another."""
+"""Fields of a message that are read, in one role or another."""
 PART_TYPES = {"text", "reasoning", "tool_call"}
-"""Of a message's content, where it is a list of parts; the last two are LLaMA-Factory's."""
+"""Types of parts in a message's content list; the last two are LLaMA-Factory's."""
 INVISIBLE = "[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]"
-"""Characters without width, that no white space is; a pattern."""
+"""Pattern of characters without width that are not white space."""
 Span = tuple[int, int]
 """Begin and end, in characters of a text."""
 
 
 class RowError(ValueError):
-    """What is wrong with a row, and what was expected; goes on from "train.jsonl:17 "."""
+    """Fault of a row, and what was expected; the message continues "train.jsonl:17 "."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages to render with a chat template; the first `num_prompt_messages` carry no loss, in whatever role.
+    """Conversation to render with a chat template.
 
-    Nor do those at the positions `unlearned`, which count from 0: the row says so.
+    - num_prompt_messages: number of first messages that carry no loss, in whatever role
+    - unlearned: positions, from 0, of further messages without loss, as the row says
     """
 
     messages: list[Message]
@@ -71,7 +72,7 @@ class Conversation:
     tools: tuple[Tool, ...] = ()
     unlearned: frozenset[int] = frozenset()
     variables: dict[str, Any] = field(default_factory=dict)
-    """Of the chat template, such as {"enable_thinking": false}: the row says so."""
+    """Variables of the chat template that the row sets, such as {"enable_thinking": false}."""
 
     @property
     def learned_turns(self) -> list[int]:
@@ -83,13 +84,13 @@ class Conversation:
         ]
 
     def before(self, number: int) -> Conversation:
-        """The messages before a position, none of which is learned: what a model is asked there."""
+        """Return the conversation before a position, without learned turns: what a model is asked there."""
         return replace(self, messages=self.messages[:number], num_prompt_messages=0, unlearned=frozenset())
 
 
 @dataclass(frozen=True)
 class PlainText:
-    """Text taken as it is, loss on the completion; the end-of-text token follows."""
+    """Plain text, with loss on the completion; the end-of-text token follows."""
 
     prompt: str
     completion: str
@@ -99,7 +100,7 @@ Document = Conversation | PlainText
 
 
 def answers_of(document: Document) -> Iterator[str]:
-    """What is learned of it, as the row says it; tool calls left out."""
+    """Yield the learned answers of a document as the row has them, without tool calls."""
     if isinstance(document, PlainText):
         yield document.completion
         return
@@ -109,7 +110,7 @@ def answers_of(document: Document) -> Iterator[str]:
 
 
 def as_messages(value: object, column: str, role: str) -> list[Message]:
-    """Messages, or a string as the only message, of `role`. Raises RowError."""
+    """Return checked messages; a string becomes the only message, of `role`. Raises RowError."""
     return [make_message(role, parse_text(value, column))] if isinstance(value, str) else parse_messages(value, column)
 
 
@@ -119,7 +120,7 @@ def parse_messages(
     keys: tuple[str, str] = ("role", "content"),
     roles: dict[str, str] | None = None,
 ) -> list[Message]:
-    """Messages, each checked by itself. `keys` and `roles` say how the format calls things. Raises RowError."""
+    """Return messages, each checked by itself. `keys` and `roles` are the format's names. Raises RowError."""
     if not isinstance(value, list):
         raise RowError(f"has {kind_of(value)} in `{column}`; expected a list of messages {{{', '.join(keys)}}}")
     if not value:
@@ -129,9 +130,10 @@ def parse_messages(
 
 
 def ordered(messages: list[Message]) -> list[Message]:
-    """The same messages: maybe `system`, then `user` and `assistant` in turn, the last one from the assistant.
+    """Return the messages if their order is valid: maybe `system`, then `user` and `assistant` in turn.
 
-    After an assistant's tool calls come answers of the role `tool`, and then the assistant again. Raises RowError.
+    The last one is from the assistant. After an assistant's tool calls come answers of the role `tool`, and then the
+    assistant again. Raises RowError.
     """
     first = int(messages[0]["role"] == "system")
     if not any(message["role"] == "assistant" for message in messages[first:]):
@@ -151,7 +153,7 @@ def ordered(messages: list[Message]) -> list[Message]:
 
 
 def parse_text(value: object, column: str) -> str:
-    """A string that says something. Raises RowError."""
+    """Return a string that is not blank. Raises RowError."""
     if not isinstance(value, str):
         raise RowError(f"has {kind_of(value)} in `{column}`; expected a string")
     if not value.strip():
@@ -160,18 +162,18 @@ def parse_text(value: object, column: str) -> str:
 
 
 def decoded(value: object) -> object:
-    """What a JSON text says; anything else as it is, since both are found in datasets. Raises RowError."""
+    """Return the value of a JSON text; anything else unchanged, since datasets have both. Raises RowError."""
     if not isinstance(value, str):
         return value
     try:
-        found = DECODER.decode(value)
+        content = DECODER.decode(value)
     except json.JSONDecodeError:
         return value
     except RecursionError as error:
         raise RowError("holds JSON text that is nested too deeply to be read") from error
-    if flaw := flaw_of(found):
+    if flaw := flaw_of(content):
         raise RowError(f"{flaw}, within JSON text")
-    return found
+    return content
 
 
 def parse_tools(row: dict[str, Any]) -> tuple[Tool, ...]:
@@ -195,12 +197,12 @@ def listed_tools(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def make_message(role: str, content: str) -> Message:
-    """A message of text alone."""
+    """Return a message of text alone."""
     return {"role": role, "content": content}
 
 
 def renamed(message: Message, known_thoughts: list[str]) -> Message:
-    """Thoughts under the name that the template knows."""
+    """Return the message with its thoughts under the name that the template knows."""
     return {
         known_thoughts[0] if key in THOUGHTS and key not in known_thoughts else key: value
         for key, value in message.items()
@@ -208,7 +210,7 @@ def renamed(message: Message, known_thoughts: list[str]) -> Message:
 
 
 def with_calls_as(message: Message, arguments_as_text: bool, empty_as_null: bool) -> Message:
-    """A message of calls, their arguments as JSON text, and null where it has no text, as some templates want it."""
+    """Return a message of calls in the template's form: arguments as JSON text, null content where there is no text."""
     calls = message["tool_calls"]
     if arguments_as_text:
         calls = [
@@ -226,18 +228,18 @@ def with_calls_as(message: Message, arguments_as_text: bool, empty_as_null: bool
 
 
 def kind_of(value: object) -> str:
-    """What errors call a JSON value."""
+    """Return the name of a JSON value's type for error messages."""
     kinds = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
 def listed(columns: dict[str, Any] | tuple[str, ...] | list[str]) -> str:
-    """Names, as errors list them."""
+    """Return names as error messages list them."""
     return ", ".join(f"`{column}`" for column in columns) or "no columns"
 
 
 def check_json(value: object, name: str) -> None:
-    """Templates write it down as JSON. Raises RowError for what has no words there: NaN, infinity, a Parquet date."""
+    """Raise RowError for a value that templates cannot write as JSON: NaN, infinity, a Parquet date."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -288,15 +290,17 @@ def _tool(tool: dict[str, Any], name: str) -> Tool:
 
 
 def _next_roles(message: Message) -> tuple[str, ...]:
-    """Who may speak after this message."""
+    """Return the roles that may follow this message."""
     if message["role"] == "assistant":
         return ("tool",) if "tool_calls" in message else ("user",)
     return ("tool", "assistant") if message["role"] == "tool" else ("assistant",)
 
 
 def _without_parts(item: object, content_key: str, name: str) -> object:
-    """The message with its content as one text, where it is a list of {type: text, text}, or of LLaMA-Factory's
-    {type, value}: there thoughts and calls are parts as well. Raises RowError for parts that are pictures or sound.
+    """Return the message with its list of content parts joined into one text.
+
+    Parts are {type: text, text}, or LLaMA-Factory's {type, value}, where thoughts and calls are parts as well. Raises
+    RowError for parts that are pictures or sound.
     """
     parts = item.get(content_key) if isinstance(item, dict) else None
     if not isinstance(item, dict) or not isinstance(parts, list):
@@ -324,7 +328,7 @@ def _without_parts(item: object, content_key: str, name: str) -> object:
 
 
 def _extras(item: dict[str, Any], role: str, name: str) -> Message:
-    """What a message has beside its text. Columns of a table are there, but null, where a message has no such thing."""
+    """Return the fields of a message beside its text. Tables have null columns where a message has no such field."""
     extras = {key: item[key] for key in (*THOUGHTS, "tool_calls") if item.get(key)}
     if extras and role != "assistant":
         raise RowError(f"has {listed(extras)} in {name}, of the role `{role}`; expected it from the assistant only")
@@ -346,7 +350,7 @@ def _tool_calls(value: object, name: str) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: object, name: str) -> dict[str, Any]:
-    """As OpenAI's API has it, but with the arguments as an object: templates write them down as JSON themselves."""
+    """Return a tool call in OpenAI's form, but with arguments as an object, since templates write JSON themselves."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"has no function name in {name}; expected {{function: {{name, arguments}}}}")

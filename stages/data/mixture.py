@@ -15,12 +15,14 @@ from stages.data.dataset import Description, PackedDataset, Row, row_order
 
 WHEEL = 1 << 64
 STRIDE = 0x9E3779B97F4A7C15
-"""The golden ratio's share of `WHEEL`: slots as far apart lie evenly, however many there are (Knuth 1998, The Art of
-Computer Programming, vol. 3, section 6.4, theorem S)."""
+"""Stride between slots: the golden ratio's share of `WHEEL`, which spreads any number of slots evenly.
+
+Knuth 1998, The Art of Computer Programming, vol. 3, section 6.4, theorem S.
+"""
 
 
 class MixedDataset(PackedDataset):
-    """Datasets one after the other: the numbers of rows and documents go on from one to the next."""
+    """Datasets one after the other, as one; rows and documents are numbered through."""
 
     def __init__(self, members: Mapping[str, PackedDataset]) -> None:
         self.members = dict(members)
@@ -75,12 +77,12 @@ class MixedDataset(PackedDataset):
 
 
 def joined(members: Mapping[str, PackedDataset]) -> PackedDataset:
-    """One dataset of several; of one, itself."""
+    """Return one dataset made of several; a single one is returned unchanged."""
     return MixedDataset(members) if len(members) > 1 else next(iter(members.values()))
 
 
 def _joined(abouts: Sequence[Description]) -> Description:
-    """Counts add up; how rows are packed is the same for all."""
+    """Return the description of all datasets together: counts add up; packing is the same for all."""
     counts = [name for name in Description.model_fields if name.startswith("num_") and name != "num_good"]
     num_good = [one.num_good for one in abouts if one.num_good is not None]
     num_bytes = [one.bytes_per_token * one.num_tokens for one in abouts if one.bytes_per_token is not None]
@@ -100,10 +102,13 @@ def _joined(abouts: Sequence[Description]) -> Description:
 
 @dataclass(frozen=True)
 class MixtureOrder:
-    """Which row of a `MixedDataset` each slot of a training takes: a pure function of the seed and the slot's number.
+    """Order in which a training visits the rows of a `MixedDataset`: a pure function of seed and slot number.
 
     In any stretch of slots each dataset has its share, within a few rows, and takes its rows in its own order, epoch
-    after epoch. sizes: rows of each dataset. shares: of slots, which add up to 1.
+    after epoch.
+
+    - sizes: number of rows of each dataset
+    - shares: share of the slots of each dataset; they add up to 1
     """
 
     sizes: tuple[int, ...]
@@ -111,7 +116,7 @@ class MixtureOrder:
     seed: int
 
     def rows(self, first: int, count: int) -> list[int]:
-        """int [count]: rows of the slots from `first` on, counted from 0."""
+        """Return the rows of `count` slots from `first` on, counted from 0."""
         slots = np.arange(first, first + count, dtype=np.uint64)
         places = slots * np.uint64(STRIDE) + np.uint64(self._begin)  # modulo WHEEL
         numbers = np.searchsorted(np.array(self._borders[:-1], np.uint64), places, side="right")
@@ -124,19 +129,19 @@ class MixtureOrder:
         return found
 
     def taken(self, num_slots: int) -> list[int]:
-        """Rows that the first `num_slots` slots take of each dataset."""
+        """Return how many rows the first `num_slots` slots take from each dataset."""
         below = [0, *(_num_below(border, num_slots, self._begin) for border in self._borders[:-1]), num_slots]
         return [end - start for start, end in pairwise(below)]
 
     def times(self, num_slots: int) -> NDArray[np.int64]:
-        """int64 [rows of all]: how often the first `num_slots` slots take each row."""
-        found = []
+        """Return how often the first `num_slots` slots take each row, int64 [rows of all]."""
+        counts = []
         for number, (size, taken) in enumerate(zip(self.sizes, self.taken(num_slots), strict=True)):
             epochs, rest = divmod(taken, size)
             times = np.full(size, epochs, np.int64)
             times[_row_order(size, self.seed, epochs, number)[:rest]] += 1
-            found.append(times)
-        return np.concatenate(found)
+            counts.append(times)
+        return np.concatenate(counts)
 
     @property
     def _begin(self) -> int:
@@ -144,19 +149,21 @@ class MixtureOrder:
 
     @property
     def _borders(self) -> list[int]:
-        """Where on the wheel the stretch of each dataset ends."""
+        """Ends of the datasets' stretches on the wheel."""
         return [min(WHEEL - 1, round(end * WHEEL)) for end in accumulate(self.shares)]
 
 
 def _num_below(border: int, num_slots: int, begin: int) -> int:
-    """How many of the first slots lie below `border` on the wheel: ⌊x⌋ - ⌊x - border⌋ is 1 for those, else 0."""
+    """Count the first slots that lie below `border` on the wheel: ⌊x⌋ - ⌊x - border⌋ is 1 for those, else 0."""
     shifted = _floor_sum(num_slots, STRIDE, begin - border + WHEEL) - num_slots
     return _floor_sum(num_slots, STRIDE, begin) - shifted
 
 
 def _floor_sum(count: int, factor: int, offset: int, modulus: int = WHEEL) -> int:
-    """Σ ⌊(factor · t + offset) / modulus⌋ over 0 ≤ t < count, none negative: Graham, Knuth, Patashnik 1994, Concrete
-    Mathematics, section 3.5; in as many turns as Euclid's algorithm."""
+    """Return Σ ⌊(factor · t + offset) / modulus⌋ over 0 ≤ t < count; no argument is negative.
+
+    Graham, Knuth, Patashnik 1994, Concrete Mathematics, section 3.5; as many steps as Euclid's algorithm.
+    """
     total = 0
     while True:
         total += count * (count - 1) // 2 * (factor // modulus) + count * (offset // modulus)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 SPACED = r"[^\W\u3040-\u30ff\u3400-\u9fff]"
-"""A letter, digit or _ of a language with spaces between words: of Chinese and Japanese, an address may follow at
-once. For the same reason the others ask for ASCII around them only."""
+"""Word character of a language with spaces between words. In Chinese and Japanese an address may follow a word at once;
+for the same reason the other patterns require ASCII around them only.
+"""
 EMAIL = re.compile(
     rf"(?<!{SPACED})(?<![.%+-])(?:{SPACED}|[.%+-]){{1,64}}+@(?:[\w-]++\.){{1,10}}"
     rf"(?:[A-Za-z]{{2,24}}(?![A-Za-z0-9_])|[^\W\d_\u3040-\u30ff\u3400-\u9fff]{{2,24}}(?!{SPACED}))"
@@ -34,7 +35,7 @@ SHORTEST_IBAN = 15
 
 
 def redacted(content: Any, kinds: Collection[str], counts: Counter[str]) -> Any:
-    """A row's content with `[EMAIL]` and the like in all of its texts; `counts` takes how many of each kind."""
+    """Return a row's content with personal data masked (`[EMAIL]`, …) in all texts; `counts` counts them by kind."""
     if isinstance(content, str):
         for kind in KINDS:
             if kind in kinds:
@@ -69,7 +70,7 @@ def _ip_address(text: str) -> int:
 
 
 def _iban(text: str) -> int:
-    """ISO 13616: the number that its characters stand for, moved by four, is 1 modulo 97. A word may follow it."""
+    """Return the length of a valid IBAN at the beginning (ISO 13616: modulo 97 is 1), else 0. A word may follow it."""
     while len(text) >= SHORTEST_IBAN:
         joined = text.replace(" ", "")
         if int("".join(str(int(character, 36)) for character in joined[4:] + joined[:4])) % 97 == 1:
@@ -79,7 +80,7 @@ def _iban(text: str) -> int:
 
 
 def _credit_card(text: str) -> int:
-    """ISO/IEC 7812: Luhn's sum is a multiple of 10."""
+    """Return the length of a valid card number (ISO/IEC 7812: Luhn's sum is a multiple of 10), else 0."""
     digits = [int(character) for character in reversed(text) if character.isdigit()]
     doubled = (sum(divmod(2 * digit, 10)) for digit in digits[1::2])
     return 0 if (sum(digits[::2]) + sum(doubled)) % 10 else len(text)
@@ -96,5 +97,6 @@ KINDS: dict[str, tuple[re.Pattern[str], Callable[[str], int]]] = {
     "credit_card": (CREDIT_CARD, _credit_card),
     "phone": (PHONE, _phone),
 }
-"""Pattern, and how much of what it finds is one: 0 where none is. In the order in which they are looked for, since a
-number of a card may look like one of a phone."""
+"""Pattern of each kind, and a function for the length of a match that is valid (0: none). Searched in this order, since
+a card's number may look like a phone's.
+"""

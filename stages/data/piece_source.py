@@ -55,18 +55,18 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 2 << 20
-"""Of JSON Lines, up to the end of a line, and of Parquet as it is uncompressed, up to the end of a row group."""
+"""Size of a part: JSON Lines up to the next end of a line, Parquet (uncompressed) up to the end of a row group."""
 PART_BYTES_ELSEWHERE = 8 * PART_BYTES
-"""Of JSON Lines: up to a buffer more than a part is fetched, to find the end of its last line."""
+"""Size of a part of remote JSON Lines: up to a buffer more is fetched, to find the end of its last line."""
 MAX_PROCESSES = 64
 BYTES_PER_PROCESS = 4 << 20
-"""Fewer are tokenized before another process has started."""
+"""Fewest bytes for another process; fewer are tokenized before it has started."""
 PARTS_AHEAD = 4
-"""Of each process, so that none waits for work."""
+"""Number of parts queued for each process, so that none waits for work."""
 
 
 class Report(Protocol):
-    """Where preparation reports what it does; a `StageContext` is one."""
+    """Receiver of progress and warnings of a preparation; a `StageContext` is one."""
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None: ...
 
@@ -74,7 +74,7 @@ class Report(Protocol):
 
 
 class PieceSource:
-    """The pieces of a dataset's files, in order."""
+    """Source of the pieces of a dataset's files, in order."""
 
     def __init__(
         self,
@@ -85,9 +85,13 @@ class PieceSource:
         report: Report,
         time_limit_s: float | None = None,
     ) -> None:
-        """folder: of the dataset. kept: a folder of pieces; it need not be there. time_limit_s: of the processor, from
-        the first row on that is tokenized; default: as long as it takes. Raises ModelError for a folder without a
-        usable tokenizer.
+        """Take the task, and load its tokenizer.
+
+        - folder: the dataset's folder
+        - kept: folder of stored pieces; it may not exist yet
+        - time_limit_s: CPU time from the first tokenized row on; default: no limit
+
+        Raises ModelError for a folder without a usable tokenizer.
         """
         self.tokenizer = PartTokenizer(task)
         self._task = task
@@ -101,11 +105,13 @@ class PieceSource:
         self._begun_s = time.monotonic()
         self._num_rows = 0
         self.last_in_time: Place | None = None
-        """The last row that was read, where there was no time for all."""
+        """Last row that was read, where the time limit was too short for all."""
 
     def pieces(self) -> Iterator[tuple[Part, Piece]]:
-        """Each with the part that it was made of. Raises DataError for rows of no format, or a file that cannot be read
-        on, or changes meanwhile."""
+        """Yield each piece with its part.
+
+        Raises DataError for rows of no format, and for a file that cannot be read on or changes meanwhile.
+        """
         first_rows_read(self._task.reader, self._task.portion, read_rows(self._folder, self._files))
         self._kept.mkdir(parents=True, exist_ok=True)
         self._begun_s = time.monotonic()
@@ -126,23 +132,23 @@ class PieceSource:
                 yield from ((part.part, piece) for piece in self._store.read(key))
 
     def _tokenized(self, missing: list[KeyedPart]) -> Generator[KeyedPart]:
-        """The same, each as soon as its pieces are kept."""
+        """Tokenize the missing parts and yield each as soon as its pieces are stored."""
         processes = min(num_processes(sum(part.num_bytes for part, _ in missing)), len(missing))
         if processes <= 1:
-            for one, key in missing:
-                rows = self._reported(one.part)
-                self._store.write(key, self.tokenizer.pieces(one.part, rows))
-                one.state.check(one.part.path, one.part.name)
-                yield one, key
+            for data_part, key in missing:
+                rows = self._reported(data_part.part)
+                self._store.write(key, self.tokenizer.pieces(data_part.part, rows))
+                data_part.state.check(data_part.part.path, data_part.part.name)
+                yield data_part, key
             return
         with closing(tokenize(self.tokenizer, self._kept, missing, processes)) as tokenized:
-            for (one, key), num_rows in tokenized:
+            for (data_part, key), num_rows in tokenized:
                 self._num_rows += num_rows
-                self._say(one.part, one.part.place(num_rows))
-                yield one, key
+                self._say(data_part.part, data_part.part.place(num_rows))
+                yield data_part, key
 
     def _parts(self) -> Iterator[KeyedPart]:
-        """All, each hashed when it is asked for."""
+        """Yield all parts with their keys; each is hashed when it is asked for."""
         task = self._task
         decided = key_parts(task.portion, task.config, task.tokenizer_folder, task.rows) | {
             "first_rows": str(task.reader)
@@ -152,19 +158,19 @@ class PieceSource:
                 yield one, content_key({**decided, "file": format_suffix(path), "content": one.digest})
 
     def _pieces_in_time(self, limit_s: float) -> Iterator[tuple[Part, Piece]]:
-        """Until there is no time any more; of the part at hand then, what was read."""
-        for one, key in self._parts():
+        """Yield pieces until the time is over; of the last part, the rows read so far."""
+        for data_part, key in self._parts():
             if key not in self._store:
-                found = list(self.tokenizer.pieces(one.part, self._watched(read_part(one.part), limit_s)))
+                found = list(self.tokenizer.pieces(data_part.part, self._watched(read_part(data_part.part), limit_s)))
                 if self.last_in_time:
-                    yield from ((one.part, piece) for piece in found)
+                    yield from ((data_part.part, piece) for piece in found)
                     return
-                one.state.check(one.part.path, one.part.name)
+                data_part.state.check(data_part.part.path, data_part.part.name)
                 self._store.write(key, iter(found))
-            yield from ((one.part, piece) for piece in self._store.read(key))
+            yield from ((data_part.part, piece) for piece in self._store.read(key))
 
     def _watched(self, rows: Iterable[Row | BadRow], limit_s: float) -> Iterator[Row | BadRow]:
-        """The same rows, as long as there is time."""
+        """Yield the same rows until the time is over."""
         for row in rows:
             yield row
             cpu_s = time.process_time() + self.tokenizer.tokenizer.template_cpu_s
@@ -174,7 +180,7 @@ class PieceSource:
                 return
 
     def _reported(self, part: Part) -> Iterator[Row | BadRow]:
-        """The rows of a part; reports how far they are."""
+        """Yield the rows of a part, and report progress."""
         for row in read_part(part):
             yield row
             if self._num_rows % CHUNK_ROWS == 0:
@@ -185,7 +191,7 @@ class PieceSource:
         places, total = self._places
         first, end = places[part.path]
         done = first + place.number
-        if part.begin and not part.num_before:  # which line its first one is, nobody has counted
+        if part.begin and not part.num_before:  # the number of its first line is unknown
             done += (end - first) * part.begin // size_bytes(part.path)
         seconds = time.monotonic() - self._begun_s
         rate = f" ({self._num_rows / seconds:,.0f} rows/s)" if self._num_rows and seconds else ""
@@ -194,7 +200,7 @@ class PieceSource:
 
     @cached_property
     def _places(self) -> tuple[dict[Path, tuple[int, int]], int]:
-        """How many places lie before each file and up to its end, and in all of them."""
+        """Number of rows or lines before each file and up to its end, and in all files."""
         places, total = {}, 0
         for path in self._files:
             count = num_places(path)
@@ -204,7 +210,7 @@ class PieceSource:
 
 
 def num_processes(num_bytes: int) -> int:
-    """For so much to tokenize: one for each core that the processes of this stage have here, where that is worth it."""
+    """Return how many processes to tokenize so many bytes with: one per core of this stage here, if worth it."""
     threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     if threads and threads.isdecimal():
@@ -244,7 +250,7 @@ def tokenize(
         if not waiting:
             pool.shutdown()  # each process ends by itself, and what it has started for its templates with it
         for process in set(multiprocessing.active_children()) - others:
-            process.kill()  # which has nothing to do any more, or works for nobody
+            process.kill()  # idle by now, or its work is no longer wanted
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -258,7 +264,7 @@ _worker: _Worker
 
 
 def _begin(tokenizer: PartTokenizer, store: Path) -> None:
-    """In a new process, which has nothing to do once the one that asked for it has ended."""
+    """Prepare a new worker process, which ends when its parent does."""
     global _worker
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
@@ -267,29 +273,32 @@ def _begin(tokenizer: PartTokenizer, store: Path) -> None:
 
 
 def _end_with(process: BaseProcess) -> None:
-    """With the whole process: not by the kernel's signal, which comes when the thread that started this one ends."""
+    """End this process when its parent has ended.
+
+    The kernel's signal (PR_SET_PDEATHSIG) would come when the thread ends that started this process.
+    """
     process.join()
     os._exit(1)
 
 
-def _tokenize(one: DataPart, key: str) -> int:
-    """How many rows it has; its pieces are written."""
+def _tokenize(part: DataPart, key: str) -> int:
+    """Write the pieces of a part and return its number of rows."""
     num_rows = 0
 
     def counted() -> Iterator[Row | BadRow]:
         nonlocal num_rows
-        for row in read_part(one.part):
+        for row in read_part(part.part):
             num_rows += 1
             yield row
 
-    _worker.store.write(key, _worker.tokenizer.pieces(one.part, counted()))
-    one.state.check(one.part.path, one.part.name)
+    _worker.store.write(key, _worker.tokenizer.pieces(part.part, counted()))
+    part.state.check(part.part.path, part.part.name)
     return num_rows
 
 
 @dataclass(frozen=True)
 class FileState:
-    """A file when it was looked at; one that is written to later has another."""
+    """Size and modification time of a file, to detect changes."""
 
     num_bytes: int
     changed_ns: int
@@ -300,7 +309,7 @@ class FileState:
         return cls(found.st_size, found.st_mtime_ns)
 
     def check(self, path: Path, name: str) -> None:
-        """Raises DataError where the file is not the same any more."""
+        """Raise DataError if the file has changed since."""
         if (now := FileState.of(path)) != self:
             raise DataError(
                 f"{name} changed while it was read: it had {self.num_bytes:,} bytes and has {now.num_bytes:,} now; "
@@ -310,7 +319,7 @@ class FileState:
 
 @dataclass(frozen=True)
 class DataPart:
-    """A part, what it holds, and its file at that time. num_bytes: of the file, roughly."""
+    """Part of a file with the digest of its content, its rough size, and the file's state when it was hashed."""
 
     part: Part
     digest: str
@@ -319,7 +328,7 @@ class DataPart:
 
 
 def parts_of(path: Path, name: str) -> Iterator[DataPart]:
-    """The parts of a file in order, each hashed when it is asked for; at least one."""
+    """Yield the parts of a file in order, each hashed when it is asked for; at least one."""
     if format_suffix(path) in JSON_LINES and not is_compressed(path):
         yield from _of_bytes(path, name) if is_pointer(path) else _of_lines(path, name)
     elif format_suffix(path) == ".parquet":
@@ -334,7 +343,7 @@ def _whole(path: Path, name: str) -> DataPart:
 
 
 def _of_bytes(path: Path, name: str) -> Iterator[DataPart]:
-    """Of what a pointer points to; which line is the first of a part, only all before would tell."""
+    """Yield parts of a remote file by bytes; line numbers are unknown without reading all before."""
     state, pointed = FileState.of(path), file_digest(path)
     num_bytes = size_bytes(path)
     for begin in range(0, max(1, num_bytes), PART_BYTES_ELSEWHERE):
@@ -383,7 +392,7 @@ def _of_row_groups(path: Path, name: str) -> Iterator[DataPart]:
 
 
 def _digest(path: Path, metadata: pyarrow.parquet.FileMetaData, groups: range) -> str:
-    """Of the bytes of row groups, and of what the end of the file says of them."""
+    """Return a digest of the bytes of row groups and of their metadata."""
     if is_pointer(path):
         return content_key({"pointer": file_digest(path), "row_groups": [groups.start, groups.stop]})
     digest = hashlib.sha256(str(metadata.schema).encode())
@@ -397,4 +406,4 @@ def _digest(path: Path, metadata: pyarrow.parquet.FileMetaData, groups: range) -
 
 
 KeyedPart = tuple[DataPart, str]
-"""A part, and the key of its pieces."""
+"""Part with the key of its pieces."""

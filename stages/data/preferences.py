@@ -30,11 +30,11 @@ from stages.data.row_fields import (
 
 Columns = dict[str, Any]
 HUMAN, ASSISTANT = "Human:", "Assistant:"
-"""What turns of a transcript begin with."""
+"""Beginnings of turns in a transcript."""
 
 
 def read_preference(row: Columns) -> tuple[Document, ...]:
-    """Chosen and rejected. Raises RowError."""
+    """Return the chosen and the rejected document. Raises RowError."""
     if row["chosen"] == row["rejected"]:
         raise RowError("has the same `chosen` and `rejected`; expected two different answers")
     if any(isinstance(row.get(column), list | dict) for column in ("prompt", "chosen", "rejected")):
@@ -64,7 +64,7 @@ def _read_plain(row: Columns) -> tuple[Document, ...]:
 
 
 def _check_transcript(shared: str, chosen: str, rejected: str) -> None:
-    """Raises RowError for transcripts (as those of Anthropic's HH-RLHF) that differ in what the human says."""
+    """Raise RowError for transcripts (like Anthropic's HH-RLHF) that differ in what the human says."""
     differ_in_question = shared.rfind(HUMAN) >= shared.rfind(ASSISTANT)
     if differ_in_question and any(ASSISTANT in text[len(shared) :] for text in (chosen, rejected)):
         raise RowError(
@@ -74,7 +74,7 @@ def _check_transcript(shared: str, chosen: str, rejected: str) -> None:
 
 
 def _begins_with(answer: str, prompt: str) -> bool:
-    """Whether an answer holds the prompt, and not a longer word that begins so."""
+    """Return whether an answer begins with the prompt, and not with a longer word."""
     answer, prompt = answer.lstrip(), prompt.strip()
     rest = answer.removeprefix(prompt)
     return answer != rest and not (prompt[-1].isalnum() and rest[:1].isalnum())
@@ -99,7 +99,7 @@ def _read_conversations(row: Columns) -> tuple[Document, ...]:
 
 
 def _listed(value: object) -> Any:
-    """A list of messages: of one message, or with calls where agents' data have messages of their own for them."""
+    """Return a list of messages: one message as a list, and agents' call messages as calls of the assistant."""
     messages = [value] if isinstance(value, dict) else value
     return with_tool_calls(messages, *(("from", "value") if _is_sharegpt(messages) else ()))
 
@@ -115,7 +115,7 @@ def _messages(value: object, column: str, role: str) -> list[Message]:
 
 
 def _answered(row: Columns, prompt: list[Message], column: str) -> list[Message]:
-    """The whole conversation: the answer after the prompt, unless the answer holds the prompt already."""
+    """Return the whole conversation: the prompt and the answer, which may hold the prompt already."""
     answer = row[column]
     messages = _messages(answer, column, "assistant")
     roles = [message["role"] == "assistant" for message in messages]
@@ -141,11 +141,11 @@ def _words(messages: list[Message]) -> list[Any]:
 
 
 def _visible(text: str) -> list[str]:
-    """Its words, without characters that have no width."""
+    """Return the words of a text, without characters that have no width."""
     return re.sub(INVISIBLE, "", text).split()
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many elements are the same at the beginning of both."""
+    """Count the equal elements at the beginning of both."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -40,7 +40,7 @@ from stages.data.units import PackedRows, Unit, Units, cut, pack
 BAD_ROWS = "bad_rows.jsonl"
 NO_STOP = (
     "the chat template ends what the assistant says without a special token, so the model will not learn to stop; "
-    "mend the template, or give another one (`chat_template`)"
+    "fix the template, or give another one (`chat_template`)"
 )
 CACHE_FOLDER = "tokenized"
 PIECES_FOLDER = "pieces"
@@ -49,15 +49,15 @@ BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What training reads. Other processes open the same with `PackedDataset(folder)`."""
+    """Prepared datasets of a training. Other processes open them with `PackedDataset(folder)`."""
 
     training: PackedDataset
     evaluation: PackedDataset | None
-    """The held-out rows, when the config names a split or a fraction."""
+    """Held-out rows, if the config names a split or a fraction."""
 
     @property
     def longest_document(self) -> int:
-        """Tokens of the longest document of all."""
+        """Number of tokens of the longest document of all."""
         return max(dataset.longest_document for dataset in (self.training, self.evaluation) if dataset)
 
 
@@ -71,14 +71,15 @@ def prepare(
     report: Report,
     bad_rows_file: Path,
 ) -> PreparedData:
-    """Read, check, template, tokenize and pack the rows that `config` names, or find that done in `cache`.
+    """Read, check, render, tokenize and pack the rows that `config` names, or reuse the result in `cache`.
 
-    `folder` is the dataset artifact's `data/`, `tokenizer_folder` a model artifact's `model/`. `rows`
-    is what the training method learns from. Rows that `on_bad_rows: drop` leaves out are listed in `bad_rows_file`
-    (JSONL; not written when there are none). Safe when several processes prepare the same: one works, the others wait.
+    - folder: the dataset artifact's `data/`
+    - tokenizer_folder: a model artifact's `model/`
+    - rows: kind of row that the training method learns from
+    - bad_rows_file: JSONL list of the rows that `on_bad_rows: drop` leaves out; not written when there are none
 
-    Raises DataError for data that cannot be learned from, ModelError for a folder without a usable tokenizer and
-    ResourceError for a full disk.
+    Safe when several processes prepare the same: one works, the others wait. Raises DataError for data that cannot be
+    learned from, ModelError for a folder without a usable tokenizer and ResourceError for a full disk.
     """
     datasets = [
         prepare_portion(
@@ -113,11 +114,13 @@ def prepare_mixture(
     report: Report,
     work: Path,
 ) -> PreparedData:
-    """As `prepare`, of whose arguments these are, for one dataset or several.
+    """Prepare one dataset or the datasets of a mixture, as `prepare` does.
 
-    inputs: folders of artifacts by stage. Bad rows are listed in `bad_rows.jsonl` of the folder `work`; of a mixture,
-    those of each dataset in a file of its name. Raises DataError also where no method learns from the rows of all
-    together, and where all rows that one dataset holds out are learned from another one.
+    - inputs: folders of artifacts by stage
+    - work: folder for `bad_rows.jsonl`; in a mixture `bad_rows.NAME.jsonl` per dataset
+
+    Raises DataError also where no method learns from the rows of all together, and where all rows that one dataset
+    holds out are learned from another one.
     """
     names, is_mixture = config.names, config.is_mixture
     if is_mixture:
@@ -142,7 +145,7 @@ def prepare_mixture(
 
 
 def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
-    """One portion of what `prepare` prepares; `cache` is the folder of tokenized data."""
+    """Prepare one portion of a dataset; `cache` is the folder of tokenized data."""
     names = {path: name_of(path, task.folder) for path in task.files}
     states = {path: FileState.of(path) for path in names}
     key = content_key(
@@ -178,9 +181,12 @@ def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Everything that decides what `run` writes. pieces: a folder that keeps what was tokenized; it need not be there.
-    time_limit_s: of the processor, from the first row on; default: as long as it takes. part: a folder that takes the
-    rows so far when that is over, as if they were all."""
+    """Task of preparing one portion: everything that decides what `run` writes.
+
+    - pieces: folder of stored tokenized pieces; it may not exist yet
+    - time_limit_s: CPU time from the first row on; default: no limit
+    - part: folder for the rows so far when the time is over, as if they were all
+    """
 
     portion: Portion
     folder: Path
@@ -209,7 +215,7 @@ class Preprocessing:
 
 
 class _Run:
-    """One pass over the pieces, and what was counted on the way."""
+    """One pass over the pieces, with the counts of what was found."""
 
     def __init__(self, task: Preprocessing, bad_rows: BadRows, writer: DatasetWriter, seen: SeenRows) -> None:
         config = task.config
@@ -267,7 +273,7 @@ class _Run:
         return pack(units, self._config.sequence_length) if self._config.packing else map(_alone, units)
 
     def _counted(self) -> Iterator[Piece]:
-        """All pieces in order, and what was found in their rows counted."""
+        """Yield all pieces in order, and count what was found in their rows."""
         for part, piece in self._source.pieces():
             notes = piece.notes
             self._num_source_rows += notes.num_source_rows
@@ -285,11 +291,11 @@ class _Run:
 
     @property
     def last_in_time(self) -> Place | None:
-        """The last row that was read, where there was no time for all."""
+        """Last row that was read, where the time limit was too short for all."""
         return self._source.last_in_time
 
     def _check_so_far(self) -> None:
-        """Raises DataError for what rows that follow cannot make good."""
+        """Raise DataError for faults that later rows cannot make up for."""
         if self._config.on_bad_rows == "fail":
             allowed = self._config.max_bad_row_fraction
             self._bad_rows.check("fail", allowed, self._num_source_rows, is_whole=False)
@@ -297,7 +303,7 @@ class _Run:
             self._over_long.check(self._num_tokenized_rows)
 
     def _check(self) -> tuple[str, ...]:
-        """What to warn of. Raises DataError for what the recipe does not allow, or when nothing is left."""
+        """Return warnings. Raises DataError for what the recipe does not allow, or when no rows are left."""
         config, portion = self._config, self._task.portion
         if not self._num_source_rows:
             cause = f"evaluation_fraction {portion.fraction} leaves" if portion.fraction else "there are"
@@ -305,7 +311,7 @@ class _Run:
                 f"no {portion.name} rows: {cause} none in {', '.join(path.name for path in self._task.files)} of "
                 f"{self._task.folder}"
             )
-        found = (
+        warnings = (
             self._bad_rows.check(config.on_bad_rows, config.max_bad_row_fraction, self._num_source_rows),
             self._over_long.check(self._num_tokenized_rows),
             NO_STOP if self._notes.teaches_to_stop is False else None,
@@ -315,13 +321,16 @@ class _Run:
         )
         if not self._writer.num_rows:
             if config.packing == "cut" and self._num_text_tokens:
-                found = (*found, f"all texts together have {self._num_text_tokens} tokens, less than `sequence_length`")
-            raise DataError(f"no {portion.name} rows are left: {'; '.join(filter(None, found))}")
+                warnings = (
+                    *warnings,
+                    f"all texts together have {self._num_text_tokens} tokens, less than `sequence_length`",
+                )
+            raise DataError(f"no {portion.name} rows are left: {'; '.join(filter(None, warnings))}")
         self._check_labels()
-        return tuple(filter(None, found))
+        return tuple(filter(None, warnings))
 
     def _check_labels(self) -> None:
-        """Raises DataError where there is nothing to tell good answers from, or bad ones."""
+        """Raise DataError where all labelled answers are good, or all are bad."""
         num_good, num_rows = self._writer.num_good, self._writer.num_documents
         if self._task.rows == "labelled" and self._task.portion.name == "training" and num_good in (0, num_rows):
             raise DataError(
@@ -335,7 +344,7 @@ def _alone(units: Units) -> PackedRows:
 
 
 class OutOfTimeError(Exception):
-    """Raised when a preparation has had its time, after what was found so far was judged. last: the last row read."""
+    """Raised when a preparation reached its time limit, after checking its rows so far. last: the last row read."""
 
     def __init__(self, last: Place) -> None:
         super().__init__(f"after {last}")
@@ -343,24 +352,24 @@ class OutOfTimeError(Exception):
 
 
 def check_together(training: Mapping[str, PackedDataset], held_out: Mapping[str, PackedDataset]) -> list[str]:
-    """What to warn of, of the datasets of a mixture by name, all of whose rows are there.
+    """Return warnings about the datasets of a mixture, by name, all of whose rows are there.
 
     Raises DataError for a copy of another dataset, in whatever order, and where all rows that one holds out are learned
     from another one.
     """
     known: dict[tuple[int, ...], str] = {}
-    for name, one in training.items():
-        first = known.setdefault(rows_in_any_order(one.folder), name)
+    for name, dataset in training.items():
+        first = known.setdefault(rows_in_any_order(dataset.folder), name)
         if first != name:
             raise DataError(
                 f"{first} and {name} have the same rows, which would be there twice; name one of them, with the weight "
                 "of both"
             )
     warnings = []
-    for name, one in held_out.items():
+    for name, dataset in held_out.items():
         for other in (other for other in training if other != name):
             try:
-                warning = check_held_out(training[other].folder, one.folder)
+                warning = check_held_out(training[other].folder, dataset.folder)
             except DataError as error:
                 raise DataError(f"{name} holds out what is learned from {other}: {error}") from error
             warnings += [f"{name} holds out what is learned from {other}: {warning}"] if warning else []
@@ -369,7 +378,7 @@ def check_together(training: Mapping[str, PackedDataset], held_out: Mapping[str,
 
 @contextmanager
 def saying_of(name: str) -> Iterator[None]:
-    """Errors say of which dataset they are."""
+    """Prefix the message of a DataError with the dataset's name."""
     try:
         yield
     except DataError as error:
@@ -378,7 +387,7 @@ def saying_of(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _NamedReport:
-    """Says of which dataset a warning is."""
+    """Report that prefixes warnings with the dataset's name."""
 
     report: Report
     name: str
@@ -391,7 +400,7 @@ class _NamedReport:
 
 
 class DatasetWriter:
-    """Appends rows to the arrays of `folder`; the description comes last and makes the folder complete."""
+    """Writer of packed rows to the arrays of `folder`; the description comes last and makes the folder complete."""
 
     def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
         self._folder = folder

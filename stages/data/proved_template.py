@@ -41,21 +41,25 @@ from stages.data.turns import Document, QuotingError, Turns, UnclearTurnsError, 
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
-"""Variables that a template gets from the rest of the conversation, or from what is asked of it."""
+"""Variables that come from the rest of the conversation, or from what is asked of the template."""
 TOOL_TEMPLATES = "configs/templates/chatml-tools.jinja or turns-tools.jinja"
-"""Of this project, for models whose own template has no place for tools."""
+"""Templates of this project, for models whose own template has no place for tools."""
 PROBES = (("system", "user", "assistant", "user", "assistant"), ("user", "assistant", "user", "assistant"))
 PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "qprobe", "arguments": {"qkey": True}}}
 
 
 class ProvedTemplate:
-    """Renders conversations with one Jinja template."""
+    """Renderer of conversations with one Jinja template, whose masks are proved."""
 
     def __init__(
         self, source: str, special_tokens: dict[str, str], markers: Sequence[str], name: str, today: date
     ) -> None:
-        """`special_tokens` are the template's variables (`bos_token`, …), `markers` the strings of all special tokens,
-        `name` is what errors call the template, `today` what it takes for the date. Raises jinja2.TemplateSyntaxError.
+        """Compile the template. Raises jinja2.TemplateSyntaxError.
+
+        - special_tokens: the template's variables (`bos_token`, …)
+        - markers: strings of all special tokens
+        - name: the template's name in errors
+        - today: the date that it writes
         """
         self._variables = special_tokens
         self._markers = tuple(markers)
@@ -71,7 +75,7 @@ class ProvedTemplate:
 
     @property
     def wrote_date(self) -> bool:
-        """Whether a text so far has the date in it."""
+        """Whether the date was written into a text since `forget_date`."""
         return self._sandbox.wrote_date
 
     def documents(self, conversation: Conversation, *, together: bool) -> list[Document]:
@@ -93,7 +97,7 @@ class ProvedTemplate:
 
     @cached_property
     def _proof(self) -> None:
-        """Raises UnprovedError for a template whose masks are wrong already for messages of plain words."""
+        """Raise UnprovedError if the template's masks are wrong even for messages of plain words."""
         for roles in PROBES:
             words = [f"q{role}{number}" for number, role in enumerate(roles)]
             probe = Conversation([make_message(role, word) for role, word in zip(roles, words, strict=True)])
@@ -129,9 +133,12 @@ class ProvedTemplate:
         return documents
 
     def _marked(self, messages: list[Message], conversation: Conversation, *, together: bool) -> list[Document]:
-        """As the marks say. Not together: turns whose thoughts the whole text drops, each at the end of a text."""
+        """Return documents by the `{% generation %}` marks.
+
+        Unless `together`, turns whose thoughts the whole text drops are learned each at the end of a text of its own.
+        """
         text, spans = self._marked_spans(messages, conversation)
-        found: list[Document] = []
+        documents: list[Document] = []
         whole: list[Span] = []
         num_dropped = 0
         for number in conversation.learned_turns:
@@ -140,14 +147,14 @@ class ProvedTemplate:
             is_dropped = thoughts.strip() not in text[slice(*span)]
             if is_dropped and not together:
                 own_text, own_spans = self._marked_spans(messages[: number + 1], conversation)
-                found.append(Document(own_text, (own_spans[number],), 0))
+                documents.append(Document(own_text, (own_spans[number],), 0))
             else:
                 whole.append(span)
                 num_dropped += is_dropped
-        return [*found, Document(text, tuple(whole), num_dropped)] if whole or not found else found
+        return [*documents, Document(text, tuple(whole), num_dropped)] if whole or not documents else documents
 
     def _marked_spans(self, messages: list[Message], conversation: Conversation) -> tuple[str, dict[int, Span]]:
-        """The text, and where each of the assistant's messages lies in it, by its position."""
+        """Return the text, and the span of each assistant message in it by its position."""
         text, marked = self._run(messages, conversation.tools, **conversation.variables)
         spans: list[Span] = []
         for begin, end in marked:
@@ -163,7 +170,7 @@ class ProvedTemplate:
         return text, dict(zip(turns, spans, strict=True))
 
     def _known(self, conversation: Conversation) -> list[Message]:
-        """The messages as this template takes them. Raises RowError for parts that it would leave out in silence."""
+        """Return the messages in this template's form. Raises RowError for fields that it would silently leave out."""
         self._check_variables(conversation)
         messages = conversation.messages
         parts = {field for message in messages for field in (*THOUGHTS, "tool_calls") if field in message}
@@ -184,7 +191,7 @@ class ProvedTemplate:
         return [self._call_form(message) for message in messages] if "tool_calls" in parts else messages
 
     def _check_variables(self, conversation: Conversation) -> None:
-        """Raises RowError for what a row sets, but the template never reads, or gets from elsewhere."""
+        """Raise RowError for variables that a row sets and the template never reads, or gets from elsewhere."""
         settable = self._sandbox.read_variables - GIVEN - self._variables.keys()
         if unread := sorted(conversation.variables.keys() - settable):
             raise RowError(
@@ -197,9 +204,9 @@ class ProvedTemplate:
 
     @cached_property
     def _form(self) -> tuple[bool, bool]:
-        """Whether this template wants arguments of calls as JSON text, and null where a call comes without text.
+        """Form of tool calls that this template wants: arguments as JSON text or not, null content without text or not.
 
-        Found by trying, on a call of its own: some put the arguments into a string and fail, or write Python.
+        Found by rendering a probe call: some templates put the arguments into a string and fail, or write Python.
         """
         question, call = (
             make_message("user", "qprobe"),
@@ -215,7 +222,7 @@ class ProvedTemplate:
         return False, False
 
     def _write(self, conversation: Conversation) -> Write:
-        """Writes messages with the conversation's tools, and with its variables whatever else is asked for."""
+        """Return a function that writes messages with the conversation's tools and variables."""
 
         def write(messages: list[Message], **options: bool) -> str:
             return self._run(messages, conversation.tools, **{**options, **conversation.variables})[0]
@@ -244,7 +251,7 @@ class ProvedTemplate:
 
 
 class UnprovedError(Exception):
-    """The template's masks are wrong for every conversation. parts: as in `QuotingError`."""
+    """Raised when the template's masks are wrong for every conversation. parts: as in `QuotingError`."""
 
     def __init__(self, *parts: str) -> None:
         super().__init__("".join(parts))
@@ -252,14 +259,14 @@ class UnprovedError(Exception):
 
 
 class _RefusalError(QuotingError):
-    """The template itself refuses the messages, or cannot render them."""
+    """Raised when the template itself refuses the messages, or cannot render them."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one template."""
+    """Jinja environment of one template."""
 
     def __init__(self, source: str, today: date) -> None:
-        """`today` is the date that `strftime_now` writes. Raises jinja2.TemplateSyntaxError."""
+        """Compile the template. today: the date that `strftime_now` writes. Raises jinja2.TemplateSyntaxError."""
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         self.filters["tojson"] = _to_json
         self.globals |= {"raise_exception": _refuse, "strftime_now": self._strftime_now}
@@ -271,7 +278,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._template = self.from_string(source)
         self._template.globals = dict(self._template.globals)  # a chain of them is slow to read, for each rendering
         self.read_variables = meta.find_undeclared_variables(self.parse(source)) - self.globals.keys()
-        """Names that the template takes from outside."""
+        """Names of the variables that the template reads."""
 
     def run(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
         """Return what the template writes, and the spans of it that lie in `{% generation %}` blocks.

@@ -49,7 +49,7 @@ from stages.data.messages import (
 
 LEARNED_MARKS = ("loss", "loss_scale", "loss_weight", "weight", "train")
 NOT_LEARNED = ("false", "0", "0.0")
-"""As text, which is what CSV has."""
+"""Marks of unlearned turns as lower-case text, since CSV has text only."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 REFUSED = {
     "function_call": "a form of tool calls that is not read; expected `tool_calls`",
@@ -58,14 +58,15 @@ REFUSED = {
     "negative_messages": "what embedding and reranking learn from (ms-swift), which no method here does",
 }
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""As text: CSV has no other."""
+"""Labels of answers as lower-case text, since CSV has text only."""
 CALLS = ("tool_call", "function_call")
 RESULTS = ("tool_response", "observation")
 
 
 def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
-    """Raises RowError for a field, of the row or a message in one of the columns `read`, that changes what the row
-    means and cannot be honoured.
+    """Raise RowError for an unsupported field that changes what the row means.
+
+    Looks at the row's fields and at those of messages in the columns `read`.
     """
     _check_fields(row, "")
     if unlearned := [mark for mark in LEARNED_MARKS if str(row.get(mark)).lower() in NOT_LEARNED]:
@@ -80,10 +81,11 @@ def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
 
 
 def with_tool_calls(messages: object, role_key: str = "role", content_key: str = "content") -> Any:
-    """The same messages, each call with the assistant's text before it, if any; anything else as it is.
+    """Return the messages with each tool call merged into the assistant's turn before it.
 
-    A call's content is {name, arguments}, or a list of them, as it is or as JSON text. Raises RowError for one that is
-    not, and for calls of one turn of which some are to be learned and some are not.
+    A call's content is {name, arguments}, or a list of them, as it is or as JSON text. Raises RowError for anything
+    else, and for calls of one turn of which some are to be learned and some are not. What is no list of messages is
+    returned unchanged.
     """
 
     def role(message: object) -> str:
@@ -91,25 +93,25 @@ def with_tool_calls(messages: object, role_key: str = "role", content_key: str =
 
     if not isinstance(messages, list) or not any(role(message) in CALLS + RESULTS for message in messages):
         return messages
-    found: list[Any] = []
+    merged: list[Any] = []
     for number, message in enumerate(messages, 1):
         if role(message) in RESULTS:
-            found.append({**message, role_key: "tool"})
+            merged.append({**message, role_key: "tool"})
         elif role(message) in CALLS:
-            if not found or role(found[-1]) not in ("assistant", "gpt"):
-                found.append({role_key: "assistant", content_key: "", **_marks(message)})
-            found[-1] = _with_calls(found[-1], message, _calls(message.get(content_key), number), number)
+            if not merged or role(merged[-1]) not in ("assistant", "gpt"):
+                merged.append({role_key: "assistant", content_key: "", **_marks(message)})
+            merged[-1] = _with_calls(merged[-1], message, _calls(message.get(content_key), number), number)
         else:
-            found.append(message)
-    return found
+            merged.append(message)
+    return merged
 
 
 def unlearned_turns(messages: object, is_assistant: list[bool], num_before: int = 0) -> frozenset[int]:
-    """Positions of the messages that a row says are not to be learned; `num_before` others stand before these.
+    """Return the positions of messages that a row marks as not learned; `num_before` others stand before these.
 
     Raises RowError for a mark that is neither yes nor no, or that asks to learn what another role says.
     """
-    found = set()
+    unlearned = set()
     assert isinstance(messages, list)
     for position, (message, is_learnable) in enumerate(zip(messages, is_assistant, strict=True)):
         for mark in (mark for mark in LEARNED_MARKS if message.get(mark) is not None):
@@ -122,12 +124,12 @@ def unlearned_turns(messages: object, is_assistant: list[bool], num_before: int 
                     "assistant's turns are learned, or everything (`train_on: all`)"
                 )
             if not value and is_learnable:
-                found.add(num_before + position)
-    return frozenset(found)
+                unlearned.add(num_before + position)
+    return frozenset(unlearned)
 
 
 def with_system(row: dict[str, Any], messages: list[Message]) -> list[Message]:
-    """The messages after what the column `system` says. Raises RowError when they have a system message already."""
+    """Return the messages after the system message of the column `system`. Raises RowError for two system messages."""
     if not says_something(row.get("system")):
         return messages
     system = make_message("system", parse_text(row["system"], "system"))
@@ -137,7 +139,7 @@ def with_system(row: dict[str, Any], messages: list[Message]) -> list[Message]:
 
 
 def template_variables(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row sets for the chat template, as an object or as JSON text. Raises RowError for anything else."""
+    """Return the variables that a row sets for the chat template. Raises RowError unless they are a JSON object."""
     variables = decoded(row.get("chat_template_kwargs"))
     if not says_something(variables):
         return {}
@@ -148,12 +150,12 @@ def template_variables(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_bad_answer(row: Mapping[str, Any]) -> bool:
-    """Whether a row says so of its answer."""
+    """Return whether a row labels its answer as bad."""
     return str(row.get("label")).lower() == "false"  # 0 may well be a class
 
 
 def check_no_conversation(row: dict[str, Any]) -> None:
-    """Raises RowError for a row of plain text with what only a conversation has a place for."""
+    """Raise RowError for a row of plain text with columns that only a conversation can use."""
     for column in ("system", "tools", "chat_template_kwargs"):
         if says_something(decoded(row.get(column))):
             raise RowError(f"has a column `{column}` beside plain text, which has no place for it; expected messages")
@@ -173,7 +175,7 @@ def parse_label(value: object) -> bool:
 
 
 def parse_margin(value: object) -> float:
-    """CSV has text where JSON has numbers."""
+    """Return a margin as a number; CSV has text where JSON has numbers. Raises RowError."""
     try:
         found = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
     except ValueError:
@@ -184,16 +186,16 @@ def parse_margin(value: object) -> float:
 
 
 def says_something(value: object) -> bool:
-    """Tables have a column in every row: empty where a row has no such thing."""
+    """Return whether a value is not empty; tables have empty columns where a row has no such field."""
     return value is not None and value not in ("", [], {})
 
 
 class Unread:
-    """Counts the fields that are not read, over all rows of a dataset."""
+    """Counter of fields that are not read, over all rows of a dataset."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        """In how many rows each holds something."""
+        """Number of rows in which each field is not empty."""
 
     def add(self, row: dict[str, Any], read: tuple[str, ...]) -> None:
         """Count those of a row; `read` are the columns that are. Fields that hold nothing do not count."""
@@ -211,7 +213,7 @@ class Unread:
             self.counts.update({f"tools[].{name}" for tool in listed_tools(row) for name in _unread_of_tool(tool)})
 
     def warning(self) -> str | None:
-        """All of them, once."""
+        """Return one warning that lists all fields."""
         if not self.counts:
             return None
         fields = ", ".join(f"`{name}` ({counted(count, 'row')})" for name, count in sorted(self.counts.items()))
@@ -231,7 +233,7 @@ def _check_fields(fields: dict[str, Any], where: str) -> None:
 
 
 def _messages(row: dict[str, Any], columns: tuple[str, ...]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Column, number and content of each message."""
+    """Yield column, number and content of each message."""
     for column in columns:
         for number, item in enumerate(row[column] if isinstance(row.get(column), list) else [], 1):
             if isinstance(item, dict) and {"role", "from"} & item.keys():
@@ -248,7 +250,7 @@ def _unread_of_tool(tool: dict[str, Any]) -> Iterator[str]:
 
 
 def _with_calls(turn: dict[str, Any], message: dict[str, Any], calls: list[Any], number: int) -> dict[str, Any]:
-    """The assistant's turn with the calls of a message after it, which is learned as the turn is."""
+    """Return the assistant's turn with the calls of the message after it, which must have the same mark."""
     if _marks(message) and _is_learned(turn) != _is_learned(message):
         raise RowError(
             f"has a call in message {number} that is {'' if _is_learned(message) else 'not '}to be learned, unlike the "

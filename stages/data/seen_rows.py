@@ -24,19 +24,19 @@ from stages.data.files import Part, Place
 from stages.data.messages import Document
 
 ROW_DIGESTS = "rows.bin"
-"""Beside the arrays of a folder of packed rows: uint64 [rows read], a digest of what each row teaches."""
+"""File beside the arrays of packed rows: uint64 [rows read], a digest of what each row teaches."""
 CONTROL_CHARACTER = re.compile(r"\\(?<!\\\\)(?:\\\\)*(u00[0189][0-9a-f]|u007f|u202[a-e]|u206[6-9]|[bf])")
-"""As JSON writes it down, those that turn the direction of writing among them; line ends and tabs have names of their
-own, and are text.
+"""Control characters as JSON writes them, with marks that turn the writing direction; not line ends and tabs, which
+JSON writes as `\\n` and `\\t`.
 """
 MEDIA = re.compile(r"<(?:image|video|audio)>")
-"""What stands for a picture in rows that had one."""
+"""Placeholders of media in rows that had some."""
 SHARE_ROWS = 1 << 22
-"""Compared at a time: 160 MiB."""
+"""Number of rows that are compared at a time, with 160 MiB of memory."""
 REMARKABLE = {"control": CONTROL_CHARACTER, "media": MEDIA}
 SHOWN = {"control": "{} (\\{})", "media": "{} ({})"}
 LABEL = 1
-"""The bit of a labelled answer's digest that is its label."""
+"""Bit of a labelled answer's digest that holds its label."""
 CONTRADICTING_PAIRS = "pairs contradict another, in which the rejected answer is the chosen one"
 CONTRADICTING_LABELS = "labelled answers contradict another, which gives the same answer the other label"
 CONTROL_CHARACTERS_FOUND = "control characters, which are learned as they are"
@@ -44,15 +44,16 @@ MEDIA_FOUND = "what stands for pictures or sound, which is learned as text"
 
 
 class RowDigests:
-    """Takes each good row of a part as it is read, under its number there."""
+    """Digests of the good rows of a part, by their numbers in it."""
 
     def __init__(self) -> None:
         self.digests = array("Q")
         self.swapped = array("Q")
-        """Digests of what would contradict each row: a pair the other way round, an answer with the other label."""
+        """Digests of rows that would contradict each row: a pair the other way round, an answer with the other label.
+        """
         self.numbers = array("Q")
         self.remarkable: dict[str, tuple[int, int, str]] = {}
-        """What some rows hold → how many of them, number of the first, what it has."""
+        """Kind of remarkable content → number of rows, number of the first row, and its example."""
 
     def add(self, number: int, documents: Sequence[Document], is_good: bool | None = None) -> None:
         """Note a row. is_good: the label of a labelled answer, which the last bit of its digest holds."""
@@ -73,10 +74,10 @@ class RowDigests:
 
 
 class SeenRows:
-    """The rows of all parts together."""
+    """Digests of the rows of all parts, to find repeated and contradicting rows."""
 
     def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
-        """folder: of packed rows; it keeps the digests."""
+        """Keep digests in `folder`, which holds the packed rows."""
         self._contradiction = CONTRADICTING_LABELS if is_labelled else CONTRADICTING_PAIRS
         self._digests = folder / ROW_DIGESTS
         self._swapped = folder / "swapped.bin"
@@ -95,7 +96,7 @@ class SeenRows:
         numbers: NDArray[np.uint64],
         remarkable: Mapping[str, tuple[int, int, str]],
     ) -> None:
-        """What `RowDigests` has of a part that follows."""
+        """Add the `RowDigests` of the next part."""
         self._begins.append((self._num_rows, part))
         self._num_rows += len(digests)
         for path, values in ((self._digests, digests), (self._swapped, swapped), (self._numbers, numbers)):
@@ -106,7 +107,7 @@ class SeenRows:
             self._remarkable[name] = before + count, shown or SHOWN[name].format(part.place(number), example)
 
     def warnings(self) -> Iterator[str]:
-        """What was found, each with its count and the first place."""
+        """Yield what was found, each with its count and first place."""
         digests, swapped = _mapped(self._digests), _mapped(self._swapped)
         if len(digests) == 1:
             yield "there is one row only, which is learned again and again"
@@ -138,7 +139,7 @@ class SeenRows:
 
 @dataclass
 class _Found:
-    """Rows of one kind: how many, the number of the first, and of the row that it repeats or contradicts."""
+    """Rows of one kind: their count, the number of the first, and of the row that it repeats or contradicts."""
 
     count: int = 0
     first: int = sys.maxsize
@@ -169,8 +170,10 @@ def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple
 
 
 def _share(digests: NDArray[np.uint64], share: int, num_shares: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """int64 and uint64 [rows of the share]: the numbers, in order, and the values of those whose digests leave this
-    rest. Equal ones are in the same share."""
+    """Return row numbers and digests of one share of all rows: int64 and uint64 [rows of the share].
+
+    A share has the digests with one remainder, so equal ones are in the same share.
+    """
     blocks = range(0, len(digests), SHARE_ROWS)
     rows = [
         begin + np.flatnonzero(digests[begin : begin + SHARE_ROWS] % np.uint64(num_shares) == share) for begin in blocks
@@ -180,7 +183,7 @@ def _share(digests: NDArray[np.uint64], share: int, num_shares: int) -> tuple[ND
 
 
 def check_held_out(training: Path, evaluation: Path) -> str | None:
-    """What to warn of when rows are learned that the other folder of packed rows holds out.
+    """Return a warning when rows are learned that the other folder of packed rows holds out.
 
     Raises DataError when every held-out row is learned.
     """
@@ -198,14 +201,14 @@ def check_held_out(training: Path, evaluation: Path) -> str | None:
 
 
 def rows_in_any_order(folder: Path) -> tuple[int, ...]:
-    """The same for two folders of packed rows that have the same rows: how many, and sums of digests and squares."""
+    """Return count, sum and sum of squares of the rows' digests: equal for folders with the same rows in any order."""
     digests = _mapped(folder / ROW_DIGESTS)
     blocks = [digests[begin : begin + SHARE_ROWS] for begin in range(0, len(digests), SHARE_ROWS)]
     return len(digests), sum(int(one.sum()) for one in blocks), sum(int((one * one).sum()) for one in blocks)
 
 
 def _mapped(path: Path) -> NDArray[np.uint64]:
-    """Numbers of a file, which take memory only while they are looked at."""
+    """Map a file's digests; memory is used only while they are read."""
     return np.asarray(np.memmap(path, np.uint64, "r")) if path.stat().st_size else np.zeros(0, np.uint64)
 
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 LENGTHS_FILE = "lengths.json"
 NUM_BINS = 40
-"""At most."""
+"""Largest number of bins."""
 
 
 class Piece(StrictModel):
-    """Neighbouring tokens as text, all learned or all not; all special tokens or none."""
+    """Neighbouring tokens as text, all learned or all not, all special tokens or none."""
 
     text: str
     learned: bool = False
@@ -27,9 +27,10 @@ class Piece(StrictModel):
 
 
 class ShownDocument(StrictModel):
-    """A text that attends to itself alone. name: what it is of its row, such as `chosen`.
+    """Document that is shown to people.
 
-    num_hidden_tokens: of its end, which is left out here for its length.
+    - name: its part in the row, such as `chosen`
+    - num_hidden_tokens: number of tokens at its end that are not shown
     """
 
     name: str
@@ -40,7 +41,11 @@ class ShownDocument(StrictModel):
 
 
 class ShownRow(StrictModel):
-    """Documents that share a row. name: its number, or where it stands. num_padding_tokens: None without packing."""
+    """Packed row that is shown to people.
+
+    - name: its number, or where it stands
+    - num_padding_tokens: None without packing
+    """
 
     name: str
     documents: tuple[ShownDocument, ...]
@@ -48,7 +53,7 @@ class ShownRow(StrictModel):
 
 
 class Bar(StrictModel):
-    """Of a histogram: how many documents have from `first` to `last` tokens."""
+    """Bar of a histogram: the number of documents with `first` to `last` tokens."""
 
     first: int
     last: int
@@ -56,7 +61,7 @@ class Bar(StrictModel):
 
 
 class Dropped(StrictModel):
-    """Rows that were left out for one reason. example: where the first of them stands."""
+    """Rows that were left out for one reason. example: place of the first of them."""
 
     reason: str
     count: int
@@ -64,10 +69,13 @@ class Dropped(StrictModel):
 
 
 class ShownPortion(StrictModel):
-    """All rows of a portion, or the first, until there was no time for more: `unread_after` says after which.
+    """Counts of a portion, as far as its rows were read.
 
-    share: of a dataset in a mixture, how much of all that the training learns from is of it. epochs: its passes through
-    these rows. None where the rows of the mixture were not all read.
+    - unread_after: place of the last row read, where the time was too short for all
+    - share: share of a mixture's dataset in all that the training learns from
+    - epochs: number of passes of the training through these rows
+
+    Share and epochs are None where not all rows of the mixture were read.
     """
 
     name: str
@@ -95,7 +103,7 @@ class ShownPortion(StrictModel):
 
 
 class DataLook(StrictModel):
-    """rows: those that the first step learns from, or the first prompts."""
+    """Preview of a stage's data. rows: those that the first step learns from, or the first prompts."""
 
     what: str
     portions: tuple[ShownPortion, ...]
@@ -104,8 +112,10 @@ class DataLook(StrictModel):
 
 
 class Lengths(StrictModel):
-    """Content of `lengths.json`. counts: dataset (of a mixture by name, else without one) → documents in each bin; bin
-    k holds those of more than `k × bin_tokens` and at most `(k + 1) × bin_tokens` tokens.
+    """Content of `lengths.json`: a histogram of document lengths for each dataset.
+
+    - bin_tokens: width of a bin; bin k holds lengths from `k × bin_tokens` (exclusive) to `(k + 1) × bin_tokens`
+    - counts: dataset (of a mixture by name, else an empty name) → number of documents in each bin
     """
 
     bin_tokens: int
@@ -113,7 +123,7 @@ class Lengths(StrictModel):
 
 
 def count_lengths(lengths: Mapping[str, NDArray[np.int64]]) -> Lengths:
-    """lengths: dataset → int64 [documents], tokens of each."""
+    """Return the histograms of int64 [documents], the tokens of each document, by dataset."""
     import numpy as np  # flows read these summaries, and need no arrays
 
     longest = max((int(one.max()) for one in lengths.values() if len(one)), default=1)
@@ -127,10 +137,11 @@ def count_lengths(lengths: Mapping[str, NDArray[np.int64]]) -> Lengths:
 
 
 class ToolPrompt(StrictModel):
-    """Messages that end with a question or a tool's answer, and the tokens that training made of them.
+    """Prompt with tools, and the tokens that training made of it; servers must render it to the same tokens.
 
-    tools: as the template got them. variables: of the chat template. token_ids: of the messages, and of the beginning
-    of the answer after them.
+    - messages: end with a question or a tool's answer
+    - tools, variables: as the template got them
+    - token_ids: of the messages, and of the beginning of the answer after them
     """
 
     messages: list[dict[str, Any]]

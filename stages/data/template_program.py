@@ -24,30 +24,34 @@ from stages.data.turns import MAX_MESSAGES, QuotingError
 MAX_TEMPLATES = 16
 ANSWER_CHARACTERS = 1 << 22
 ANSWER_CPU_S = 5.0
-"""A question is answered in part once its answer is that long, or has taken that long; the rest is asked for again."""
+"""A question is answered in part once its answer is so long, or has taken so long; the rest is asked for again."""
 QUOTED_CHARACTERS = 1 << 17
-"""Longest text of others within an error: more than is searched for secrets before a message is cut."""
+"""Longest text of a template or row within an error: more than is searched for secrets before a message is cut."""
 BYTES_PER_CHARACTER = 64
-"""Memory beside what any conversation may take: four bytes a character in the messages, in several renderings and the
-pieces that these are joined from, and in the answer."""
+"""Additional memory per character of a conversation: four bytes in the messages, in several renderings and the pieces
+that these are joined from, and in the answer.
+"""
 TEXT_CHARACTERS = 1 << 18
 CHARACTERS_PER_CHARACTER = 16
-"""Longest text of a conversation: what templates write by themselves has some 20 KiB, and JSON with an indent and
-escapes is several times as long as what it holds."""
+"""Growth of a conversation's text that is allowed: templates add some 20 KiB, and JSON with an indent and escapes is
+several times as long as its content.
+"""
 CPU_S_PER_MESSAGE = 3e-5
-"""Of those that `renderings` counts, on a slow core: work that grows with the square of the turns is no fault."""
+"""Additional CPU time per rendered message (`turns.Renderings`), on a slow core: the work grows with the square of the
+turns, which is no fault of the template.
+"""
 GRACE_CPU_S = 1
-"""Between the limit that Python's own steps notice and the one that ends the process, for steps of C."""
+"""Seconds between the limit that Python's own steps notice and the one that ends the process, for steps of C."""
 
 Answered = TypeVar("Answered")
 
 
 class _LimitError(Exception):
-    """Goes on from "the model's chat template "."""
+    """Limit that a template exceeded; the message continues "the model's chat template "."""
 
 
 class _Templates:
-    """The compiled templates, by their keys."""
+    """Compiled templates by their keys."""
 
     def __init__(self) -> None:
         self._compiled: dict[str, ProvedTemplate] = {}

@@ -24,40 +24,45 @@ from stages.data.config import DEFAULT_DATE
 from stages.data.messages import Conversation, Message, RowError, Span, make_message
 
 MAX_CPU_SECONDS = 10.0
-"""For one conversation of a few messages. CPU time: a busy machine decides nothing."""
+"""CPU time for one conversation of a few messages; independent of a busy machine."""
 MEMORY_BYTES = 512 << 20
-"""For one conversation, beside what its own length needs."""
+"""Memory for one conversation, beside what its own length needs."""
 ANSWER_TIMEOUT_S = 1800.0
-"""For a process that gets no processor, or whose end the kernel does not see to."""
+"""Time limit for a process that gets no CPU, or that the kernel does not end."""
 QUESTION_CONVERSATIONS = 64
 MAX_BYTES = 1 << 20
-"""Of a file; the longest published templates have some 20 KiB."""
+"""Largest template file; the longest published ones have some 20 KiB."""
 MAX_QUOTED = 200
-"""Characters of a template's or a row's own words in an error."""
+"""Characters of a template's or a row's own text in an error."""
 
 Work = Literal["together", "separately", "text", "prompt"]
-"""What is made of a conversation: the texts to learn from, its earlier turns in the same text where the template only
-drops their thoughts, or each in its own; all of it as one text; the same, up to where the next answer begins."""
+"""Ways to render a conversation.
+
+- together: texts to learn from; earlier turns share one text even where the template drops their thoughts
+- separately: the same, but a turn whose thoughts would be dropped gets a text of its own
+- text: all of it as one text
+- prompt: the same, up to where the next answer begins
+"""
 
 
 class TemplateLimitError(DataError):
-    """Raised for a template that takes too long, or too much memory, on one conversation."""
+    """Raised for a template that takes too much time or memory for one conversation."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A document's text, and the spans of it that carry loss, in order."""
+    """Text of a document, with the spans of it that carry loss, in order."""
 
     text: str
     spans: tuple[Span, ...]
     is_plain: bool = False
-    """Without a template: the tokenizer's own special tokens go around it."""
+    """Whether no template rendered it, so that the tokenizer's own special tokens go around it."""
     is_shielded: bool = False
-    """What people wrote has special tokens, which `SpecialTokens` shields in `text`."""
+    """Whether `SpecialTokens` shields special tokens within it."""
 
 
 class ChatTemplate:
-    """Renders conversations with one Jinja template."""
+    """Client of the process that renders conversations with one Jinja template."""
 
     def __init__(
         self,
@@ -67,9 +72,12 @@ class ChatTemplate:
         name: str,
         today: date = DEFAULT_DATE,
     ) -> None:
-        """`special_tokens` are the template's variables (`bos_token`, …), `markers` the strings of all special tokens,
-        `name` is what errors call the template, `today` what it takes for the date. Raises DataError for a template
-        that is not Jinja.
+        """Compile the template. Raises DataError for a template that is not Jinja.
+
+        - special_tokens: the template's variables (`bos_token`, …)
+        - markers: strings of all special tokens
+        - name: the template's name in errors
+        - today: the date that it writes
         """
         self._name = name
         self._markers = tuple(markers)
@@ -82,11 +90,11 @@ class ChatTemplate:
         }
         self._key = hashlib.sha256(json.dumps(self._source).encode()).hexdigest()
         self.num_dropped_thoughts = 0
-        """Turns learned so far without the thoughts that the data have for them."""
+        """Number of turns that were learned without the thoughts that the data have for them."""
         self.wrote_date = False
-        """Whether a text so far has the date in it."""
+        """Whether the date was written into a text since `forget`."""
         self.cpu_s = 0.0
-        """CPU time of the process that renders, so far."""
+        """CPU time of the rendering process so far."""
         for answer in self._answers([]):
             self._check(answer)
 
@@ -144,9 +152,10 @@ class ChatTemplate:
 
     @cached_property
     def learned_after_turns(self) -> str:
-        """What the last turn of a conversation learns after that with which earlier ones end.
+        """Text that the last turn of a conversation learns beyond the end that all turns have; empty for most
+        templates.
 
-        Phi-3's template ends a conversation with another special token; empty for most.
+        Phi-3's template, for example, ends a conversation with another special token.
         """
         turns = [make_message(role, f"q{role}{number}") for number in (1, 2) for role in ("user", "assistant")]
         try:

@@ -36,19 +36,21 @@ from stages.data.summaries import ToolPrompt
 from stages.data.templates import ChatTemplate, Rendered, Work, load_chat_template
 
 EXAMPLES = "a0."
-"""Any text shows what is put around it; the first of these that the normalizer does not make huge."""
+"""Texts that show which special tokens are put around them; the first one that the normalizer does not make huge is
+used.
+"""
 PRIVATE_PLANE = 0x100000
 PRIVATE = re.compile(f"[{chr(PRIVATE_PLANE)}-{chr(PRIVATE_PLANE + 0xFFFD)}]+")
 THOUGHT_TAGS = ("<think>", "</think>", "[THINK]", "[/THINK]")
-"""What templates look for in a text themselves, so that it stays."""
+"""Tags that templates look for in a text themselves, so they are not shielded."""
 BATCH_CHARACTERS = 1 << 20
-"""Of texts that are tokenized together: each token takes some 100 bytes until its id and its place are copied."""
+"""Size of texts that are tokenized together: each token takes some 100 bytes until its id and offset are copied."""
 MAX_SHOWN = 40
-"""Characters of a template's own words in a warning."""
+"""Characters of a template's own text in a warning."""
 
 
 class DocumentTokenizer:
-    """Renders and tokenizes documents; conversations need a chat template, the recipe's or the tokenizer's."""
+    """Renderer and tokenizer of documents; conversations need a chat template, the recipe's or the tokenizer's."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class DocumentTokenizer:
         template_date: date = DEFAULT_DATE,
         special_tokens_in_content: SpecialTokensPolicy = "text",
     ) -> None:
-        """`folder` is a model artifact's `model/`. Raises ModelError when there is no usable tokenizer."""
+        """Load the tokenizer of `folder`, a model artifact's `model/`. Raises ModelError if there is no usable one."""
         self._folder = folder
         self._chat_template = chat_template
         self._train_on = train_on
@@ -74,32 +76,32 @@ class DocumentTokenizer:
         """Whether the assistant's turns end with a special token; None before the first conversation was rendered."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which has its template from the folder again."""
+        """Return the state for another process, which loads the template from the folder again."""
         return {name: value for name, value in vars(self).items() if name != "template"}
 
     @property
     def padding_token(self) -> int:
-        """An id to fill rows with; any would do, since no document attends to it and it carries no loss."""
+        """Token id that fills rows. No document attends to it and it carries no loss, so any would do."""
         padding, end_of_text = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
         return next((token for token in (padding, end_of_text) if token is not None), 0)
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """How they are written."""
+        """Special tokens as texts."""
         return tuple(str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Their numbers."""
+        """Ids of the special tokens."""
         return frozenset(number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones written out."""
+        """Return the text of tokens, special ones written out."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """Raises DataError when there is none."""
+        """Chat template of the recipe or the tokenizer. Raises DataError when there is none."""
         return load_chat_template(self._tokenizer, self._folder, self._chat_template, self._template_date)
 
     @property
@@ -145,7 +147,7 @@ class DocumentTokenizer:
         return outcome[0]
 
     def take_notes(self) -> TokenizerNotes:
-        """What was seen in the documents since the last time."""
+        """Return and clear the notes collected while rendering."""
         template = self.__dict__.get("template")
         learns_turns = self._train_on == "assistant" and self.teaches_to_stop is not None
         notes = TokenizerNotes(
@@ -162,7 +164,7 @@ class DocumentTokenizer:
         return notes
 
     def warnings(self, notes: TokenizerNotes) -> Iterator[str]:
-        """What the template did to the documents that is not to be seen in them."""
+        """Yield warnings about what the template did to the documents."""
         if warning := self._content.warning(notes.special_tokens):
             yield warning
         if notes.num_dropped_thoughts:
@@ -182,8 +184,10 @@ class DocumentTokenizer:
             )
 
     def encode_prompt(self, document: Document) -> tuple[str, list[int]]:
-        """What a model is asked, and its token ids: a conversation that ends with a question, and the beginning of the
-        answer after it; or the prompt of a plain text, after the special tokens that begin one. Raises as `render`.
+        """Return the prompt's text and token ids.
+
+        Of a conversation that ends with a question: up to the beginning of the answer. Of a plain text: its prompt,
+        after the special tokens that begin a text. Raises as `render`.
         """
         if isinstance(document, PlainText):
             text = self._content.shield(self._unframed(document).prompt)
@@ -245,7 +249,7 @@ class DocumentTokenizer:
             ) from error
 
     def num_bytes(self, text: Rendered) -> int:
-        """Of the text as people wrote it, in UTF-8."""
+        """Return the number of UTF-8 bytes of the text as people wrote it."""
         return len(self._content.unshielded(text.text).encode())
 
     def _rendered(self, documents: Sequence[tuple[Document, bool]]) -> Iterator[tuple[Rendered, ...] | RowError]:
@@ -291,7 +295,7 @@ class DocumentTokenizer:
         return replace(rendered, is_shielded=True) if is_shielded else rendered
 
     def _shielded(self, conversation: Conversation) -> Conversation:
-        """The conversation itself when nothing in it needs a shield."""
+        """Return the conversation with special tokens shielded; unchanged if there are none."""
         parts = [conversation.messages, conversation.tools, conversation.variables]
         messages, tools, variables = found = self._content.shield(parts)
         if found is parts:
@@ -306,7 +310,7 @@ class DocumentTokenizer:
         return Rendered(text, ((begin, len(text)),), is_plain=True, is_shielded=shielded is not parts)
 
     def _unframed(self, text: PlainText) -> PlainText:
-        """Without the special tokens that are put around it, where the text has them written out already."""
+        """Return the text without special tokens written around it that the tokenizer adds again."""
         prompt, completion = text.prompt, text.completion
         begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token
         begins_so = self._tokenizer.bos_token_id in self._tokenizer.beginning
@@ -328,7 +332,7 @@ class DocumentTokenizer:
 
     @cached_property
     def _frame(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The special tokens before a text, and the end-of-text token."""
+        """Ids of the special tokens before a text, and of the end-of-text token."""
         end = self._tokenizer.eos_token_id
         if end is None:
             raise DataError(
@@ -340,7 +344,7 @@ class DocumentTokenizer:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenized document."""
+    """Document as token ids with a loss mask."""
 
     ids: NDArray[np.int32]
     """int32 [tokens]"""
@@ -351,15 +355,17 @@ class Tokens:
         return len(self.ids)
 
     def cut(self, num_tokens: int) -> Tokens:
-        """Its beginning."""
+        """Return the first `num_tokens` tokens."""
         return Tokens(self.ids[:num_tokens], self.loss[:num_tokens])
 
 
 class TokenizerNotes(StrictModel):
-    """What documents showed.
+    """Notes on the documents that were rendered, for warnings.
 
-    teaches_to_stop: whether the assistant's turns end with a special token, by the first conversation; None where there
-    was none. special_tokens: within texts → number of documents. learned_after_turns: at the end of conversations.
+    - teaches_to_stop: whether the assistant's turns end with a special token, by the first conversation; None without
+      one
+    - special_tokens: special token within texts → number of documents
+    - learned_after_turns: text learned after the end of a conversation's last turn
     """
 
     teaches_to_stop: bool | None = None
@@ -369,7 +375,7 @@ class TokenizerNotes(StrictModel):
     learned_after_turns: str = ""
 
     def then(self, later: TokenizerNotes) -> TokenizerNotes:
-        """Of these documents and of those after them."""
+        """Return the notes of these documents and of later ones."""
         first = self.teaches_to_stop
         return TokenizerNotes(
             teaches_to_stop=later.teaches_to_stop if first is None else first,
@@ -381,12 +387,12 @@ class TokenizerNotes(StrictModel):
 
 
 class TokenizerError(DataError):
-    """Raised where a tokenizer fails on one of the texts that it is given."""
+    """Raised where a tokenizer fails on one of its texts."""
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A conversation as the template gets it."""
+    """Conversation to render, with special tokens shielded."""
 
     work: Work
     conversation: Conversation
@@ -394,7 +400,7 @@ class _Asked:
 
 
 def _loss_mask(offsets: list[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """bool [tokens]: which tokens lie, at least in part, in one of the spans."""
+    """Return which tokens lie, at least in part, in one of the spans: bool [tokens]."""
     mask = np.zeros(len(offsets), np.bool_)
     for begin, end in spans:
         mask[bisect_right(offsets, begin, key=_end) : bisect_left(offsets, end, key=_begin)] = True
@@ -406,12 +412,12 @@ def _begin(offset: Span) -> int:
 
 
 def _end(offset: Span) -> int:
-    """At least one character: some tokenizers give a token that is only a space no width."""
+    """Return the end of a token's span, at least one character: some tokenizers give a single space no width."""
     return max(offset[1], offset[0] + 1)
 
 
 class SpecialTokens:
-    """The special tokens of one tokenizer, as texts may contain them."""
+    """Special tokens of one tokenizer, as texts may contain them."""
 
     def __init__(self, backend: Tokenizer, policy: SpecialTokensPolicy) -> None:
         self._backend = backend
@@ -421,22 +427,22 @@ class SpecialTokens:
         self._in_texts = _any_of([content for content in contents if content not in THOUGHT_TAGS])
         self._real_or_shielded = re.compile(f"{_any_of(contents).pattern}|{PRIVATE.pattern}")
         self.counts: Counter[str] = Counter()
-        """In how many documents each was found."""
+        """Number of documents with each special token in their texts."""
 
     def shield(self, value: Any) -> Any:
-        """The same with the strings in it, at any depth, shielded; `value` itself when there is nothing to shield.
+        """Return the value with special tokens shielded in its strings, at any depth; `value` itself if there are none.
 
-        Raises RowError when the policy refuses what was found.
+        Raises RowError when the policy refuses special tokens.
         """
         texts: list[str] = []
         _collect_texts(value, texts)
-        found = {token for text in texts for token in self._in_texts.findall(text)}
-        self.counts.update(found)
-        if not found or self._policy == "allow":
+        special = {token for text in texts for token in self._in_texts.findall(text)}
+        self.counts.update(special)
+        if not special or self._policy == "allow":
             return value
         if self._policy == "refuse":
             raise RowError(
-                f"has {listed(sorted(found))} in its text, which would be special tokens; expected none, or "
+                f"has {listed(sorted(special))} in its text, which would be special tokens; expected none, or "
                 "`special_tokens_in_content: text`"
             )
         if any(map(PRIVATE.search, texts)):
@@ -444,21 +450,21 @@ class SpecialTokens:
         return self._shielded(value)
 
     def is_shielded(self, text: str) -> bool:
-        """Whether something in it is shielded; for texts that carry no note of it."""
+        """Return whether a text contains shielded special tokens; for texts without a note of it."""
         return bool(self.counts and PRIVATE.search(text))
 
     def encode(self, text: str) -> tuple[list[int], list[Span]]:
-        """Token ids and offsets of a text; what is shielded in it is encoded as text, other special tokens as such."""
+        """Return token ids and offsets; shielded special tokens are encoded as text, others as such."""
         backend, numbers = self._swapped_backend
         encoding = backend.encode(self._real_or_shielded.sub(_swap, text), add_special_tokens=False)
         return [numbers.get(number, number) for number in encoding.ids], encoding.offsets
 
     def unshielded(self, text: str) -> str:
-        """As people wrote it."""
+        """Return the text as people wrote it."""
         return PRIVATE.sub(_swap, text) if self.counts else text
 
     def warning(self, counts: Mapping[str, int]) -> str | None:
-        """What was found, in how many documents, and what became of it."""
+        """Return a warning with each special token, its number of documents and how it was treated."""
         if not counts:
             return None
         found = ", ".join(f"`{token}` ({counted(count, 'document')})" for token, count in sorted(counts.items()))
@@ -471,7 +477,7 @@ class SpecialTokens:
 
     @cached_property
     def _swapped_backend(self) -> tuple[Tokenizer, dict[int | None, int]]:
-        """A tokenizer that knows the special tokens by their shielded forms only; its ids for these → the real ones."""
+        """Tokenizer that knows special tokens by their shielded forms only, and its ids for these → the real ones."""
         backend = Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         numbers = {}
@@ -494,7 +500,7 @@ def _any_of(contents: list[str]) -> re.Pattern[str]:
 
 
 def _swap(match: re.Match[str]) -> str:
-    """A special token shielded, or shielded text as it was."""
+    """Return a special token shielded, or shielded text restored."""
     return _moved(match[0], -PRIVATE_PLANE if ord(match[0][0]) >= PRIVATE_PLANE else PRIVATE_PLANE)
 
 
@@ -519,7 +525,7 @@ def _collect_texts(value: Any, texts: list[str]) -> None:
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """The attributes of a tokenizer of Transformers, under the same names.
+    """Attributes of a Transformers tokenizer, under the same names; picklable without importing Transformers.
 
     beginning: the special tokens before a text.
     """
@@ -537,7 +543,7 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(folder: Path) -> LoadedTokenizer:
-    """Of a model artifact's `model/`. Raises ModelError when there is no usable tokenizer."""
+    """Load the tokenizer of a model artifact's `model/`. Raises ModelError when there is no usable one."""
     from transformers import AutoTokenizer
 
     check_tokenizer_file(folder)

@@ -36,21 +36,21 @@ from stages.data.units import AnswerCheck, OverLong, Unit, Units, check_learnabl
 
 SUFFIX = ".safetensors"
 NOTES, DIGEST = "notes", "digest"
-"""Metadata of a file: what is said of a piece, and the sha256 of that and of all arrays."""
+"""Metadata of a piece's file: its notes as JSON, and the sha256 of notes and arrays."""
 UNIT_ARRAYS = tuple(Units.__dataclass_fields__)
 ROW_ARRAYS = ("digests", "swapped", "numbers")
 CHUNK_ROWS = 1024
 RENDERED_ROWS = 64
-"""Asked of the template's process at once: what a question costs by itself is spread over them."""
+"""Number of rows that are sent to the template's process at once, to spread the cost of a question."""
 PIECE_TOKENS = 1 << 22
-"""From which on a piece ends, and another one begins."""
+"""Number of tokens after which a piece ends and another one begins."""
 RenderedRow = tuple[Place, list[tuple[Rendered, ...]], bool | None, float | None]
-"""Where a row stands, its units, and whether its answer is a good one."""
+"""Place of a row, its units as texts, label and margin."""
 
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """What decides the tokens of a part. reader: has seen the rows that decide the format of all."""
+    """Options that decide the tokens of a part. reader: has read the first rows, which decide the format of all."""
 
     portion: Portion
     config: DataConfig
@@ -60,10 +60,10 @@ class Tokenizing:
 
 
 class PartTokenizer:
-    """Makes pieces of one part after the other."""
+    """Tokenizer of one part after the other."""
 
     def __init__(self, task: Tokenizing) -> None:
-        """Raises ModelError for a folder without a usable tokenizer."""
+        """Load the tokenizer. Raises ModelError for a folder without a usable one."""
         config = task.config
         self._task = task
         self._reader = task.reader
@@ -78,7 +78,7 @@ class PartTokenizer:
         self._answers = AnswerCheck(self.tokenizer.special_tokens, vocabulary_size(task.tokenizer_folder))
 
     def pieces(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[Piece]:
-        """The last one says how many are before it. `rows` are those of `part`."""
+        """Yield the pieces of a part; the last one has the number of those before it. `rows` are those of `part`."""
         self._begin()
         num_earlier = 0
         for chunk in _chunks(self._rendered(part, rows)):
@@ -115,7 +115,7 @@ class PartTokenizer:
         self.tokenizer.take_notes()
 
     def _rendered(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[RenderedRow]:
-        """Where each good row stands, and its units as text."""
+        """Yield place and units, as text, of each good row."""
         selected = iter(self._task.portion.select(rows))
         while batch := list(islice(selected, RENDERED_ROWS)):
             read = [self._read(row) for row in batch]
@@ -159,48 +159,48 @@ class PartTokenizer:
 
     def _fit(self, units: list[Unit], place: Place) -> None:
         """Keep what is left of a row's units. One that teaches nothing makes the row a bad one."""
-        found = self._found
-        found.num_tokenized_rows += 1
+        piece = self._found
+        piece.num_tokenized_rows += 1
         kept = []
         try:
             for unit in units:
-                if (fitted := found.over_long.fit(unit, place)) is not None:
+                if (fitted := piece.over_long.fit(unit, place)) is not None:
                     self._answers.check_tokens(fitted)
                     check_learnable(fitted, was_truncated=len(fitted) < len(unit))
                     kept.append(fitted)
         except RowError as error:
-            found.bad_rows.append((place, str(error)))
+            piece.bad_rows.append((place, str(error)))
             return
-        found.units += kept
-        found.num_tokens += sum(map(len, kept))
+        piece.units += kept
+        piece.num_tokens += sum(map(len, kept))
 
     def _finished(self, part: Part, num_earlier: int | None) -> Piece:
-        found, over_long = self._found, self._found.over_long
+        piece, over_long = self._found, self._found.over_long
         notes = PieceNotes(
             num_earlier=num_earlier,
-            num_source_rows=found.num_source_rows,
-            num_tokenized_rows=found.num_tokenized_rows,
-            num_text_tokens=found.num_text_tokens,
-            num_text_bytes=found.num_text_bytes,
-            bad_rows=tuple((place.number - part.num_before, redact(reason)) for place, reason in found.bad_rows),
+            num_source_rows=piece.num_source_rows,
+            num_tokenized_rows=piece.num_tokenized_rows,
+            num_text_tokens=piece.num_text_tokens,
+            num_text_bytes=piece.num_text_bytes,
+            bad_rows=tuple((place.number - part.num_before, redact(reason)) for place, reason in piece.bad_rows),
             num_over_long=over_long.num_over_long,
             longest_tokens=over_long.longest_tokens,
             over_long=tuple((place.number - part.num_before, tokens) for place, tokens in over_long.named),
             num_kept=over_long.num_kept,
             unread=dict(self._reader.unread.counts),
-            remarkable=found.rows.remarkable,
+            remarkable=piece.rows.remarkable,
             tokenizer=self.tokenizer.take_notes(),
-            tool_prompt=found.tool_prompt,
+            tool_prompt=piece.tool_prompt,
         )
         is_labelled = self._task.rows == "labelled"
-        units = Units.of(found.units, is_labelled=is_labelled, has_margins=self._reader.has_margins)
+        units = Units.of(piece.units, is_labelled=is_labelled, has_margins=self._reader.has_margins)
         self._begin()
-        return Piece.of(notes, units, found.rows)
+        return Piece.of(notes, units, piece.rows)
 
 
 @dataclass
 class _Found:
-    """Of the piece at hand."""
+    """Counts and units of the current piece."""
 
     over_long: OverLong
     bad_rows: list[tuple[Place, str]] = field(default_factory=list)
@@ -215,13 +215,15 @@ class _Found:
 
 
 def over_long_of(config: DataConfig) -> OverLong:
-    """What is cut into rows may be of any length."""
+    """Return the policy for over-long units; texts that are cut into rows may have any length."""
     return OverLong(config.over_long, sys.maxsize if config.packing == "cut" else config.sequence_length)
 
 
 def first_rows_read(reader: RowReader, portion: Portion, rows: Iterable[Row | BadRow]) -> RowReader:
-    """The same, after it has read the first good row, which decides what all are. Raises DataError for a row of no
-    suitable format."""
+    """Return the reader after it has read the first good row, which decides the format of all.
+
+    Raises DataError for a row of no suitable format.
+    """
     for row in portion.select(rows):
         try:
             if isinstance(row, Row):
@@ -238,12 +240,14 @@ def _chunks(rendered: Iterator[RenderedRow]) -> Iterator[list[RenderedRow]]:
 
 
 class PieceNotes(StrictModel):
-    """All that is said of a piece but its arrays.
+    """Notes of a piece: everything but its arrays.
 
-    num_earlier: pieces of the same part before this one, which is the last. num_source_rows: of the portion, bad ones
-    included. num_tokenized_rows: which `over_long` looked at. num_text_tokens,
-    num_text_bytes: of texts that are cut into rows. unread: columns and fields → rows that have them.
-    tool_prompt: of the first row with tools that a server can be asked with.
+    - num_earlier: number of pieces of the same part before this one, if this is the last
+    - num_source_rows: rows of the portion, bad ones included
+    - num_tokenized_rows: rows to which `over_long` was applied
+    - num_text_tokens, num_text_bytes: size of texts that are cut into rows
+    - unread: columns and fields that are not read → number of rows
+    - tool_prompt: prompt of the first row with tools that a server can be asked with
     """
 
     num_earlier: int | None = None
@@ -264,14 +268,14 @@ class PieceNotes(StrictModel):
 
 @dataclass(frozen=True)
 class Piece:
-    """Units of a part, and what was found in its rows."""
+    """Units of a part, with notes and digests of its rows."""
 
     notes: PieceNotes
     units: Units
     digests: NDArray[np.uint64]
     swapped: NDArray[np.uint64]
     numbers: NDArray[np.uint64]
-    """As `RowDigests` has them."""
+    """The three arrays are those of `RowDigests`."""
 
     @classmethod
     def of(cls, notes: PieceNotes, units: Units, rows: RowDigests) -> Piece:
@@ -281,7 +285,7 @@ class Piece:
         return (BadRow(part.place(number), reason) for number, reason in self.notes.bad_rows)
 
     def over_long(self, part: Part, over_long: OverLong) -> OverLong:
-        """As `over_long` of the same policy would have counted."""
+        """Return the piece's counts as an `OverLong` of the same policy."""
         notes = self.notes
         named = [(part.place(number), tokens) for number, tokens in notes.over_long]
         counts = (notes.num_over_long, notes.longest_tokens, named, notes.num_kept)
@@ -289,7 +293,7 @@ class Piece:
 
 
 class PieceStore:
-    """Pieces in a folder, which is there. Several processes may write the same one."""
+    """Store of pieces in an existing folder. Several processes may write the same piece."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -313,7 +317,7 @@ class PieceStore:
             self._write(f"{key}-{number}" if piece.notes.num_earlier is None else key, piece)
 
     def read(self, key: str) -> Iterator[Piece]:
-        """The pieces of a part, one at a time. Raises DataError for one that holds other bytes than were written."""
+        """Yield the pieces of a part. Raises DataError for one that holds other bytes than were written."""
         last = self._read(key)
         yield from (self._read(f"{key}-{number}") for number in range(last.notes.num_earlier or 0))
         yield last
@@ -330,7 +334,7 @@ class PieceStore:
         write_atomically(self._path(name), save(there, metadata=metadata))
 
     def _read(self, name: str) -> Piece:
-        """Raises DataError for a piece that is not as it was written, OSError for none."""
+        """Read a piece. Raises DataError if it holds other bytes than were written, OSError if it is missing."""
         from safetensors import SafetensorError, safe_open
 
         path = self._path(name)

@@ -5,6 +5,17 @@ be the beginning of the text that ends with the turn; what follows there is the 
 stand with the same words. Where a template rewrites what went before (drops thoughts, ends the last turn otherwise,
 moves the system prompt), a conversation becomes several documents: each turn in the longest that still shows it so.
 
+Example, with a template that writes `<USER>question<END>` and `<BOT>answer<END>`, and `<BOT>` as generation prompt:
+
+    messages           user "1+1?", assistant "2", user "2+2?", assistant "4"
+    last turn          prompt `<USER>1+1?<END><BOT>2<END><USER>2+2?<END><BOT>`; the whole text begins so, and what
+                       follows, `4<END>`, is learned
+    first turn         prompt `<USER>1+1?<END><BOT>`, text up to the turn `<USER>1+1?<END><BOT>2<END>`: `2<END>` stands
+                       at the same place of the whole text, so one document learns both turns
+
+Had the template dropped the first answer's thoughts once the second question follows, the first turn would not stand in
+the whole text as it was generated, and would be learned in a document of its own, `<USER>1+1?<END><BOT>…2<END>`.
+
 Each turn is rendered with all before it: work that grows with the square of the turns. A conversation that would take
 too long is refused, most often before it is begun.
 """
@@ -19,9 +30,9 @@ from functools import cache
 from stages.data.messages import THOUGHTS, Message, RowError, Span, listed
 
 Write = Callable[..., str]
-"""(messages, add_generation_prompt, **variables of the template) → text. Raises RowError."""
+"""Function (messages, add_generation_prompt, **variables of the template) → text. Raises RowError."""
 MAX_MESSAGES = 1 << 21
-"""Of one conversation, in all renderings: a thousand turns, and on a usual core ten seconds."""
+"""Largest number of messages rendered for one conversation: a thousand turns, and ten seconds on a usual core."""
 MAX_KEPT_CHARACTERS = 1 << 26
 OPENED_THOUGHTS = re.compile(r"<think>(\s*)\Z")
 CLOSED_THOUGHTS = re.compile(r"</think>\s*\Z")
@@ -29,16 +40,17 @@ EMPTY_THOUGHTS = re.compile(r"\A\s*(<think>)?\s*</think>\s*")
 THOUGHTS_FIRST = re.compile(r"\A\s*<think>.*?</think>(?P<gap>\s*)", re.DOTALL)
 INLINE_THOUGHTS = re.compile(r"\A\s*(?:<think>)?(?P<thoughts>.*?)</think>(?P<answer>.*)\Z", re.DOTALL)
 PROBE = "qprobetext"
-"""Put behind what a message says, and looked for: a template may write the rest otherwise, but no shorter."""
+"""Text that is put after a message's content and looked for: a template may write the rest otherwise, but no shorter.
+"""
 SWITCHES = ("enable_thinking", "thinking")
-"""What templates call the variable that asks for thoughts, or for none."""
+"""Names in templates of the variable that asks for thoughts, or for none."""
 
 
 class QuotingError(RowError):
-    """A row's fault, described with texts that the template or the row wrote, of any length.
+    """Fault of a row, described with texts of any length from the template or the row.
 
-    parts: our words and such texts in turn. They are cut by the process that asks, which alone knows the secrets that
-    must not be shown in part.
+    parts: our words and such texts in turn. The process that asks cuts them; only it knows the secrets that must not be
+    shown in part.
     """
 
     def __init__(self, *parts: str) -> None:
@@ -47,8 +59,9 @@ class QuotingError(RowError):
 
 
 class UnclearTurnsError(QuotingError):
-    """It cannot be proved which tokens the assistant says, or what a message says is not there. `cause` is a sentence
-    of its own, in parts.
+    """Raised when it cannot be proved which tokens the assistant says, or a message's text is missing.
+
+    cause: the same as a sentence of its own, in parts.
     """
 
     def __init__(self, begin: str, *parts: str) -> None:
@@ -58,16 +71,16 @@ class UnclearTurnsError(QuotingError):
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and what the assistant says in it that is learned from it."""
+    """Text, with the spans of it that the assistant says and that are learned."""
 
     text: str
     spans: tuple[Span, ...]
     num_dropped_thoughts: int
-    """Turns that are learned without thoughts that the conversation has for them."""
+    """Number of turns that are learned without the thoughts that the conversation has for them."""
 
 
 class Turns:
-    """The assistant's turns of one conversation."""
+    """Finder of the assistant's turns in the texts of one conversation."""
 
     def __init__(
         self,
@@ -79,9 +92,14 @@ class Turns:
         together: bool,
         writes_think: bool,
     ) -> None:
-        """`markers`: all special tokens. `name`: what errors call the template. `together`: a turn may be learned
-        without its thoughts where the template drops them from earlier turns, rather than in a document of its own.
-        `writes_think`: the template knows thoughts as what `<think>` and `</think>` enclose.
+        """Take a conversation, and the function that renders it.
+
+        - markers: all special tokens
+        - name: the template's name in errors
+        - together: a turn may be learned without its thoughts where the template drops them from earlier turns, rather
+          than in
+        a document of its own
+        - writes_think: the template writes thoughts between `<think>` and `</think>`
         """
         self._write = Renderings(write, messages, keep=not together)
         self._messages = list(messages)
@@ -92,7 +110,7 @@ class Turns:
         self._only_markers = _only(markers)
 
     def documents(self, learned_turns: Sequence[int]) -> list[Document]:
-        """Each of the messages at `learned_turns`, all the assistant's, is learned in exactly one of the documents.
+        """Return documents in which each message at `learned_turns`, all the assistant's, is learned exactly once.
 
         The longest comes last. Raises RowError when there are too many messages, it cannot be proved where a turn lies,
         or the template leaves a part of it out.
@@ -101,7 +119,7 @@ class Turns:
         if not remaining:
             return [Document(self._write(self._messages), (), 0)]
         self._write.check(sum(remaining))
-        found: list[Document] = []
+        documents: list[Document] = []
         while remaining:
             *earlier, last = remaining
             turn = self._as_last(last)
@@ -110,13 +128,15 @@ class Turns:
             learned = {number: span for number, span in spans.items() if span is not None}
             learned[last] = (turn.begin, self._end(turn.text, turn.begin))
             dropped = [number for number, span in learned.items() if not self._has_thoughts(number, turn.text, span)]
-            found.insert(0, Document(turn.text, tuple(learned.values()), len(dropped)))
+            documents.insert(0, Document(turn.text, tuple(learned.values()), len(dropped)))
             remaining = [number for number in earlier if number not in learned]
-        return found
+        return documents
 
     def _as_last(self, number: int) -> _Turn:
-        """The turn in the text that ends with it: as the template writes it by default, or when asked for thoughts,
-        or for none, as the turn has some or not; or else behind the prompt, with its thoughts as models write them.
+        """Return the turn in the text that ends with it.
+
+        The text is as the template writes it by default, or when asked for thoughts, or for none, as the turn has some
+        or not; or else the prompt, followed by the turn with its thoughts as models write them.
         """
         messages = self._messages[: number + 1]
         thoughts, _ = split_thoughts(messages[-1])
@@ -134,9 +154,9 @@ class Turns:
         return turn
 
     def _behind_its_prompt(self, messages: list[Message]) -> _Turn:
-        """The turn as it reads after a plainer history, put behind the prompt that the model really gets.
+        """Return the turn as rendered after a plainer history, appended to the prompt that the model really gets.
 
-        Some templates show a system prompt, or thoughts beside a call, in a prompt and not in what came of it.
+        Some templates show a system prompt, or thoughts beside a call, in a prompt but not once the answer follows.
         """
         plain = [*map(_plain, messages[messages[0]["role"] == "system" : -1])]
         start = self._write(plain, add_generation_prompt=True)
@@ -148,7 +168,7 @@ class Turns:
         return _Turn(before + text[len(start) :], len(before), {})
 
     def _shown_messages(self, turn: _Turn, last: int) -> list[Message]:
-        """The same without thoughts that the text does not have, if it needs none of them.
+        """Return the messages without thoughts that the text does not have, if it needs none of them.
 
         A template that drops the thoughts before the last question shows them in a beginning that ends before it.
         """
@@ -162,7 +182,7 @@ class Turns:
         return messages
 
     def _within(self, turn: _Turn, messages: list[Message], number: int) -> Span | None:
-        """Where an earlier turn lies in the text that ends with `turn`, if it stands there as it would as the last."""
+        """Return the span of an earlier turn in the text of `turn`, if it reads there as it would as the last."""
         before = self._write.beginning(messages, number, add_generation_prompt=True, **turn.variables)
         if not turn.text.startswith(before):
             return None
@@ -176,7 +196,7 @@ class Turns:
         return span
 
     def _num_shared(self, own: str, rest: str) -> int:
-        """How much of `rest` is a turn that reads `own` where it is the last; 0 when that is not certain."""
+        """Return the length of a turn at the beginning of `rest` that reads `own` as the last turn; 0 if uncertain."""
         if rest.startswith(own):
             return self._end(own, 0)
         shared = next((i for i, pair in enumerate(zip(own, rest, strict=False)) if pair[0] != pair[1]), len(rest))
@@ -189,7 +209,7 @@ class Turns:
         return next((self._end(answer, 0) for answer in answers if rest.startswith(answer)), 0)
 
     def _end(self, text: str, begin: int) -> int:
-        """The end of a turn that ends with `text`: line breaks after its last special token are never generated."""
+        """Return the end of a turn that ends with `text`: line breaks after its special token are never generated."""
         stripped = text.rstrip()
         return len(stripped) if len(stripped) > begin and stripped.endswith(self._markers) else len(text)
 
@@ -198,7 +218,7 @@ class Turns:
         return _shows(thoughts, text[slice(*span)], self._messages[number])
 
     def _check_shown(self, messages: list[Message], turn: _Turn) -> None:
-        """Raises RowError for text or calls of the last message that its rendering does not have."""
+        """Raise RowError for text or calls of the last message that its rendering lacks."""
         *before, message = messages
         _, answer = split_thoughts(message)
         calls = message.get("tool_calls", [])
@@ -238,7 +258,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn as the end of a text; it begins at `begin`, with the template's `variables`."""
+    """Turn at the end of a text: it begins at `begin`, rendered with the template's `variables`."""
 
     text: str
     begin: int
@@ -246,7 +266,7 @@ class _Turn:
 
 
 class Renderings:
-    """Writes as `write` does. keep: whether the same beginnings will be asked for again, by other documents."""
+    """Counter and cache of the renderings of one conversation. keep: cache beginnings for further documents."""
 
     def __init__(self, write: Write, messages: Sequence[Message], *, keep: bool) -> None:
         self._write = write
@@ -256,13 +276,13 @@ class Renderings:
         self._kept: dict[tuple[object, ...], str] = {}
 
     def __call__(self, messages: Sequence[Message], **options: bool) -> str:
-        """Raises RowError when that makes too many, and what `write` raises."""
+        """Render messages. Raises RowError when there are too many in all, and what `write` raises."""
         self.check(len(messages))
         self._num_messages += len(messages)
         return self._write(list(messages), **options)
 
     def check(self, num_messages: int) -> None:
-        """Raises RowError when so many messages more are too many."""
+        """Raise RowError when so many more messages are too many."""
         if self._num_messages + num_messages > MAX_MESSAGES:
             raise RowError(
                 f"has {self._length:,} messages: to prove what the assistant says, each turn is rendered with all "
@@ -271,7 +291,7 @@ class Renderings:
             )
 
     def beginning(self, messages: Sequence[Message], number: int, **options: bool) -> str:
-        """The first `number` messages of the conversation, which are the same whenever they are to be kept."""
+        """Return the text of the first `number` messages, which must be the same in all calls if texts are kept."""
         key = (number, *options.items())
         text = self._kept.get(key) or self(messages[:number], **options)
         if key not in self._kept and len(text) <= self._may_keep:
@@ -287,7 +307,7 @@ def _only(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def check_shown(write: Write, messages: Sequence[Message], text: str, name: str) -> None:
-    """Raises UnclearTurnsError when `text`, of these messages, lacks what somebody says, or the end of it."""
+    """Raise UnclearTurnsError when `text`, rendered from these messages, lacks a message's text or its end."""
     for number, message in enumerate(messages):
         content: str = message["content"] or ""
         # A question may say what the system prompt does, and be taken for it.
@@ -303,7 +323,7 @@ def check_shown(write: Write, messages: Sequence[Message], text: str, name: str)
 
 
 def _with_own_thoughts(before: str, text: str, thoughts: str, variables: dict[str, bool]) -> _Turn | None:
-    """The turn behind its prompt, for templates that ask for thoughts and drop them from what was said.
+    """Return the prompt followed by the turn with its thoughts, for templates that ask for thoughts and then drop them.
 
     As these models write them: where the prompt opens `<think>`, the thoughts, `</think>`, the answer.
     """
@@ -318,7 +338,7 @@ def _with_own_thoughts(before: str, text: str, thoughts: str, variables: dict[st
 
 
 def split_thoughts(message: Message) -> tuple[str, str]:
-    """What the assistant thinks, in a field or before `</think>` in its text, and what it answers."""
+    """Return the thoughts of a message, from a field or before `</think>` in its text, and its answer."""
     content: str = message["content"] or ""  # null beside calls
     for field in THOUGHTS:
         if field in message:
@@ -328,7 +348,7 @@ def split_thoughts(message: Message) -> tuple[str, str]:
 
 
 def _plain(message: Message) -> Message:
-    """Without thoughts, and without text beside calls."""
+    """Return the message without thoughts, and without text beside calls."""
     _, answer = split_thoughts(message)
     plain = {key: value for key, value in message.items() if key not in THOUGHTS}
     return {**plain, "content": "" if "tool_calls" in message else answer}

@@ -32,13 +32,13 @@ WINDOW_ROWS = 256
 
 @dataclass(frozen=True)
 class Unit:
-    """What is learned from one row of the dataset: a document, or chosen and rejected. `len` counts tokens."""
+    """Unit of training data: one document, or chosen and rejected. `len` counts tokens."""
 
     documents: tuple[Tokens, ...]
     is_good: bool | None = None
-    """Of a labelled answer."""
+    """Label of a labelled answer."""
     margin: float | None = None
-    """Of a pair, by how much its chosen answer is better."""
+    """How much better the chosen answer of a pair is."""
 
     def __len__(self) -> int:
         return sum(map(len, self.documents))
@@ -46,19 +46,19 @@ class Unit:
 
 @dataclass
 class OverLong:
-    """Applies `over_long` to units of more than `sequence_length` tokens, and remembers what it did."""
+    """Policy for units of more than `sequence_length` tokens, with counts of what it did."""
 
     policy: Literal["truncate", "drop", "fail"]
     sequence_length: int
     num_over_long: int = 0
     longest_tokens: int = 0
     named: list[tuple[Place, int]] = field(default_factory=list)
-    """The first ones, and their tokens."""
+    """Places and tokens of the first over-long rows."""
     num_kept: int = 0
     _last_place: Place | None = None
 
     def fit(self, unit: Unit, place: Place) -> Unit | None:
-        """The unit, or its beginning, or None when it is left out."""
+        """Return the unit, its beginning, or None when it is left out."""
         if len(unit) <= self.sequence_length:
             self.num_kept += 1
             return unit
@@ -78,22 +78,22 @@ class OverLong:
         self.num_kept += other.num_kept
 
     def check(self, num_rows: int) -> str | None:
-        """What to warn of, once all rows were seen. Raises DataError when `policy` does not allow what was found."""
+        """Return a warning, once all rows were seen. Raises DataError when `policy` forbids over-long rows."""
         if not self.num_over_long:
             return None
-        found = (
+        problem = (
             f"{self.num_over_long} of {num_rows} rows have more than sequence_length {self.sequence_length} tokens, "
             f"up to {self.longest_tokens}"
         )
         if self.policy == "fail":
             raise DataError(
-                f"{found}: {', '.join(f'{place} ({tokens} tokens)' for place, tokens in self.named)}"
+                f"{problem}: {', '.join(f'{place} ({tokens} tokens)' for place, tokens in self.named)}"
                 f"{', …' if self.num_over_long > len(self.named) else ''}. Raise "
                 "`sequence_length`, or say `over_long: truncate` or `over_long: drop`."
             )
         if self.policy == "drop" and self.num_over_long == num_rows and not self.num_kept:
-            raise DataError(f"{found}, and `over_long: drop` leaves nothing to learn from. Raise `sequence_length`.")
-        return f"{found}: {'their ends were cut off' if self.policy == 'truncate' else 'they were left out'}"
+            raise DataError(f"{problem}, and `over_long: drop` leaves nothing to learn from. Raise `sequence_length`.")
+        return f"{problem}: {'their ends were cut off' if self.policy == 'truncate' else 'they were left out'}"
 
     def _truncated(self, unit: Unit) -> Unit:
         """Cut at the end. Of a pair the longer one is, then both, so that each keeps at least half of the row."""
@@ -104,7 +104,7 @@ class OverLong:
 
 
 def check_learnable(unit: Unit, was_truncated: bool) -> None:
-    """Raises RowError for a unit that teaches nothing."""
+    """Raise RowError for a unit without a token to learn, or with two equal answers."""
     where = "in the part that sequence_length leaves" if was_truncated else "once it is rendered and tokenized"
     if not all(document.loss.any() for document in unit.documents):
         raise RowError(f"has nothing to learn from {where}: no token of an answer; expected at least one")
@@ -113,10 +113,10 @@ def check_learnable(unit: Unit, was_truncated: bool) -> None:
 
 
 class AnswerCheck:
-    """Refuses rows whose answers are no text, or have tokens that the model has not."""
+    """Check of rows for answers without text, and for tokens that the model does not have."""
 
     def __init__(self, special_tokens: Sequence[str], vocabulary_size: int | None) -> None:
-        """special_tokens: as the tokenizer writes them. vocabulary_size: the model's; None where it is not known."""
+        """Take the tokenizer's special tokens and the size of the model's vocabulary, None where it is unknown."""
         written = [
             r"\s",
             INVISIBLE,
@@ -126,7 +126,7 @@ class AnswerCheck:
         self._vocabulary_size = vocabulary_size
 
     def check_text(self, documents: Iterable[Document]) -> None:
-        """Raises RowError for an answer that is nothing but special tokens, such as padding."""
+        """Raise RowError for an answer that is nothing but special tokens, such as padding."""
         for answer in (answer for document in documents for answer in answers_of(document)):
             if self._no_text.fullmatch(answer):
                 raise RowError(
@@ -135,7 +135,7 @@ class AnswerCheck:
                 )
 
     def check_tokens(self, unit: Unit) -> None:
-        """Raises RowError for a token that the model has no embedding for."""
+        """Raise RowError for a token that the model has no embedding for."""
         largest = max(int(document.ids.max(initial=0)) for document in unit.documents)
         if self._vocabulary_size is not None and largest >= self._vocabulary_size:
             raise RowError(
@@ -145,7 +145,7 @@ class AnswerCheck:
 
 
 def vocabulary_size(model_folder: Path) -> int | None:
-    """What the model's config says, also of the text part of a model for more; None where it says nothing."""
+    """Return the vocabulary size in a model's config, or in its text part; None where it is not given."""
     try:
         config = json.loads((model_folder / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -156,32 +156,32 @@ def vocabulary_size(model_folder: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Units:
-    """Units one after the other; `len` counts them."""
+    """Arrays of many units, one after the other; `len` counts units."""
 
     tokens: NDArray[np.int32]
     """int32 [tokens] of all documents."""
     loss: NDArray[np.bool_]
     """bool [tokens]: whether the token is learned."""
     document_lengths: NDArray[np.int64]
-    """int64 [documents]"""
+    """int64 [documents]: number of tokens of each."""
     num_documents: NDArray[np.int64]
-    """int64 [units]: of each."""
+    """int64 [units]: number of documents of each."""
     labels: NDArray[np.bool_] | None = None
-    """bool [units], of labelled answers."""
+    """bool [units]: labels, of labelled answers."""
     margins: NDArray[np.float32] | None = None
-    """float32 [units], of pairs that have them."""
+    """float32 [units]: margins, of pairs that have them."""
 
     def __len__(self) -> int:
         return len(self.num_documents)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """int64 [units], in tokens."""
+        """int64 [units]: number of tokens of each."""
         ends = np.concatenate([[0], np.cumsum(self.document_lengths)])
         return np.diff(ends[np.concatenate([[0], np.cumsum(self.num_documents)])])
 
     def take(self, numbers: Sequence[int] | NDArray[np.int64]) -> Units:
-        """Those of these numbers, in this order."""
+        """Return the units with these numbers, in this order."""
         order = np.asarray(numbers, np.int64)
         documents = _ranges(self.num_documents, order)
         tokens = _ranges(self.lengths, order)
@@ -196,8 +196,7 @@ class Units:
 
     @classmethod
     def of(cls, units: Sequence[Unit], *, is_labelled: bool = False, has_margins: bool = False) -> Units:
-        """The same as arrays. is_labelled: each says whether it is a good answer. has_margins: each says how much
-        better."""
+        """Return units as arrays. is_labelled: each has a label. has_margins: each has a margin."""
         documents = [document for unit in units for document in unit.documents]
         return cls(
             np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)]),
@@ -210,7 +209,7 @@ class Units:
 
     @classmethod
     def joined(cls, parts: Sequence[Units]) -> Units:
-        """One after the other; at least one. All have labels, or none; so for margins."""
+        """Return several groups of units, at least one, as one. Either all have labels or margins, or none has."""
 
         def whole(name: str) -> Any:
             return None if getattr(parts[0], name) is None else np.concatenate([getattr(one, name) for one in parts])
@@ -219,7 +218,7 @@ class Units:
 
 
 def _ranges(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where the elements of groups lie: `lengths` is of all groups, one after the other; those of `order` are asked."""
+    """Return the positions of the elements of the groups in `order`; `lengths` has the sizes of all groups."""
     starts = np.cumsum(lengths) - lengths
     wanted = lengths[order]
     moved = starts[order] - (np.cumsum(wanted) - wanted)
@@ -227,10 +226,10 @@ def _ranges(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.
 
 
 def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
-    """Rows of units whose lengths add up to at most `capacity`, as full as they get; no unit is longer than that.
+    """Yield rows of units whose lengths add up to at most `capacity`, as full as possible; no unit is longer than that.
 
-    At any time a window of units is held: the fuller three quarters of its rows are final, the others are packed
-    again together with what comes next. How the units come in batches changes nothing.
+    A window of units is held at any time: the fuller three quarters of its rows are final, the others are packed again
+    with the next units. The result does not depend on how units come in batches.
     """
     window: list[Units] = []
     num_units = num_tokens = 0
@@ -258,7 +257,7 @@ def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
 
 
 def cut(texts: Iterable[Units], row_tokens: int) -> Iterator[PackedRows]:
-    """Rows of one document of exactly `row_tokens` tokens, which all carry loss; what is left at the end is no row."""
+    """Yield rows of one document of exactly `row_tokens` tokens, all with loss; the rest at the end is left out."""
     left = np.array([], np.int32)
     for batch in texts:
         tokens = np.concatenate([left, batch.tokens])
@@ -270,7 +269,7 @@ def cut(texts: Iterable[Units], row_tokens: int) -> Iterator[PackedRows]:
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Rows of indices into `lengths`. O(n log n) for sorting, and per unit a search in `capacity` bits."""
+    """Return rows of indices into `lengths`. O(n log n) for sorting, and a search in `capacity` bits per unit."""
     rows: list[list[int]] = []
     rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # a bit for each amount of room that some row has
@@ -292,7 +291,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 
 
 def _first_beyond(batch: Units, begin: int, num_tokens: int) -> int:
-    """The end of the units from `begin` on that have this many tokens or, by the last of them, more."""
+    """Return the end of the units from `begin` on that first reach this many tokens."""
     ends = batch.lengths[begin:].cumsum()
     return begin + min(int(ends.searchsorted(num_tokens)) + 1, len(ends))
 
@@ -309,4 +308,4 @@ def _taken(units: Units, rows: list[list[int]]) -> PackedRows:
 
 
 PackedRows = tuple[Units, list[int]]
-"""Units in the order of their rows, and how many of them each row has."""
+"""Units in the order of their rows, and the number of units of each row."""

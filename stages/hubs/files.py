@@ -61,14 +61,14 @@ def list_files(path: Path) -> dict[str, Path]:
     if path == Path(path.anchor):
         raise DownloadError(f"file://{path} is all of this machine; name the folder that is meant")
     try:
-        found = {path.name: path} if not path.is_dir() else _walk(path)
-        for file in found.values():
+        files = {path.name: path} if not path.is_dir() else _walk(path)
+        for file in files.values():
             _check_readable_file(file, path)
     except OSError as error:
         raise DownloadError(f"file://{path} cannot be read: {error}") from error
-    if not found:
+    if not files:
         raise DownloadError(f"file://{path} is an empty folder")
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def _exists(path: Path) -> bool:
@@ -82,7 +82,7 @@ def _walk(folder: Path) -> dict[str, Path]:
     def fail(error: OSError) -> None:
         raise error
 
-    found = {}
+    files = {}
     for parent, subfolders, names in os.walk(folder, onerror=fail):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         paths = [Path(parent, name) for name in [*names, *subfolders] if not name.startswith(".")]
@@ -90,8 +90,8 @@ def _walk(folder: Path) -> dict[str, Path]:
             if path.is_symlink():
                 _check_link(path, folder)
             if not path.is_dir():
-                found[path.relative_to(folder).as_posix()] = path
-    return found
+                files[path.relative_to(folder).as_posix()] = path
+    return files
 
 
 def _check_link(link: Path, folder: Path) -> None:

@@ -101,13 +101,13 @@ def _copy_all(bucket: Bucket, objects: dict[str, StoredObject], folder: Path, pr
             pass
 
 
-def _copy(bucket: Bucket, one: StoredObject, target: Path, progress: Progress, stop: Event) -> None:
+def _copy(bucket: Bucket, source: StoredObject, target: Path, progress: Progress, stop: Event) -> None:
     """What is missing of an object. Raises DownloadError for one that has another size than it had."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
-        full_disk_named(f"receiving {one.path}", target),
+        full_disk_named(f"receiving {source.path}", target),
         target.open("ab") as file,
-        bucket.filesystem.open_input_file(one.path) as stream,
+        bucket.filesystem.open_input_file(source.path) as stream,
     ):
         # Of what an earlier attempt wrote, a machine that died may have lost all after the last but one fsync.
         file.truncate(max(0, file.tell() - CHUNK_BYTES))
@@ -118,7 +118,7 @@ def _copy(bucket: Bucket, one: StoredObject, target: Path, progress: Progress, s
             file.flush()
             os.fsync(file.fileno())
             progress.add(len(chunk))
-        if not stop.is_set() and file.tell() != one.size_bytes:
+        if not stop.is_set() and file.tell() != source.size_bytes:
             raise DownloadError(
-                f"receiving {one.path}: there were {one.size_bytes} bytes, but {file.tell()} came; run it again"
+                f"receiving {source.path}: there were {source.size_bytes} bytes, but {file.tell()} came; run it again"
             )

@@ -139,14 +139,14 @@ def linear_layers(shape: ModelShape, layer: int) -> tuple[Linear, ...]:
     attention = {Place.INTO_ATTENTION: (hidden, (queries, kv, kv)), Place.OUT_OF_ATTENTION: (queries, (hidden,))}
     feed_forward = {Place.INTO_FFN: (hidden, (ffn, ffn)), Place.OUT_OF_FFN: (ffn, (hidden,))}
     sizes = attention if shape.is_mixture(layer) else {**attention, **feed_forward}
-    found = []
+    layers = []
     for place, (inputs, outputs) in sizes.items():
         called = names.places[place]
         if len(called) == 1 and place is Place.INTO_ATTENTION:
             outputs = (sum(outputs),)
         for name, width in zip(called, outputs, strict=False):  # without a gate only one matrix leads in
-            found.append(Linear(f"{names.layer}.{layer}.{name}", place, inputs, width))
-    return tuple(found)
+            layers.append(Linear(f"{names.layer}.{layer}.{name}", place, inputs, width))
+    return tuple(layers)
 
 
 def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter, ...]:
@@ -166,23 +166,23 @@ def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter,
 def module_parameters(shape: ModelShape) -> dict[str, int]:
     """Name of a module → parameters of its own."""
     names = _FAMILIES.get(shape.family, _LLAMA)
-    found = {names.embedding: shape.embedding_parameters, names.final_norm: shape.norm_parameters}
-    found["lm_head"] = shape.head_parameters
+    parameters = {names.embedding: shape.embedding_parameters, names.final_norm: shape.norm_parameters}
+    parameters["lm_head"] = shape.head_parameters
     for layer in range(shape.num_layers):
         for norm in names.norms:
-            found[f"{names.layer}.{layer}.{norm}"] = shape.norm_parameters
+            parameters[f"{names.layer}.{layer}.{norm}"] = shape.norm_parameters
         for one in linear_layers(shape, layer):
             bias = {
                 Place.INTO_ATTENTION: shape.qkv_bias,
                 Place.OUT_OF_ATTENTION: shape.output_bias,
             }.get(one.place, shape.ffn_bias)
-            found[one.name] = one.outputs * (one.inputs + bias)
+            parameters[one.name] = one.outputs * (one.inputs + bias)
         if shape.qk_norm:
-            found |= {f"{names.layer}.{layer}.self_attn.{norm}": shape.head_dim for norm in ("q_norm", "k_norm")}
+            parameters |= {f"{names.layer}.{layer}.self_attn.{norm}": shape.head_dim for norm in ("q_norm", "k_norm")}
         if shape.is_mixture(layer):
-            found[f"{names.layer}.{layer}.mlp.gate"] = shape.router_parameters
-            found[f"{names.layer}.{layer}.mlp.experts"] = shape.num_experts * shape.expert_parameters
-    return found
+            parameters[f"{names.layer}.{layer}.mlp.gate"] = shape.router_parameters
+            parameters[f"{names.layer}.{layer}.mlp.experts"] = shape.num_experts * shape.expert_parameters
+    return parameters
 
 
 EMBEDDINGS = re.compile(
@@ -243,15 +243,15 @@ class Projection:
 
 def read_projections(model_folder: Path) -> list[Projection]:
     """All linear layers of the model, `lm_head` and routers included, in the order of their names."""
-    found = []
+    projections = []
     for path in sorted(model_folder.glob("*.safetensors")):
         with safe_open(path, framework="np") as weights:
             for key in weights.keys():  # noqa: SIM118 – not a mapping
                 name = key.removesuffix(".weight")
                 shape = weights.get_slice(key).get_shape()
                 if name != key and len(shape) == 2 and not EMBEDDINGS.search(name):
-                    found.append(Projection(name, *shape))
-    return sorted(found, key=lambda projection: projection.name)
+                    projections.append(Projection(name, *shape))
+    return sorted(projections, key=lambda projection: projection.name)
 
 
 def projections_of(shape: ModelShape) -> list[Projection]:
