@@ -1,15 +1,15 @@
 """Attention over packed rows in which no document sees another, without a mask of the row's size.
 
-`prepare_attention` says with which `attn_implementation` a model is to be built, and `hidden_states` runs its decoder
+`prepare_attention` chooses the `attn_implementation` that a model is built with, and `hidden_states` runs its decoder
 over a batch of packed documents. There are two ways:
 
-- `packed_documents`, registered with Transformers' attention interface: every document of a micro-batch is attended to
-  on its own, from their lengths alone. For every architecture whose attention goes through that interface, with
+- `packed_documents`, registered with Transformers' attention interface: attention within each document of a
+  micro-batch, from their lengths alone. For every architecture whose attention goes through that interface, with
   grouped queries, sliding windows, soft-capped scores and attention sinks.
-- For all others (states that run from token to token, position biases, code that came with the model) documents
-  become rows of their own, padded at the end to the longest: right for any causal model, and wasteful where lengths
-  are uneven. Transformers' own packing, by position ids that restart at 0, was tried and is not an option: some of its
-  architectures (gpt-oss, AFMoE, BLOOM, BioGPT in 5.17) silently ignore it.
+- For all others (recurrent states, position biases, code that came with the model) documents become rows of their own,
+  padded at the end to the longest: right for any causal model, and wasteful where lengths are uneven. Transformers'
+  own packing, by position ids that restart at 0, was tried and does not work: some of its architectures (gpt-oss,
+  AFMoE, BLOOM, BioGPT in 5.17) silently ignore it.
 
 `packed_documents` has two kernels: flash attention over variable lengths on a GPU in half precision
 (`torch.nn.attention.varlen`), and elsewhere causal SDPA over documents padded to the longest of their bucket.
@@ -35,16 +35,17 @@ from stages.engines.documents import PackedDocuments, pad_documents, unpad_docum
 from stages.parallel.accelerator import of_device
 
 PACKED_DOCUMENTS = "packed_documents"
+"""Name of our attention in Transformers' interface."""
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types, in Transformers' words, that `packed_documents` computes."""
 
 FLASH_HEAD_WIDTH = 256
-"""The widest heads that flash attention knows."""
+"""Largest head width that flash attention supports."""
 
 
 def prepare_attention(model_config: Any, device: torch.device) -> str:
-    """The `attn_implementation` to build a causal language model of this Transformers config with, ready for use."""
+    """Return the `attn_implementation` for a causal language model of this config, registered if it is ours."""
     model_class = _model_class(model_config)
     if _goes_through_interface(model_config, model_class):
         AttentionInterface.register(PACKED_DOCUMENTS, packed_attention)
@@ -53,7 +54,7 @@ def prepare_attention(model_config: Any, device: torch.device) -> str:
 
 
 def hidden_states(decoder: Any, batch: Batch) -> Tensor:
-    """The last hidden states, [rows, sequence, width], of a model without its head, documents kept apart.
+    """Return the last hidden states, [rows, sequence, width], of a model without its head, documents kept apart.
 
     `decoder` was built with the `attn_implementation` that `prepare_attention` returned.
     """
@@ -62,13 +63,13 @@ def hidden_states(decoder: Any, batch: Batch) -> Tensor:
 
 
 def hidden_states_and_router_logits(decoder: Any, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-    """`hidden_states`, and what the router of each mixture layer gives: [rows, sequence, experts]."""
+    """Return `hidden_states`, and each mixture layer's router logits [rows, sequence, experts]."""
     output, in_rows = _run(decoder, batch, output_router_logits=True)
     return in_rows(output[0]), [in_rows(logits) for logits in output.router_logits]
 
 
 def _run(decoder: Any, batch: Batch, **options: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """The decoder's output, and what lays states of its tokens [tokens, width] out as the batch is."""
+    """Run the decoder; return its output and a function that lays token states out as the batch's rows."""
     device, shape = batch.input_ids.device, batch.input_ids.shape
     options["use_cache"] = False
     if decoder.config._attn_implementation == PACKED_DOCUMENTS:
@@ -83,7 +84,7 @@ def _run(decoder: Any, batch: Batch, **options: Any) -> tuple[Any, Callable[[Ten
 
 @dataclass(frozen=True)
 class Scoring:
-    """How an attention layer turns queries and keys into weights."""
+    """Options of an attention layer's weights."""
 
     scaling: float | None
     dropout: float
@@ -92,7 +93,7 @@ class Scoring:
     softcap: float | None
     """Scores become softcap × tanh(score / softcap) (Gemma 2)."""
     sinks: Tensor | None
-    """[heads]: scores of nothing, which take their share of the weights (gpt-oss)."""
+    """[heads]: scores of an absent token, which take a share of the weights (gpt-oss)."""
 
 
 @torch.compiler.disable  # the lengths differ from batch to batch: compiled, every batch would be compiled again
@@ -111,7 +112,7 @@ def packed_attention(
     position_bias: None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each document, as Transformers' attention interface has it.
+    """Compute causal attention inside each document, as Transformers' attention interface calls it.
 
     `query` is [rows, heads, sequence, head_width], `key` and `value` [rows, key_value_heads, sequence, head_width]; the
     result [rows, sequence, heads, head_width]. Raises ModelError when the model asks for something else.
@@ -133,7 +134,7 @@ def _has_flash_kernel(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
 
 
 def _flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring) -> Tensor:
-    """Tensors are [tokens, heads, head_width]."""
+    """Compute attention by flash kernels; tensors are [tokens, heads, head_width]."""
     boundaries, longest = documents.boundaries, documents.longest
     tokens_before = -1 if scoring.window_tokens is None else scoring.window_tokens - 1
     grouped: dict[str, Any] = {"enable_gqa": True}
@@ -162,7 +163,10 @@ def _takes_grouped_queries(attention: Callable[..., Any]) -> bool:
 def _bucketed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring
 ) -> Tensor:
-    """Tensors are [tokens, heads, head_width]. Padding follows its document, so causal attention never sees it."""
+    """Compute attention by SDPA over buckets of padded documents; tensors are [tokens, heads, head_width].
+
+    Padding follows its document, so causal attention never sees it.
+    """
     padded = [pad_documents(tokens, documents) for tokens in (query, key, value)]
     outputs = []
     for bucket in documents.buckets:
@@ -175,7 +179,7 @@ def _bucketed_attention(
 
 
 def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Tensors are [documents, heads, length, head_width]."""
+    """Compute attention of documents of one length; tensors are [documents, heads, length, head_width]."""
     length, window = query.shape[2], scoring.window_tokens
     if scoring.softcap is not None or scoring.sinks is not None:
         return _explicit_attention(query, key, value, scoring)
@@ -193,7 +197,7 @@ def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scorin
 
 
 def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """As `_padded_attention`, with soft-capped scores or sinks, which no fused kernel in torch has."""
+    """Compute `_padded_attention` with soft-capped scores or sinks, which no fused kernel in torch supports."""
     num_documents, num_heads, length, width = query.shape
     key, value = (states.repeat_interleave(num_heads // key.shape[1], dim=1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * (width**-0.5 if scoring.scaling is None else scoring.scaling)
@@ -208,21 +212,22 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scor
 
 
 def _causal_mask(length: int, window_tokens: int, device: torch.device) -> Tensor:
-    """bool [length, length]: whether the token of the row sees the token of the column."""
+    """Return bool [length, length]: whether the token of the row sees the token of the column."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window_tokens)
 
 
 def _model_class(model_config: Any) -> Any:
-    """The causal language model of this config; None for code that came with the model."""
+    """Return the causal language model's class of this config; None for code that came with the model."""
     if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
 
 
 def _goes_through_interface(model_config: Any, model_class: Any) -> bool:
-    """Whether `packed_documents` is given all that decides what a token of this model sees.
+    """Return whether `packed_documents` gets everything that decides what a token of this model sees.
 
-    A window reaches the attention function of every architecture that supports flash attention: it has no mask either.
+    A window reaches the attention function of every architecture that supports flash attention, since that has no mask
+    either.
     """
     layer_types = set(getattr(model_config, "layer_types", None) or ["full_attention"])
     has_window = getattr(model_config, "sliding_window", None) is not None

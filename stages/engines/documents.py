@@ -1,7 +1,8 @@
-"""Where the tokens of packed documents go when documents of similar length are padded to one length.
+"""Padding of packed documents: documents of similar length share a bucket in which they are padded to one length.
 
-Lengths of the documents in a micro-batch → buckets of padded documents, and the slot of every token in them. Integers
-only; the tensors are moved by `attention.py`.
+From the lengths of a micro-batch's documents follow the buckets and the slot of every token. `pad_documents` and
+`unpad_documents` move tensors there and back; they are each other's gradient. (Plain indexing would do, but its
+backward pass adds up gradients one index at a time, although no slot has two tokens.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 LEAST_FILL = 0.8
-"""Little padding, and few kernel calls."""
+"""Shortest over longest document of a bucket: a compromise between padding and the number of kernel calls."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ class Bucket:
 
     @property
     def end(self) -> int:
-        """The slot after the last one."""
+        """Slot after the last one."""
         return self.start + self.num_documents * self.length
 
 
 class PackedDocuments:
-    """The documents of a micro-batch, in the order in which they lie in its flattened rows.
+    """Documents of a micro-batch, in their order in its flattened rows.
 
     The shortest document of a bucket is at least `least_fill` of its longest; with 0 there is one bucket.
     """
@@ -50,7 +51,7 @@ class PackedDocuments:
 
     @cached_property
     def boundaries(self) -> Tensor:
-        """int32 [documents + 1]: where each document starts in the flattened rows, and where the last one ends."""
+        """int32 [documents + 1]: start of each document in the flattened rows, and the end of the last."""
         lengths = torch.tensor((0, *self.lengths), dtype=torch.int32)
         return lengths.cumsum(0, dtype=torch.int32).to(self.device)
 
@@ -85,12 +86,12 @@ class PackedDocuments:
 
 
 def pad_documents(tokens: Tensor, documents: PackedDocuments) -> Tensor:
-    """[tokens, …] → [slots, …], with zeros in padding."""
+    """Move [tokens, …] to their slots [slots, …]; padding is zeros. Differentiable."""
     return _Pad.apply(tokens, documents.slots, documents.num_slots)
 
 
 def unpad_documents(padded: Tensor, documents: PackedDocuments) -> Tensor:
-    """[slots, …] → [tokens, …]; padding is dropped."""
+    """Move [slots, …] back to [tokens, …]; padding is dropped. Differentiable."""
     return _Unpad.apply(padded, documents.slots, documents.num_slots)
 
 

@@ -1,7 +1,7 @@
-"""The seam between the training loop and the parallelism: what the loop asks of FSDP2, Megatron-core or any other.
+"""Protocol of training engines: what the loop asks of FSDP2, Megatron-core or any other.
 
-An engine owns the model, the optimizer and every collective over them. Data order, batches, loss, schedule, logging and
-the whereabouts of checkpoints are the loop's. All methods are collective: every process calls them in the same order.
+An engine owns the model, the optimizer and every collective over them. The loop owns data order, batches, loss,
+schedule, logging and the places of checkpoints. All methods are collective: every process calls them in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LossMeans:
 
 @dataclass(frozen=True)
 class StepOutcome(LossMeans):
-    """What one optimizer step did. `grad_norm` is global and taken before clipping."""
+    """Result of one optimizer step. `grad_norm` is global and taken before clipping."""
 
     grad_norm: float
     measured: dict[str, float] = field(default_factory=dict)
@@ -39,14 +39,14 @@ class StepOutcome(LossMeans):
 
 
 class Engine(Protocol):
-    """A model that is being trained, spread over processes."""
+    """A model in training, spread over processes."""
 
     data_rank: int
-    """Which share of every global batch this process is to be given; equal on processes that split one model."""
+    """Number of the share of every global batch that this process gets; equal on processes that split one model."""
     data_parallel_size: int
-    """In how many shares a global batch is cut."""
+    """Number of shares of a global batch."""
     num_devices: int
-    """How many processes, each with its device, the run has."""
+    """Number of processes, each with its device."""
     device: torch.device
     compute_dtype: torch.dtype
     flops: ModelFlops
@@ -54,34 +54,39 @@ class Engine(Protocol):
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
     ) -> StepOutcome:
-        """One optimizer step over the global batch of which `micro_batches` are this process's share.
+        """Make one optimizer step over the global batch of which `micro_batches` are this process's share.
 
-        The gradient is that of the loss as a mean over the whole global batch. Nothing is updated when loss or
-        gradient norm is not finite: the caller sees that in the outcome, and stops.
+        The gradient is that of the loss as a mean over the whole global batch. Nothing is updated when loss or gradient
+        norm is not finite: the caller sees that in the outcome, and stops.
         """
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
-        """Loss and metrics without learning; every process gives equally many micro-batches, all get the result."""
+        """Return loss and metrics without learning; every process passes equally many micro-batches."""
 
     def document_log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """float32 [num_documents] on the CPU, in nats: see `Batch.log_probabilities`. Forward only."""
+        """Return float32 [num_documents] on the CPU, in nats: see `Batch.log_probabilities`. Forward only."""
 
     def target_log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """float32 [rows, sequence] on the CPU, in nats, 0 where no target is. Forward only."""
+        """Return float32 [rows, sequence] on the CPU, in nats, 0 where there is no target. Forward only."""
 
     def predictions(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """On the CPU, forward only: float32 [rows, sequence], the targets' log-probabilities in nats, and int64, the
-        likeliest token in the place of each target, negative where there is none."""
+        """Return the targets' log-probabilities and the likeliest tokens, on the CPU. Forward only.
+
+        float32 [rows, sequence] in nats, and int64 [rows, sequence]: the likeliest token at each target, negative
+        elsewhere.
+        """
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """On the CPU, forward only: int64 and float32 [rows, sequence, number], the likeliest tokens in the place of
-        each target and their log-probabilities in nats, in descending order; 0 where no target is."""
+        """Return the likeliest tokens at each target with their log-probabilities, on the CPU. Forward only.
+
+        int64 and float32 [rows, sequence, number] in descending order, in nats; 0 where there is no target.
+        """
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up float64 values on the CPU over the shares of a global batch."""
+        """Return the sum of float64 values on the CPU over the shares of a global batch."""
 
     def broadcast_from_rank0(self, value: float) -> float:
-        """What rank 0 gives, on every process."""
+        """Return rank 0's value on every process."""
 
     def save(self, folder: Path) -> Future[None]:
         """Start writing weights and optimizer state as of now; training may go on before the future is done."""
@@ -91,20 +96,21 @@ class Engine(Protocol):
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Size of what `save` writes, over all processes."""
+        """Size of a checkpoint, over all processes."""
 
     def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
-        """Write the model as a Hugging Face folder, or the adapter as PEFT has it; see `stages.engines.export`.
+        """Write the model as a Hugging Face folder, or the adapter in PEFT's format; see `stages.engines.export`.
 
-        Returns, on rank 0, what is wrong with an adapter that was written whole. Raises ModelError for a model that
-        would lack what was trained: its checkpoint has that still."""
+        Returns, on rank 0, what is wrong with an adapter that was written nevertheless. Raises ModelError for a model
+        that would lack trained weights; its checkpoint still has them.
+        """
 
     def close(self) -> None:
-        """Free what it holds of the model; nothing more may be asked of it, and another one may be made."""
+        """Free the model, so that another engine may be built; this one must not be used any more."""
 
 
 def free_memory() -> None:
-    """Give back what nothing refers to any more."""
+    """Collect garbage and return the allocator's unused memory to the device."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

@@ -1,11 +1,10 @@
-"""A trained model → a Hugging Face folder, one weight at a time.
+"""Export of a trained model to a Hugging Face folder, one weight at a time.
 
-Weights arrive as a stream of full tensors under the names of the Transformers model; rank 0 casts them (but for those
+Weights arrive as a stream of full tensors under the names of the Transformers model; rank 0 casts them (except those
 that the architecture keeps in fp32), gives them the names and shapes of the original files back and writes shards of at
-most 5 GB. Everything else (tokenizer, chat
-template, generation config) is copied from the model that training started from. The result is compared with it: an
-export that lost or renamed a weight is an error, not a surprise when the model is served. `check_exportable` finds that
-out before training.
+most 5 GB. Everything else (tokenizer, chat template, generation config) is copied from the model that training started
+from. The result is compared with it: an export that lost or renamed a weight is an error, not a surprise when the model
+is served. `check_exportable` finds that out before training.
 """
 
 from __future__ import annotations
@@ -33,9 +32,10 @@ from stages.models.weight_files import weight_paths
 
 MAX_SHARD_BYTES = 5 * 10**9
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+"""Ends of the names of weight files and their indices."""
 
 OLD_BUFFERS = r"rotary_emb\.inv_freq$"
-"""Weights in old files that follow from the config."""
+"""Pattern of weights in old files that follow from the config."""
 NUM_NAMED = 3
 
 Shapes = dict[str, tuple[int, ...]]
@@ -43,8 +43,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ScoreHead:
-    """One number in the place of the vocabulary: the head's name in the model and in the files, and fields of
-    config.json that say so.
+    """Head that gives one number instead of the vocabulary.
+
+    name: of its weight in the model.
+    written_as: the weight's name in the files.
+    config: fields of config.json that describe it.
     """
 
     name: str
@@ -61,10 +64,10 @@ def export_model(
     dtype: torch.dtype,
     score: ScoreHead | None = None,
 ) -> None:
-    """Write `folder`. Collective: every process consumes `named_weights`, rank 0 writes.
+    """Write a trained model to `folder`. Collective: every process consumes `named_weights`, rank 0 writes.
 
-    score: what stands in the place of the head that `source` has.
-    Raises ModelError when the weights written are not those, by name and shape, that `source` has.
+    score: the head that replaces the one in `source`. Raises ModelError when the weights written are not those, by name
+    and shape, that `source` has.
     """
     tied = _tied(causal_lm)
     dtype_of = dtype_of_weights(causal_lm, dtype)
@@ -78,7 +81,7 @@ def export_model(
 
 
 def check_exportable(causal_lm: Any, source: Path) -> None:
-    """Raise ModelError unless `export_model` will write the weights that `source` has: before training, not after."""
+    """Raise ModelError, before training, unless `export_model` would write the weights that `source` has."""
     tied = _tied(causal_lm)
     empty = (
         (name, torch.empty_like(weight, device="meta"))
@@ -114,11 +117,11 @@ def write_model(
     carried: re.Pattern[str] | None = None,
     score: ScoreHead | None = None,
 ) -> None:
-    """Write `folder` from weights that have the names of the original files; those that are `tied` may be lacking.
+    """Write `folder` from weights that have the names of the original files.
 
-    Weights of `source` whose names match `carried`, and which are not among them, are copied as they are.
-    The weights have the dtypes that they are written in; `dtype` is that of most, which the config names.
-    Collective and raises as `export_model`.
+    Weights that are `tied` may be missing. Weights of `source` whose names match `carried`, and which are not written,
+    are copied as they are. Each weight is written in its dtype; `dtype` is that of most, which the config names.
+    Collective; raises as `export_model`.
     """
     if not is_main_process():
         for _ in named_weights:
@@ -142,7 +145,7 @@ def write_model(
 
 
 def copy_all_but_weights(source: Path, folder: Path) -> None:
-    """What is in a model folder beside its weights and their index."""
+    """Copy the files of a model folder except its weights and their index."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):
@@ -150,7 +153,7 @@ def copy_all_but_weights(source: Path, folder: Path) -> None:
 
 
 def weight_shapes(folder: Path) -> Shapes:
-    """Name → shape of every tensor in a model folder, from the headers alone."""
+    """Return name → shape of every tensor in a model folder, from the headers alone."""
     shapes: Shapes = {}
     for path in weight_paths(folder):
         with safe_open(path, framework="pt") as weights:
@@ -159,7 +162,7 @@ def weight_shapes(folder: Path) -> Shapes:
 
 
 class _ShardWriter:
-    """Collects weights and writes them in shards; the names of the files are known when all are written."""
+    """Writer of weights in shards; the final names of the files are known when all are written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -170,7 +173,7 @@ class _ShardWriter:
 
     @property
     def names(self) -> set[str]:
-        """Of all weights so far."""
+        """Names of all weights so far."""
         return {*self._pending, *(name for shard in self._shards for name in shard)}
 
     def add(self, name: str, weight: Tensor) -> None:
@@ -211,7 +214,7 @@ def _tied(causal_lm: Any) -> set[str]:
 
 
 def _ignored(causal_lm: Any) -> re.Pattern[str]:
-    """Names of weights that Transformers says it leaves in the files: the layers that predict several tokens, say."""
+    """Return the pattern of weights that Transformers does not load, such as layers of multi-token prediction."""
     return re.compile("|".join([OLD_BUFFERS, *(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ())]))
 
 
@@ -224,14 +227,14 @@ def _carried(source: Path, carried: re.Pattern[str], written: set[str]) -> Itera
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """On the CPU; counters and the like are no floating-point numbers, and stay what they are."""
+    """Return the weight on the CPU in `dtype`; integers, such as counters, keep their dtype."""
     return weight.to("cpu", dtype if weight.is_floating_point() else weight.dtype)
 
 
 def _originals(
     causal_lm: Any, named_weights: Iterable[tuple[str, Tensor]], source: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Under the names and in the shapes that the files have. They may be of the model without its head (GPT-2's)."""
+    """Yield weights with the names and shapes of the files, which may be of the model without its head (GPT-2)."""
     names, prefix = weight_shapes(source).keys(), f"{causal_lm.base_model_prefix}."
     for group in _groups(named_weights):
         for name, weight in revert_weight_conversion(causal_lm, group).items():
@@ -239,7 +242,7 @@ def _originals(
 
 
 def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Weights of one layer together: what Transformers fused on loading (experts, say) is always of one layer."""
+    """Yield the weights of one layer together: weights that Transformers fused on loading are always of one layer."""
     group: dict[str, Tensor] = {}
     current: str | None = None
     for name, weight in named_weights:
@@ -254,7 +257,7 @@ def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, T
 
 
 def _layer(name: str) -> str:
-    """The part of a weight's name up to its first number: `model.layers.3`; the whole name without one."""
+    """Return the part of a weight's name up to its first number: `model.layers.3`; the whole name without one."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])

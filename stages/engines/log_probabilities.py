@@ -4,11 +4,9 @@ Only positions that have a target are sent through the head (when a conversation
 alone, that saves most of the vocabulary work), and their logits exist for one chunk of tokens at a time: at most
 `CHUNK_LOGITS` values. The forward pass holds two fp32 tensors of that size, the backward pass, which computes the
 logits of a chunk again, three. When everything fits in one chunk its log-softmax is kept for the backward pass instead.
-Beside that, the backward pass holds the head's gradient, in fp32 when there are several chunks, so that their sum does
-not lose the digits that bf16 lacks. (Liger's fused loss gives no log-probabilities of single tokens, which preference
-losses need, and does the head's backward work before it knows what each token counts.)
-
-Left to others: the hidden states, and what becomes of the log-probabilities (`loss.py`).
+The backward pass also holds the head's gradient, in fp32 when there are several chunks, so that their sum does not lose
+the digits that bf16 lacks. (Liger's fused loss gives no log-probabilities of single tokens, which preference losses
+need, and does the head's backward work before it knows the weight of each token.)
 """
 
 from __future__ import annotations
@@ -23,20 +21,21 @@ from torch.nn import functional
 from stages.data.batch import IGNORED
 
 CHUNK_LOGITS = 2**27
-"""Logits alive at a time (512 MiB in fp32): 884 tokens of a 152k vocabulary, enough to keep a large GPU busy."""
+"""Logits in memory at a time (512 MiB in fp32): 884 tokens of a 152k vocabulary, enough to keep a large GPU busy."""
 
 LogitsTransform = Callable[[Tensor], Tensor]
+"""Element-wise function from fp32 logits to fp32 logits."""
 
 
 def token_log_probabilities(
     hidden: Tensor, head: nn.Module, wanted: Tensor, transform: LogitsTransform | None = None
 ) -> Tensor:
-    """log p(token) of the wanted tokens of every position, 0 where none are; float32 as `wanted`, differentiable.
+    """Return log p(token) of the wanted tokens at every position, 0 where none are; differentiable.
 
     `hidden` is [rows, sequence, width], `wanted` int64 [rows, sequence] or [rows, sequence, number], with IGNORED, in
-    the first place, where a position has none. `head` has a `weight` [vocabulary, width] and perhaps a `bias`; both are
-    read here, so under FSDP2 this belongs into the forward of the module that gathers them. `transform` maps fp32
-    logits to fp32 logits, element by element.
+    the first place, where a position has none; the result is float32 of the same shape. `head` has a `weight`
+    [vocabulary, width] and perhaps a `bias`; both are read here, so under FSDP2 this belongs into the forward of the
+    module that gathers them. `transform` maps fp32 logits to fp32 logits, element by element.
     """
     bias = getattr(head, "bias", None)
     several = wanted.reshape(wanted.shape[0] * wanted.shape[1], -1)
@@ -49,9 +48,9 @@ def token_log_probabilities(
 
 @torch.no_grad()
 def greedy_tokens(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
-    """The likeliest token at every position that has a target, IGNORED elsewhere; int64 [rows, sequence].
+    """Return the likeliest token at every position that has a target, IGNORED elsewhere; int64 [rows, sequence].
 
-    Arguments as above; what models do to their logits keeps the order of those, so no `transform` is needed.
+    Arguments as above; transforms keep the order of logits, so none is needed.
     """
     bias = getattr(head, "bias", None)
     positions = _positions(targets)
@@ -66,8 +65,9 @@ def greedy_tokens(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
 def likeliest_tokens(
     hidden: Tensor, head: nn.Module, targets: Tensor, number: int, transform: LogitsTransform | None = None
 ) -> Tensor:
-    """The `number` likeliest tokens at every position that has a target, and their log-probabilities, in descending
-    order: float32 [rows, sequence, 2, number], which holds tokens exactly below 2^24; 0 elsewhere. Arguments as above.
+    """Return the `number` likeliest tokens at every target, and their log-probabilities, in descending order.
+
+    float32 [rows, sequence, 2, number], which holds tokens exactly below 2^24; 0 elsewhere. Arguments as above.
     """
     bias = getattr(head, "bias", None)
     positions = _positions(targets)
@@ -80,12 +80,12 @@ def likeliest_tokens(
 
 
 def _positions(targets: Tensor) -> Tensor:
-    """Those that have a target, in the flattened rows: int64 [positions]."""
+    """Return the positions that have a target, in the flattened rows: int64 [positions]."""
     return (targets.reshape(-1) != IGNORED).nonzero().squeeze(1)
 
 
 def logits_transform(model_config: Any) -> LogitsTransform | None:
-    """What a model of this Transformers config does to the logits after its head, or None.
+    """Return what a model of this config does to the logits after its head, or None.
 
     Soft-capping (Gemma: cap × tanh(logits / cap)) and constant scales (Cohere, Granite, Falcon-H1).
     """
@@ -97,7 +97,7 @@ def logits_transform(model_config: Any) -> LogitsTransform | None:
 
 
 def tempered(transform: LogitsTransform | None, temperature: float) -> LogitsTransform | None:
-    """`transform`, and the logits that come of it divided by the temperature."""
+    """Return `transform` followed by a division by the temperature."""
     if temperature == 1:
         return transform
     return lambda logits: (transform(logits) if transform else logits) / temperature
@@ -186,7 +186,7 @@ def _output_gradient(
     gradient: Tensor,
     transform: LogitsTransform | None,
 ) -> Tensor:
-    """d(sum of gradient × log p[target])/d(head output), in the head's dtype, [tokens, vocabulary]."""
+    """Return d(sum of gradient × log p[target])/d(head output), in the head's dtype, [tokens, vocabulary]."""
     if kept is not None:
         return _softmax_gradient(kept, targets, gradient).to(weight.dtype)
     output = _head_output(hidden, weight, bias)
@@ -200,7 +200,7 @@ def _output_gradient(
 
 
 def _softmax_gradient(log_softmax: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
-    """Σ gradient × (onehot(target) - softmax), over the targets of a position."""
+    """Return Σ gradient × (onehot(target) - softmax), over the targets of a position."""
     result = log_softmax.exp().mul_(-gradient.sum(1, keepdim=True))
     return result.scatter_add_(1, targets, gradient)
 

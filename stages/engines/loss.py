@@ -1,9 +1,9 @@
-"""What an engine is given to minimise: a mean over the global batch, in parts that any layout can add up.
+"""Protocol of losses: means over the global batch, in parts that any layout can add up.
 
-A loss says what it counts in a micro-batch (pairs, target tokens, …). The engine adds these counts up over the global
-batch, before the forward pass, and gives the totals to the loss, which maps the log-probabilities of a micro-batch's
-targets to its part of the mean and of the metrics. All parts add up to the mean: so the number of processes and of
-micro-batches does not change what is learned, whatever each term is a mean over. Which losses there are is for
+A loss counts things in a micro-batch (pairs, target tokens, …). The engine adds these counts up over the global batch,
+before the forward pass, and gives the totals to the loss, which maps the log-probabilities of a micro-batch's targets
+to its part of the mean and of the metrics. All parts add up to the mean: so the number of processes and of
+micro-batches does not change what is learned, whatever each term is a mean over. The losses are in
 `stages.kinds.train.methods`.
 """
 
@@ -20,31 +20,33 @@ from stages.data.batch import Batch
 from stages.parallel.accelerator import in_float64
 
 Counts = dict[str, int]
-"""What is counted → how often it is there."""
+"""Kind of thing → number of them in a micro-batch."""
 Totals = Mapping[str, float]
-"""The same over a global batch."""
+"""Kind of thing → number of them in a global batch."""
 Parts = tuple[Tensor, dict[str, Tensor]]
 """(part of the loss, differentiable; parts of the metrics by name)"""
 
 
 class Loss(Protocol):
-    """What is minimised."""
+    """A function to minimise."""
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Of the parts beside the loss, in their order: a process without the loss must know how many there are."""
+        """Names of the metrics beside the loss, in their order; processes without the loss need their number."""
 
     def counts(self, batch: Batch) -> Counts:
-        """How many things there are in this micro-batch of each kind that a term is a mean over; all kinds, always."""
+        """Return the number of things of each kind that a term is a mean over; all kinds, always."""
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """The micro-batch's parts of the means; `token_log_probabilities` is float32 [rows, sequence], 0 where no
-        target is; of a batch with k candidates [rows, sequence, 1 + k], the target's first. A metric that is a mean
-        over nothing is NaN, and not logged."""
+        """Return the micro-batch's parts of the means.
+
+        `token_log_probabilities` is float32 [rows, sequence], 0 where there is no target; of a batch with k candidates
+        [rows, sequence, 1 + k], the target's first. A metric that is a mean over nothing is NaN, and not logged.
+        """
 
 
 def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> Totals:
-    """What the loss counts in a global batch, of which these are a share; `add_up` adds float64 over the shares."""
+    """Return the loss's counts over the global batch; `add_up` sums float64 over the shares."""
     counts = [loss.counts(batch) for batch in micro_batches]
     names = list(counts[0])
     own = torch.tensor([sum(one[name] for one in counts) for name in names], dtype=torch.float64)
@@ -52,13 +54,13 @@ def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tens
 
 
 def stacked(parts: Parts) -> Tensor:
-    """float64 [1 + number of metrics], detached: parts to be added up over micro-batches and shares."""
+    """Return the parts detached as float64 [1 + number of metrics], so that they can be added up."""
     loss, metrics = parts
     return in_float64(torch.stack([loss.detach(), *metrics.values()]))
 
 
 def means(added_up: Tensor, loss: Loss) -> tuple[float, dict[str, float]]:
-    """Loss and metrics of a global batch, of all its parts added up; without metrics that are means over nothing."""
+    """Return loss and metrics of a global batch from the sum of all parts, without metrics that are NaN."""
     value, *metrics = added_up.tolist()
     named = zip(loss.metric_names, metrics, strict=True)
     return value, {name: metric for name, metric in named if not math.isnan(metric)}

@@ -1,9 +1,8 @@
-"""Record of what a trained model gave to a few documents, kept beside it: whatever is made of it must give the same.
+"""Record of a trained model's log-probabilities of a few documents, which merging, quantizing and serving reproduce.
 
-The training engine computes documents' log-probabilities and greedy tokens after its last step; the file is that of
-`models/recorded.py`. Merging, quantizing and serving compare with it. How far training has moved these tokens is
-reported; there is no bound on it, since equal passes over equal weights differ by nothing on a CPU and by an amount
-that no one knows elsewhere.
+The training engine computes log-probabilities and greedy tokens after its last step; the file is that of
+`models/recorded.py`. How far training has moved these tokens is reported; there is no bound on it, since equal passes
+over equal weights differ by nothing on a CPU and by an unknown amount elsewhere.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ def record_log_probabilities(
     folder: Path,
     tool_prompts: Sequence[ToolPrompt] = (),
 ) -> dict[str, float]:
-    """Write what the engine gives to the first documents of `batch`; returns metrics of how far training moved them.
+    """Write the engine's predictions for the first documents of `batch`. Collective.
 
-    before: float32 [targets], log-probabilities of the targets before training, where they are known.
-    Collective; every process gives the same.
+    before: float32 [targets], log-probabilities of the targets before training, where they are known. Returns metrics
+    of how far training moved them. Every process passes the same batch.
     """
     log_probabilities, greedy = engine.predictions(batch)
     sums = batch.document_sums(log_probabilities)

@@ -1,6 +1,6 @@
-"""Rotary positions whose frequencies depend on how long a text is, for rows in which several texts are packed.
+"""Rotary positions whose frequencies depend on a text's length, for rows in which several texts are packed.
 
-`longrope` (Phi-3) and dynamic NTK take other frequencies for a text beyond the length that the model was first trained
+`longrope` (Phi-3) and dynamic NTK use other frequencies for texts beyond the length that the model was first trained
 on. Transformers looks at the longest text of a batch, so that a short document packed beside a long one would be
 rotated as if it were long, and, with dynamic NTK, as if it were the longest seen so far. Here each document gets the
 angles that it has alone.
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from stages.models.model_config import rotates_by_length
 
 LENGTH_FIELDS = ("max_position_embeddings", "original_max_position_embeddings")
-"""Of configs and of their `rope_parameters`."""
+"""Fields of configs and of their `rope_parameters` with a length."""
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines, [rows, sequence, width]."""
 
 
 def rotate_by_document(decoder: nn.Module) -> None:
-    """Have the decoder's rotary embeddings rotate each document as if it were alone; those of fixed frequencies stay.
+    """Make the decoder's length-dependent rotary embeddings rotate each document as if it were alone.
 
     Afterwards a document begins wherever a position is 0.
     """
@@ -35,15 +35,15 @@ def rotate_by_document(decoder: nn.Module) -> None:
 
 
 def rotates_by_document_length(decoder: nn.Module) -> bool:
-    """Whether a text's angles depend on how long it, or another one in its batch, is."""
+    """Return whether a text's angles depend on its length, or on another text's in the batch."""
     return bool(_length_dependent(decoder))
 
 
 @contextmanager
 def long_from(decoder: nn.Module, num_tokens: int) -> Iterator[None]:
-    """Let texts of more than `num_tokens` be long ones in this context, so that a short probe shows what they do.
+    """Treat texts of more than `num_tokens` as long ones in this context, so that a short probe tests their angles.
 
-    The last text in it is to be a short one, which leaves the frequencies as they were.
+    The last text in the context must be a short one, which leaves the frequencies as they were.
     """
     restore: list[Callable[[], None]] = []
     for module in _length_dependent(decoder):
@@ -66,7 +66,7 @@ def _length_dependent(decoder: nn.Module) -> list[Any]:
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    """One, or one for each kind of layer; none of what is no rotary embedding."""
+    """Return the rope type, or one for each kind of layer; empty for modules that are no rotary embedding."""
     found = getattr(module, "rope_type", None)
     return [found] if isinstance(found, str) else list(found.values()) if isinstance(found, Mapping) else []
 
@@ -78,14 +78,17 @@ def _parameters_of_kinds(parameters: dict[str, Any]) -> list[dict[str, Any]]:
 def _by_document(
     forward: Callable[..., Angles], like: Tensor, position_ids: Tensor, *kind: Any, **kinds: Any
 ) -> Angles:
-    """Angles for `position_ids` [rows, sequence]; `kind` is of the layers that ask, where there are several."""
+    """Return the angles for `position_ids` [rows, sequence].
+
+    `kind` is the kind of the layers that ask, where there are several.
+    """
     positions = position_ids.flatten()
     starts = (positions == 0).nonzero().squeeze(1)
     lengths = torch.diff(starts, append=starts.new_tensor([len(positions)]))
     lengths_by_token = lengths.repeat_interleave(lengths)
     cosines = sines = positions.new_empty(0)
     for length in lengths.unique().tolist():
-        forward(like, positions.new_zeros(1, 1), *kind, **kinds)  # forgets what longer texts before have left
+        forward(like, positions.new_zeros(1, 1), *kind, **kinds)  # resets the frequencies that a longer text has set
         found = forward(like, torch.arange(length, device=positions.device)[None], *kind, **kinds)
         if not cosines.numel():
             cosines, sines = (angles.new_empty(len(positions), angles.shape[-1]) for angles in found)

@@ -1,4 +1,4 @@
-"""What an engine needs to know of a stage: layout, precision, optimizer. Light: a config gives it without torch."""
+"""Settings of a training engine: layout, precision, optimizer. Light: configs make them without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stages.parallel.layout import Layout
 from stages.planner.workload import Precision
 
 Fp8Recipe = Literal["tensorwise", "rowwise"]
-"""What shares a scale in 8 bits; torchao's names."""
+"""Granularity of the scales in 8 bits, in torchao's words."""
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class AdamSettings:
     """AdamW (Loshchilov and Hutter 2019)."""
 
     learning_rate: float
-    """What the optimizer is made with; every step is given its own."""
+    """Initial learning rate; every step is given its own."""
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     decay_norms_and_biases: bool = False
-    """Whether they decay too; else matrices and embeddings alone do, as Transformers and TRL have it."""
+    """Whether norms and biases decay too; Transformers and TRL decay matrices and embeddings only."""
 
 
 @dataclass(frozen=True)
@@ -39,42 +39,42 @@ class MuonSettings:
 
 @dataclass(frozen=True)
 class LowPrecisionSettings:
-    """What AdamW keeps in fewer bits."""
+    """Dtypes of AdamW's state and weights in fewer bits."""
 
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
     bf16_stochastic_round: bool = False
-    """Whether weights are held in bf16 alone, and each step's are rounded at random."""
+    """Whether weights are held in bf16 only, updated with stochastic rounding."""
 
 
 @dataclass(frozen=True)
 class MoeSettings:
-    """What is done with the routers of a mixture of experts."""
+    """Training of the routers in a mixture of experts."""
 
     aux_loss_coefficient: float = 0.0
-    """What the loss that balances experts (`stages.engines.balance`) is multiplied by."""
+    """Weight of the loss that balances experts (`stages.engines.balance`)."""
     freeze_router: bool = False
-    """Whether routers stay as they are."""
+    """Whether routers are not trained."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine trains."""
+    """Settings of an engine."""
 
     layout: Layout
     precision: Precision
     adam: AdamSettings
     seed: int = 0
     hang_timeout_s: float = 3600
-    """When the stage ends an attempt that hangs; collectives wait longer."""
+    """Seconds after which the stage ends an attempt that hangs; collectives wait longer."""
     trust_remote_code: bool = False
     """Whether code that came with the model may be run."""
     adapter: AdapterConfig | None = None
-    """What learns beside the frozen model; None: the model itself learns."""
+    """Low-rank weights that learn beside the frozen model; None: the whole model learns."""
     has_score_head: bool = False
-    """Whether the model gives one number a document (fsdp), not probabilities of tokens."""
+    """Whether the model gives one number a document (fsdp) instead of probabilities of tokens."""
     muon: MuonSettings | None = None
-    """None: AdamW alone."""
+    """Muon's settings; None: AdamW alone."""
     moe: MoeSettings = MoeSettings()
     low_precision: LowPrecisionSettings = LowPrecisionSettings()
     fp8_recipe: Fp8Recipe = "tensorwise"

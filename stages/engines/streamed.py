@@ -1,6 +1,6 @@
-"""A model that runs from its files, one module at a time (Transformers' offloading to disk), in fp32.
+"""Forward passes of a model that stays in its files, one module at a time (Transformers' disk offloading), in fp32.
 
-It is never in memory as a whole. An adapter can stand beside its layers.
+It is never in memory as a whole. An adapter can be added to its layers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from stages.engines.rotary import rotates_by_document_length
 from stages.models.recorded import Predicted, RecordedDocument
 
 CHUNK_LOGITS = 2**25
-"""fp32 logits of a model alive at a time: 128 MiB."""
+"""fp32 logits in memory at a time: 128 MiB."""
 
 
 class StreamedModel:
-    """A causal language model that stays in its files."""
+    """Causal language model that stays in its files."""
 
     def __init__(self, folder: Path, scratch: Path, *, trust_remote_code: bool) -> None:
-        """scratch: for what is stored in another form than it is computed in. Raises ModelError."""
+        """Open the model in `folder`; scratch: for weights whose stored form cannot be computed with.
+
+        Raises ModelError.
+        """
         disable_progress_bar()
         scratch.mkdir(parents=True, exist_ok=True)
         try:
@@ -48,7 +51,7 @@ class StreamedModel:
         self._transform: LogitsTransform | None = logits_transform(self.causal_lm.config)
 
     def ordered(self, adapter_layers: set[str]) -> list[str]:
-        """Layers in the order of the model. Raises ModelError for those that it does not have."""
+        """Return the adapted layers in the order of the model. Raises ModelError for layers that it lacks."""
         ordered = [name for name, _ in self.causal_lm.named_modules() if name in adapter_layers]
         if lost := sorted(adapter_layers - set(ordered)):
             raise ModelError(
@@ -58,18 +61,18 @@ class StreamedModel:
         return ordered
 
     def put_beside(self, adapter: Adapter) -> None:
-        """Let each adapted layer give W x + scaling B A x."""
+        """Add the adapter: each adapted layer gives W x + scaling B A x."""
         for layer in self.ordered(set(adapter.factors)):
             self.causal_lm.get_submodule(layer).register_forward_hook(partial(_add, adapter, layer))
 
     @property
     def chunk_tokens(self) -> int:
-        """How many tokens' logits may be alive at a time."""
+        """Number of tokens whose logits may be in memory at a time."""
         return max(1, CHUNK_LOGITS // self.causal_lm.get_output_embeddings().weight.shape[0])
 
     @torch.no_grad()
     def hidden_states(self, documents: Sequence[RecordedDocument]) -> Tensor:
-        """[targets of all documents, width]: what the head is given, in one pass over the files."""
+        """Return the head's inputs at all targets, [targets, width], in one pass over the files."""
         decoder = decoder_of(self.causal_lm)
         rows = [torch.tensor(one.input_ids) for one in documents]
         together = [rows] if not rotates_by_document_length(decoder) else [[row] for row in rows]
@@ -85,7 +88,7 @@ class StreamedModel:
         return torch.cat(selected)
 
     def predictions(self, documents: Sequence[RecordedDocument]) -> list[Predicted]:
-        """Of the targets of each document."""
+        """Return log-probability and greedy token of each document's targets."""
         targets = targets_of(documents).split(self.chunk_tokens)
         chosen, greedy = [], []
         for states, expected in zip(self.hidden_states(documents).split(self.chunk_tokens), targets, strict=True):
@@ -96,18 +99,18 @@ class StreamedModel:
 
     @torch.no_grad()
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """fp32 [tokens, vocabulary]."""
+        """Return fp32 [tokens, vocabulary]."""
         logits = self.causal_lm.get_output_embeddings()(hidden).float()
         return (self._transform(logits) if self._transform else logits).log_softmax(1)
 
 
 def targets_of(documents: Sequence[RecordedDocument]) -> Tensor:
-    """int64 [targets of all documents]."""
+    """Return the targets of all documents, int64."""
     return torch.tensor([target for one in documents for target in one.targets if target >= 0])
 
 
 def by_document(log_probabilities: Tensor, greedy: Tensor, documents: Sequence[RecordedDocument]) -> list[Predicted]:
-    """fp32 and int64 [targets of all documents], in their order."""
+    """Split fp32 and int64 [targets of all documents] by document."""
     counts = [one.num_targets for one in documents]
     parts = zip(log_probabilities.split(counts), greedy.split(counts), strict=True)
     return [Predicted(values.tolist(), tokens.tolist()) for values, tokens in parts]

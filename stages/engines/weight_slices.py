@@ -1,4 +1,4 @@
-"""Tensors of a model folder's safetensors files, of which a process reads the bytes that it needs."""
+"""Slices of the tensors in a model folder's safetensors files, so that a process reads only the bytes it needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stages.models.weight_files import weight_paths
 
 
 class WeightFiles:
-    """The tensors of a folder's safetensors files, by name; mapped into memory, read where they are sliced."""
+    """Tensors of a folder's safetensors files by name, mapped into memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,10 +31,10 @@ class WeightFiles:
         self._stack.close()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of all tensors."""
+        """Return name → shape of all tensors."""
         return {name: tuple(tensor.get_shape()) for name, tensor in self._slices.items()}
 
     def read(self, name: str, *index: slice) -> Tensor:
-        """Only what `index` selects; without one, all of it."""
+        """Return the part of a tensor that `index` selects; without an index, all of it."""
         found: Tensor = self._slices[name][index or ...]
         return found

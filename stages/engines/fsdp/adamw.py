@@ -1,9 +1,9 @@
-"""AdamW (Loshchilov and Hutter 2019) with moments, and perhaps weights, in bf16 that are rounded at random.
+"""AdamW (Loshchilov and Hutter 2019) with moments, and perhaps weights, in bf16 with stochastic rounding.
 
-A number between two of bf16 becomes the upper one with the probability of how near that is (Gupta et al. 2015), so that
-what is less than half a step of bf16 is not lost but right on average: 0.999 times a second moment, rounded to nearest,
-would be that moment for ever. The random bits are a function of the seed, the step, the parameter's name and the place
-in the parameter: a resumed run rounds as the uninterrupted one, and so does any number of processes.
+A number between two bf16 values becomes the upper one with a probability in proportion to its nearness (Gupta et al.
+2015), so that updates of less than half a bf16 step are not lost but right on average: 0.999 times a second moment,
+rounded to nearest, would stay that moment. The random bits are a function of the seed, the step, the parameter's name
+and the place in the parameter: a resumed run rounds as the uninterrupted one, and so does any number of processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):
-    """Computes in fp32, and keeps moments in the dtypes asked for and weights in their own."""
+    """AdamW that computes in fp32 and stores moments in the given dtypes and weights in their own."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         seed: int,
         **adamw: Any,
     ) -> None:
-        """names: of all parameters. adamw: what `torch.optim.AdamW` takes."""
+        """Build the optimizer; names: of all parameters; adamw: arguments of `torch.optim.AdamW`."""
         super().__init__(groups, **adamw)
         self._names = names
         self._dtypes = {
@@ -47,14 +47,14 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step."""
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does, which gives moments the dtype of their weight, and then as they are."""
+        """Load the state, and keep the moments' dtypes, which torch casts to their weight's dtype."""
         super().load_state_dict(state_dict)
         loaded = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -86,7 +86,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 def _moved(
     gradient: Tensor, weight: Tensor, mean: Tensor, mean_square: Tensor, *, step: int, group: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight and moments after a step, all fp32 [elements]."""
+    """Return weight and moments after a step, all fp32 [elements]."""
     (beta1, beta2), rate = group["betas"], group["lr"]
     mean = mean.lerp(gradient, 1 - beta1)
     mean_square = mean_square.mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
@@ -96,12 +96,18 @@ def _moved(
 
 
 def rounded_at_random(values: Tensor, bits: Tensor) -> Tensor:
-    """fp32 that bf16 can hold: the neighbour below, or above where 16 random bits carry; what it can hold, it stays."""
+    """Round fp32 stochastically to bf16's values: the neighbour below, or above where 16 random bits carry.
+
+    Values that bf16 can hold stay.
+    """
     return ((values.view(torch.int32) + bits) & -65536).view(torch.float32)
 
 
 def random_bits(places: Tensor, key: int) -> Tensor:
-    """int32 [elements], of 16 random bits each: a hash of places (int64) and 32 bits of key (Wellons's `lowbias32`)."""
+    """Return int32 [elements] with 16 random bits each.
+
+    They are a hash of places (int64) and a 32-bit key (Wellons's `lowbias32`).
+    """
     mask = 0xFFFFFFFF
     mixed = (places ^ (places >> 32) ^ key) & mask
     mixed = ((mixed ^ (mixed >> 16)) * 0x7FEB352D) & mask
@@ -110,7 +116,7 @@ def random_bits(places: Tensor, key: int) -> Tensor:
 
 
 def first_element(parameter: Tensor) -> int:
-    """Where in the flattened parameter the rows of this process begin."""
+    """Return the index, in the flattened parameter, of this process's first row."""
     if not isinstance(parameter, DTensor) or not parameter.numel():
         return 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

@@ -1,8 +1,8 @@
-"""Matrix products in 8 bits: torchao's float8, in the place of linear layers.
+"""Matrix products in 8 bits: linear layers are replaced by torchao's float8 layers.
 
-Operands are cast to 8 bits before each product, forward and backward; weights, what goes from layer to layer, reduction
-and the optimizer are what they are in bf16, so that checkpoints and the export are, too. Left as they are: the head and
-embeddings, adapters, routers, what the architecture keeps in fp32, layers that cuBLAS cannot multiply in 8 bits, and
+Operands are cast to 8 bits before each product, forward and backward; weights, activations between layers, reduction
+and the optimizer stay as in bf16, and so do checkpoints and the export. Left as they are: the head and embeddings,
+adapters, routers, layers that the architecture keeps in fp32, layers that cuBLAS cannot multiply in 8 bits, and
 experts, whose weights are no linear layers.
 """
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 MULTIPLE = 16
-"""Of the inner and the outer size of a product in 8 bits (cuBLAS)."""
+"""Number that divides the inner and outer sizes of a product in 8 bits (cuBLAS)."""
 
 
 def float8_config(recipe: Fp8Recipe) -> Float8LinearConfig:
-    """What torchao calls the recipe. Raises ResourceError where torchao is not installed."""
+    """Return torchao's config of the recipe. Raises ResourceError where torchao is not installed."""
     if missing := missing_package("fsdp", "fp8"):
         raise ResourceError(missing)
     from torchao.float8 import Float8LinearConfig
@@ -39,9 +39,9 @@ def float8_config(recipe: Fp8Recipe) -> Float8LinearConfig:
 
 
 def multiply_in_eight_bits(causal_lm: Any, config: Float8LinearConfig) -> str:
-    """Put torchao's layers, with the same weights and names, in the place of those that can multiply so.
+    """Replace the linear layers that can multiply in 8 bits by torchao's, with the same weights and names.
 
-    Returns a sentence with the numbers of what does and of what does not. Raises ModelError where nothing does.
+    Returns a sentence with the numbers of replaced and other layers. Raises ModelError where no layer can.
     """
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
@@ -63,7 +63,7 @@ def multiply_in_eight_bits(causal_lm: Any, config: Float8LinearConfig) -> str:
 
 
 def reasons_against(causal_lm: Any) -> dict[str, str | None]:
-    """Name of each linear layer → why it stays in bf16, if it does."""
+    """Return the name of each linear layer → why it stays in bf16, or None."""
     head = causal_lm.get_output_embeddings()
     routers = {id(one) for router in routers_of(causal_lm) for one in router.modules()}
     in_fp32 = {id(one) for kept in modules_kept_in_fp32(causal_lm, torch.bfloat16) for one in kept.modules()}

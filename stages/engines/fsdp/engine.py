@@ -1,4 +1,4 @@
-"""The training engine on FSDP2 (`torch.distributed.fsdp.fully_shard`): data parallelism, sharded or hybrid.
+"""Training engine on FSDP2 (`torch.distributed.fsdp.fully_shard`): data parallelism, sharded or hybrid.
 
 Weights, gradients and Adam's moments are fp32 and sharded; layers compute in `compute_dtype` and gradients are reduced
 in fp32. One process takes the same path with a group of one, which costs nothing that can be measured.
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class FsdpEngine:
-    """See `stages.engines.engine.Engine`."""
+    """Engine on FSDP2; see `stages.engines.engine.Engine`."""
 
     def __init__(
         self,
@@ -60,7 +60,8 @@ class FsdpEngine:
     ) -> None:
         """Load the Hugging Face `folder` under `settings.layout`; the process group must exist.
 
-        start: folder of an adapter of it that training starts from. rows: what an adapter with `init: eva` starts from.
+        start: folder of an adapter that training starts from.
+        rows: training rows that an adapter with `init: eva` starts from.
         """
         self._folder = folder
         self._trust_remote_code = settings.trust_remote_code
@@ -75,17 +76,18 @@ class FsdpEngine:
         self._accumulates_sharded = settings.layout.accumulate == "sharded"
         self._mesh = data_parallel_mesh(settings.layout, device)
         self._model, files = self._start_model(settings.adapter)
+        # The base's parameters, before adapter and score head add others that no file has.
         read_later = list(self._model.parameters()) if files else []
         check_mixture(self._model.causal_lm, settings.moe)
         if settings.moe.freeze_router:
             freeze_routers(self._model.causal_lm)
         self._adapter = self._add_adapter(settings, rows) if settings.adapter else None
         if not self._adapter:
-            check_exportable(self._model.causal_lm, folder)
+            check_exportable(self._model.causal_lm, folder)  # with the head that the files have: before the score head
         self._score_head: ScoreHead | None = None
         if settings.has_score_head:
             self._model, self._score_head = with_score_head(self._model, folder, settings.seed)
-        drop_weights(self._model, read_later)
+        drop_weights(self._model, read_later)  # to `meta`: each process reads the rows of its shards once it has them
         self.flops = model_flops(self._model.causal_lm)
         if settings.adapter:
             from stages.adapters.lora import store_base
@@ -93,8 +95,10 @@ class FsdpEngine:
             store_base(self._model.causal_lm, settings.adapter.base_precision, self.compute_dtype)
         if settings.low_precision.bf16_stochastic_round:
             hold_in_bf16(self._model.causal_lm)
+        # By the classes of modules, which FSDP2 changes.
         decayed = None if settings.adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
         self._parallelize(settings.layout, files, float8)
+        # After sharding, which replaces every parameter by a DTensor.
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = build_optimizer(self._model.causal_lm, settings, decayed)
         self._state = TrainingState(self._model.causal_lm, self._optimizer)
@@ -102,9 +106,10 @@ class FsdpEngine:
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
     ) -> StepOutcome:
-        """One optimizer step; gradients are reduced with the last micro-batch, and with the others as the layout says.
+        """Make one optimizer step; gradients are reduced with the last micro-batch, earlier ones as the layout says.
 
-        Either way they are added up in fp32, and losses come divided by the counts of the global batch."""
+        Either way they are added up in fp32, and losses come divided by the counts of the global batch.
+        """
         self._model.train()
         totals = totals_of(loss, micro_batches, self.sum_over_data)
         num_balanced = num_tokens(micro_batches, self.sum_over_data) if self._balances_experts else 0.0
@@ -130,7 +135,7 @@ class FsdpEngine:
         return StepOutcome(mean, metrics, grad_norm, measured)
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
-        """Loss and metrics of all given micro-batches."""
+        """Return loss and metrics of all given micro-batches."""
         batches = list(micro_batches)
         totals = totals_of(loss, batches, self.sum_over_data)
         added_up: list[Tensor] = []
@@ -140,30 +145,30 @@ class FsdpEngine:
         return LossMeans(*means(self._all_reduce(torch.stack(added_up).sum(0)), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
-        """Forward only."""
+        """Run one forward pass."""
         on_device = batch.to(self.device)
         return on_device.log_probabilities(self._forward_only(on_device)).cpu()
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
-        """Forward only."""
+        """Run one forward pass."""
         return self._forward_only(batch.to(self.device)).cpu()
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Two forward passes."""
+        """Run two forward passes."""
         on_device = batch.to(self.device)
         return self._forward_only(on_device).cpu(), self._forward_only(on_device, greedy=True).cpu()
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-        """Forward only."""
+        """Run one forward pass."""
         tokens, values = self._forward_only(batch.to(self.device), num_likeliest=number).cpu().unbind(2)
         return tokens.long(), values
 
     def sum_over_data(self, values: Tensor) -> Tensor:
-        """One all-reduce."""
+        """Sum by one all-reduce."""
         return (self._all_reduce(values.to(self.device)) if self.data_parallel_size > 1 else values).cpu()
 
     def broadcast_from_rank0(self, value: float) -> float:
-        """One small broadcast."""
+        """Send one number by a broadcast."""
         if self.num_devices == 1:
             return value
         holder = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -171,16 +176,16 @@ class FsdpEngine:
         return holder.item()
 
     def save(self, folder: Path) -> Future[None]:
-        """With torch.distributed.checkpoint, from a copy in host memory."""
+        """Save with torch.distributed.checkpoint, from a copy in host memory."""
         return self._state.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Resharded if the layout is another than it was."""
+        """Load a checkpoint, resharded if the layout is another than it was."""
         self._state.load(folder)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights that learn, and their moments: two of Adam, one of Muon, in fp32 at most."""
+        """Bytes of the weights that learn, and of their moments: two of Adam, one of Muon, in fp32 at most."""
         return sum(
             (parameter.itemsize + (4 if group["is_muon"] else 8)) * parameter.numel()
             for group in self._optimizer.param_groups
@@ -188,7 +193,7 @@ class FsdpEngine:
         )
 
     def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
-        """One weight at a time is gathered; rank 0 writes."""
+        """Gather one weight at a time; rank 0 writes."""
         if self._adapter:
             from stages.adapters.check import loading_problem
 
@@ -212,12 +217,15 @@ class FsdpEngine:
         return []
 
     def close(self) -> None:
-        """Weights and gradients; a process group holds nothing of a model."""
+        """Free weights and gradients; a process group holds nothing of a model."""
         del self._model, self._optimizer, self._parameters, self._state
         free_memory()
 
     def _start_model(self, adapter: AdapterConfig | None) -> tuple[TargetLogProbabilities, ModelFiles | None]:
-        """Without files, with its weights on rank 0: of one process, and where an adapter is made of whole weights."""
+        """Return the model, and its files where every process reads its shards later.
+
+        Without files the weights are on rank 0: with one process, and where an adapter is made of whole weights.
+        """
         options: dict[str, Any] = {"device": self.device, "trust_remote_code": self._trust_remote_code}
         if self._mesh.size() == 1 or (adapter and adapter.starts_from_weights):
             return load_model(self._folder, reads_weights=self.data_rank == 0, **options), None
@@ -232,7 +240,7 @@ class FsdpEngine:
             check_sharded(self._model, twin, layout, self._mesh, self.device)
 
     def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
-        """Before the model is sharded; what was taken out of the base for it is kept for the export."""
+        """Add the adapter, before the model is sharded; what it takes out of the base is kept for the export."""
         # PEFT takes half a second to import: only where there is an adapter.
         from stages.adapters.lora import add_adapter, changed_weights, factors_of, go_on_with, merge_into, read_start
 
@@ -272,7 +280,7 @@ class FsdpEngine:
         self._optimizer.step()
 
     def _grad_norm(self) -> float:
-        """Euclidean norm over all parameters; every process of a shard group holds a different part of them."""
+        """Return the Euclidean norm over all parameters, of which every process of a shard group holds a part."""
         norms = torch._foreach_norm(self._local_gradients(), 2.0, torch.float32)  # gradients may be bf16
         squared = torch.stack(norms).square().sum().to(self.device)
         if self._mesh.size() > 1:

@@ -1,8 +1,8 @@
 """EVA: A starts as the directions in which a layer's inputs vary most (Paischer et al. 2024), found by PEFT.
 
-Rank 0 runs the base, whole, on some training rows before the model is spread over processes. Directions of all layers
-share `rank` × layers places by the variance that they explain: a layer gets up to `eva_rho` times `rank`, or none. What
-was found is kept in a file: an attempt that goes on must have the same ranks.
+Rank 0 runs the whole base on some training rows before the model is spread over processes. The directions of all layers
+compete for `rank` × layers places by the variance that they explain: a layer gets up to `eva_rho` times `rank`, or
+none. The result is kept in a file, since an attempt that continues must have the same ranks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from stages.engines.fsdp.model import TargetLogProbabilities, decoder_of
 
 @dataclass(frozen=True)
 class InputRows:
-    """Micro-batches, on the CPU, each with at least `adapter.highest_rank` learned tokens; where to keep the result."""
+    """Micro-batches, on the CPU, each with at least `adapter.highest_rank` learned tokens; file: keeps the result."""
 
     batches: Sequence[Batch]
     file: Path
 
     def described(self) -> str:
-        """A sentence on what was found."""
+        """Return a sentence with the number of directions found."""
         ranks = [len(one) for one in load_file(self.file).values()]
         without = f"; {ranks.count(0)} explain too little, and have no adapter" if 0 in ranks else ""
         return (
@@ -49,10 +49,9 @@ class InputRows:
 def start_directions(
     model: TargetLogProbabilities, config: AdapterConfig, rows: InputRows, folder: Path, trust_remote_code: bool
 ) -> dict[str, Tensor]:
-    """Layer → fp32 [its rank, inputs]: what its A is to start from; on ranks but 0, without the numbers. Collective.
+    """Return layer → fp32 [rank, inputs], the start of its A; on ranks but 0 with undefined numbers. Collective.
 
-    model: without an adapter, of the model folder `folder`. Raises ModelError for layers of which PEFT cannot know the
-    inputs.
+    model: without an adapter, of the model folder `folder`. Raises ModelError for layers whose inputs PEFT cannot see.
     """
     found: dict[str, Tensor] = {}
     shapes: list[Any] = [None]
@@ -70,7 +69,7 @@ def start_directions(
 def most_varied(
     model: TargetLogProbabilities, config: AdapterConfig, layers: Sequence[str], batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """As PEFT finds them of the learned tokens of the batches, which it goes through until the directions stay."""
+    """Find the directions of the learned tokens' inputs by PEFT, which repeats the batches until they converge."""
     decoder = decoder_of(model.causal_lm)
     lora = LoraConfig(
         r=config.rank,
@@ -93,7 +92,7 @@ def most_varied(
 
 
 def _is_learned(decoder: Any, batch: Batch) -> Tensor:
-    """bool [tokens], as the layers have them: whether the token itself carries loss, where PEFT reads its label."""
+    """Return bool [tokens], in the layers' layout: whether the token itself carries loss; PEFT reads it as a label."""
     has_target = batch.has_target.flatten()
     learned = torch.cat([has_target.new_zeros(1), has_target[:-1]])  # no document's last token has a target
     if decoder.config._attn_implementation == PACKED_DOCUMENTS:
@@ -103,7 +102,7 @@ def _is_learned(decoder: Any, batch: Batch) -> Tensor:
 
 
 def _learned_inputs(inputs: tuple[Tensor, ...], is_learned: Tensor, layer: str) -> Tensor:
-    """[learned tokens, inputs]"""
+    """Return a layer's inputs at the learned tokens, [learned tokens, inputs]."""
     states = inputs[0].flatten(0, -2)
     if len(states) != len(is_learned):
         raise ModelError(

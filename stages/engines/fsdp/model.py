@@ -1,7 +1,7 @@
-"""A Hugging Face folder → a causal language model that gives log-probabilities of targets, in fp32.
+"""Causal language model from a Hugging Face folder that gives log-probabilities of targets, in fp32.
 
-Weights are read at once (`load_model`), or found only (`find_weights`): then every process reads its rows of them once
-the model is sharded (`shards.py`).
+Weights are read at once (`load_model`), or only located (`find_weights`): then every process reads its rows of them
+once the model is sharded (`shards.py`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from stages.engines.rotary import long_from, rotate_by_document
 from stages.models.loaded_weights import check_finite
 
 PROBE_LENGTHS = (12, 7)
-"""Tokens of two documents."""
+"""Tokens of the two documents of a probe."""
 PROBE_LONG_FROM = 8
-"""Where rotary frequencies depend on the length, only the first of them is a long one."""
+"""Length of the first long text in a probe of length-dependent rotary frequencies: one document is long."""
 PROBE_TOLERANCE = 1e-3
-"""Nats; fp32 kernels differ by some 1e-6, a forgotten scale or soft cap by much more."""
+"""Largest difference in nats; fp32 kernels differ by some 1e-6, a forgotten scale or soft cap by much more."""
 
 
 class TargetLogProbabilities(nn.Module):
-    """A causal language model whose forward maps a batch to log-probabilities of its targets.
+    """Causal language model whose forward maps a batch to log-probabilities of its targets.
 
     It is the root of the FSDP tree, so that the head's weight is gathered while the log-probabilities are computed.
     """
@@ -58,10 +58,10 @@ class TargetLogProbabilities(nn.Module):
     def forward(
         self, batch: Batch, *, by_transformers: bool = False, balances_experts: bool = False, **wanted: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """What `of_hidden` gives, which takes what is `wanted`.
+        """Return `of_hidden` of the batch; `wanted` are its options.
 
-        by_transformers: of a batch of one document, by the attention and the head that Transformers has.
-        balances_experts: beside it, a scalar, the sum over tokens of the loss that balances experts, mean over layers.
+        by_transformers: use Transformers' own attention and head, for a batch of one document.
+        balances_experts: also return the loss that balances experts, a scalar: summed over tokens, mean over layers.
         """
         if by_transformers:
             return self.of_logits(self.causal_lm(input_ids=batch.input_ids, use_cache=False).logits, batch)
@@ -74,8 +74,11 @@ class TargetLogProbabilities(nn.Module):
         return self.of_hidden(hidden, batch, **wanted), torch.stack(layers).mean()
 
     def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
-        """float32 [rows, sequence], 0 where there is no target, or [rows, sequence, 1 + k] with those of candidates, of
-        the last hidden states; greedy: the likeliest tokens there, as int64; num_likeliest: see `likeliest_tokens`."""
+        """Return the targets' log-probabilities from the last hidden states: float32 [rows, sequence].
+
+        0 where there is no target; with candidates [rows, sequence, 1 + k]. greedy: return the likeliest tokens, int64.
+        num_likeliest: see `likeliest_tokens`.
+        """
         head = self.causal_lm.get_output_embeddings()
         if greedy:
             return greedy_tokens(hidden, head, batch.targets)
@@ -86,7 +89,7 @@ class TargetLogProbabilities(nn.Module):
         return token_log_probabilities(hidden, head, batch.wanted, transform).squeeze(-1).clone()
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
-        """What `forward` gives to one document, of its logits [1, tokens, vocabulary]."""
+        """Return the targets' log-probabilities of one document from logits [1, tokens, vocabulary]."""
         of_targets = logits.float().log_softmax(-1).gather(2, batch.targets.clamp(min=0)[..., None]).squeeze(2)
         return of_targets * batch.has_target
 
@@ -94,7 +97,7 @@ class TargetLogProbabilities(nn.Module):
 def load_model(
     folder: Path, *, device: torch.device, reads_weights: bool, trust_remote_code: bool
 ) -> TargetLogProbabilities:
-    """The model of a Hugging Face folder in fp32 on the CPU; its weights are undefined unless `reads_weights`.
+    """Load the model of a Hugging Face folder in fp32 on the CPU; weights are undefined unless `reads_weights`.
 
     Raises ModelError when the folder cannot be loaded as a causal language model, when weights are missing in it, or
     when the model does something to its logits that `logits_transform` does not know.
@@ -124,9 +127,10 @@ def load_model(
 def find_weights(
     folder: Path, *, device: torch.device, trust_remote_code: bool
 ) -> tuple[TargetLogProbabilities, ModelFiles]:
-    """The model in fp32 with undefined weights, of which none takes memory before it is written, and where they are.
+    """Return the model in fp32 with undefined weights, and the files that hold them.
 
-    Raises ModelError as `load_model` does, but for what only weights show.
+    The weights take no memory before they are written. Raises ModelError as `load_model` does, except for what only
+    weights show.
     """
     with _named_errors(folder):
         causal_lm = _on_meta(*_how_to_build(folder, device, trust_remote_code))
@@ -139,7 +143,7 @@ def find_weights(
 
 
 def decoder_of(causal_lm: Any) -> Any:
-    """The model without its head."""
+    """Return the model without its head."""
     if causal_lm.base_model is not causal_lm:
         return causal_lm.base_model
     embedding = causal_lm.get_input_embeddings()  # Llama 4 names its decoder otherwise than its class says
@@ -147,7 +151,7 @@ def decoder_of(causal_lm: Any) -> Any:
 
 
 def transformer_layers(causal_lm: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, in order: what is gathered, recomputed and compiled one at a time."""
+    """Return the repeated blocks, in order, which are gathered, recomputed and compiled one at a time."""
     layers: list[nn.Module] = []
     todo: list[nn.Module] = [causal_lm]
     while todo:
@@ -179,7 +183,7 @@ def _named_errors(folder: Path) -> Iterator[None]:
 
 
 def _how_to_build(folder: Path, device: torch.device, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    """Its config, and with what Transformers is to make a model of it."""
+    """Return the config, and the arguments with which Transformers builds the model."""
     disable_progress_bar()
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     attention = prepare_attention(config, device)
@@ -193,7 +197,10 @@ def _on_meta(config: Any, build: dict[str, Any]) -> Any:
 
 
 def _with_undefined_weights(causal_lm: Any) -> Any:
-    """From `meta` to the CPU, where memory costs nothing before it is written; buffers that no file has are right."""
+    """Move a model from `meta` to the CPU, where memory costs nothing before it is written.
+
+    Buffers that no file has are right.
+    """
     causal_lm.to_empty(device="cpu")
     causal_lm.tie_weights()
     for weight in causal_lm.state_dict(keep_vars=True).values():
@@ -212,7 +219,7 @@ def _check_complete(folder: Path, missing: Collection[str], mismatched: Collecti
 
 
 def _check_tied(folder: Path, causal_lm: Any, *, has_untied: bool) -> None:
-    """Transformers leaves a head that is in the files untied, whatever the config says; serving engines do not."""
+    """Refuse a folder whose config ties the head although its files have two: serving engines would use one."""
     if causal_lm._tied_weights_keys and causal_lm.config.get_text_config().tie_word_embeddings and has_untied:
         raise ModelError(
             f"loading {folder}: its config says `tie_word_embeddings: true`, or leaves it at that, but the files hold "
@@ -222,7 +229,7 @@ def _check_tied(folder: Path, causal_lm: Any, *, has_untied: bool) -> None:
 
 @torch.no_grad()
 def check_log_probabilities(model: TargetLogProbabilities, device: torch.device) -> None:
-    """Two packed documents must get the log-probabilities that Transformers gives to each of them alone.
+    """Check that two packed documents get the log-probabilities that each has in Transformers alone.
 
     model: computes in fp32, on `device`. Collective where it is sharded. Raises ModelError.
     """
@@ -242,7 +249,7 @@ def check_log_probabilities(model: TargetLogProbabilities, device: torch.device)
 
 
 def _packed(documents: Sequence[Tensor]) -> Batch:
-    """One row, in which every token but the first of each document is a target."""
+    """Return one row in which every token but the first of each document is a target."""
     targets = torch.cat([functional.pad(document[1:], (0, 1), value=IGNORED) for document in documents])
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     lengths = [len(document) for document in documents]
@@ -251,7 +258,7 @@ def _packed(documents: Sequence[Tensor]) -> Batch:
 
 
 def _by_transformers(model: TargetLogProbabilities, document: Batch) -> Tensor:
-    """[tokens]"""
+    """Return Transformers' log-probabilities, [tokens]."""
     causal_lm = model.causal_lm
     attn_implementation = causal_lm.config._attn_implementation
     causal_lm.set_attn_implementation("eager")

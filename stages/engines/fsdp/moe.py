@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts of Transformers: where they are, and whether their balance can be had."""
+"""Routers of Transformers' mixtures of experts: finding, freezing and checking them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from stages.core.errors import ModelError
 from stages.engines.settings import MoeSettings
 
 NAMES = ("gate", "router")
-"""What Transformers calls the module that chooses among the `experts` beside it."""
+"""Names that Transformers gives to the router beside `experts`."""
 
 
 def routers_of(causal_lm: nn.Module) -> list[nn.Module]:
-    """One of each mixture layer."""
+    """Return the router of each mixture layer."""
     beside_experts = [
         module for module in causal_lm.modules() if isinstance(getattr(module, "experts", None), nn.Module)
     ]
@@ -23,13 +23,13 @@ def routers_of(causal_lm: nn.Module) -> list[nn.Module]:
 
 
 def freeze_routers(causal_lm: nn.Module) -> None:
-    """Let their weights stay what they are."""
+    """Stop training the routers' weights."""
     for router in routers_of(causal_lm):
         router.requires_grad_(False)
 
 
 def check_mixture(causal_lm: Any, moe: MoeSettings) -> None:
-    """Raise ModelError when something is asked for of the routers of a model that has none, or none that is known."""
+    """Raise ModelError when `moe` has options and the model has no routers, or none that they work on."""
     if moe == MoeSettings():
         return
     name = type(causal_lm).__name__
@@ -43,6 +43,6 @@ def check_mixture(causal_lm: Any, moe: MoeSettings) -> None:
 
 
 def _gives_router_logits(causal_lm: Any) -> bool:
-    """Whether Transformers itself has the loss for this architecture."""
+    """Return whether Transformers has the balancing loss for this architecture."""
     has_loss = hasattr(causal_lm.config.get_text_config(), "router_aux_loss_coef")
     return has_loss and hasattr(causal_lm, "num_experts_per_tok")

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): matrices move by orthogonalised momentum.
 
-A matrix that is sharded is gathered for it, one at a time, and orthogonalised whole by every process, each of which
-keeps its shard; `torch.optim.Muon` on shards rounds otherwise with every number of processes.
+A sharded matrix is gathered, one at a time, and orthogonalised whole by every process, each of which keeps its shard;
+`torch.optim.Muon` on shards would round differently with every number of processes.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from stages.engines.settings import MuonSettings
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of X, X Xᵀ X and (X Xᵀ)² X: singular values come near 1 in few iterations."""
+"""Coefficients of X, X Xᵀ X and (X Xᵀ)² X, which bring singular values near 1 in few iterations."""
 LEAST_NORM = 1e-7
 
 
 class MuonAndAdamW(torch.optim.AdamW):
-    """Groups with `is_muon` hold matrices [rows, columns] or stacks of them [experts, rows, columns]."""
+    """Muon for groups with `is_muon`, AdamW for the others.
+
+    Muon's groups hold matrices [rows, columns] or stacks of them [experts, rows, columns].
+    """
 
     def __init__(self, groups: Iterable[dict[str, Any]], muon: MuonSettings, dtype: torch.dtype, **adamw: Any) -> None:
-        """dtype: of the iterations. adamw: what `torch.optim.AdamW` takes, for all other groups."""
+        """Build both; dtype: of the iterations; adamw: arguments of `torch.optim.AdamW` for the other groups."""
         super().__init__(groups, **adamw)
         self._muon = muon
         self._dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One of Muon, then one of AdamW, which passes over what has no gradient any more."""
+        """Make Muon's step, then AdamW's, which skips parameters without a gradient."""
         for group in self.param_groups:
             for parameter in group["params"] if group["is_muon"] else []:
                 if parameter.grad is not None:
@@ -59,7 +62,7 @@ class MuonAndAdamW(torch.optim.AdamW):
 
 
 def orthogonalized(matrices: Tensor, num_iterations: int) -> Tensor:
-    """[…, rows, columns] → the same singular vectors, with singular values near 1: Newton and Schulz's iteration."""
+    """Return […, rows, columns] with the same singular vectors and singular values near 1 (Newton-Schulz)."""
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if is_tall else matrices
@@ -71,7 +74,7 @@ def orthogonalized(matrices: Tensor, num_iterations: int) -> Tensor:
 
 
 def matrices_of_layers(causal_lm: Any) -> set[str]:
-    """Names of weights that multiply: all matrices but those of embeddings and the head, and stacks of experts'."""
+    """Return the names of matrices and stacks of experts' matrices, without embeddings and the head."""
     looked_up = {id(module.weight) for module in causal_lm.modules() if isinstance(module, nn.Embedding)}
     looked_up.add(id(causal_lm.get_output_embeddings().weight))
     return {

@@ -1,4 +1,4 @@
-"""The optimizer over a model: what decays, as Transformers' Trainer and so TRL choose it, and what is Muon's."""
+"""Optimizer over a model's parameters: groups by weight decay, learning rate and Muon, and the choice of the class."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from stages.engines.settings import EngineSettings, LowPrecisionSettings
 from stages.models.kept_precision import modules_kept_in_fp32
 
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-"""Names, as `Trainer.get_decay_parameter_names` has them; a test compares the two."""
+"""Patterns of undecayed names, as in `Trainer.get_decay_parameter_names`; a test compares the two."""
 
 
 def decayed_parameters(causal_lm: nn.Module) -> set[str]:
-    """Names of all parameters but norms and biases."""
+    """Return the names of all parameters but norms and biases."""
     return set(get_parameter_names(causal_lm, [nn.LayerNorm], NOT_DECAYED))
 
 
@@ -31,10 +31,10 @@ def parameter_groups(
     adapter: AdapterConfig | None = None,
     matrices: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """What torch's optimizers take: the trained parameters of these names (None: all of them) decay, others do not.
+    """Return parameter groups for torch's optimizers; parameters named in `decayed` (None: all) decay.
 
-    With LoRA+, B and all vectors learn faster, as PEFT has it: `learning_rate_ratio` of a group. matrices: names of
-    those that are in groups with `is_muon`.
+    With LoRA+, B and all vectors learn faster, as in PEFT: `learning_rate_ratio` of a group. matrices: names of those
+    that are in groups with `is_muon`.
     """
     ratio = (adapter and adapter.loraplus_lr_ratio) or 1.0
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
@@ -51,7 +51,7 @@ def parameter_groups(
 
 
 def hold_in_bf16(causal_lm: nn.Module) -> None:
-    """Keep all weights in it, but what the architecture keeps in fp32; before they are sharded."""
+    """Convert all weights to bf16, except those that the architecture keeps in fp32; before they are sharded."""
     kept = {id(one) for module in modules_kept_in_fp32(causal_lm, torch.bfloat16) for one in module.parameters()}
     for parameter in causal_lm.parameters():
         if id(parameter) not in kept:
@@ -59,9 +59,9 @@ def hold_in_bf16(causal_lm: nn.Module) -> None:
 
 
 def build_optimizer(causal_lm: Any, settings: EngineSettings, decayed: Collection[str] | None) -> torch.optim.AdamW:
-    """AdamW over all that learns, or Muon over the matrices of layers and AdamW over the rest.
+    """Build AdamW over all that learns, or Muon over the matrices of layers and AdamW over the rest.
 
-    decayed: see `parameter_groups`; names are asked for before FSDP2 gives the modules other classes.
+    decayed: see `parameter_groups`; it is computed before FSDP2 gives the modules other classes.
     """
     adam, muon = settings.adam, settings.muon
     options: dict[str, Any] = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.epsilon}

@@ -1,4 +1,4 @@
-"""Apply a layout to a model, layer by layer: recomputation, compilation, FSDP2; then hand out the weights."""
+"""Application of a layout to a model: recomputation, compilation and FSDP2 layer by layer, then the weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from stages.parallel.layout import Layout
 
 
 class AllToAllReduceScatter:
-    """What `FSDPModule.set_custom_reduce_scatter` takes; sums only."""
+    """Reduce-scatter for CPUs, for `FSDPModule.set_custom_reduce_scatter`; sums only.
+
+    gloo's own costs 2.4 times the processor time of exchanging the parts and adding them up.
+    """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A new buffer: a reduction may outlive the layer that asked for it."""
+        """Return a new buffer: a reduction may outlive the layer that asked for it."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -35,7 +38,7 @@ class AllToAllReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """`input_tensor` [processes × n] → the sum over processes of this one's part, in `output_tensor` [n]."""
+        """Sum `input_tensor` [processes × n] over processes; `output_tensor` [n] gets this one's part."""
         assert op == dist.ReduceOp.SUM, op
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
@@ -54,11 +57,11 @@ COSTLY_OPERATIONS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
 }
-"""What `recompute: selective` keeps; everything else is computed again in the backward pass."""
+"""Operations whose results `recompute: selective` keeps; all others are computed again."""
 
 
 def data_parallel_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Mesh over which parameters are sharded: [dp_shard], or [dp_replicate, dp_shard] with hybrid sharding."""
+    """Return the mesh over which parameters are sharded: [dp_shard], or [dp_replicate, dp_shard] (hybrid)."""
     if layout.dp_replicate == 1:
         return init_device_mesh(device.type, (layout.dp_shard,), mesh_dim_names=("dp_shard",))
     shape = (layout.dp_replicate, layout.dp_shard)
@@ -68,7 +71,7 @@ def data_parallel_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Apply `layout` in place. Afterwards parameters are DTensors on `mesh`, with the weights that rank 0 had.
 
-    What is on `meta` stays there, and is for `shards.py`.
+    Parameters on `meta` stay there; `shards.py` fills them.
     """
     layers = transformer_layers(model.causal_lm)
     # Of one process alone every weight is its own shard: keeping them here would keep the model twice.
@@ -99,7 +102,7 @@ def apply_fsdp(
 ) -> None:
     """Shard each layer, the input embedding unless it is also the head, and the root with all that is left.
 
-    What the architecture keeps in fp32 is sharded apart, since a group is computed in one dtype.
+    Modules that the architecture keeps in fp32 are sharded apart, since a group is computed in one dtype.
     """
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -125,9 +128,9 @@ def apply_fsdp(
 
 
 def reduce_unused(model: nn.Module) -> None:
-    """Have every process reduce the gradients of all weights that learn: 0 for experts that none of its tokens reached.
+    """Make every process reduce the gradients of all weights that learn, zeros for experts without tokens.
 
-    Without it, processes would reduce different weights, and their collectives would not meet.
+    Otherwise processes would reduce different weights, and their collectives would not meet.
     """
     if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         _as_fsdp(model).set_reduce_scatter_unused_params(True)
@@ -140,7 +143,7 @@ def reduce_unused(model: nn.Module) -> None:
 
 
 def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    """Give weights that have no gradient one of 0 before FSDP2 collects the gradients of its group."""
+    """Give weights without a gradient a zero gradient before FSDP2 collects its group's gradients."""
     for weight in group.fsdp_params if group.reduce_grads else ():
         if not hasattr(weight, "_unsharded_param") or weight.unsharded_accumulated_grad is not None:
             continue
@@ -162,7 +165,7 @@ def apply_prefetch(model: nn.Module, layers: list[nn.Module], num_layers: int) -
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Every module that FSDP2 gathers as one."""
+    """Return every module that FSDP2 gathers as one."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -176,7 +179,7 @@ def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
 
 
 def _weights_of_rank_0(model: TargetLogProbabilities) -> dict[str, torch.Tensor]:
-    """The full weights, still referenced after the parameters were replaced by shards; empty on the other ranks."""
+    """Return rank 0's full weights, which stay referenced when shards replace the parameters; empty elsewhere."""
     return {} if dist.get_rank() else {name: value.detach() for name, value in model.state_dict().items()}
 
 

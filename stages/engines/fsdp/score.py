@@ -1,4 +1,4 @@
-"""A causal language model with one number an answer in the place of its vocabulary: a reward model.
+"""Reward model: a causal language model whose head gives one number per document instead of the vocabulary.
 
 It is written as Transformers' sequence classification with one label, which takes the number at the last token that is
 not padding.
@@ -23,23 +23,23 @@ WRITTEN_AS = "score.weight"
 
 
 class DocumentScores(TargetLogProbabilities):
-    """The forward maps a batch to the score of each document, at its last token, and 0 elsewhere."""
+    """Model whose forward maps a batch to the score of each document, at its last token, and 0 elsewhere."""
 
     def __init__(self, causal_lm: Any, padding_token: int | None) -> None:
         super().__init__(causal_lm)
         self._padding_token = padding_token
 
     def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
-        """float32 [rows, sequence]."""
+        """Return float32 [rows, sequence] from the last hidden states."""
         assert not greedy and not num_likeliest, "there is no vocabulary"
         return self.of_logits(self.causal_lm.get_output_embeddings()(hidden), batch)
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
-        """[rows, tokens, 1] → [rows, tokens]."""
+        """Return [rows, tokens] from [rows, tokens, 1]."""
         return torch.where(self._is_last(batch), logits.float().squeeze(-1), 0.0)
 
     def _is_last(self, batch: Batch) -> Tensor:
-        """bool [rows, sequence]: the last token of each real document that is not the padding token."""
+        """Return bool [rows, sequence]: the last token of each real document that is not the padding token."""
         documents = batch.document_ids.flatten()
         places = torch.arange(len(documents), device=documents.device)
         counted = documents < batch.num_documents
@@ -51,7 +51,7 @@ class DocumentScores(TargetLogProbabilities):
 
 
 def with_score_head(model: TargetLogProbabilities, folder: Path, seed: int) -> tuple[DocumentScores, ScoreHead]:
-    """The model of `folder` with a new head, whose weights come of the seed, and how it is written.
+    """Return the model of `folder` with a new head initialised from the seed, and how the head is written.
 
     Raises ModelError for an architecture that Transformers has no sequence classification for.
     """
@@ -75,7 +75,7 @@ def _head_name(causal_lm: Any) -> str:
 
 
 def _config_fields(causal_lm: Any, folder: Path) -> dict[str, Any]:
-    """What config.json says of the written model."""
+    """Return the fields of the written model's config.json."""
     known = AutoModelForSequenceClassification._model_mapping
     if type(causal_lm.config) not in known:
         raise ModelError(
@@ -93,7 +93,7 @@ def _config_fields(causal_lm: Any, folder: Path) -> dict[str, Any]:
 
 
 def _check_names(causal_lm: Any, head: ScoreHead) -> None:
-    """What is written must be what sequence classification reads."""
+    """Raise ModelError unless the written weights are those that sequence classification reads."""
     with torch.device("meta"):
         expected = set(AutoModelForSequenceClassification.from_config(deepcopy(causal_lm.config)).state_dict())
     written = {head.written_as if name == head.name else name for name in causal_lm.state_dict()}

@@ -31,10 +31,10 @@ def drop_weights(model: nn.Module, dropped: Collection[nn.Parameter]) -> None:
 
 
 def read_shards(causal_lm: Any, files: ModelFiles, device: torch.device) -> None:
-    """Make every parameter on `meta`, and buffers that are in the files. Collective.
+    """Read every parameter on `meta`, and the buffers that are in the files. Collective.
 
-    device: where shards lie. Raises ModelError, on every process, when weights are not finite, and when one has another
-    shape than the model.
+    device: where shards lie. Raises ModelError, on every process, when weights are not finite or have another shape
+    than the model's.
     """
     reader = _ShardReader(causal_lm, device)
     for name, rows in files.read(reader.rows_of):
@@ -53,10 +53,10 @@ def check_sharded(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> None:
-    """`check_log_probabilities` of a sharded model, in fp32 and with its own shards. Collective.
+    """Run `check_log_probabilities` on a sharded model, in fp32 and with its own shards. Collective.
 
-    twin: a copy of it as it was before, on `meta`; it is cut to as many layers as show every kind, since all that it
-    has is gathered three times.
+    twin: a copy of the model before it was sharded, on `meta`; it is cut to the layers that show every kind, since all
+    its weights are gathered three times.
     """
     keep_kinds_of_layers(twin.causal_lm)
     apply_fsdp(twin, transformer_layers(twin.causal_lm), layout, mesh, torch.float32)
@@ -67,7 +67,7 @@ def check_sharded(
 
 
 def keep_kinds_of_layers(causal_lm: Any) -> None:
-    """Leave the first layers, so many that every kind is among them: types, sizes and settings. At least two."""
+    """Keep only the first layers, as many as show every kind (types, sizes, settings), at least two."""
     layers = transformer_layers(causal_lm)
     config = causal_lm.config.get_text_config()
     types = getattr(config, "layer_types", None) or [None] * len(layers)
@@ -79,7 +79,7 @@ def keep_kinds_of_layers(causal_lm: Any) -> None:
 
 
 def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
-    """What a layer's modules know beside their weights and which one of the layers they are in."""
+    """Return the plain attributes of a layer's modules, without its index among the layers."""
     return [
         (prefix, name, value)
         for prefix, module in layer.named_modules()
@@ -89,7 +89,7 @@ def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
 
 
 class _ShardReader:
-    """Takes rows by the names that weights have in the model without adapters."""
+    """Reader that fills shards by the names that weights have in the model without adapters."""
 
     def __init__(self, causal_lm: Any, device: torch.device) -> None:
         self._device = device
@@ -104,7 +104,7 @@ class _ShardReader:
                 self._owners[f"{prefix}.weight".replace(INNER, "")] = module, "codes"
 
     def rows_of(self, name: str) -> slice | None:
-        """Of the weight `name` on this process; None for what is there already."""
+        """Return this process's rows of the weight `name`; None where nothing has to be read."""
         if name not in self._owners:
             return None
         module, attribute = self._owners[name]
@@ -114,7 +114,7 @@ class _ShardReader:
         return slice(0, len(kept)) if kept.ndim else slice(None)
 
     def take(self, name: str, rows: Tensor) -> None:
-        """Put rows, on the CPU, where they belong."""
+        """Put rows, on the CPU, into the shard of the weight `name`."""
         if rows.is_floating_point() and not torch.isfinite(rows).all():
             self.not_finite.append(name)
         module, attribute = self._owners[name]
@@ -143,7 +143,7 @@ class _ShardReader:
 
 
 def _own_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers, those that other modules have too among them."""
+    """Return a module's own parameters and buffers, shared ones included."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 

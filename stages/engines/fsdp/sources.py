@@ -1,8 +1,8 @@
-"""A Hugging Face folder → rows of the weights of its Transformers model, read from the files as they are asked for.
+"""Rows of a Transformers model's weights, read from the files of its Hugging Face folder on demand.
 
 Transformers knows which tensors of the files become which weight: renamed, experts stacked, joined, cut. Where the rows
-of a weight are rows of one tensor, or whole tensors, only those are read; of what is converted otherwise, the whole
-weight, which is part of a layer.
+of a weight are rows of one tensor, or whole tensors, only those are read; of other conversions the whole weight, which
+is part of a layer.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from transformers.core_model_loading import (
 from stages.engines.weight_slices import WeightFiles
 
 RowsOf = Callable[[str], slice | None]
-"""Name of a weight of the model → the rows that are wanted, or None."""
+"""Function from a weight's name to the rows that are wanted, or None."""
 
 
 @dataclass
 class Source:
-    """What a weight is made of; by a converter perhaps, which may make several."""
+    """Tensors that a weight is made of, perhaps by a converter, which may make several weights."""
 
     converter: WeightConverter | None
     tensors: list[tuple[str, str]] = field(default_factory=list)
-    """Name in the files, and which of the converter's patterns it is for."""
+    """Name in the files, and the converter's pattern that it matches."""
 
     @property
     def stacks_rows(self) -> bool:
-        """Whether each row of the weight comes of one tensor of each pattern, as experts do."""
+        """Whether each row of the weight is made of one tensor per pattern, as in stacks of experts."""
         first, *others = self.converter.operations if self.converter else [None]
         return isinstance(first, MergeModulelist) and first.dim == 0 and all(map(_leaves_rows_alone, others))
 
 
 class ModelFiles:
-    """The files of a model, seen as the weights that they become."""
+    """Files of a model, seen as the weights that they become."""
 
     def __init__(self, folder: Path, bare: Any) -> None:
-        """bare: the Transformers model on `meta`, without adapters. Reads names and shapes only."""
+        """Read names and shapes; bare: the Transformers model on `meta`, without adapters."""
         self.folder = folder
         self._bare = bare
         with WeightFiles(folder) as files:
@@ -73,7 +73,7 @@ class ModelFiles:
         self._tied = [same for same in names.values() if len(found.intersection(same)) > 1]
 
     def has_untied(self) -> bool:
-        """Whether weights that are one in the model are several in the files, and different. Reads them."""
+        """Return whether weights that are tied in the model have different tensors in the files. Reads them."""
         with WeightFiles(self.folder) as files:
             stored = [
                 [files.read(self._sources[name].tensors[0][0]) for name in same if name in self._sources]
@@ -82,7 +82,7 @@ class ModelFiles:
             return any(not torch.equal(first, other) for first, *others in stored for other in others)
 
     def read(self, rows_of: RowsOf) -> Iterator[tuple[str, Tensor]]:
-        """Name and wanted rows, on the CPU, in the dtype of the files, of every weight that is wanted."""
+        """Yield name and wanted rows of every wanted weight, on the CPU, in the dtype of the files."""
         with WeightFiles(self.folder) as files:
             for target, source in self._sources.items():
                 wanted = {name: rows for name in _targets(target, source) if (rows := rows_of(name)) is not None}
@@ -99,7 +99,7 @@ class ModelFiles:
     def _converted(
         self, files: WeightFiles, target: str, source: Source, wanted: dict[str, slice]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Only experts that are wanted are read and stacked; of anything else, all of it."""
+        """Yield converted weights; only wanted experts are read and stacked, other weights are read whole."""
         assert source.converter
         chosen = wanted[target] if source.stacks_rows else slice(None)
         converter = deepcopy(source.converter)
@@ -113,7 +113,7 @@ class ModelFiles:
                 yield name, whole if source.stacks_rows else whole[wanted[name]]
 
     def _find_sources(self) -> dict[str, Source]:
-        """By the (first) weight that comes of them."""
+        """Return the sources by the (first) weight that is made of each."""
         mapping = get_model_conversion_mapping(self._bare)
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
@@ -128,7 +128,7 @@ class ModelFiles:
                 source = found.setdefault(target, Source(by_pattern[pattern] if pattern else None))
                 source.tensors.append((name, pattern or ""))
         self.conversions = [one for one in mapping if one.was_used()]
-        """With which Transformers finds the way back when the model is written."""
+        """Conversions that Transformers used, and reverts when the model is written."""
         return found
 
 
@@ -140,7 +140,7 @@ def _targets(target: str, source: Source) -> list[str]:
 
 
 def _leaves_rows_alone(operation: Any) -> bool:
-    """Whether it does the same to every entry along dim 0."""
+    """Return whether the operation does the same to every entry along dim 0."""
     if isinstance(operation, Concatenate):
         return bool(operation.dim != 0)
     return isinstance(operation, Transpose) and not operation.check_dims and 0 not in (operation.dim0, operation.dim1)

@@ -1,4 +1,4 @@
-"""Weights and optimizer state ↔ a folder, with torch.distributed.checkpoint: asynchronous, resharded on load."""
+"""Checkpoints of weights and optimizer state with torch.distributed.checkpoint: asynchronous, resharded on load."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from stages.models.stored_tensors import CheckpointReader, check_stored
 
 
 class TrainingState:
-    """What a checkpoint holds, under the names that the parameters have in the Hugging Face model.
+    """State in a checkpoint, under the names that the parameters have in the Hugging Face model.
 
-    An adapter's B of experts [out, rank × experts] is kept as [experts, out, rank], of which experts are rectangles, so
-    that the other engine, which spreads experts over processes, can read and write its own.
+    An adapter's B of experts [out, rank × experts] is kept as [experts, out, rank], in which each expert is a
+    rectangle, so that the other engine, which spreads experts over processes, can read and write its own.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -65,12 +65,12 @@ class TrainingState:
         )
 
     def _untied(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Without those that are another one's: they are filled with it."""
+        """Return the weights without those tied to another one."""
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         return {name: weight for name, weight in weights.items() if name not in tied}
 
     def _by_expert(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """The same memory: what is loaded into it is loaded."""
+        """Return views with a dimension of experts; loading into them fills the same memory."""
         return {
             name: of_each_expert(one.detach(), self._num_experts[name], "B") if name in self._num_experts else one
             for name, one in weights.items()
