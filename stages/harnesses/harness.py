@@ -1,7 +1,7 @@
-"""What a harness does: tasks and a served model → scores of tasks and of every sample, in one schema.
+"""Protocol of a harness: tasks and a served model → scores of tasks and of every sample, in one schema.
 
-One room a harness, one line in `registry.py`. The schema is that of lm-eval's results, so that evaluations of the same
-task can be paired sample by sample (`stages/kinds/promote/paired.py`), whichever harness ran them:
+A new harness is a room here and a line in `registry.py`. The schema is that of lm-eval's results, so that evaluations
+of the same task can be paired sample by sample (`stages/kinds/promote/paired.py`), whichever harness ran them:
 
 - scores: `results` (task → {"METRIC,FILTER": score}; the filter `none` is no filter), `configs` (task → its settings),
   `versions`, `n-shot` and `higher_is_better` (task → {metric: bool});
@@ -26,18 +26,20 @@ from stages.serving.config import StopTexts
 
 
 class GenerationConfig(StrictModel):
-    """How the model answers questions whose task does not say so."""
+    """Settings of answers to questions whose task does not give them."""
 
-    max_tokens: PositiveInt = Field(512, description="Of an answer; what is longer is cut off there.")
-    temperature: float = Field(0.0, ge=0, le=100, description="0: always the likeliest token.")
-    stop: StopTexts = Field((), description="Texts that end an answer; they are no part of it.")
+    max_tokens: PositiveInt = Field(512, description="Largest number of tokens in an answer; longer ones are cut off.")
+    temperature: float = Field(0.0, ge=0, le=100, description="Sampling temperature; 0: always the likeliest token.")
+    stop: StopTexts = Field((), description="Texts that end an answer, and are not part of it.")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a recipe asks of a harness, by its name in the registry.
+    """Request of a recipe to a harness, which it names as in the registry.
 
-    limit: samples of each task. num_fewshot: None leaves it to the task. seed: None leaves it to the harness.
+    limit: samples of each task; None for all.
+    num_fewshot: None leaves it to the task.
+    seed: None leaves it to the harness.
     """
 
     harness: str
@@ -55,8 +57,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Results:
-    """scores: what `scores.json` holds. samples: task → rows. Both as the module says. metrics: what else was counted,
-    such as what a judge cost.
+    """Scores and samples of an evaluation, in the schema of this module.
+
+    scores: content of `scores.json`.
+    samples: task → rows.
+    metrics: further counts, such as the cost of a judge.
     """
 
     scores: Mapping[str, Any]
@@ -66,9 +71,11 @@ class Results:
 
 @dataclass(frozen=True)
 class TaskItem:
-    """What a sample of a task says; number: its `doc_id`.
+    """Texts of one sample of a task.
 
-    questions: what is asked, as the task writes it and in words of the sample alone. texts: all that it holds.
+    number: its `doc_id`.
+    questions: the question as the task writes it, in words of this sample alone, also with its answer.
+    texts: all texts of the sample.
     """
 
     task: str
@@ -78,9 +85,12 @@ class TaskItem:
 
 
 class Harness(Protocol):
-    """name: in recipes, and in records as `NAME_version`. title: in messages. asks_in_texts: whether it can ask a
-    server that takes no prompts of token ids. unused: fields of an evaluation, as recipes have them, with which it does
-    nothing, and why.
+    """Protocol of a harness.
+
+    name: in recipes, and in records as `NAME_version`.
+    title: in messages.
+    asks_in_texts: whether it can ask a server that takes no prompts of token ids.
+    unused: field of an evaluation, as recipes name it → why the harness does not use it.
     """
 
     @property
@@ -93,40 +103,40 @@ class Harness(Protocol):
     def unused(self) -> Mapping[str, str]: ...
 
     def version(self) -> str:
-        """Of the harness as installed, or as it will be. Raises ResourceError where nothing says which."""
+        """Return the version that is installed, or will be. Raises ResourceError where it is not known."""
 
     def to_install(self) -> str | None:
-        """What `prepare` installs before anything else, where, and how large it is; None where nothing is missing.
+        """Describe what `prepare` will install first, where, and how large it is; None if nothing is missing.
 
-        Raises ResourceError where that cannot be installed.
+        Raises ResourceError if that cannot be installed.
         """
 
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
-        """What is wrong with what a recipe asks, by itself: `field: what, and what to do`."""
+        """Yield problems of what a recipe asks, as `field: problem, and what to do`."""
 
     def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """What else decides the scores, such as the commits of datasets.
+        """Return what else determines the scores, such as the commits of datasets.
 
-        May ask the network; limit_s: once, for this long.
-
-        Raises EvaluationError for tasks that do not exist, or have code that is not trusted; DownloadError or
-        TransientError when a hub gives no answer.
+        May ask the network; with limit_s, once, for this long. Raises EvaluationError for tasks that do not exist, or
+        have code that is not trusted; DownloadError or TransientError if a hub gives no answer.
         """
 
     def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
-        """What of the task folder is code that the evaluation runs; a description of each piece. Raises EvaluationError
-        for tasks that do not exist.
+        """Return a description of each piece of code in the task folder that the evaluation runs.
+
+        Raises EvaluationError for tasks that do not exist.
         """
 
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
-        """Whether a task may give the score `TASK.METRIC` or `TASK.FILTER.METRIC`; True where nobody knows before."""
+        """Return whether a task may give the score `TASK.METRIC` or `TASK.FILTER.METRIC`; True if it is not known."""
 
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
-        """Those of the tasks that need log-likelihoods of given texts, as far as that is known before."""
+        """Return the tasks that need log-likelihoods of given texts, as far as that is known before."""
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
-        """Install what is missing, check the tasks before anything slow, and set what libraries read when they are
-        imported. doing: gets what takes long.
+        """Install what is missing, check the tasks, and set the variables that libraries read at their import.
+
+        doing: gets a description of what takes long.
 
         Raises EvaluationError, or ResourceError for what cannot be installed.
         """
@@ -134,13 +144,14 @@ class Harness(Protocol):
     def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
         """Find every mistake in the tasks that can be found without a server, before the model is made.
 
-        evaluation: asks as a chat if the model will be asked so. model: folder of that model, or of one with the same
-        tokenizer; None for a model that is not known yet.
-        Returns what could not be looked at, if anything. Raises as `prepare` does.
+        evaluation: with `apply_chat_template` if the model will be asked so.
+        model: folder of that model, or of one with the same tokenizer; None for a model that is not known yet.
+
+        Returns what could not be checked, if anything. Raises as `prepare` does.
         """
 
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
-        """All samples of the tasks, whatever `limit` says, task by task: what no training row should hold.
+        """Yield all samples of the tasks, whatever `limit` says, task by task: texts that no training row should hold.
 
         Raises EvaluationError as `prepare` does, and for samples that their task cannot write down.
         """
@@ -150,6 +161,6 @@ class Harness(Protocol):
     ) -> Results:
         """Load the tasks while the server starts, call `await_model` once, ask, and score.
 
-        Answers are kept in the context's scratch folder, so that another attempt asks only for what is missing.
-        Raises EvaluationError, TransientError, and whatever a lost connection raises.
+        Answers are kept in the context's scratch folder, so that another attempt asks only for what is missing. Raises
+        EvaluationError, TransientError, and whatever a lost connection raises.
         """

@@ -21,46 +21,46 @@ from stages.harnesses.harness import Evaluation, TaskItem
 
 
 def read_questions(evaluation: Evaluation, task: str) -> Iterator[Prompt]:
-    """Those of a task, up to `limit`. Raises EvaluationError for a task without a file, and for a bad row."""
+    """Yield the questions of a task, up to `limit`. Raises EvaluationError for a missing file and for a bad row."""
     folder = question_folder(evaluation)
     try:
         files = find_files(folder, task)
         reader = PromptReader(None)
         for row in islice(read_rows(folder, files), evaluation.limit):
             if isinstance(row, BadRow):
-                raise EvaluationError(f"reading the questions of {task}: {row.place} {row.reason}; mend it")
+                raise EvaluationError(f"reading the questions of {task}: {row.place} {row.reason}; fix it")
             try:
                 yield reader.read(row.content)
             except RowError as error:
-                raise EvaluationError(f"reading the questions of {task}: {row.place} {error}; mend it") from error
+                raise EvaluationError(f"reading the questions of {task}: {row.place} {error}; fix it") from error
     except DataError as error:
         raise EvaluationError(f"reading the questions of {task}: {error}") from error
 
 
 def question_folder(evaluation: Evaluation) -> Path:
-    """Raises EvaluationError where the recipe names none."""
+    """Return the folder of question sets. Raises EvaluationError if the recipe names none."""
     if evaluation.task_folder is None:
         raise EvaluationError("there are no question sets: name their folder as `task_folder`")
     return evaluation.task_folder
 
 
 def question_sets(evaluation: Evaluation) -> list[str]:
-    """Those of the tasks that are files of the task folder."""
+    """Return the tasks that are files of the task folder."""
     folder = evaluation.task_folder
     return [task for task in evaluation.tasks if folder and (folder / f"{task}.jsonl").is_file()]
 
 
 def items_of(evaluation: Evaluation) -> Iterator[TaskItem]:
-    """As `Harness.items` gives them."""
+    """Yield the samples of the question sets, as `Harness.items` does."""
     for task in evaluation.tasks:
         for number, prompt in enumerate(read_questions(evaluation, task)):
             asked = question_text(prompt.document)
             answers = [] if prompt.reference is None else [prompt.reference]
-            yield TaskItem(task, number, (asked, *(f"{asked} {one}" for one in answers)), (asked, *answers))
+            yield TaskItem(task, number, (asked, *(f"{asked} {answer}" for answer in answers)), (asked, *answers))
 
 
 def question_text(document: Document) -> str:
-    """What is asked, as a person reads it: without the special tokens of any model."""
+    """Return the question as a person reads it, without the special tokens of any model."""
     if isinstance(document, PlainText):
         return document.prompt
     if len(document.messages) == 1:
@@ -69,7 +69,7 @@ def question_text(document: Document) -> str:
 
 
 def asked_hashes(prompt: Prompt) -> dict[str, str]:
-    """`doc_hash`, `prompt_hash`, `target_hash` of a sample: of the question, however a model's template renders it."""
+    """Return `doc_hash`, `prompt_hash` and `target_hash` of a question, independent of any model's chat template."""
     texts = {
         "doc": json.dumps(prompt.row, sort_keys=True),
         "prompt": question_text(prompt.document),
@@ -79,7 +79,7 @@ def asked_hashes(prompt: Prompt) -> dict[str, str]:
 
 
 def sample_row(number: int, prompt: Prompt, answer: str, scores: dict[str, Any]) -> dict[str, Any]:
-    """A row of `samples/TASK.jsonl`. scores: the sample's value of each metric, and what else is to be kept."""
+    """Return a row of `samples/TASK.jsonl`. scores: the sample's value of each metric, and other fields to keep."""
     return {
         "doc_id": number,
         "filter": "none",

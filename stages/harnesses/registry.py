@@ -1,4 +1,4 @@
-"""The harnesses there are. A new harness is a room beside `lm_eval/` and one line here."""
+"""Registry of the harnesses. A new harness is a room beside `lm_eval/` and one line here."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ HarnessName = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"e
 
 
 def harness_of(evaluation: Evaluation) -> Harness:
-    """The one that a recipe asks."""
+    """Return the harness that an evaluation names."""
     return HARNESSES[evaluation.harness]

@@ -17,9 +17,9 @@ NO_FILTER = "none"
 
 
 def zero_scores(scores: Mapping[str, Any]) -> list[str]:
-    """Names of the scores that are 0 where higher is better: most often the model does not know the prompt.
+    """Return the names of scores that are 0 where higher is better: most often the model does not know the prompt.
 
-    scores: what a harness gives (`stages/harnesses/harness.py`).
+    scores: of a harness (`stages/harnesses/harness.py`).
     """
     names: list[str] = []
     for task, values in scores["results"].items():
@@ -31,9 +31,10 @@ def zero_scores(scores: Mapping[str, Any]) -> list[str]:
 
 
 def score_metrics(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """`TASK.METRIC` and `TASK.METRIC_stderr` of every task and group.
+    """Return `TASK.METRIC` and `TASK.METRIC_stderr` → value for every task and group.
 
     results: such as {"gsm8k": {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1}}.
+
     A score that was taken through a filter is named after it: `gsm8k.strict-match.exact_match`.
     """
     metrics = {}
@@ -47,7 +48,7 @@ def score_metrics(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def samples_file(evaluation: Path, task: str) -> Path:
-    """A task's file; the names of some tasks hold a slash."""
+    """Return the file of a task's samples; slashes in names of tasks become underscores."""
     return evaluation / "samples" / f"{task.replace('/', '_')}.jsonl"
 
 
@@ -65,7 +66,10 @@ def samples_by_score(evaluation: Path) -> dict[str, int]:
 
 
 def _num_samples(evaluation: Path, scores: dict[str, Any], task: str) -> int | None:
-    """Documents, not rows: a task has a row for each filter of a document. None for a group, which has no samples."""
+    """Return the number of documents of a task; None for a group, which has no samples.
+
+    Rows would count a document several times: a task has a row for each filter.
+    """
     if counted := scores.get("n-samples", {}).get(task):
         return int(counted["effective"])
     with suppress(OSError, ValueError, KeyError):
@@ -74,24 +78,24 @@ def _num_samples(evaluation: Path, scores: dict[str, Any], task: str) -> int | N
 
 
 def read_samples(evaluation: Path, task: str) -> list[dict[str, Any]]:
-    """The rows of a task, as `stages/harnesses/harness.py` says. Raises OSError or ValueError for a file without."""
+    """Return the rows of a task (schema in `stages/harnesses/harness.py`). Raises OSError or ValueError."""
     return read_json_lines(samples_file(evaluation, task))
 
 
 def asked(row: dict[str, Any]) -> str:
-    """Return the prompt; of a choice, which has one for each answer, the first."""
+    """Return the prompt; for a choice, which has a prompt for each option, the first."""
     requests = _requests(row)
     return requests[0][0] if requests else str(row.get("question") or row.get("doc", ""))
 
 
 def answered(responses: Any) -> Any:
-    """Return the text; of a choice, (log-likelihood, whether it is the likeliest) of each answer."""
-    texts = [one[0] if isinstance(one, list) and len(one) == 1 else one for one in responses]
+    """Return the text of an answer; for a choice, (log-likelihood, whether it is the likeliest) of each option."""
+    texts = [response[0] if isinstance(response, list) and len(response) == 1 else response for response in responses]
     return texts[0] if len(texts) == 1 else texts
 
 
 def answer_and_expected(row: dict[str, Any]) -> tuple[str, str]:
-    """Return the texts of both; of a choice, those of the likeliest answer and of the right one."""
+    """Return the texts of answer and target; for a choice, those of the likeliest and the right option."""
     answer, target = answered(row["resps"]), row.get("target")
     expected = "" if target is None else str(target)
     choices = [request[1].strip() for request in _requests(row)]

@@ -1,7 +1,7 @@
-"""Adapters among what a server serves: whose they are by the recipe, and, before the start, by their files.
+"""Adapters among a server's models: their base in the recipe's lineage, and checks of their files before the start.
 
 An adapter belongs to one base. In a recipe that is found by lineage and filled in as `base`, so that the base is among
-what the stage stands on: nobody collects it, and containers have it.
+the stage's inputs: no clean-up removes it, and containers have it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from stages.core.contract import StageConfig, base_of
 from stages.core.errors import ModelError
 
 NOT_PUT_ON_A_BASE = ("use_dora", "modules_to_save", "target_parameters")
-"""Of what a recipe may say of an adapter: what vLLM, the engine of new servers, serves only merged."""
+"""Options of a trained adapter that vLLM, the engine of new servers, serves only after merging."""
 
 
 def adapters_base(model: str, stages: Mapping[str, StageConfig]) -> str | None:
-    """The base of the stage `model` where that makes an adapter."""
+    """Return the base of the stage `model` if that stage makes an adapter, else None."""
     return base_of(model, stages) if stages[model].product == "adapter" else None
 
 
 def base_problems(
     model: str, base: str | None, adapters: Sequence[str], stages: Mapping[str, StageConfig]
 ) -> Iterator[str]:
-    """What is wrong with a stage that serves `model`, on `base` if it is an adapter, and other `adapters` beside it."""
+    """Yield problems of a stage that serves `model`, on `base` if it is an adapter, with other `adapters` beside it."""
     for field, name in (("model", model), *((f"adapters.{number}", name) for number, name in enumerate(adapters))):
         trained = getattr(stages[name], "adapter", None)
         if found := [option for option in NOT_PUT_ON_A_BASE if getattr(trained, option, None)]:
@@ -46,7 +46,7 @@ def base_problems(
 
 
 def adapter_folders(names: Sequence[str], base: str, inputs: Mapping[str, Path]) -> dict[str, Path]:
-    """Name → folder of adapters that are to be served on `base`. Raises ModelError for one that is not its."""
+    """Return name → folder of the adapters to serve on `base`. Raises ModelError for one trained on another model."""
     folders = {name: (inputs[name] / ADAPTER_FOLDER).resolve() for name in names}
     for name, folder in folders.items():
         trained_on = read_headers(folder).base

@@ -40,9 +40,13 @@ SHOWN_TOKENS, SHOWN_CHARACTERS = 24, 100
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of one served model. from_base: of an adapter, by how many nats per target token the log-probabilities of its
-    documents are from those of its base. differing_tool_prompts: how many prompts with tools the server renders to
-    other tokens than training did; None where none was compared."""
+    """Agreement of one served model with what its training recorded.
+
+    from_base: mean distance of an adapter's log-probabilities from its base's, in nats per target token; None for a
+    model.
+    differing_tool_prompts: number of prompts with tools that the server renders to other tokens than training did; None
+    if none was compared.
+    """
 
     num_documents: int
     from_training: Differences
@@ -50,7 +54,7 @@ class Agreement:
     differing_tool_prompts: int | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return what is measured, by the names that it has in MLflow."""
+        """Return the measured differences by their names in MLflow."""
         differing = self.differing_tool_prompts
         prompts = {} if differing is None else {"differing_tool_prompts": float(differing)}
         return {**self.from_training.metrics(), **prompts}
@@ -64,11 +68,16 @@ def compare_with_records(
     warn: Callable[[str], None],
     base_name: str | None = None,
 ) -> dict[str, Agreement]:
-    """Name in requests → how the server agrees with the record beside the folder that it serves, where there is one.
+    """Compare served models with the records of their training; returns name in requests → agreement.
 
-    client: of the server of `spec`. names: those of its models to compare. base_name: what answers as the base of its
-    adapters does; default: the base. Documents that do not fit into `context_tokens` are left out; warn: gets why all
-    are. Raises ServerError for a model that is not listed, and an adapter that does nothing.
+    Models without a record beside their folder are left out.
+
+    client: of the server of `spec`.
+    names: models of the server to compare.
+    base_name: model that adapters are compared with; default: their base.
+    warn: gets the reason if no document is compared; those that do not fit into `context_tokens` are left out.
+
+    Raises ServerError for a model that the server does not list, and for an adapter without effect.
     """
     listed = client.model_names()
     if missing := sorted(set(names) - set(listed)):
@@ -81,24 +90,24 @@ def compare_with_records(
             "takes no prompts of token ids"
         )
         return {}
-    found: dict[str, Agreement] = {}
+    agreements: dict[str, Agreement] = {}
     for name in recorded:
         records = read_record(spec.folders[name].parent)
-        documents = [one for one in records if one.num_targets and len(one.tokens) < context_tokens]
+        documents = [record for record in records if record.num_targets and len(record.tokens) < context_tokens]
         if documents:
             agreement = _compare(client, spec, name, documents, base_name or spec.own_name)
             prompts = read_tool_prompts(spec.folders[name].parent)
             differing = _differing_tool_prompts(client, spec, name, prompts, context_tokens, warn)
-            found[name] = replace(agreement, differing_tool_prompts=differing)
-    return found
+            agreements[name] = replace(agreement, differing_tool_prompts=differing)
+    return agreements
 
 
 def agreement_metrics(agreements: Mapping[str, Agreement], served_name: str) -> dict[str, float]:
-    """Differences of what is asked for, by their names; those of other names end with `_NAME`."""
+    """Return metric → value of all agreements; names of models other than `served_name` are appended as `_NAME`."""
     metrics: dict[str, float] = {}
-    for name, one in sorted(agreements.items(), key=lambda item: item[0] != served_name):
-        end = "" if name == served_name else f"_{name}"
-        metrics |= {f"{metric}{end}": value for metric, value in one.metrics().items()}
+    for name, agreement in sorted(agreements.items(), key=lambda item: item[0] != served_name):
+        suffix = "" if name == served_name else f"_{name}"
+        metrics |= {f"{metric}{suffix}": value for metric, value in agreement.metrics().items()}
     return metrics
 
 
@@ -107,20 +116,22 @@ def _compare(
 ) -> Agreement:
     engine = engine_of(spec.engine)
     served = _predictions(engine, replace(client, model=name), documents)
-    found = differences(served, documents)
+    from_training = differences(served, documents)
     if name not in spec.adapters:
-        return Agreement(len(documents), found)
+        return Agreement(len(documents), from_training)
     base = _predictions(engine, replace(client, model=base_name), documents)
-    apart = [abs(_sum(one) - _sum(other)) for one, other in zip(served, base, strict=True)]
-    from_base = sum(apart) / sum(one.num_targets for one in documents)
-    if from_base <= found.mean:
+    totals = [[math.fsum(predicted.log_probabilities) for predicted in side] for side in (served, base)]
+    distances = [abs(with_adapter - without) for with_adapter, without in zip(*totals, strict=True)]
+    from_base = sum(distances) / sum(document.num_targets for document in documents)
+    # An adapter that was lost on its way answers as its base does: nearer to that than to its own training.
+    if from_base <= from_training.mean:
         raise ServerError(
             f"the adapter {name} does nothing where it is served: over {counted(len(documents), 'recorded document')} "
             f"its log-probabilities are {from_base:.3g} nats per token from those of its base {spec.own_name}, and "
-            f"{found.mean:.3g} from those that training recorded; see the server's log for layers that it left out, or "
-            "serve what a stage of `kind: merge` makes of it"
+            f"{from_training.mean:.3g} from those that training recorded; see the server's log for layers that it left "
+            "out, or serve what a stage of `kind: merge` makes of it"
         )
-    return Agreement(len(documents), found, from_base)
+    return Agreement(len(documents), from_training, from_base)
 
 
 def _differing_tool_prompts(
@@ -200,16 +211,13 @@ def _first_difference(model_folder: Path, learned: list[int], served: list[int])
 
 
 def _predictions(engine: Engine, client: Client, documents: Sequence[RecordedDocument]) -> list[Predicted]:
-    """Of each document's targets, as they are served."""
+    """Return the served predictions of each document's targets."""
     rows = engine.predictions(client, [one.tokens for one in documents])
     return [_of_targets(row, one) for row, one in zip(rows, documents, strict=True)]
 
 
 def _of_targets(row: Predicted, document: RecordedDocument) -> Predicted:
+    """Select the predictions of a document's targets from those of all its tokens."""
     places = [place for place, target in enumerate(document.targets) if target >= 0]
     greedy = [row.greedy[place] for place in places] if row.greedy else ()
     return Predicted([row.log_probabilities[place] for place in places], greedy)
-
-
-def _sum(predicted: Predicted) -> float:
-    return math.fsum(predicted.log_probabilities)

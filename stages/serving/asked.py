@@ -1,6 +1,4 @@
-"""A model that a stage asks: what a recipe may say of it, and what the stage gets. It is served by a serve stage, or by
-a server of the stage's own.
-"""
+"""Settings of stages that ask a model: by the server of a serve stage, or by one of the stage's own."""
 
 from __future__ import annotations
 
@@ -31,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A server that is ready. folder: the model's, for its tokenizer. context_tokens: for prompt and answer.
+    """A model on a server that is ready to be asked.
+
+    folder: of the model, for its tokenizer.
+    context_tokens: length of prompt and answer together.
     takes_tokens: whether prompts may be token ids.
     """
 
@@ -43,28 +44,28 @@ class ServedModel:
 
 
 class AskExecution(ServeExecution):
-    """How a model is asked, and where its server listens when the stage starts one."""
+    """Execution settings of a stage that asks a model, and of the server that it may start."""
 
-    concurrent_requests: PositiveInt = Field(16, description="Requests to the server at a time.")
+    concurrent_requests: PositiveInt = Field(16, description="Number of requests that the server has at a time.")
 
 
 class AskedModelConfig(StageConfig):
-    """A stage that asks a served model: that of a serve stage, or a model or an adapter on a server of its own."""
+    """Base config of stages that ask a served model: a serve stage's, or a model or an adapter on their own server."""
 
     LESS_MEMORY: ClassVar[str] = LESS_MEMORY
 
     model: ServableReference
     adapter: Annotated[AdapterReference | None, AddedLater()] = Field(
-        None, description="Of a server with several: which is asked; default: the server's `model`."
+        None, description="Adapter to ask, if the server has several; default: the server's `model`."
     )
     base: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="Of an adapter: the model that it was trained on; found by itself."
+        None, description="For an adapter: the model that it was trained on; found automatically."
     )
     serving: ServingConfig | None = Field(
-        None, description="Only for a model or an adapter; a serve stage brings its own."
+        None, description="Server settings, only for a model or an adapter; a serve stage brings its own."
     )
     engine: Annotated[EngineName | None, AddedLater()] = Field(
-        None, description="Of a serve stage whose engine is not vllm; found by itself."
+        None, description="Engine of a serve stage, if it is not vllm; found automatically."
     )
     execution: AskExecution = AskExecution()
 
@@ -104,5 +105,5 @@ class AskedModelConfig(StageConfig):
 
     @property
     def serving_engine(self) -> Engine:
-        """What runs the server that is asked."""
+        """Serving engine of the server that is asked."""
         return engine_of(self.engine) if self.engine else chosen_engine(self.serving)

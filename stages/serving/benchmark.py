@@ -1,4 +1,4 @@
-"""Measures a running server under load: random prompts, greedy answers of a fixed length. The engine has the means."""
+"""Benchmark of a running server: its engine puts load on it, random prompts with greedy answers of a fixed length."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from stages.serving.server import Server
 
 
 def measure(server: Server, benchmark: BenchmarkConfig, folder: Path, warn: Callable[[str], None]) -> dict[str, float]:
-    """Median time to first token and between tokens, and throughput, as `METRIC_concurrency_N`.
+    """Return the medians of time to first token and between tokens, and the throughput, as `METRIC_concurrency_N`.
 
-    The time between tokens is left out, with a warning, when answers were shorter than asked for, or of one token.
+    The time between tokens is left out, with a warning, when answers were shorter than requested, or had one token.
     Leaves `benchmark.json` (the full results) and `benchmark.log` in `folder`. Raises ServerError when a request fails.
     """
     metrics: dict[str, float] = {}
@@ -35,7 +35,7 @@ def measure(server: Server, benchmark: BenchmarkConfig, folder: Path, warn: Call
 
 
 def _why_unmeasured(load: LoadResult, benchmark: BenchmarkConfig) -> str | None:
-    """Why there was no time between tokens to measure."""
+    """Return why the time between tokens could not be measured; None if it was."""
     if benchmark.output_tokens == 1:
         return "benchmark.output_tokens is 1: an answer of one token has none between two"
     expected = load.num_requests * benchmark.output_tokens

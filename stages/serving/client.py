@@ -1,4 +1,4 @@
-"""The few requests that we make of a server ourselves: is it ready, is it ours, does it generate and score."""
+"""Client of an OpenAI-compatible server: health, models, completions, chats, log-probabilities; answers are checked."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ Shape = TypeVar("Shape")
 Value = TypeVar("Value")
 
 NUMBERED = "token_id:"
-"""Before the number of a token, where a server is asked for numbers in the place of texts."""
+"""Prefix of a token's number in answers that give numbers instead of texts (`return_tokens_as_token_ids`)."""
 BASE_BYTES = 2**20
 TOKEN_BYTES = 512
-"""JSON around and of one token; a token has some 100 characters at most, and a character up to 6 bytes in JSON."""
+"""Largest JSON of one token in an answer: a token has at most some 100 characters, of up to 6 bytes each in JSON."""
 DEFAULT_TOKENS = 128 * 1024
-"""Of an answer for which no `max_tokens` is sent."""
+"""Largest number of tokens in an answer to a request without `max_tokens`."""
 
 
 HEALTH_TIMEOUT_S = 5.0
 STREAM_TIMEOUT_S = 3600.0
-"""Of a whole streamed answer."""
+"""Longest time for a whole streamed answer."""
 METRICS_BYTES = 32 * 2**20
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -50,7 +50,11 @@ CHAT = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Client:
-    """Speaks to one server. url: without `/v1`. Raises ServerError for a bad answer, TransientError for none."""
+    """Client of one server. Its methods raise ServerError for a bad answer, TransientError for none.
+
+    url: address of the server, without `/v1`.
+    model: name that requests ask for.
+    """
 
     url: str
     api_key: str = field(repr=False)
@@ -58,7 +62,7 @@ class Client:
     timeout_s: float = 120.0
 
     def expected(self, path: str, max_bytes: int, total_s: float | None = None) -> Expected:
-        """Return the bounds of an answer of this server."""
+        """Return the size and time limits of an answer of this server."""
         return Expected(f"{self.url}{path}", max_bytes, total_s or self.timeout_s, key=self.api_key)
 
     def is_healthy(self) -> bool:
@@ -66,7 +70,7 @@ class Client:
         return self.health_status() == http.client.OK
 
     def health_status(self) -> int | None:
-        """Return the status of the server's answer when it is asked for its health; None for no answer in time."""
+        """Return the HTTP status of `/health`; None if there is no answer in time."""
         try:
             return self._asked("/health", BASE_BYTES, total_s=HEALTH_TIMEOUT_S).status
         except (ServerError, TransientError):
@@ -81,13 +85,13 @@ class Client:
         return self.answer("/v1/models", Models[ListedModel]).data
 
     def check_lists_model(self, server: str, advice: str = "") -> None:
-        """Raise ServerError unless the server has our model. server: what it is, in the message."""
+        """Raise ServerError unless the server lists our model. server: description of the server, for the message."""
         if self.model not in (names := self.model_names()):
             serves = shortened(", ".join(names), QUOTED_CHARACTERS)
             raise ServerError(f"{server} at {self.url} serves {serves}, not {self.model}{advice}")
 
     def context_tokens(self) -> int:
-        """Return how many tokens a prompt and its answer may have together, by the first model of the list."""
+        """Return the context length that the first listed model reports, for prompt and answer together."""
         listed = self.models()
         if not listed or listed[0].max_model_len is None:
             raise ServerError(f"{self.url}/v1/models lists no model with a `max_model_len`")
@@ -99,7 +103,7 @@ class Client:
         return self.answer(COMPLETIONS, Choices[Choice], request).choices[0]
 
     def answer(self, path: str, shape: type[Shape], request: dict[str, Any] | None = None) -> Shape:
-        """Return the JSON that answers a POST of a request, or a GET. shape: its form."""
+        """Send a GET, or a POST of `request`, and return the answer's JSON checked against `shape`."""
         max_bytes = BASE_BYTES if request is None else answer_bytes(request)
         return self._asked(path, max_bytes, request).parsed(shape)
 
@@ -108,11 +112,11 @@ class Client:
         return list(self.predictions([token_ids])[0].log_probabilities)
 
     def predictions(self, rows: list[list[int]]) -> list[Predicted]:
-        """Return the same of several rows of tokens, and the likeliest token of each place, in one request."""
+        """Return, for several rows of tokens, log-probabilities and likeliest tokens of all but the first token."""
         return [self._predicted(echoed, len(row)) for echoed, row in zip(self.echoed(rows), rows, strict=True)]
 
     def echoed(self, rows: list[list[int]]) -> list[TokenLogProbs]:
-        """Return the `logprobs` of completions that echo their prompts, the rows."""
+        """Return the `logprobs` of completions that echo the rows as prompts."""
         request = {"model": self.model, "prompt": rows, "temperature": 0, "max_tokens": 1, "echo": True, "logprobs": 1}
         answer = self.answer(COMPLETIONS, Choices[Choice], {**request, "return_tokens_as_token_ids": True})
         choices = sorted(answer.choices, key=lambda choice: choice.index)
@@ -121,7 +125,7 @@ class Client:
         return [choice.reported(self.url) for choice in choices]
 
     def chat(self, messages: list[dict[str, str]], **options: Any) -> Iterator[str]:
-        """Yield the answer to a conversation, in parts as the model makes them; `options` as in the OpenAI API."""
+        """Yield the answer to a conversation in parts, as the model makes them; `options` as in the OpenAI API."""
         request = {"model": self.model, "messages": messages, "stream": True, **options}
         expected = self.expected(CHAT, answer_bytes(request), STREAM_TIMEOUT_S)
         with self._opened(CHAT, expected, request) as response:
@@ -136,7 +140,7 @@ class Client:
             events.end()
 
     def prompt_tokens(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Return the tokens that the server makes of a conversation with the beginning of an answer."""
+        """Return the prompt's token ids as the server's chat template renders a conversation."""
         request = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 1, **options}
         return self.answer(CHAT, ChatPrompt, {**request, "return_token_ids": True}).prompt_token_ids
 
@@ -146,7 +150,7 @@ class Client:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
     def _predicted(self, logprobs: TokenLogProbs, num_tokens: int) -> Predicted:
-        """Read the predictions of all tokens of a prompt but the first."""
+        """Return the predictions of all tokens of a prompt but the first."""
         likeliest = [max(top, key=lambda name: top[name]) for top in logprobs.likeliest_of_prompt(num_tokens, self.url)]
         return Predicted(logprobs.of_prompt(num_tokens, self.url), [token_number(name, self.url) for name in likeliest])
 
@@ -161,7 +165,7 @@ class Client:
     def _opened(
         self, path: str, expected: Expected, request: dict[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Open the response, to be read."""
+        """Open the response to a request, for reading."""
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         body = None if request is None else json.dumps(request).encode()
         try:
@@ -175,7 +179,7 @@ class Client:
 def check_server(client: Client, smoke_log_probabilities: Callable[[Client], list[float]]) -> None:
     """Raise ServerError unless the server serves our model, and generates with finite log-probabilities ≤ 0.
 
-    smoke_log_probabilities: that of the server's engine.
+    smoke_log_probabilities: request of the server's engine that returns a few log-probabilities.
     """
     client.check_lists_model("the server")
     expected = "expected finite numbers ≤ 0: the weights hold NaN or inf, or the dtype is too narrow for them"
@@ -189,14 +193,14 @@ def check_server(client: Client, smoke_log_probabilities: Callable[[Client], lis
 
 
 class Usage(AnswerModel):
-    """Tokens as the server counts them; None where it does not say."""
+    """Token counts of the server; None where it reports none."""
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
 
 
 class TokenLogProbs(AnswerModel):
-    """Log-probabilities by token. None: of the first token of a prompt."""
+    """Log-probabilities of a completion's tokens; None for the first token of a prompt."""
 
     token_logprobs: list[float | None] = Field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] | None = None
@@ -206,12 +210,12 @@ class TokenLogProbs(AnswerModel):
         return _all(self.token_logprobs[1:num_tokens], num_tokens - 1, server)
 
     def likeliest_of_prompt(self, num_tokens: int, server: str) -> list[dict[str, float]]:
-        """Return ln p of the likeliest tokens in the place of every token but the first. Raises as `of_prompt` does."""
+        """Return ln p of the likeliest tokens at every place but the first. Raises as `of_prompt` does."""
         return _all([top or None for top in (self.top_logprobs or ())[1:num_tokens]], num_tokens - 1, server)
 
 
 class Choice(AnswerModel):
-    """A completion. The last two are vLLM's, asked for by `return_token_ids`."""
+    """One completion. `prompt_token_ids` and `token_ids` are vLLM's, requested by `return_token_ids`."""
 
     index: Count = 0
     text: str | None = None
@@ -242,20 +246,20 @@ class Choice(AnswerModel):
 
 
 class Choices(AnswerModel, Generic[Shape]):
-    """An answer to a request for completions or for a chat."""
+    """Answer to a request for completions or for a chat."""
 
     choices: Annotated[list[Shape], Field(min_length=1)]
     usage: Usage | None = None
 
 
 class Message(AnswerModel):
-    """The text of a chat's answer, or the part that an event adds."""
+    """Text of a chat's answer, or the part of it in one event."""
 
     content: str | None = None
 
 
 class ChatToken(AnswerModel):
-    """A token of a chat's answer."""
+    """One token of a chat's answer."""
 
     logprob: float
 
@@ -267,26 +271,29 @@ class ChatLogProbs(AnswerModel):
 
 
 class ChatChoice(AnswerModel):
-    """An answer to a chat."""
+    """One answer to a chat."""
 
     message: Message
     logprobs: ChatLogProbs | None = None
 
 
 class ChatPrompt(AnswerModel):
-    """The prompt of a chat as the server made it; vLLM's, asked for by `return_token_ids`."""
+    """Prompt of a chat as the server rendered it; vLLM's, requested by `return_token_ids`."""
 
     prompt_token_ids: list[Count]
 
 
 class EventChoice(AnswerModel):
-    """What an event adds to an answer."""
+    """Part of an answer in one event of a stream."""
 
     delta: Message = Message()
 
 
 class ChatEvent(AnswerModel):
-    """An event of a streamed chat or completion; the last one may hold the usage alone. error: why it breaks off."""
+    """One event of a streamed chat or completion; the last one may hold only the usage.
+
+    error: reason of the server for ending the answer early.
+    """
 
     choices: list[EventChoice] = Field(default_factory=list)
     usage: Usage | None = None
@@ -294,13 +301,16 @@ class ChatEvent(AnswerModel):
 
 
 class Models(AnswerModel, Generic[Shape]):
-    """The models that a server lists."""
+    """List of the models that a server serves."""
 
     data: list[Shape]
 
 
 class ListedModel(AnswerModel):
-    """A model as every server lists it. max_model_len: tokens of a prompt and its answer, where the server says it."""
+    """One model in a server's list.
+
+    max_model_len: context length for prompt and answer together; None where the server does not report it.
+    """
 
     id: str
     max_model_len: Annotated[int, Field(gt=0)] | None = None
@@ -314,9 +324,9 @@ def _all(values: Sequence[Value | None], count: int, server: str) -> list[Value]
 
 
 def answer_bytes(request: Mapping[str, Any]) -> int:
-    """Return the largest size of an honest answer to a request: of the tokens and log-probabilities asked for.
+    """Return an upper bound of the size of an answer, from the tokens and log-probabilities requested.
 
-    Echoed prompts are answered with theirs, which makes large answers of right.
+    An echoed prompt is answered with log-probabilities of its own tokens, which makes large answers legitimate.
     """
     prompt = request.get("prompt") or []
     prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
@@ -327,7 +337,7 @@ def answer_bytes(request: Mapping[str, Any]) -> int:
 
 
 def token_number(name: str, server: str) -> int:
-    """Return the number of a token that is called `token_id:NUMBER`. Raises ServerError for another name."""
+    """Return NUMBER of a token named `token_id:NUMBER`. Raises ServerError for another name."""
     number = number_in(name.removeprefix(NUMBERED)) if name.startswith(NUMBERED) else None
     if number is None or number >= 2**31:
         raise ServerError(f"{server} calls a token {quoted(name, 50)}; expected `{NUMBERED}` and its number")

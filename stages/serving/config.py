@@ -1,4 +1,4 @@
-"""What a recipe may say of a server: how it holds a model, what load measures it, where it listens."""
+"""Settings of a server in recipes: how it holds a model, its benchmark, its address, and what its model rules out."""
 
 from __future__ import annotations
 
@@ -16,37 +16,43 @@ from stages.models.model_folder import check_config
 
 EngineName = Literal["vllm", "llama_cpp", "sglang", "lmdeploy"]
 MOST_STOP_TEXTS = 64
-"""Of one request: what every server that a stage starts takes."""
+"""Largest number of stop texts in one request; every server that a stage starts takes as many."""
 StopTexts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MOST_STOP_TEXTS)]
-"""Of a field: what ends an answer."""
+"""Type of a field with texts that end an answer."""
 
 
 class ServingConfig(StrictModel):
-    """How an engine holds a model: everything that may change what it answers, or how fast."""
+    """Settings of an engine that may change a model's answers, or its speed."""
 
     engine: Annotated[EngineName | None, AddedLater()] = Field(
-        None, description="Default: vllm, but llama_cpp for what `quantize` makes by `method: gguf`."
+        None, description="Serving engine. Default: vllm; llama_cpp for a model quantized with `method: gguf`."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: that of the weights, but bf16 for those in fp32."
+        "auto", description="Dtype of computation. auto: dtype of the weights, but bf16 for fp32 weights."
     )
-    max_model_len: PositiveInt | None = Field(None, description="Tokens of prompt and answer; default: the model's.")
-    max_num_seqs: PositiveInt | None = Field(None, description="Requests in one batch; default: the engine's.")
-    tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share each layer.")
+    max_model_len: PositiveInt | None = Field(
+        None, description="Context length of prompt and answer; default: the model's."
+    )
+    max_num_seqs: PositiveInt | None = Field(
+        None, description="Largest number of requests in a batch; default: the engine's."
+    )
+    tensor_parallel_size: PositiveInt = Field(1, description="Number of GPUs that share each layer.")
     kv_cache_memory_gib: PositiveFloat | None = Field(
-        None, description="Default: what the engine finds free on a GPU, 4 on a CPU."
+        None, description="Memory of the KV cache. Default: the memory that is free on a GPU; 4 GiB on a CPU."
     )
-    enforce_eager: bool = Field(False, description="Neither compile nor capture graphs: starts sooner, runs slower.")
-    trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
+    enforce_eager: bool = Field(
+        False, description="Do not compile or capture graphs: the server starts sooner and runs slower."
+    )
+    trust_remote_code: bool = Field(False, description="Run Python files that come with the model.")
     tool_call_parser: Annotated[str | None, AddedLater()] = Field(
         None,
         min_length=1,
-        description="The engine's parser that reads calls of tools from answers; default: vllm's for what the chat "
-        "template writes around calls, and llama_cpp's own. None: requests with tools are refused.",
+        description="Parser of the engine that reads tool calls from answers. Default: chosen by the chat template for "
+        "vllm; llama_cpp has its own. Without a parser, requests with tools are refused.",
     )
     arguments: Annotated[dict[str, JsonValue], AddedLater()] = Field(
         default_factory=dict,
-        description="Other options of the engine's own server, without dashes before them → values.",
+        description="Other options of the engine's server: name without leading dashes → value.",
     )
 
     @field_validator("arguments")
@@ -56,36 +62,39 @@ class ServingConfig(StrictModel):
 
 
 class BenchmarkConfig(StrictModel):
-    """Load that is put on the server."""
+    """Load that a benchmark puts on the server."""
 
     concurrencies: tuple[PositiveInt, ...] = Field(
-        (1, 8), min_length=1, description="Requests at a time; each is measured."
+        (1, 8), min_length=1, description="Numbers of concurrent requests; each is measured."
     )
-    requests_per_concurrency: PositiveInt = Field(8, description="Requests sent for each unit of concurrency.")
-    input_tokens: PositiveInt = Field(128, description="Of each prompt.")
-    output_tokens: PositiveInt = Field(64, description="Of each answer.")
+    requests_per_concurrency: PositiveInt = Field(8, description="Number of requests sent per unit of concurrency.")
+    input_tokens: PositiveInt = Field(128, description="Tokens of each prompt.")
+    output_tokens: PositiveInt = Field(64, description="Tokens of each answer.")
 
     @property
     def tokens(self) -> int:
-        """Of a prompt and its answer together."""
+        """Length of a prompt and its answer together."""
         return self.input_tokens + self.output_tokens
 
 
 LESS_MEMORY = "lower serving.kv_cache_memory_gib or serving.max_model_len, or raise execution.slots"
-"""What to change where the kernel kills a server for lack of memory."""
+"""Advice where the kernel kills a server for lack of memory."""
 
 
 class ServeExecution(Execution):
-    """Where the server listens and how long it may take to start."""
+    """Address that the server listens on, and how long it may take to start."""
 
-    host: str = Field("127.0.0.1", pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:%_-]*$", description="Address to listen on.")
-    port: int | None = Field(None, ge=1, le=65535, description="Default: a free one.")
-    ready_timeout_s: Seconds = Field(600, description="How long the server may take to start.")
+    host: str = Field(
+        "127.0.0.1", pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:%_-]*$", description="Address that the server listens on."
+    )
+    port: int | None = Field(None, ge=1, le=65535, description="Port that the server listens on; default: a free one.")
+    ready_timeout_s: Seconds = Field(600, description="Longest time that the server may take to start.")
 
 
 LONG_IN_THEMSELVES = ("longrope", "su", "llama3", "default", "mrope")
-"""Kinds of rotary embedding whose `max_position_embeddings` already is what they extend a model to."""
+"""Kinds of rotary embedding whose `max_position_embeddings` already is the extended context length."""
 MAY_BE_TOO_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+"""Variable by which vLLM allows lengths beyond the model's positions."""
 BYTES_PER_GIB = 2**30
 
 
@@ -95,7 +104,9 @@ def limit_problems(
     benchmark: BenchmarkConfig | None,
     environment: Mapping[str, str],
 ) -> Iterator[tuple[str, str]]:
-    """Dotted field of the stage, and what is wrong with it. environment: of the server.
+    """Yield (dotted field of the stage, problem) for settings that the model's `config.json` rules out.
+
+    environment: of the server.
 
     Raises ModelError for a config that no model has.
     """
@@ -123,7 +134,7 @@ def _too_long(serving: ServingConfig, benchmark: BenchmarkConfig | None, max_tok
 
 
 def _undivided(fields: Mapping[str, Any], ranks: int) -> Iterator[tuple[str, str]]:
-    """Tensor parallelism gives every rank whole heads, and the same share of each feed-forward layer."""
+    """Yield a problem unless tensor parallelism gives every rank whole heads and equal feed-forward shares."""
     queries = next((fields[name] for name in SPELLINGS["num_heads"] if fields.get(name)), 0)
     keys = fields.get("num_key_value_heads") or queries
     field = "serving.tensor_parallel_size"
@@ -147,7 +158,7 @@ def _divisors(queries: int, keys: int) -> str:
 def _too_little_memory(
     fields: Mapping[str, Any], serving: ServingConfig, gib: float, tokens: int
 ) -> Iterator[tuple[str, str]]:
-    """An engine refuses to start without room for one request of the greatest length."""
+    """Yield a problem if the KV cache cannot hold one request of the greatest length: engines refuse to start then."""
     try:
         shape = shape_of_config(fields)
     except ModelError:  # of a family whose sizes are not known
@@ -166,8 +177,10 @@ def _too_little_memory(
 
 
 def _max_tokens(fields: Mapping[str, Any]) -> int | None:
-    """What the model can attend to, as vLLM derives it: `max_position_embeddings`, stretched by the factor of the
-    rotary embedding; None where the config does not say."""
+    """Return the context length as vLLM derives it: `max_position_embeddings` times the rotary scaling factor.
+
+    None where the config does not give it.
+    """
     positions = fields.get("max_position_embeddings")
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"

@@ -1,4 +1,4 @@
-"""Where a model that a stage asks is served: by the serve stage that it names, or by a server of its own."""
+"""Endpoint of a model that a stage asks: the server of the serve stage that it names, or one that it starts itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stages.serving.server import Server, api_key, started_server
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A served model. `server` is None when it belongs to a serve stage."""
+    """Address of a served model. `server` is None when it belongs to a serve stage."""
 
     client: Client
     spec: LaunchSpec
@@ -31,11 +31,14 @@ class Endpoint:
 
     @property
     def asked_folder(self) -> Path:
-        """Of what is asked: the model's, or the adapter's, with the chat template that it was trained with."""
+        """Folder of the model or adapter that is asked, with the chat template of its training."""
         return self.spec.folders[self.spec.served_name]
 
     def await_model(self) -> ServedModel:
-        """Raises ServerError when our own server does not come up, or an adapter does nothing."""
+        """Wait until the model can be asked, and compare it with its training's record.
+
+        Raises ServerError when our own server does not come up, or an adapter has no effect.
+        """
         if self.server:
             self.server.wait_until_ready(self.ready_timeout_s)
             self.server.check()
@@ -51,15 +54,15 @@ class Endpoint:
         )
 
     def _compare(self, context_tokens: int) -> None:
-        """Log how what is asked agrees with what its training recorded."""
+        """Log how well the served model agrees with the record of its training."""
         name = self.spec.served_name
         agreements = compare_with_records(self.client, self.spec, [name], context_tokens, self.context.warn)
         if agreements:
             self.context.log_metrics(0, agreement_metrics(agreements, name))
 
     def raise_if_gone(self) -> None:
-        """Raise TransientError when the server was up and does not answer any more."""
-        if self.server and not self.server.was_ready:  # ours is still starting: what failed has not asked it
+        """Raise TransientError if the server was up and does not answer any more."""
+        if self.server and not self.server.was_ready:  # our server is still starting: the failure has another cause
             return
         if self.client.is_healthy():
             return
@@ -71,7 +74,7 @@ class Endpoint:
 
 @contextlib.contextmanager
 def endpoint_for(config: AskedModelConfig, context: StageContext) -> Iterator[Endpoint]:
-    """The leased server of a serve stage while it answers, else one that is started here and ended in the end.
+    """Open an endpoint: the leased server of a serve stage while it answers, else a server that ends with the context.
 
     A server of our own may still be starting. Raises ModelError or ResourceError before anything slow.
     """
@@ -86,7 +89,7 @@ def endpoint_for(config: AskedModelConfig, context: StageContext) -> Iterator[En
 
 
 def _launch_spec(config: AskedModelConfig, context: StageContext) -> LaunchSpec:
-    """What the serve stage left, or a new one for a model or an adapter."""
+    """Return the launch spec that the serve stage left, or a new one for a model or an adapter."""
     artifact = context.inputs[config.model]
     if (artifact / LAUNCH_FILE).is_file():
         if config.serving:
@@ -104,7 +107,7 @@ def _launch_spec(config: AskedModelConfig, context: StageContext) -> LaunchSpec:
 
 
 def _leased_client(config: AskedModelConfig, context: StageContext, spec: LaunchSpec) -> Client | None:
-    """The server that the refresh keeps up for us, if there is one and it does what it should."""
+    """Return a client of the server that the refresh keeps up for us; None if there is none, or it fails its check."""
     lease = context.leases.get(config.model)
     if lease is None:
         return None

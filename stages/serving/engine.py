@@ -1,9 +1,9 @@
-"""Serving engines: the protocol that each implements, how a server is started again, and what several engines share.
+"""Serving engines: the protocol that each implements, the launch spec of a server, and what several engines share.
 
-One room an engine, one line in `registry.py`. An engine lives in an environment of its own and is never imported: its
-program is started and spoken to over HTTP, through a proxy (`proxy.py`) that alone reaches it. It answers `/health`,
-`/metrics`, `/v1/models` and `/v1/completions` as OpenAI's clients expect, and takes the bearer token that its
-environment gives it. What not all of them can do is among its `Capabilities`.
+A new engine is a module and a line in `registry.py`. An engine lives in an environment of its own and is never
+imported: its program is started and spoken to over HTTP, through a proxy (`proxy.py`) that alone reaches it. It answers
+`/health`, `/metrics`, `/v1/models` and `/v1/completions` as OpenAI's clients expect, and takes the bearer token that
+its environment gives it. What not all engines support is listed in their `Capabilities`.
 """
 
 from __future__ import annotations
@@ -42,25 +42,28 @@ REASON_CHARACTERS = 200
 
 
 class LaunchSpec(StrictModel):
-    """The content of `launch.json`. Files written before there was more than one engine say `vllm_version`.
+    """Everything needed to start the same server again; the content of `launch.json`, which a serve stage leaves.
 
-    model: the folder of the weights; of adapters, that of their base. served_name: what requests ask for.
+    Files written before there was more than one engine have `vllm_version`.
+
+    model: folder of the weights, or of the adapters' base.
+    served_name: name that requests ask for by default.
     """
 
     model: Path
     served_name: str
     adapters: dict[str, Path] = Field(default_factory=dict, description="Name in requests → folder of the adapter.")
-    base_name: str | None = Field(None, description="Of `model` in requests, where `served_name` is an adapter.")
-    swaps_adapters: bool = Field(False, description="Other adapters of `model` may be loaded while it runs.")
+    base_name: str | None = Field(None, description="Name of `model` in requests, where `served_name` is an adapter.")
+    swaps_adapters: bool = Field(False, description="True if other adapters of `model` may be loaded while it runs.")
     for_training: bool = Field(
         False,
-        description="Answers are learned from: other weights may be loaded while it runs, and nothing but the "
-        "request says how to sample.",
+        description="True if a training learns from its answers: other weights may be loaded while it runs, and only "
+        "the request determines how to sample.",
     )
     num_tried: int = Field(
         0,
-        description="Servers that a person tries side by side, this one included, which need to start soon and to "
-        "share the devices; 0: it serves others.",
+        description="Number of servers that a person tries side by side, this one included, which start fast and "
+        "share the devices; 0 for a server with other users.",
     )
     serving: ServingConfig
     engine: str = "vllm"
@@ -68,21 +71,21 @@ class LaunchSpec(StrictModel):
 
     @property
     def own_name(self) -> str:
-        """Of `model` itself in requests."""
+        """Name of `model` itself in requests."""
         return self.base_name or self.served_name
 
     @property
     def folders(self) -> dict[str, Path]:
-        """Name in requests → folder, of the model and its adapters."""
+        """Folders of the model and its adapters, by their names in requests."""
         return {self.own_name: self.model, **self.adapters}
 
     def asking(self, name: str) -> LaunchSpec:
-        """The same server, another of whose names is asked for."""
+        """Return the spec of the same server with another of its names as `served_name`."""
         return self.model_copy(update={"served_name": name, "base_name": self.own_name})
 
     @property
     def version_tag(self) -> dict[str, str]:
-        """`ENGINE_version`: how versions of artifacts and tags have it."""
+        """The tag {`ENGINE_version`: version}, as artifact versions hold it."""
         return {f"{self.engine}_version": self.engine_version}
 
 
@@ -93,14 +96,18 @@ WeightFormat = Literal["int4", "int8", "fp8"] | GgufType
 
 
 def is_k_quant(weights: str) -> bool:
-    """Whether blocks are K-quants, which llama.cpp's own library makes."""
+    """Return whether a weight format is a K-quant, whose blocks llama.cpp's own library makes."""
     return "_k" in weights
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """method: as the recipe names it. group_size: input channels that share a scale (int4). ignore: names or patterns
-    (`re:…`) of layers that are left alone.
+    """Facts of a quantization that the engine which will serve the model must know.
+
+    method: name of the method in recipes.
+    group_size: input channels that share a scale (int4).
+    ignore: names or patterns (`re:…`) of layers that stay unquantized.
+    tensor_parallel_size: of the server.
     """
 
     method: str
@@ -111,13 +118,13 @@ class Quantization:
     tensor_parallel_size: int
 
     def layers(self, projections: list[Projection]) -> list[Projection]:
-        """Those of a model's layers that are quantized."""
+        """Return the layers of a model that are quantized."""
         return [layer for layer in projections if not matches(layer.name, self.ignore)]
 
 
 @dataclass(frozen=True)
 class NotAsked:
-    """Nothing is known of options. why: what follows `whether ENGINE takes them`."""
+    """Result of a check of options that was not made. why: continues the phrase `whether ENGINE takes them`."""
 
     why: str
 
@@ -130,12 +137,18 @@ WeightFiles = Literal["safetensors", "gguf"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """weights: the kind of files that it serves. prompt_log_probabilities: whether `/v1/completions` gives them with
-    `echo`, as tasks that compare log-likelihoods ask. adapters: whether it puts them on a model. new_weights: whether a
-    running server takes others, as methods that learn from completions need. token_prompts: whether `/v1/completions`
-    takes prompts as token ids; others are asked in texts, and compared with no record of training. stop_texts: whether
-    any text may end an answer. prompt_token_ids: whether `/v1/chat/completions` tells the tokens of the prompt that it
-    made. dtypes: that it computes in. idle_fields: of `serving`, those that it has no use for.
+    """Features that an engine supports.
+
+    weights: kind of weight files that it reads.
+    prompt_log_probabilities: whether `/v1/completions` gives them with `echo`, for tasks that compare log-likelihoods.
+    adapters: whether it serves adapters on a model.
+    new_weights: whether a running server takes other weights, for methods that learn from completions.
+    token_prompts: whether `/v1/completions` takes prompts of token ids; else prompts are texts, and what is served is
+    not compared with the record of its training.
+    stop_texts: whether an answer may end at any text.
+    prompt_token_ids: whether `/v1/chat/completions` returns the token ids of the rendered prompt.
+    dtypes: dtypes that it computes in.
+    idle_fields: fields of `serving` that it does not use.
     """
 
     weights: WeightFiles
@@ -150,7 +163,7 @@ class Capabilities:
 
 
 class Program(Protocol):
-    """An installed engine."""
+    """Installed program of an engine."""
 
     @property
     def command(self) -> Path: ...
@@ -159,18 +172,18 @@ class Program(Protocol):
     def version(self) -> str: ...
 
     def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
-        """The command line of a server that listens at `address` alone; the API key travels in the environment."""
+        """Return the command line of a server that listens only at `address`; the environment has the API key."""
 
     def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
-        """The whole environment of a server, whose working folder will be a temporary one of its own."""
+        """Return the whole environment of a server, which will run in a temporary folder of its own."""
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What a load of `concurrency` requests at a time measured: medians in ms, and tokens per second in all.
+    """Measurements under a load of `concurrency` requests at a time: medians in ms, throughput over all.
 
-    inter_token_latency_ms: of a request, the mean time to each token after the first. num_output_tokens: of all
-    answers.
+    inter_token_latency_ms: median over requests of the mean time to each token after the first.
+    num_output_tokens: number of tokens in all answers.
     """
 
     concurrency: int
@@ -183,9 +196,14 @@ class LoadResult:
 
 
 class Engine(Protocol):
-    """name: in recipes, records and metrics, `NAME_version` among them. title: in messages. installation: what to do
-    when it is missing. settings: environment variables of every server. waiting_requests_metric: of its `/metrics`.
-    listens_on_sockets: whether it can listen on a Unix socket; one that cannot gets a port of the loopback.
+    """Protocol of a serving engine.
+
+    name: in recipes, records and metrics (`NAME_version`).
+    title: in messages.
+    installation: what to do when it is missing.
+    settings: environment variables of every server.
+    waiting_requests_metric: name of the metric of queued requests in `/metrics`.
+    listens_on_sockets: whether it can listen on a Unix socket; if not, it gets a port of the loopback.
     """
 
     @property
@@ -205,36 +223,40 @@ class Engine(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def find_program(self) -> Program:
-        """The installed program. Raises ResourceError, with how to get one, when there is none."""
+        """Return the installed program. Raises ResourceError, with how to install it, if there is none."""
 
     def program_in_image(self, *, on_cpu: bool) -> Program:
-        """The program as it is found in a container image that was made for it."""
+        """Return the program as it is found in a container image made for it."""
 
     def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
-        """`OPTION: why`, of what this engine cannot be started with; or why that is not known.
+        """Return `OPTION: why` for each option that this engine cannot be started with, or why that is not known.
 
-        at_once: what takes seconds to know is not asked. Raises ResourceError when it is not installed.
+        at_once: answer without checks that take seconds.
+
+        Raises ResourceError if the engine is not installed.
         """
 
     def root_cause(self, log: str) -> str | None:
-        """Why the server that wrote `log` died or did not start; None when the log does not say."""
+        """Return why the server that wrote `log` died or did not start; None if the log does not say."""
 
     def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
-        """Tokens that a prompt and its answer may have together, on a server of `spec`."""
+        """Return the context length of a server of `spec`, for prompt and answer together."""
 
     def smoke_log_probabilities(self, client: Client) -> list[float]:
-        """A few log-probabilities that the server gives, whatever their tokens. Raises ServerError for none."""
+        """Return a few log-probabilities of any tokens that the server generates. Raises ServerError for none."""
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
-        """Of every token of each row but the first: its log-probability, and the likeliest token in its place, unless
-        the engine tells no ids of tokens."""
+        """Return log-probability and likeliest token for every token of each row but the first.
+
+        The likeliest tokens are left out if the engine gives no token ids.
+        """
 
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
     ) -> list[LoadResult]:
         """Put each of the benchmark's concurrencies on a server; leaves `benchmark.json` and `benchmark.log`.
 
-        Raises ServerError when the load could not be generated.
+        Raises ServerError if the load could not be generated.
         """
 
     def check_adapters(self, spec: LaunchSpec) -> None:
@@ -244,40 +266,51 @@ class Engine(Protocol):
         """
 
     def has_room(self, spec: LaunchSpec, adapter: Path) -> bool:
-        """Whether a running server of `spec`, which swaps adapters, could load this folder too, and serve all of it."""
+        """Return whether a running server of `spec`, which swaps adapters, could also load and apply this adapter."""
 
     def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
-        """Into a running server. Raises ServerError when it refuses, TransientError when it does not answer in time."""
+        """Load an adapter into a running server.
+
+        Raises ServerError if the server refuses it, TransientError if it does not answer in time.
+        """
 
     def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
-        """Of a running server, which has no more requests for it. Raises as `load_adapter` does."""
+        """Unload an adapter of a running server that has no more requests for it. Raises as `load_adapter` does."""
 
     def check_takes_weights(self, client: Client, num_tokens: int, dtype: str) -> None:
-        """Raise ServerError, saying how to start it, unless a running server that others started can be given weights
-        and learned from. num_tokens: that it must take at a time. dtype: that it must compute in."""
+        """Raise ServerError unless a server that others started can be given weights and learned from.
+
+        The message says how to start it.
+
+        num_tokens: length of prompt and answer that it must take.
+        dtype: that it must compute in.
+        """
 
     def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-        """Raise ServerError unless such a server reads what we write to this folder; its weights stay."""
+        """Raise ServerError unless such a server reads what we write to this folder; its weights stay as they are."""
 
     def prepare_reloads(self, folder: Path, client: Client | None = None) -> None:
-        """Make a model's folder, which the caller owns, fit to be started from or loaded by `reload_weights`.
+        """Prepare a model's folder, which the caller owns, for a start or for `reload_weights`.
 
-        client: speaks to the server, if others started it."""
+        client: of the server, if others started it.
+        """
 
     def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-        """Of a running server of a spec `for_training`, which has no request under way: those of this folder, in the
-        place of what it has. Raises as `load_adapter` does."""
+        """Replace the weights of a running server of a spec `for_training` by those in `folder`.
+
+        No request may be under way. Raises as `load_adapter` does.
+        """
 
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
     ) -> None:
-        """Raise RecipeError, saying what to change, when a model with these layers could not be served quantized.
+        """Raise RecipeError, saying what to change, if a model with these layers could not be served quantized.
 
         model_config: the unquantized model's `config.json`.
         """
 
     def caveats(self, quantization: Quantization) -> list[str]:
-        """What to warn of: the quantized model would be served, but not as its KL or its size promise."""
+        """Return warnings about a quantized model that would be served, but not as its KL or its size promise."""
 
 
 def problems_by_parser(
@@ -288,11 +321,13 @@ def problems_by_parser(
     *,
     at_once: bool = False,
 ) -> list[str] | NotAsked:
-    """`OPTION: why`, of what this version of an engine does not take; or why its parser has not said so.
+    """Return `OPTION: why` for each option that this version of an engine refuses, or why its parser was not asked.
 
-    command: reads options from stdin, as JSON, and prints problems as its last line. options: name → as the command
-    line has it. at_once: the parser is not asked what it has not been asked before. Where it cannot run, that is not
-    kept: it is tried again.
+    Answers are cached in the home. Where the parser cannot run, nothing is cached: it is asked again.
+
+    command: program that reads options from stdin, as JSON, and prints problems as its last line.
+    options: name → its arguments on the command line.
+    at_once: only answer from the cache.
     """
     asked = json.dumps(options, sort_keys=True)
     key = hashlib.sha256(f"{version} {asked}".encode()).hexdigest()[:24]
@@ -307,13 +342,13 @@ def problems_by_parser(
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, json.dumps(problems))
     note_use(kept)
-    found: list[str] = json.loads(kept.read_text())
-    return found
+    problems_kept: list[str] = json.loads(kept.read_text())
+    return problems_kept
 
 
 @functools.cache
 def parsed(command: tuple[str | Path, ...], asked: str) -> list[str] | NotAsked:
-    """What the program says; why not, where it cannot run: a build for GPUs may not be imported without one."""
+    """Return the parser program's problems, or why it cannot run: a build for GPUs may not be imported without one."""
     try:
         ended = subprocess.run(
             command, input=asked, capture_output=True, text=True, timeout=PARSER_TIMEOUT_S, check=False
@@ -321,8 +356,8 @@ def parsed(command: tuple[str | Path, ...], asked: str) -> list[str] | NotAsked:
     except subprocess.TimeoutExpired:
         return _unable(f"no answer within {PARSER_TIMEOUT_S:g} s")
     if ended.returncode:
-        said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
-        return _unable(shortened(said[-1], REASON_CHARACTERS) if said else f"exit status {ended.returncode}")
+        errors = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+        return _unable(shortened(errors[-1], REASON_CHARACTERS) if errors else f"exit status {ended.returncode}")
     problems: list[str] = json.loads(ended.stdout.splitlines()[-1])
     return problems
 
@@ -335,13 +370,20 @@ def _unable(reason: str) -> NotAsked:
 
 @dataclass(frozen=True)
 class PassedOptions:
-    """title: the engine's, in messages. names: of the options that are passed; no other is."""
+    """Options that a recipe may pass to an engine's server; all others are refused.
+
+    Most options of these servers do more than tune: they load weights that are no safetensors, run code of others, name
+    files that no version knows, or open ways around the proxy.
+
+    title: name of the engine in messages.
+    names: the options that are passed.
+    """
 
     title: str
     names: tuple[str, ...]
 
     def refusals(self, arguments: Mapping[str, JsonValue]) -> Iterator[str]:
-        """`OPTION: why`, of those that are passed to no server."""
+        """Yield `OPTION: why` for each option that no server gets."""
         for name, value in arguments.items():
             if name not in self.names:
                 close = difflib.get_close_matches(name, self.names, n=2)
@@ -351,7 +393,7 @@ class PassedOptions:
                 yield f"{name}: found {json.dumps(value)}; leave the option out, or say true for one without a value"
 
     def written(self, arguments: Mapping[str, JsonValue]) -> dict[str, list[str]]:
-        """Option → how the command line has it. Raises RecipeError for one that is refused."""
+        """Return option → its arguments on the command line. Raises RecipeError if one is refused."""
         if refused := list(self.refusals(arguments)):
             raise RecipeError(f"the arguments of {self.title}: {'; '.join(refused)}")
         return {
@@ -363,7 +405,7 @@ class PassedOptions:
 
 
 def dtype_of(spec: LaunchSpec) -> str:
-    """What the recipe says; of `auto`, bfloat16 for weights in float32."""
+    """Return the recipe's dtype; for `auto` and fp32 weights bfloat16, where the engine itself would take float16."""
     stored = read_config(spec.model)
     if spec.serving.dtype == "auto" and "float32" in (stored.get("dtype"), stored.get("torch_dtype")):
         return "bfloat16"
@@ -371,7 +413,11 @@ def dtype_of(spec: LaunchSpec) -> str:
 
 
 class FixedWeights:
-    """Recipes that ask for more are refused by `Capabilities` when they are read; these are the last line."""
+    """The part of the engine protocol for engines that serve no adapters and load their weights once.
+
+    Recipes that ask for more are refused by `Capabilities` when they are read; these errors are the last line of
+    defence.
+    """
 
     title: str
 
@@ -405,7 +451,7 @@ class FixedWeights:
     def check_loadable(
         self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
     ) -> None:
-        """Nothing is quantized for it, unless it says more of that."""
+        """Accept every model: nothing is quantized for this engine unless a subclass checks it."""
 
     def caveats(self, quantization: Quantization) -> list[str]:
         return []

@@ -1,5 +1,4 @@
-"""Where an engine's package is installed: the interpreter of an environment of its own, which is never ours, and what
-it inherits of our variables."""
+"""Interpreters of engines: each package lives in an environment of its own, whose Python runs its programs."""
 
 from __future__ import annotations
 
@@ -19,14 +18,19 @@ NOT_INHERITED = {
 
 
 def inherited_environment() -> dict[str, str]:
-    """Ours, without what would confuse another Python's engine."""
+    """Return our environment variables without those that would confuse another Python's program."""
     return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
 
 
 def find_interpreter(package: str, *, title: str, variable: str, environment: str, how: str) -> tuple[Path, str]:
-    """The interpreter that `variable` names, or `ENVIRONMENT/bin/python` beside our environment; the package's version.
+    """Return the interpreter that has a package, with the package's version.
 
-    how: makes the environment. Raises ResourceError when there is none, or it has no such package.
+    It is the one that `variable` names, or `ENVIRONMENT/bin/python` beside our environment.
+
+    title: name of the program in messages.
+    how: command that makes the environment.
+
+    Raises ResourceError if there is no interpreter, or it has no such package.
     """
     named = os.environ.get(variable)
     beside = Path(sys.prefix).parent / environment / "bin" / "python"
@@ -45,7 +49,7 @@ def find_interpreter(package: str, *, title: str, variable: str, environment: st
 
 @cache
 def _read_version(command: Path, package: str) -> str | None:
-    """By the metadata in its environment: importing the package could cost seconds."""
+    """Return the package's version from its environment's metadata: importing it could cost seconds."""
     for folder in sorted(command.parent.parent.glob("lib/python3*/site-packages")):
         for distribution in distributions(name=package, path=[str(folder)]):
             return distribution.version

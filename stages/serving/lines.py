@@ -1,4 +1,4 @@
-"""Lines for a person who waits for a server at a terminal, or reads them later in a file: each has its time."""
+"""Timestamped lines for people who wait for a server at a terminal, or read its output later."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def say(message: str) -> None:
 
 
 def starting_lines(title: str) -> Callable[[float], None]:
-    """For `Server.wait_until_ready`: every 10 s, a line with the seconds so far."""
-    said_s = 0.0
+    """Return a callback for `Server.wait_until_ready` that prints the elapsed seconds every 10 s."""
+    reported_s = 0.0
 
     def report(elapsed_s: float) -> None:
-        nonlocal said_s
-        if elapsed_s >= said_s + INTERVAL_S:
-            said_s = elapsed_s
+        nonlocal reported_s
+        if elapsed_s >= reported_s + INTERVAL_S:
+            reported_s = elapsed_s
             say(f"{title} is starting, {elapsed_s:.0f} s so far")
 
     return report

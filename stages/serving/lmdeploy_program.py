@@ -2,7 +2,7 @@
 
 With `--check-options` alone, its parser is asked about the options on stdin instead (JSON, option → its arguments); the
 last line on stdout is a JSON list of problems. A program for the interpreter of LMDeploy's environment; it imports
-nothing of ours. LMDeploy takes its API key as an option only, which everybody on the machine can read: here it is
+nothing of ours. LMDeploy takes its API key as an option only, which everyone on the machine can read: here it is
 LMDEPLOY_SERVER_KEY of the environment.
 """
 

@@ -65,7 +65,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Log:
-    """How an engine's log is read for the cause of a failure.
+    """Patterns by which the cause of a failure is found in an engine's log.
 
     prefix: text before each line, such as time and process.
     consequences: phrases, in lower case, of exceptions that only follow from others.

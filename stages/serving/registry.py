@@ -21,40 +21,40 @@ from stages.serving.vllm.engine import Vllm
 ENGINES: dict[str, Engine] = {"vllm": Vllm(), "llama_cpp": LlamaCpp(), "sglang": Sglang(), "lmdeploy": Lmdeploy()}
 DEFAULT_ENGINE = "vllm"
 DEFAULT_ENGINES: dict[WeightFiles, str] = {"gguf": "llama_cpp"}
-"""Kind of weight files → engine, where that is another."""
+"""Kind of weight files → engine, where it is not `DEFAULT_ENGINE`."""
 
 
 def chosen_engine(serving: ServingConfig | None) -> Engine:
-    """The engine of a server that a recipe describes so."""
+    """Return the engine that a recipe's `serving` block names, or the default."""
     return ENGINES[(serving and serving.engine) or DEFAULT_ENGINE]
 
 
 def installed_version(engine: Engine) -> dict[str, str]:
-    """`ENGINE_version`, as versions of artifacts have it. Raises ResourceError when it is not installed."""
+    """Return {`ENGINE_version`: version}, as artifact versions hold it. Raises ResourceError if there is none."""
     return {f"{engine.name}_version": engine.find_program().version}
 
 
 def engine_of(name: str) -> Engine:
-    """The engine that a `launch.json` names. Raises ResourceError when this version of the code has none such."""
+    """Return the engine that a `launch.json` names. Raises ResourceError if this code does not have it."""
     if name not in ENGINES:
         raise ResourceError(f"looking for the serving engine {name}: there are {', '.join(ENGINES)}; update this code")
     return ENGINES[name]
 
 
 def weight_files_of(model: Path) -> WeightFiles:
-    """What a model folder holds."""
+    """Return the kind of weight files in a model folder."""
     return "gguf" if holds_gguf(model) else "safetensors"
 
 
 def check_weight_files(model: Path, engine: Engine) -> None:
-    """Raise ModelError for a model folder that an engine does not read."""
+    """Raise ModelError for a model folder whose weight files an engine does not read."""
     found, expected = weight_files_of(model), engine.capabilities.weights
     if found != expected:
         raise ModelError(f"serving {model}: it holds {found}, and {engine.title} serves {expected}; {_advice(found)}")
 
 
 def with_engine(serving: ServingConfig | None, model: str, stages: Mapping[str, StageConfig]) -> ServingConfig | None:
-    """What a recipe says of a server of the stage `model`, with the engine filled in where it is not the usual one."""
+    """Return the `serving` settings for the stage `model`, with the engine filled in where it is not the default."""
     engine = DEFAULT_ENGINES.get(_made_by(model, stages))
     if engine is None or (serving and serving.engine):
         return serving
@@ -64,7 +64,7 @@ def with_engine(serving: ServingConfig | None, model: str, stages: Mapping[str, 
 def engine_problems(
     serving: ServingConfig | None, model: str, adapters: bool, stages: Mapping[str, StageConfig]
 ) -> Iterator[str]:
-    """What is wrong with a server of the stage `model`, with or without adapters, by what its engine can do."""
+    """Yield problems of a server of the stage `model`, with or without adapters, by what its engine supports."""
     engine, found = chosen_engine(serving), _made_by(model, stages)
     if found != engine.capabilities.weights:
         yield (
@@ -79,7 +79,7 @@ def engine_problems(
 
 
 def idle_serving_fields(serving: ServingConfig | None) -> Iterator[tuple[str, str]]:
-    """Fields of `serving` that the engine has no use for, and why."""
+    """Yield (field, reason) for fields of `serving` that the engine does not use."""
     engine = chosen_engine(serving)
     for field in engine.capabilities.idle_fields:
         yield f"serving.{field}", f"{engine.title} has no such option"
@@ -104,9 +104,9 @@ def new_launch_spec(
     adapters: Mapping[str, Path] = MappingProxyType({}),
     base_name: str | None = None,
 ) -> LaunchSpec:
-    """For an engine as it is installed: this one, that which `serving` names, or that of the model's files.
+    """Return a launch spec for an installed engine: `engine`, the one that `serving` names, or the one for the files.
 
-    Raises ResourceError when it is not installed.
+    Raises ResourceError if the engine is not installed.
     """
     name = serving.engine or DEFAULT_ENGINES.get(weight_files_of(model), DEFAULT_ENGINE)
     engine = engine or engine_of(name)

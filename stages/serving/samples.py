@@ -1,9 +1,9 @@
-"""Conversations that were answered → rows of a dataset: a share of them, redacted, bounded on the disk.
+"""Samples of served conversations → rows of a dataset: a share of them, redacted, in bounded disk space.
 
-<folder>/requests-<UTC time>-<process>.jsonl    rows of the format `messages`; never changed again
-<folder>/.requests-…                             what is being written: hidden, so that no dataset holds half a row
+- `<folder>/requests-<UTC time>-<process>.jsonl`: rows of the format `messages`; never changed again
+- `<folder>/.requests-…`: file that is being written; hidden, so that no dataset holds half a row
 
-Rows hold what was said, the tools that were offered, and which version answered: no header, no key, no user. A
+Rows hold the conversation, the tools that were offered, and the version that answered: no header, no key, no user. A
 conversation with pictures, one that no training would read, and an answer that was cut off are left out.
 """
 
@@ -32,21 +32,22 @@ from stages.serving.exchange import Exchange
 from stages.serving.lines import say
 
 WHOLE = ("stop", "tool_calls")
-"""Finish reasons of answers that say all that they were to say."""
+"""Finish reasons of complete answers."""
 MAX_ROW_BYTES = 2**20
 MAX_WAITING = 32
-"""Conversations that are not written yet; further ones are left out."""
+"""Largest number of conversations waiting to be written; further ones are left out."""
 NUM_FILES = 8
-"""About: when the folder is full, the oldest of so many goes."""
+"""Approximate number of files in a full folder; the oldest is removed for a new one."""
 FILE_AGE_S = 3600.0
 OPEN_PREFIX = "."
 NAME = "requests-"
 
 
 class Samples:
-    """A context that writes, in a thread of its own, a share (0 to 1) of the conversations that it gets.
+    """A context that writes a share (0 to 1) of the conversations that it gets, in a thread of its own.
 
-    max_bytes: of all files; the oldest are removed for new ones. random_seed: None for another choice every time.
+    max_bytes: limit for all files together; the oldest are removed for new ones.
+    random_seed: seed of the choice; None for another choice every time.
     """
 
     def __init__(self, folder: Path, share: float, max_bytes: int, random_seed: int | None = None) -> None:
@@ -63,7 +64,7 @@ class Samples:
         self._num_left_out = 0
 
     def __enter__(self) -> Self:
-        """Raises ResourceError for a folder that cannot be written to."""
+        """Start the writing thread. Raises ResourceError for a folder that cannot be written to."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._complete_leftovers()
@@ -80,12 +81,12 @@ class Samples:
         say(f"{self._num_written} conversations were written to {self._folder}, {self._num_left_out} left out")
 
     def draws(self) -> bool:
-        """Whether the next conversation is among those that are sampled."""
+        """Return whether the next conversation is to be sampled."""
         return self._numbers.random() < self._share
 
     def take(self, exchange: Exchange, version: str) -> None:
-        """Take a conversation whose content was kept, by the version that answered. Returns at once."""
-        with suppress(queue.Full):  # a sample need not have every one, and an answer must not wait for a disk
+        """Queue a conversation, with the version that answered, for writing. Returns at once."""
+        with suppress(queue.Full):  # a sample may miss some, and an answer must not wait for a disk
             self._waiting.put_nowait((exchange, version))
 
     def _write_all(self) -> None:
@@ -98,7 +99,7 @@ class Samples:
                 else:
                     self._num_left_out += 1
             self._close()
-        except Exception as error:  # such as a full disk: those who are served have nothing to do with it
+        except Exception as error:  # such as a full disk, which must not disturb the requests being served
             say(f"requests are not sampled any more: {self._folder}: {error!r}")
             while self._waiting.get():
                 pass
@@ -123,7 +124,7 @@ class Samples:
             self._close()
 
     def _close(self) -> None:
-        """Make what was written part of the dataset, and room for the next file."""
+        """Publish the written file in the dataset, and remove the oldest files if the folder is full."""
         if self._file is None:
             return
         path = Path(self._file.name)
@@ -140,19 +141,19 @@ class Samples:
             self._has_dropped = True
 
     def _complete_leftovers(self) -> None:
-        """Whole rows that somebody who was killed has left."""
+        """Publish the whole rows of files that a killed process left."""
         for path in self._folder.glob(f"{OPEN_PREFIX}{NAME}*.jsonl"):
             with path.open("r+b") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    continue  # somebody writes it
+                    continue  # another process writes it
                 file.truncate(file.read().rfind(b"\n") + 1)
                 path.rename(path.with_name(path.name.removeprefix(OPEN_PREFIX)))
 
 
 def row_of(exchange: Exchange, version: str) -> bytes | None:
-    """A line of JSON, without what tells who a person is, and without secrets; None for what teaches nothing."""
+    """Return a line of JSON without personal data and secrets; None for a conversation that teaches nothing."""
     choice = exchange.choices.get(0)
     messages = exchange.asked.get("messages")
     if choice is None or choice.finish_reason not in WHOLE or not isinstance(messages, list):
@@ -179,7 +180,7 @@ def _without_secrets(value: Any) -> Any:
 
 
 def _as_text(message: Any) -> Any:
-    """A message whose content is a list of texts, as some clients send it, with one text."""
+    """Return a message with one text, where its content is a list of texts, as some clients send it."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     parts = message["content"]

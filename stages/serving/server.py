@@ -1,7 +1,7 @@
-"""Starts, awaits and stops a server of any engine, which never outlives the process that started it.
+"""Servers of any engine: start, wait and stop; a server never outlives the process that started it.
 
 In: a `LaunchSpec`. Out: a `Server` with its address and its key, whose processes, port and temporary files are gone
-when the context ends, however it ends. What is asked of the server is in `client.py`.
+when the context ends, however it ends. Requests to the server are in `client.py`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ SOCKET_NAME = "engine.sock"
 
 @dataclass
 class Server:
-    """A server that was started; `wait_until_ready` before the first request.
+    """A started server; call `wait_until_ready` before the first request.
 
-    client: speaks to the proxy. address: of the engine itself, for another proxy of this process.
+    client: speaks to the proxy.
+    address: of the engine itself, for another proxy of this process.
     """
 
     client: Client
@@ -50,16 +51,16 @@ class Server:
     process: Supervised
     started_s: float
     was_ready: bool = False
-    """Whether it has answered once."""
+    """True once the server has been healthy."""
 
     @property
     def url(self) -> str:
-        """Address without `/v1`."""
+        """Address of the proxy, without `/v1`."""
         return self.client.url
 
     @property
     def api_key(self) -> str:
-        """To be sent as a bearer token."""
+        """Key of the server, sent as a bearer token."""
         return self.client.api_key
 
     @property
@@ -68,11 +69,11 @@ class Server:
         return self.process.pid
 
     def alive(self) -> bool:
-        """Whether the server still runs, ready or not."""
+        """Return whether the server still runs, ready or not."""
         return self.process.alive()
 
     def wait_until_ready(self, timeout_s: float, report: Callable[[float], None] = lambda elapsed_s: None) -> float:
-        """Return the seconds from start to the first healthy answer. `report` gets the seconds so far, every second.
+        """Return the seconds from start to the first healthy answer; `report` gets the elapsed seconds each second.
 
         Raises ServerError with the root cause from the log when the server ends, or is not ready in time.
         """
@@ -91,7 +92,7 @@ class Server:
     def check(self) -> None:
         """Raise ServerError unless it serves our model, generates, and gives finite log-probabilities.
 
-        Some engines start with a model that they cannot run, and die of the first request: their logs say why.
+        Some engines start with a model that they cannot run, and die of the first request: their logs give the reason.
         """
         try:
             check_server(self.client, self.engine.smoke_log_probabilities)
@@ -101,10 +102,10 @@ class Server:
             raise self.failure(f"failed at its first request ({error})") from error
 
     def failure(self, what: str) -> ServerError:
-        """An error that says what happened to the server and why, by its log; it may take some seconds to end.
+        """Return an error with what happened to the server and why, from its log; waits some seconds for its end.
 
         A server that has ended died if a signal ended it, or if its log has no cause: then one of its processes was
-        killed, a signal that only that one's parent sees, and the others have ended by themselves.
+        killed, a signal that only its parent sees, and the others have ended by themselves.
         """
         deadline_s = time.monotonic() + GRACE_S
         while (exit_code := self.process.poll()) is None and time.monotonic() < deadline_s:
@@ -129,12 +130,15 @@ def started_server(
     environment: Mapping[str, str] = MappingProxyType({}),
     version: str | None = None,
 ) -> Iterator[Server]:
-    """Start `spec.engine` for `spec.model`, and a proxy on the address that `execution` names, the only way to it.
+    """Start `spec.engine` for `spec.model`, and a proxy on the address in `execution`, the only way to it.
 
-    On leaving, no process, port or temporary file of them is left. log_file: receives all that the engine prints.
-    runtime: a folder for its socket and temporary files, emptied first and removed in the end. The API key is
-    VLLM_API_KEY of our environment, or a new one. environment: has the last word in the engine's. version: of a
-    registered model, for the metrics.
+    On leaving, no process, port or temporary file of them is left. The API key is VLLM_API_KEY of our environment, or a
+    new one.
+
+    log_file: receives the engine's output.
+    runtime: folder for its socket and temporary files, emptied first and removed in the end.
+    environment: variables that override the engine's.
+    version: of a registered model, for the metrics.
 
     Raises at once, before anything slow: ModelError for a missing or damaged folder, or an adapter that the engine
     could not put on the model; ResourceError when the port is taken or the engine is not installed.
@@ -170,13 +174,13 @@ def started_server(
 
 
 def api_key() -> str:
-    """The key that servers of this refresh share (VLLM_API_KEY), or a new one where there is none."""
+    """Return the key that servers of this refresh share (VLLM_API_KEY), or a new one."""
     return os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
 
 
 @contextlib.contextmanager
 def _emptied(folder: Path) -> Iterator[None]:
-    """`folder`, without what a killed predecessor left there, for this user alone; removed in the end."""
+    """Provide `folder` empty and private to this user, and remove it in the end."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
     try:
@@ -187,13 +191,13 @@ def _emptied(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddress, EngineAddress]]:
-    """Where the engine listens: as the engine, which runs in `runtime`, is to name it, and as we do.
+    """Provide two addresses of the engine: as the engine, which runs in `runtime`, names it, and as we do.
 
     The path of a socket may have 107 bytes, so both name it relative to the folder.
     """
     if not engine.listens_on_sockets:
         with socket.socket() as reservation:
-            # Bound, the kernel picks the port for nobody else; with SO_REUSEADDR, the engine can bind it too.
+            # While bound, the kernel gives the port to no one else; with SO_REUSEADDR, the engine can bind it too.
             reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             reservation.bind(("127.0.0.1", 0))
             address = EngineAddress(port=reservation.getsockname()[1])
@@ -207,16 +211,16 @@ def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddre
 
 
 def last_lines(log: str, num_lines: int = 5) -> str:
-    """The end of the log, for when the engine finds no cause in it."""
+    """Return the end of the log, for errors without a known cause."""
     written = [line for line in log.splitlines() if line.strip()]
     return "\n".join(written[-num_lines:]) or "(the log is empty)"
 
 
 def listening_socket(host: str, port: int | None) -> socket.socket:
-    """A socket that listens on `port`, or on a free one for None. Raises ResourceError when somebody else does.
+    """Return a socket that listens on `port`, or on a free one. Raises ResourceError if the port is taken.
 
-    To be had before anything slow starts: from then on nobody else can listen there and be taken for our server, and
-    who asks early waits. Bound only, the port would go to the first that listens.
+    Open it before anything slow starts: from then on no other process can listen there and be taken for our server, and
+    early clients wait. A socket that is only bound would lose the port to the first process that listens.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -237,6 +241,6 @@ def listening_socket(host: str, port: int | None) -> socket.socket:
 
 
 def reachable(host: str) -> str:
-    """Where this machine reaches a server that listens on `host`."""
+    """Return the address by which this machine reaches a server that listens on `host`."""
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 (compared, not bound)
     return f"[{own}]" if ":" in own else own

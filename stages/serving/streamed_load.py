@@ -1,4 +1,4 @@
-"""Puts load on any server of OpenAI's API by streamed completions, for engines that bring no load generator."""
+"""Load generator for any server of OpenAI's API, by streamed completions, for engines that bring none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one request, in s. first_s: to the first text. tokens: of the answer, by the server's count."""
+    """Times of one request, in s.
+
+    first_s: until the first text.
+    tokens: length of the answer, by the server's count.
+    """
 
     first_s: float
     total_s: float
@@ -43,9 +47,11 @@ def generate_load(
     path: str = "/v1/completions",
     asked: Callable[[list[int]], Request] = lambda prompt: {"prompt": prompt},
 ) -> list[LoadResult]:
-    """A result for each concurrency, of prompts of random token ids below `vocabulary`. Leaves `benchmark.json`.
+    """Return a result for each concurrency, with prompts of random token ids below `vocabulary`.
 
-    path, asked: where, and by which fields of a request, the server takes token ids for a prompt.
+    Leaves `benchmark.json` in `folder`.
+
+    path, asked: route and request fields by which the server takes a prompt of token ids.
     """
     options: Request = {"max_tokens": benchmark.output_tokens, "temperature": 0, "ignore_eos": True}
     options |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -54,7 +60,10 @@ def generate_load(
         prompt = [numbers.randrange(vocabulary) for _ in range(benchmark.input_tokens)]
         return {"model": client.model, **asked(prompt), **options}
 
-    results = [asyncio.run(_under_load(client, path, request, benchmark, one)) for one in benchmark.concurrencies]
+    results = [
+        asyncio.run(_under_load(client, path, request, benchmark, concurrency))
+        for concurrency in benchmark.concurrencies
+    ]
     (folder / "benchmark.json").write_text(json.dumps([asdict(result) for result in results], indent=2))
     return results
 
@@ -72,31 +81,34 @@ async def _under_load(
     headers = {"Authorization": f"Bearer {client.api_key}"}
     timings: list[Timing | None] = []
     async with aiohttp.ClientSession(headers=headers) as http:
-        await _timed(http, client, path, requests.pop())  # warms it up
+        await _timed(http, client, path, requests.pop())  # a warm-up, not counted
         remaining = iter(requests)
         started_s = time.monotonic()
 
         async def ask() -> None:
-            for one in remaining:
-                timings.append(await _timed(http, client, path, one))
+            # All tasks take from one iterator, so that each begins its next request as soon as it is free.
+            for waiting in remaining:
+                timings.append(await _timed(http, client, path, waiting))
 
         await asyncio.gather(*(ask() for _ in range(concurrency)))
         elapsed_s = time.monotonic() - started_s
-    good = [one for one in timings if one]
-    num_tokens = sum(one.tokens for one in good)
+    good = [timing for timing in timings if timing]
+    num_tokens = sum(timing.tokens for timing in good)
     return LoadResult(
         concurrency=concurrency,
         num_requests=count,
         num_failed=count - len(good),
         num_output_tokens=num_tokens,
-        ttft_ms=_median_ms(one.first_s for one in good),
-        inter_token_latency_ms=_median_ms((one.total_s - one.first_s) / max(1, one.tokens - 1) for one in good),
+        ttft_ms=_median_ms(timing.first_s for timing in good),
+        inter_token_latency_ms=_median_ms(
+            (timing.total_s - timing.first_s) / max(1, timing.tokens - 1) for timing in good
+        ),
         output_tokens_per_s=num_tokens / elapsed_s,
     )
 
 
 async def _timed(http: aiohttp.ClientSession, client: Client, path: str, request: Request) -> Timing | None:
-    """None for a request that failed."""
+    """Send one request; returns its times, or None if it failed."""
     started_s, first_s, used = time.monotonic(), None, 0
     expected = client.expected(path, answer_bytes(request), STREAM_TIMEOUT_S)
     try:
@@ -116,5 +128,5 @@ async def _timed(http: aiohttp.ClientSession, client: Client, path: str, request
 
 
 def _median_ms(seconds: Iterator[float]) -> float:
-    found = list(seconds)
-    return statistics.median(found) * 1000 if found else 0.0
+    values = list(seconds)
+    return statistics.median(values) * 1000 if values else 0.0

@@ -1,4 +1,4 @@
-"""Finds the cause in the log of a server that is written in Python: the first exception that is not another's echo."""
+"""Root causes in the logs of Python servers: the first exception that is not a consequence of another."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ def root_cause(
     generic: Collection[str],
     cures: Mapping[str, str] = MappingProxyType({}),
 ) -> str | None:
-    """What the parser of options says, else the first exception with its message, or where it has none, with the code
-    that raised it; and the cure. None where neither is there.
+    """Return the cause in a log, with a cure where one is known; None without a cause.
 
-    prefix: what the server puts before its lines. usage: the parser's line, whose group is what it says. generic:
-    phrases, in lower case, of exceptions that are mere consequences of others. cures: what a cause says → what to
-    change.
+    It is what the option parser says, else the first exception with its message, or, where it has none, with the code
+    that raised it.
+
+    prefix: text that the server puts before its lines.
+    usage: the parser's line, with what it says as group 1.
+    generic: phrases, in lower case, of exceptions that only follow from others.
+    cures: text of a cause → what to change.
     """
     lines = [prefix.sub("", line).rstrip() for line in log.splitlines()]
     misused = (match.group(1) for match in map(usage.match, lines) if match)
@@ -35,7 +38,7 @@ def root_cause(
     if cause is None:
         return None
     shown = shortened(" ".join(cause.split()), MAX_CHARACTERS)
-    cure = next((cure for said, cure in cures.items() if said in cause), None)
+    cure = next((cure for phrase, cure in cures.items() if phrase in cause), None)
     return f"{shown}: {cure}" if cure else shown
 
 
@@ -44,12 +47,12 @@ def _exceptions(lines: Sequence[str], generic: Collection[str]) -> Iterator[str]
         if EXCEPTION.match(line) and not any(phrase in line.lower() for phrase in generic):
             below = lines[index + 1 :]
             begins_below = line.endswith(":") and below and not below[0].startswith(" ")
-            said = [line, *(below[:1] if begins_below else _continuation(below))]
-            yield " ".join(said if ":" in line else [*said, "at:", *_failing_code(lines[:index])])
+            message = [line, *(below[:1] if begins_below else _continuation(below))]
+            yield " ".join(message if ":" in line else [*message, "at:", *_failing_code(lines[:index])])
 
 
 def _continuation(lines: Sequence[str]) -> Iterator[str]:
-    """The rest of a message of several lines, as pydantic writes them: indented."""
+    """Yield the further lines of a message of several lines, which pydantic indents."""
     for line in lines[:MAX_CONTINUATION_LINES]:
         if not line.startswith(" ") or line.lstrip().startswith(("File ", "For further information")):
             return
@@ -57,6 +60,6 @@ def _continuation(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _failing_code(lines: Sequence[str]) -> Iterator[str]:
-    """The innermost place in the traceback that `lines` end with, and the code there, for exceptions without a word."""
+    """Return the innermost place of the traceback that ends `lines`, and its code, for errors without a message."""
     start = next((index for index in reversed(range(len(lines))) if lines[index].startswith('  File "')), len(lines))
     return (line.strip() for line in lines[start : start + 2])

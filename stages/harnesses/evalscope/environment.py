@@ -1,7 +1,7 @@
-"""EvalScope's environment, `.venv-evalscope` beside ours: where it is, and how uv makes it of the pins.
+"""EvalScope's environment, `.venv-evalscope` beside ours: where it is, and how uv makes it from the pins.
 
 A stage makes it when a recipe first asks for EvalScope; `make evalscope`, which runs this module, before that, and
-again when the pins have changed. It is made beside its place and renamed: what is there is whole.
+again when the pins have changed. It is made under another name and renamed: an environment that exists is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PINS = Path(__file__).parents[3] / "deploy" / "requirements" / "evalscope.txt"
 PINNED = "evalscope=="
 NAME = ".venv-evalscope"
 COMPLETE = ".ready"
-"""Written last; of that name for `make`, which compares its time with that of the pins."""
+"""File that is written last. `make` compares its time with that of the pins, so its name is fixed there."""
 LOG_FILE = "uv.log"
 ASKING_TIMEOUT_S = 30
 POLL_INTERVAL_S = 0.5
@@ -39,23 +39,23 @@ SHOWN_LINES, SHOWN_CHARACTERS = 4, 1000
 
 
 def place() -> Path:
-    """Where the environment is, or will be."""
+    """Return the folder of the environment, which may not exist yet."""
     return Path(sys.prefix).parent / NAME
 
 
 def is_made(folder: Path) -> bool:
-    """Whether an environment is whole."""
+    """Return whether an environment is complete."""
     return (folder / COMPLETE).is_file()
 
 
 def version_to_be_made() -> str:
-    """The version of EvalScope that `make` would install. Raises ResourceError where no pins say so."""
+    """Return the version of EvalScope that `make` would install. Raises ResourceError without pins."""
     return _pin(PINS).removeprefix(PINNED)
 
 
 @functools.cache
 def check_can_be_made(pins: Path, folder: Path) -> None:
-    """Raise ResourceError where `make` could not: there is no uv, no right to write, or no registry that answers."""
+    """Raise ResourceError if `make` could not install it: no uv, no right to write, no registry that answers."""
     pin = _pin(pins)
     if not os.access(folder.parent, os.W_OK):
         raise ResourceError(_cannot(f"its place is {folder}, and {folder.parent} may not be written to"))
@@ -79,9 +79,9 @@ def _pin(pins: Path) -> str:
 
 
 def make(doing: Callable[[str], None], is_complete: Callable[[Path], bool] = is_made) -> None:
-    """Make the environment, unless it is there; the second to ask for it waits. doing: gets how far it is.
+    """Make the environment unless it exists; a second caller waits. doing: gets the progress.
 
-    Raises ResourceError with what uv said.
+    Raises ResourceError with uv's message.
     """
     folder = place()
     if is_complete(folder):
@@ -111,24 +111,24 @@ def _run(command: list[str], log: Path, doing: Callable[[str], None]) -> None:
         while exit_code is None:
             time.sleep(POLL_INTERVAL_S)
             exit_code = process.poll()
-            said = log.read_text(errors="replace")
-            if (last := (_lines(said) or [""])[-1]) != shown:
+            printed = log.read_text(errors="replace")
+            if (last := (_lines(printed) or [""])[-1]) != shown:
                 shown = last
                 doing(f"installing EvalScope ({SIZE}): {redact(last)}")
     finally:
         process.stop()
     if exit_code:
-        reason = _cannot(f"uv ended with exit code {exit_code}: {_last_words(said)}")
+        reason = _cannot(f"uv ended with exit code {exit_code}: {_last_words(printed)}")
         raise ResourceError(reason, died=was_killed(exit_code))
 
 
 def _mode_of_ours() -> int:
-    """Who may read our environment may read this one, whichever user's stage makes it."""
+    """Return the permissions of our environment: its readers may read this one, whichever user's stage makes it."""
     return Path(sys.executable).parent.stat().st_mode & 0o777
 
 
 def _uv() -> str:
-    """Of our environment, which it made, too."""
+    """Return the path of uv in our environment, which uv also made."""
     uv = Path(sys.executable).with_name("uv")
     if not os.access(uv, os.X_OK):
         raise ResourceError(_cannot(f"{uv} does not exist, which installs it"))
@@ -136,7 +136,7 @@ def _uv() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """uv does not read pip's settings: a folder of wheels that pip is given is passed on, as in the Makefile."""
+    """Return the variables for uv. It does not read pip's settings, so pip's folder of wheels is passed on."""
     environment = inherited_environment()
     if "UV_FIND_LINKS" not in environment:
         folders = environment.get("PIP_FIND_LINKS") or _pip_setting("global.find-links")
@@ -146,25 +146,25 @@ def _environment() -> dict[str, str]:
 
 @functools.cache
 def _pip_setting(name: str) -> str:
-    """Empty where there is none."""
+    """Return a setting of pip; empty if there is none."""
     command = [sys.executable, "-m", "pip", "config", "get", name]
     return subprocess.run(command, capture_output=True, text=True, timeout=ASKING_TIMEOUT_S, check=False).stdout
 
 
 def _cannot(why: str) -> str:
     return (
-        f"EvalScope is not installed, and its environment cannot be made: {why}; mend that, make it with `make "
+        f"EvalScope is not installed, and its environment cannot be made: {why}; fix that, make it with `make "
         f"evalscope` ({SIZE}) in a checkout where the network can be reached, or name its interpreter in "
         f"{PYTHON_VARIABLE}"
     )
 
 
-def _lines(said: str) -> list[str]:
-    return [line.strip() for line in said.splitlines() if line.strip()]
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _last_words(said: str) -> str:
-    return redact(" ".join(_lines(said)[-SHOWN_LINES:]))[-SHOWN_CHARACTERS:]
+def _last_words(text: str) -> str:
+    return redact(" ".join(_lines(text)[-SHOWN_LINES:]))[-SHOWN_CHARACTERS:]
 
 
 def _is_current(folder: Path) -> bool:
@@ -173,26 +173,30 @@ def _is_current(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class InstalledEvalScope:
-    """python: the interpreter that can import it. package: its folder."""
+    """An installed EvalScope.
+
+    python: interpreter that can import it.
+    package: folder of the package.
+    """
 
     python: Path
     package: Path
     version: str
 
     def benchmarks(self) -> list[str]:
-        """Names of its own benchmarks."""
+        """Return the names of its own benchmarks."""
         return list(json.loads((self.package / "benchmarks" / "_index.json").read_bytes()))
 
 
 def is_missing() -> bool:
-    """Whether EvalScope is neither named nor installed, so that its environment is to be made."""
+    """Return whether EvalScope is neither named nor installed, so that its environment must be made."""
     return not os.environ.get(PYTHON_VARIABLE) and not is_made(place())
 
 
 def find_evalscope() -> InstalledEvalScope:
-    """By the interpreter that LIFECYCLE_EVALSCOPE names, or `.venv-evalscope` beside our environment.
+    """Return the EvalScope of the interpreter in LIFECYCLE_EVALSCOPE, or of `.venv-evalscope` beside our environment.
 
-    Raises ResourceError when there is none.
+    Raises ResourceError if there is none.
     """
     named = os.environ.get(PYTHON_VARIABLE)
     python = Path(named) if named else place() / "bin" / "python"
@@ -207,7 +211,7 @@ def find_evalscope() -> InstalledEvalScope:
 
 @cache
 def _installed(python: Path) -> InstalledEvalScope:
-    """By the package metadata: importing it takes many seconds."""
+    """Read the package's metadata: importing it takes many seconds."""
     for folder in sorted(python.parent.parent.glob("lib/python3*/site-packages")):
         for distribution in distributions(name="evalscope", path=[str(folder)]):
             return InstalledEvalScope(python, folder / "evalscope", distribution.version)
@@ -217,7 +221,7 @@ def _installed(python: Path) -> InstalledEvalScope:
 def main() -> None:
     """Make the environment of the present pins."""
     try:
-        make(lambda said: print(said, flush=True), _is_current)
+        make(lambda progress: print(progress, flush=True), _is_current)
     except ResourceError as error:
         sys.exit(str(error))
 

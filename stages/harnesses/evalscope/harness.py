@@ -26,7 +26,7 @@ METRIC = "exact_match"
 
 
 class EvalScope:
-    """The parts of this room, as the protocol names them."""
+    """EvalScope, as the protocol `Harness` describes it."""
 
     name = "evalscope"
     title = "EvalScope"
@@ -36,7 +36,7 @@ class EvalScope:
     )
 
     def version(self) -> str:
-        """That of the pins where it is not installed: scores that are there need no more of it than this."""
+        """Return the installed version, or the pinned one: reading existing scores needs no more of EvalScope."""
         return environment.version_to_be_made() if is_missing() else find_evalscope().version
 
     def to_install(self) -> str | None:
@@ -57,7 +57,7 @@ class EvalScope:
         return ()
 
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
-        """Which metrics its own benchmarks have is not known without importing them."""
+        """Return whether a task may give a score; metrics of EvalScope's own benchmarks are not known before."""
         sets = question_sets(evaluation)
         own = (task for task in evaluation.tasks if task not in sets)
         return score in [f"{task}.{METRIC}" for task in sets] or any(score.startswith(f"{task}.") for task in own)

@@ -1,8 +1,7 @@
-"""Runs EvalScope: `PYTHON program.py REQUEST.json`, by the interpreter of EvalScope's environment, the server's key in
-EVALSCOPE_API_KEY.
+"""Program that runs EvalScope: `PYTHON program.py REQUEST.json`, with the server's key in EVALSCOPE_API_KEY.
 
-What it writes below the request's `work` (`TASK/reviews/…`, `TASK/reports/…`) is read by `results.py`. Answers that are
-there from an earlier attempt are not asked again. This file imports nothing of ours: it lives in another environment.
+It runs in EvalScope's environment and imports nothing of ours. `running.py` reads what it writes below the request's
+`work` (`TASK/reviews/…`, `TASK/reports/…`). Answers that are there from an earlier attempt are not asked again.
 """
 
 from __future__ import annotations
@@ -37,20 +36,24 @@ QUESTION_SET = "question_set"
     )
 )
 class QuestionSet(DefaultDataAdapter):
-    """Rows of {"messages": […], "target": text}. EvalScope's own `general_qa` knows only BLEU and Rouge."""
+    """Question set as a benchmark: rows of {"messages": […], "target": text}.
+
+    EvalScope's own `general_qa` knows only BLEU and Rouge.
+    """
 
     def load_from_disk(self, **options: Any) -> Any:
         return super().load_from_disk(use_local_loader=True)
 
     def record_to_sample(self, record: dict[str, Any]) -> Any:
-        return Sample(input=[dict_to_chat_message(one) for one in record["messages"]], target=record["target"])
+        messages = [dict_to_chat_message(message) for message in record["messages"]]
+        return Sample(input=messages, target=record["target"])
 
     def extract_answer(self, prediction: str, task_state: Any) -> str:
         return prediction.strip()
 
 
 def main() -> None:
-    """Raises what EvalScope raises: an error in one sample is one of the evaluation, and no score of 0."""
+    """Run the tasks of the request. Raises what EvalScope raises: an error in a sample is no score of 0."""
     request = json.loads(Path(sys.argv[1]).read_bytes())
     for task in request["tasks"]:
         _run(task, request)

@@ -36,13 +36,16 @@ SHOWN_CHARACTERS = 500
 
 USABLE = ("success", "fallback")
 SUBSET_SIZE = 1_000_000
-"""Documents are numbered by subset, each from a multiple of this on: a `limit` does not change their numbers."""
+"""Distance between the first document numbers of two subsets, so that a `limit` does not change numbers."""
 
 
 def evaluated(
     installed: InstalledEvalScope, evaluation: Evaluation, context: StageContext, model: ServedModel
 ) -> Results:
-    """Raises RuntimeError when its program fails, EvaluationError for a sample without a score."""
+    """Run EvalScope's program and return its results.
+
+    Raises RuntimeError if the program fails, EvaluationError for a sample without a score.
+    """
     work = context.scratch / f"evalscope-{context.version}"
     work.mkdir(exist_ok=True)
     folders = {task: str(number) for number, task in enumerate(evaluation.tasks)}
@@ -71,9 +74,9 @@ def evaluated(
 
 
 def read_answered(evaluation: Evaluation, task: str) -> list[Prompt]:
-    """Questions of a set. Raises EvaluationError for none, and for one without a right answer."""
+    """Return the questions of a set. Raises EvaluationError for an empty set, and a question without an answer."""
     questions = list(read_questions(evaluation, task))
-    unanswered = [number for number, one in enumerate(questions, 1) if one.reference is None]
+    unanswered = [number for number, question in enumerate(questions, 1) if question.reference is None]
     if not questions or unanswered:
         found = f"question {unanswered[0]} has no right answer" if unanswered else "there is none"
         raise EvaluationError(
@@ -84,14 +87,14 @@ def read_answered(evaluation: Evaluation, task: str) -> list[Prompt]:
 
 
 def _write_questions(evaluation: Evaluation, task: str, folder: Path) -> Path | None:
-    """As the program reads them; None for a benchmark of EvalScope's own."""
+    """Write a question set as the program reads it; returns None for a benchmark of EvalScope's own."""
     if task not in question_sets(evaluation):
         return None
     folder.mkdir(exist_ok=True)
     file = folder / "questions.jsonl"
     with file.open("w", encoding="utf-8") as stream:
-        for one in read_answered(evaluation, task):
-            row = {"messages": _as_chat(one.document), "target": one.reference}
+        for question in read_answered(evaluation, task):
+            row = {"messages": _as_chat(question.document), "target": question.reference}
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
     return file
 
@@ -126,15 +129,18 @@ def _run(installed: InstalledEvalScope, work: Path, environment: dict[str, str],
         key = environment["EVALSCOPE_API_KEY"]
         last = redact(log.read_text(encoding="utf-8", errors="replace"), [key]).strip().splitlines()[-1:]
         reason = shortened("".join(last), SHOWN_CHARACTERS)
-        said = f"its program ended with exit code {exit_code}: {reason}; everything it printed is in {log}"
+        failure = f"its program ended with exit code {exit_code}: {reason}; everything it printed is in {log}"
         if was_killed(exit_code):
-            raise EvaluationError(f"EvalScope: {said}", died=True)
-        # No error of ours: the stage finds out whether the server went away.
-        raise RuntimeError(said)
+            raise EvaluationError(f"EvalScope: {failure}", died=True)
+        # Not one of our error classes: the stage then finds out whether the server went away.
+        raise RuntimeError(failure)
 
 
 def read_results(folders: Mapping[str, Path], evaluation: Evaluation) -> Results:
-    """Raises EvaluationError for a task without samples, and for samples that EvalScope could not score."""
+    """Read scores and samples of each task's folder.
+
+    Raises EvaluationError for a task without samples, and for samples that EvalScope could not score.
+    """
     samples = {task: list(_rows(task, folder)) for task, folder in folders.items()}
     reports = {task: _report(task, folder) for task, folder in folders.items()}
     generation = evaluation.generation.model_dump(mode="json")
@@ -159,7 +165,7 @@ def _rows(task: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _row(task: str, number: int, review: Mapping[str, Any]) -> dict[str, Any]:
-    """One sample. Raises EvaluationError where its metric failed: a failure is no score of 0."""
+    """Return one sample as a row. Raises EvaluationError if its metric failed: a failure is no score of 0."""
     score = review["sample_score"]["score"]
     if score["status"] not in USABLE or not score["value"]:
         why = "; ".join(f"{name}: {value}" for name, value in (score["metadata"] or {}).items())
@@ -185,15 +191,15 @@ def _report(task: str, folder: Path) -> dict[str, Any]:
 
 
 def _scores(rows: list[dict[str, Any]], report: Mapping[str, Any]) -> dict[str, float]:
-    """Means over samples with their standard errors s / √n; of what EvalScope aggregates otherwise, its own number."""
-    found: dict[str, float] = {}
+    """Return means over samples with standard errors s / √n; EvalScope's own number where it aggregates otherwise."""
+    scores: dict[str, float] = {}
     for metric in report["metrics"]:
         name = _metric_name(metric)
         values = [row[name] for row in rows if name in row]
-        found[f"{name},none"] = statistics.fmean(values) if values else float(metric["score"])
+        scores[f"{name},none"] = statistics.fmean(values) if values else float(metric["score"])
         if len(values) > 1:
-            found[f"{name}_stderr,none"] = statistics.stdev(values) / math.sqrt(len(values))
-    return found
+            scores[f"{name}_stderr,none"] = statistics.stdev(values) / math.sqrt(len(values))
+    return scores
 
 
 def _directions(report: Mapping[str, Any]) -> dict[str, bool]:
@@ -201,6 +207,6 @@ def _directions(report: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _metric_name(metric: Mapping[str, Any]) -> str:
-    """Only a mean bears the name of what samples have."""
+    """Return the name of a metric; only a mean has the name of the samples' values."""
     name, aggregation = metric["identity"]["name"], metric["identity"]["aggregation"]
     return str(name if aggregation == "mean" else f"{name}_{aggregation}")

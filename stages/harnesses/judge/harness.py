@@ -1,4 +1,4 @@
-"""Question sets whose answers a judge rates: any model of a server that speaks OpenAI's API."""
+"""Harness of question sets whose answers a judge rates: any model of a server that speaks OpenAI's API."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from stages.harnesses.question_sets import items_of, read_questions
 from stages.serving.asked import ServedModel
 
 VERSION = "1"
-"""Raised when the same questions, answers and opinions would give other scores."""
+"""Version of the harness; raise it when the same questions, answers and opinions would give other scores."""
 METRIC = "rating"
 
 
 class Judge:
-    """The parts of this room, as the protocol names them."""
+    """The judge, as the protocol `Harness` describes it."""
 
     name = "judge"
     title = "the judge"

@@ -1,4 +1,4 @@
-"""Asks a model the questions of sets, and a judge what it thinks of the answers."""
+"""Rating of answers: a model is asked the questions of sets, and a judge rates its answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stages.serving.asked import ServedModel
 
 METRIC = "rating"
 JUDGE_FILE = "judge.jsonl"
-"""In the artifact: every question that the judge was asked, its answer, and the tokens of both."""
+"""File of the artifact with every question to the judge, its answer, and the tokens of both."""
 PROGRESS_EVERY = 10
 
 
@@ -37,7 +37,7 @@ class AnsweredTask:
     answers: Sequence[Sample]
 
     def completions(self) -> Iterator[Completion]:
-        """As the judge reads them: what was asked in plain words."""
+        """Yield the answers as the judge reads them, with the questions in plain words."""
         for asked, answer in zip(self.prompts, self.answers, strict=True):
             prompt = asked.prompt
             text = question_text(prompt.document)
@@ -45,21 +45,23 @@ class AnsweredTask:
 
 
 def try_out(evaluation: Evaluation, cache: Path) -> None:
-    """Ask the judge of an answer that everybody can rate. Raises as `AskedJudge` does; nothing is kept."""
+    """Ask the judge about an answer that is easy to rate. Raises as `AskedJudge` does; nothing is kept."""
     with AskedJudge.opened(_judge(evaluation), cache / JUDGE_FILE) as judge:
         judge.try_out()
 
 
 def rated(evaluation: Evaluation, context: StageContext, model: ServedModel) -> Results:
-    """Raises EvaluationError for questions that cannot be asked, and for a judge that gives too few numbers;
-    ServerError and TransientError of either server.
+    """Ask all questions, have the answers rated, and return the results.
+
+    Raises EvaluationError for questions that cannot be asked, and for a judge that gives too few numbers; ServerError
+    and TransientError of either server.
     """
     kept = context.scratch / f"judge-{context.version}.jsonl"
     try:
         answered = {task: _answered(task, evaluation, context, model) for task in evaluation.tasks}
         with AskedJudge.opened(_judge(evaluation), kept) as judge:
             bound = _judge(evaluation).max_unjudged_fraction
-            opinions = {task: _opinions(task, one, judge, bound, context) for task, one in answered.items()}
+            opinions = {task: _opinions(task, answers, judge, bound, context) for task, answers in answered.items()}
     except DataError as error:
         raise EvaluationError(str(error)) from error
     shutil.copyfile(kept, context.work / JUDGE_FILE)
@@ -134,7 +136,10 @@ def _rows(answered: AnsweredTask, opinions: Sequence[Opinion]) -> list[dict[str,
 
 
 def _scores(evaluation: Evaluation, samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """As `stages/harnesses/harness.py` says; only samples of the same judge and scale can be paired: `versions`."""
+    """Return the scores in the schema of `stages/harnesses/harness.py`.
+
+    `versions` names judge and scale, so that only samples of the same judge and scale can be paired.
+    """
     judge = _judge(evaluation)
     rubric = hashlib.sha256(json.dumps([judge.asked, judge.scale]).encode()).hexdigest()[:12]
     generation = evaluation.generation.model_dump(mode="json")
@@ -148,9 +153,9 @@ def _scores(evaluation: Evaluation, samples: dict[str, list[dict[str, Any]]]) ->
 
 
 def _means(ratings: Sequence[float | None]) -> dict[str, float]:
-    """Mean, and its standard error: s / √n."""
-    found = [one for one in ratings if one is not None]
-    mean = {f"{METRIC},none": statistics.fmean(found)}
-    if len(found) > 1:
-        mean[f"{METRIC}_stderr,none"] = statistics.stdev(found) / math.sqrt(len(found))
+    """Return the mean and its standard error, s / √n."""
+    values = [rating for rating in ratings if rating is not None]
+    mean = {f"{METRIC},none": statistics.fmean(values)}
+    if len(values) > 1:
+        mean[f"{METRIC}_stderr,none"] = statistics.stdev(values) / math.sqrt(len(values))
     return mean

@@ -27,12 +27,13 @@ from stages.serving.asked import ServedModel
 
 PROGRESS_EVERY = 10
 DATASETS = "datasets"
-"""In the cache: what Hugging Face's library of this name has prepared."""
+"""Folder of the cache that Hugging Face's `datasets` uses."""
 KEPT_RESULTS = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
+"""Keys of lm-eval's results that `scores.json` keeps."""
 
 
 class LmEval:
-    """The parts of this room, as the protocol names them."""
+    """lm-eval, as the protocol `Harness` describes it."""
 
     name = "lm_eval"
     title = "lm-eval"
@@ -72,7 +73,7 @@ class LmEval:
 
     def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
         selection = _selection(evaluation)
-        os.environ.setdefault("HF_DATASETS_CACHE", str(cache / DATASETS))  # before `datasets` is imported
+        os.environ.setdefault("HF_DATASETS_CACHE", str(cache / DATASETS))  # `datasets` reads it at its import
         from stages.harnesses.lm_eval.rehearsal import rehearse
 
         try:
@@ -115,7 +116,7 @@ class LmEval:
 
 
 def _selection(evaluation: Evaluation) -> TaskSelection:
-    """The tasks, found and trusted. Raises EvaluationError."""
+    """Find the tasks, and check that their code is trusted. Raises EvaluationError."""
     selection = select_tasks(evaluation.tasks, evaluation.task_folder)
     if not evaluation.trust_task_code:
         check_trusted(selection)

@@ -1,5 +1,6 @@
-"""A rehearsal of an evaluation without a server: tasks are loaded, their first samples rendered, answered with made-up
-answers, and scored. What would fail after hours of training fails here. Its imports take as long as those of `scoring`.
+"""Rehearsal of an evaluation without a server: load the tasks, render their first samples, and score made-up answers.
+
+What would fail after hours of training fails here. The imports take as long as those of `scoring`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from stages.harnesses.scores import score_metrics
 from stages.models.recorded import noted_date
 
 NUM_SAMPLES = 100
-"""Samples of each task, in their order. They take tenths of a second, also through a chat template."""
+"""Number of samples of each task, in their order. They take tenths of a second, also through a chat template."""
 MADE_UP_ANSWER = "0"
-"""Is a number and JSON, has a word and a letter: code that scores answers can do most with it."""
+"""Answer with which most scoring code gets far: a number, JSON, and a word at once."""
 MADE_UP_LOG_PROBABILITY = -1.0
 
 
@@ -38,7 +39,7 @@ class MadeUpModel(LM):
     tokenizer_name = "none"
 
     def __init__(self, template: ChatTemplate | None) -> None:
-        """template: of the model that will be asked; None for one that is not known yet."""
+        """Take the template of the model that will be asked; None if it is not known yet."""
         super().__init__()
         self._template = template
 
@@ -69,7 +70,7 @@ def rehearse(selection: TaskSelection, evaluation: Evaluation, model: Path | Non
     Raises EvaluationError that names the task, TransientError for a hub that does not answer.
     """
     if selection.folder and not evaluation.trust_task_code:
-        # lm-eval would look for other metrics on the hub, as code.
+        # lm-eval would look up unknown metrics on the hub, and run what it finds as code.
         for task, metrics in metrics_of_tasks(evaluation.tasks, selection.folder.path).items():
             _check_known(task, [metric for metric in metrics if metric not in metric_registry])
     with named_mistakes(selection.names):
@@ -97,7 +98,7 @@ def rehearse(selection: TaskSelection, evaluation: Evaluation, model: Path | Non
 
 
 def _template_of(model: Path) -> ChatTemplate | None:
-    """Return the model's chat template; None for a tokenizer that comes with code, which only its server runs."""
+    """Return the model's chat template; None for a tokenizer with code of its own, which only its server runs."""
     try:
         return DocumentTokenizer(model, None, "all", template_date=noted_date(model) or DEFAULT_DATE).template
     except ModelError:
@@ -113,7 +114,7 @@ def _check_known(task: str, unknown: list[str]) -> None:
 
 
 def _check_texts(texts: Iterable[tuple[str, object]]) -> None:
-    """Raise EvaluationError for what a server cannot be asked. texts: each with the name of its task."""
+    """Raise EvaluationError for prompts that are no text. texts: each with the name of its task."""
     for task, text in texts:
         if not isinstance(text, str):
             raise EvaluationError(

@@ -1,6 +1,7 @@
-"""Runs lm-eval against a served model. Its imports take seconds: import this module while a server starts.
+"""lm-eval at work: run tasks against a served model, and read the texts of their samples.
 
-Every answer goes into a sqlite file as it arrives, so an interrupted evaluation asks only for what is missing.
+Importing this module takes seconds: import it while a server starts. Every answer goes into a sqlite file as it
+arrives, so an interrupted evaluation asks only for what is missing.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from stages.serving.asked import ServedModel
 
 MAX_TRIES = 3
 MAX_SHOWN = 400
-"""Characters of an error of lm-eval, and of the columns of a task's data, in a message."""
+"""Largest number of characters that a message quotes of an error of lm-eval, or of a task's columns."""
 END_MARK = "qprobetext "
-"""Stands where the beginning of an answer ends; its space shows whether the template trims texts."""
+"""Marker for the end of an answer's beginning; its space shows whether the template trims texts."""
 LM_EVAL_JINJA = lm_eval.utils.env
-"""Renders every template of a task, with access to all of Python."""
+"""lm-eval's environment for the templates of tasks, which have access to all of Python there."""
 
 SPLITS = {f"{name}_docs": f"{name}_split" for name in ("training", "validation", "test", "fewshot")}
 """Method of lm-eval's tasks → the field of a task's file that it reads."""
@@ -56,10 +57,10 @@ Report = Callable[[int, int], None]
 
 
 class LmEvalModel(LocalCompletionsAPI):
-    """A server as lm-eval sees it; token ids are sent, so that prompts arrive as the tokenizer here made them.
+    """A served model as lm-eval sees it.
 
-    A server that takes none gets texts, and answers are cut here where a task ends them: such a one may end them
-    elsewhere, or nowhere.
+    Prompts are sent as token ids, so that they arrive as the tokenizer here made them. A server that takes no token ids
+    gets texts, and answers are cut here where a task ends them: such a server may end them elsewhere, or nowhere.
     """
 
     add_bos_token: bool
@@ -92,7 +93,7 @@ class LmEvalModel(LocalCompletionsAPI):
         self.folder = model.folder
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """As training renders it: on the same date, in limits, and what a task says is text, whatever it holds.
+        """Render a prompt as training does: same date, same limits, and special tokens in a task's texts stay text.
 
         Raises EvaluationError for messages that the template refuses, DataError for one that is bad or does not end.
         """
@@ -101,13 +102,13 @@ class LmEvalModel(LocalCompletionsAPI):
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The model's, once for all prompts."""
+        """Chat template of the model, loaded once for all prompts."""
         return load_chat_template(self.tokenizer, self.folder, None, self.template_date)
 
     def tok_encode(
         self, string: str | Sequence[str], left_truncate_len: int | None = None, **options: Any
     ) -> list[Any]:
-        """A list of token ids for a text, a list of such lists for several."""
+        """Return token ids of a text, or a list of them for several texts."""
         tokens: list[Any]
         texts = [string] if isinstance(string, str) else string
         if not self.content or not any(map(self.content.is_shielded, texts)):
@@ -126,21 +127,24 @@ class LmEvalModel(LocalCompletionsAPI):
         return [self.cut(answer, request.args[1]) for answer, request in zip(answers, requests, strict=True)]
 
     def parse_generations(self, outputs: Any, **options: Any) -> list[str]:
-        """Read answers, and count those cut at their most tokens; a server without our stop texts cuts all there."""
+        """Return the texts of answers, and count those that reached their most tokens.
+
+        A server that takes no stop texts reaches the limit every time, so nothing is counted for it.
+        """
         if self.tokenized_requests:
             responses = outputs if isinstance(outputs, list) else [outputs]
             self.num_cut += sum(
-                choice.get("finish_reason") == "length" for one in responses for choice in one["choices"]
+                choice.get("finish_reason") == "length" for response in responses for choice in response["choices"]
             )
         answers: list[str] = super().parse_generations(outputs, **options)
         return answers
 
     def cut(self, answer: str, options_of_task: Mapping[str, Any]) -> str:
-        """An answer up to the first text that ends it, where the server does not see to that."""
+        """Cut an answer before the first stop text, for servers that do not."""
         stops = options_of_task.get("until") or []
         ends = [answer.find(stop) for stop in ([stops] if isinstance(stops, str) else stops)]
-        found = [end for end in ends if end >= 0]
-        return answer[: min(found)] if found and not self.tokenized_requests else answer
+        within = [end for end in ends if end >= 0]
+        return answer[: min(within)] if within and not self.tokenized_requests else answer
 
     def _create_payload(self, *arguments: Any, **options: Any) -> dict[str, Any]:
         payload: dict[str, Any] = super()._create_payload(*arguments, **options)
@@ -156,7 +160,7 @@ class LmEvalModel(LocalCompletionsAPI):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> list[float]:
-        """Whole texts go through no chat template: the tokenizer's special tokens are scored with them."""
+        """Score whole texts, which go through no chat template, with the tokenizer's special tokens."""
         add_bos_token, self.add_bos_token = self.add_bos_token, True
         try:
             answers: list[float] = super().loglikelihood_rolling(requests, **options)
@@ -165,13 +169,13 @@ class LmEvalModel(LocalCompletionsAPI):
         return answers
 
     def _count_if_truncated(self, text: str, generated_tokens: int) -> None:
-        """lm-eval cuts what is too long at its beginning, mostly without a word."""
+        """Count a prompt that is too long: lm-eval cuts it at its beginning, mostly silently."""
         tokens = self.tok_encode(text, add_special_tokens=self.add_bos_token)
         self.num_truncated += len(tokens) > self.max_length - generated_tokens
 
 
 class _ReportingHook(CacheHook):
-    """Keeps each answer as it arrives, and reports how many have."""
+    """Cache hook of lm-eval that keeps each answer as it arrives, and reports the count."""
 
     def __init__(self, answers: CachingLM, model: LmEvalModel, report: Report):
         super().__init__(answers)
@@ -190,9 +194,11 @@ class _ReportingHook(CacheHook):
 
 @contextlib.contextmanager
 def named_mistakes(names: Iterable[str]) -> Iterator[None]:
-    """Turn what lm-eval raises about a task into an EvaluationError that names the task, and the field of its file.
+    """Turn lm-eval's errors about a task into an EvaluationError with the task and the field of its file.
 
-    names: of the tasks that are in question. A hub that does not answer becomes a TransientError.
+    A hub that does not answer becomes a TransientError.
+
+    names: tasks that are in question.
     """
     try:
         yield
@@ -219,14 +225,14 @@ def named_mistakes(names: Iterable[str]) -> Iterator[None]:
 
 
 def _is_of_connection(error: Exception) -> bool:
-    """Return whether a hub did not answer, or not now; one that says that there is no such dataset has answered."""
+    """Return whether a hub did not answer; "no such dataset" is an answer."""
     if isinstance(error, HfHubHTTPError):
         return error.response is None or error.response.status_code in (408, 429, *range(500, 600))
     return isinstance(error, ConnectionError | TimeoutError | httpx.TransportError | LocalEntryNotFoundError)
 
 
 def _samples_of(task: Any) -> str:
-    """Return what the samples of a task have, as far as they were read, as an addition to a message."""
+    """Return a description of a task's columns, as far as they were read, for a message."""
     splits = getattr(task, "dataset", None)
     if not isinstance(splits, dict) or not splits:
         return ""
@@ -243,7 +249,7 @@ def render_prompt(template: ChatTemplate, messages: list[dict[str, str]], *, add
     try:
         if add_generation_prompt:
             return template.render_text(Conversation(messages), add_generation_prompt=True)
-        *before, last = messages  # the beginning of an answer, for the model to go on from
+        *before, last = messages  # `last` is the beginning of an answer, which the model continues
         text = template.render_text(Conversation([*before, {**last, "content": last["content"] + END_MARK}]))
     except RowError as error:
         raise EvaluationError(f"a prompt for the model {error}; or say `apply_chat_template: false`") from error
@@ -270,7 +276,7 @@ def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, An
 
 @contextlib.contextmanager
 def _hub_asked(*, asked: bool) -> Iterator[None]:
-    """Have `datasets` ask the hub, unless the environment forbids it, or not.
+    """Allow or forbid `datasets` to ask the hub.
 
     It reads the environment once, at its import, but a check of inputs loads the tasks of several evaluations.
     """
@@ -284,7 +290,7 @@ def _hub_asked(*, asked: bool) -> Iterator[None]:
 
 
 def _sandboxed(environment: jinja2.Environment) -> ImmutableSandboxedEnvironment:
-    """The same for templates that cannot be trusted: no access to Python's inner attributes, no change of objects."""
+    """Return lm-eval's Jinja environment as a sandbox: no inner attributes of Python, no changes of objects."""
     sandbox = ImmutableSandboxedEnvironment(
         loader=environment.loader,
         undefined=environment.undefined,
@@ -297,10 +303,12 @@ def _sandboxed(environment: jinja2.Environment) -> ImmutableSandboxedEnvironment
 def evaluate_tasks(
     model: LmEvalModel, tasks: dict[str, Any], evaluation: Evaluation, answers: Path, report: Report
 ) -> dict[str, Any]:
-    """lm-eval's results, per-sample logs included. `answers`: where answers are kept; those there are not asked again.
+    """Return lm-eval's results, with the log of each sample.
 
-    report(answered, asked) is called after each answer. Raises EvaluationError when a task leaves no room for a prompt;
-    errors of the connection pass through.
+    answers: file that keeps answers; those in it are not asked again.
+    report: called as report(answered, asked) after each answer.
+
+    Raises EvaluationError if a task leaves no room for a prompt; errors of the connection pass through.
     """
     _check_room(model, tasks)
     random.seed(_seed(evaluation, DEFAULT_RANDOM_SEED))
@@ -321,7 +329,7 @@ def evaluate_tasks(
 
 
 def _seed(evaluation: Evaluation, default: int) -> int:
-    """The recipe's seed for everything; lm-eval's own defaults are not all the same."""
+    """Return the recipe's seed, or lm-eval's default, which differs by purpose."""
     return default if evaluation.seed is None else evaluation.seed
 
 
@@ -336,23 +344,26 @@ def _check_room(model: LmEvalModel, tasks: dict[str, Any]) -> None:
 
 
 def items_of(tasks: Mapping[str, Any]) -> Iterator[TaskItem]:
-    """tasks: lm-eval's, by name. Raises EvaluationError for a sample that its task cannot write down."""
+    """Yield the samples of lm-eval's tasks, given by name.
+
+    Raises EvaluationError for a sample that its task cannot write down.
+    """
     for name, task in tasks.items():
         for number, document in enumerate(task.eval_docs):
             try:
                 yield _item(name, number, task, document)
             except Exception as error:
                 raise EvaluationError(
-                    f"reading sample {number} of the task {name}: {type(error).__name__}: {error}; mend the task, or "
+                    f"reading sample {number} of the task {name}: {type(error).__name__}: {error}; fix the task, or "
                     "leave it out"
                 ) from error
 
 
 def _item(name: str, number: int, task: Any, document: dict[str, Any]) -> TaskItem:
-    """What is asked: the question as the task writes it, alone and with its answer, and each text in it."""
+    """Return a sample's question as the task writes it, alone and with its answer, and all its texts."""
     choices = task.doc_to_choice(document) if task.OUTPUT_TYPE == "multiple_choice" else []
     question, answers = _chosen(task.doc_to_text(document), choices), task.doc_to_target(document)
-    answers = [_chosen(one, choices) for one in (answers if isinstance(answers, list) else [answers])]
+    answers = [_chosen(answer, choices) for answer in (answers if isinstance(answers, list) else [answers])]
     texts = list(strings_in(document))
     within = [text for text in texts if text.strip() and text in question]
     questions = dict.fromkeys([question, *(f"{question} {answer}" for answer in answers), *within])
@@ -360,7 +371,7 @@ def _item(name: str, number: int, task: Any, document: dict[str, Any]) -> TaskIt
 
 
 def _chosen(value: object, choices: list[str]) -> str:
-    """Where a task has the number of a choice, the choice."""
+    """Return the option that a number stands for, or the value itself as text."""
     if isinstance(value, int) and 0 <= value < len(choices):
         return str(choices[value])
     return str(value)

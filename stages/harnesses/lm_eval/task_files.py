@@ -40,16 +40,16 @@ class HubDataset:
 
 
 class Function(str):
-    """What a `!function module.name` tag says."""
+    """Text of a `!function module.name` tag."""
 
     @property
     def module_file(self) -> str:
-        """Where the function lies, relative to the file that names it."""
+        """File of the function, relative to the file that names it."""
         return self.rpartition(".")[0].replace(".", "/") + ".py"
 
 
 class _Loader(yaml.SafeLoader):
-    """Knows the one tag that task files have."""
+    """YAML loader that knows the tag of task files."""
 
 
 def _construct_function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Function:
@@ -60,13 +60,13 @@ _Loader.add_constructor("!function", _construct_function)
 
 
 def parse_task_file(text: str) -> Any:
-    """What a task file says. Raises RecipeError for one that is not valid YAML, or that reading would not end of."""
+    """Parse a task file. Raises RecipeError for invalid YAML, and for YAML that would take too long to read."""
     check_bounds(text, _Loader)
     return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
 
 
 def read_task_file(file: Path) -> dict[str, Any]:
-    """Its mapping; empty for a file that cannot be read: lm-eval itself says what is wrong when it runs the task."""
+    """Return the mapping in a task file; empty if it cannot be read: lm-eval itself reports that when it runs."""
     try:
         config = parse_task_file(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -75,19 +75,19 @@ def read_task_file(file: Path) -> dict[str, Any]:
 
 
 def names_of(config: dict[str, Any]) -> Iterator[str]:
-    """What the config may be called by: its task or group, and its tags."""
+    """Yield the names of a task or group, and its tags."""
     yield from (config[key] for key in ("task", "group") if isinstance(config.get(key), str))
     yield from strings_in(config.get("tag"))
 
 
 def members_of(config: dict[str, Any]) -> Iterator[str]:
-    """Names of the tasks that a group consists of."""
+    """Yield the names of the tasks in a group."""
     for member in config["task"] if isinstance(config.get("task"), list) else ():
         yield member if isinstance(member, str) else str(member.get("task", member.get("group")))
 
 
 def dataset_of(config: dict[str, Any]) -> HubDataset | None:
-    """The repository that the config itself names; None for files of a known format, and where none is named."""
+    """Return the repository that a config names; None for files of a known format, and if none is named."""
     path = config.get("dataset_path")
     if not isinstance(path, str) or path in FILE_FORMATS or not _REPOSITORY.fullmatch(path):
         return None
@@ -95,10 +95,10 @@ def dataset_of(config: dict[str, Any]) -> HubDataset | None:
 
 
 def code_in(config: dict[str, Any]) -> Iterator[str]:
-    """What the config would run outside a sandbox: `!function` tags, Jinja that reaches into Python's objects, and
-    metrics that Hugging Face's `evaluate` loads as Python files.
+    """Yield the code that a config would run outside a sandbox.
 
-    Jinja that hides what it does is stopped by the sandbox when it is rendered.
+    That is `!function` tags, Jinja that reaches into Python's objects, and metrics that Hugging Face's `evaluate` loads
+    as Python files. Jinja that hides what it does is stopped by the sandbox when it is rendered.
     """
     metrics = config.get("metric_list")
     for metric in metrics if isinstance(metrics, list) else ():
@@ -120,7 +120,7 @@ def _reaches_into_python(template: str) -> bool:
 
 
 def strings_in(tree: Any) -> Iterator[str]:
-    """Every string in nested dicts (their values) and lists."""
+    """Yield every string in nested dicts (their values) and lists."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, dict | list):
@@ -130,9 +130,12 @@ def strings_in(tree: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """names: tasks, groups and tags that it defines. code: its Python files, and what else its tasks would run.
+    """Content of a folder of local tasks.
 
-    What lies elsewhere: the repositories whose samples its tasks take, and the tasks of others that its groups have.
+    names: tasks, groups and tags that it defines.
+    hub_datasets: repositories whose samples its tasks take.
+    members_elsewhere: tasks outside the folder in its groups.
+    code: its Python files, and other code that its tasks would run.
     """
 
     path: Path
@@ -143,7 +146,7 @@ class TaskFolder:
 
     @property
     def uses_hub(self) -> bool:
-        """Whether any of its tasks needs more than the folder."""
+        """Return whether any of its tasks needs more than the folder."""
         return bool(self.hub_datasets or self.members_elsewhere)
 
 
@@ -159,7 +162,7 @@ def read_task_folder(path: Path) -> TaskFolder:
     datasets = frozenset(dataset for config in configs if (dataset := dataset_of(config)))
     code = [str(file.relative_to(path)) for file in sorted(path.rglob("*.py"))]
     for file, config in zip(files, configs, strict=True):
-        code += [f"{file.relative_to(path)}: {one}" for one in code_in(config)]
+        code += [f"{file.relative_to(path)}: {piece}" for piece in code_in(config)]
     return TaskFolder(path, names, datasets, members - names, tuple(code))
 
 
@@ -185,7 +188,7 @@ def _read_config(file: Path, folder: Path) -> dict[str, Any]:
 
 
 def _check_data_files(config: dict[str, Any], file: Path, folder: Path) -> None:
-    """Data files are named relative to the task folder, and exist there; so are included YAML files, to their own."""
+    """Check that data files lie in the task folder, and included YAML files, which are relative to their own."""
     arguments = config.get("dataset_kwargs") or {}
     for name in strings_in([arguments.get("data_files"), arguments.get("data_dir")]):
         if "://" in name:
@@ -208,7 +211,7 @@ def _check_inside(path: Path, file: Path, folder: Path) -> None:
 
 
 _NAMING = re.compile(r"""^["']?(?:task|group|tag)["']?\s*:[ \t]*(.*(?:\n[ \t]*(?:-.*|\#.*)?$)*)""", re.MULTILINE)
-"""A `task`, `group` or `tag` of a file, with the lines of its list; tasks of a group are in it, too."""
+"""A `task`, `group` or `tag` of a file, with the lines of its list, which names the tasks of a group."""
 
 _NAME = re.compile(r"[^\s\"'\[\],#]+")
 _NO_TASKS = (".py", ".pyc", ".md", ".json", ".jsonl", ".csv", ".txt", ".zip")
@@ -217,17 +220,17 @@ _DATASET_PATH = re.compile(r"""DATASET_PATH\s*=\s*["']([^"']+)["']""")
 
 
 def mentioned_names() -> Iterable[str]:
-    """Every name that there may be; a few more than there are."""
+    """Return every name in lm-eval's files, a few of which name no task."""
     return _files_by_name().keys()
 
 
 def is_installed(name: str) -> bool:
-    """Whether lm-eval has a task, group or tag of that name."""
+    """Return whether lm-eval has a task, group or tag of that name."""
     return any(True for _ in defining(name))
 
 
 def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Files whose task, group or tag has that name; for a tag that a template gives, all files beside the template."""
+    """Yield the files whose task, group or tag has that name; for a template's tag, all files beside the template."""
     for file in _files_by_name().get(name, ()):
         config = _parsed(file)
         if name not in names_of(config):
@@ -239,7 +242,7 @@ def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def hub_datasets(names: Iterable[str]) -> frozenset[HubDataset]:
-    """The repositories that the tasks, groups and tags of these names take their samples from."""
+    """Return the repositories that the tasks, groups and tags of these names take their samples from."""
     todo, seen = list(names), set()
     found: set[HubDataset] = set()
     while todo:
@@ -254,7 +257,7 @@ def hub_datasets(names: Iterable[str]) -> frozenset[HubDataset]:
 
 
 def _datasets(file: Path, config: dict[str, Any]) -> Iterator[HubDataset]:
-    """Of the file itself, else of the class that it names, else of those that it includes."""
+    """Yield the datasets of the file itself, else of the class that it names, else of the files that it includes."""
     if own := dataset_of(config):
         yield own
     elif isinstance(config.get("class"), Function):

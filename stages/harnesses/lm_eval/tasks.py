@@ -42,7 +42,10 @@ DEFAULT_METRICS = {
     "multiple_choice": ("acc", "acc_norm"),
     "generate_until": ("exact_match",),
 }
-"""Of a task that names none: lm-eval's `DEFAULT_METRIC_REGISTRY`, whose import takes seconds."""
+"""Metrics of a task that names none, by output type.
+
+A copy of lm-eval's `DEFAULT_METRIC_REGISTRY`, whose import takes seconds.
+"""
 GENERATES = "generate_until"
 STANDARD_ERROR = "_stderr"
 MAX_INCLUDES = 10
@@ -50,7 +53,10 @@ MAX_INCLUDES = 10
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """names: what to run. needs_builtin: whether lm-eval's own tasks must be indexed, which takes it 10 s or more."""
+    """Tasks that a recipe names.
+
+    needs_builtin: whether lm-eval's own tasks must be indexed, which takes it 10 s or more.
+    """
 
     names: tuple[str, ...]
     folder: TaskFolder | None
@@ -58,12 +64,12 @@ class TaskSelection:
 
     @property
     def offline(self) -> bool:
-        """Whether everything lies in the task folder, so that no hub need be asked."""
+        """Return whether everything lies in the task folder, so that no hub is asked."""
         return not self.needs_builtin and self.folder is not None and not self.folder.uses_hub
 
 
 def select_tasks(names: tuple[str, ...], folder: Path | None) -> TaskSelection:
-    """Raises EvaluationError for an unknown name, with the closest ones, and for a bad task folder."""
+    """Find the tasks. Raises EvaluationError for an unknown name, with the closest ones, and for a bad folder."""
     local = read_task_folder(folder) if folder else None
     known_locally = local.names if local else frozenset()
     elsewhere = [name for name in names if name not in known_locally]
@@ -82,7 +88,7 @@ def check_trusted(selection: TaskSelection) -> None:
 
 
 def hub_datasets(selection: TaskSelection) -> frozenset[HubDataset]:
-    """The repositories of the hub that the selected tasks, and those of the task folder, take their samples from."""
+    """Return the hub repositories whose samples the selected tasks, and those of the task folder, take."""
     local = selection.folder or TaskFolder(Path())
     elsewhere = {*selection.names, *local.members_elsewhere} - local.names
     return local.hub_datasets | (task_files.hub_datasets(elsewhere) if elsewhere else frozenset())
@@ -99,9 +105,9 @@ def _check_known(names: Iterable[str], known_locally: Collection[str], folder: P
 
 
 def resolve_hub_datasets(selection: TaskSelection, limit_s: float | None = None) -> dict[str, JsonValue]:
-    """`hub_datasets`: repository → commit. Empty, and no hub is asked, when all tasks are local.
+    """Return {`hub_datasets`: {repository: commit}}; empty, without asking a hub, if all tasks are local.
 
-    Raises DownloadError or TransientError when the hub gives no answer.
+    Raises DownloadError or TransientError if the hub gives no answer.
     """
     datasets = {str(dataset): dataset for dataset in sorted(hub_datasets(selection), key=str)}
     answers = Answers[str](limit_s)
@@ -113,10 +119,10 @@ def resolve_hub_datasets(selection: TaskSelection, limit_s: float | None = None)
 
 
 def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue], kept: Path) -> None:
-    """Raise TransientError when a loaded task's samples are of another commit than the version says.
+    """Raise TransientError if a loaded task's samples are of another commit than the version says.
 
-    tasks: of lm-eval. kept: the folder of `datasets`, which keeps what it has prepared in folders named after the
-    commit; their use is noted.
+    tasks: of lm-eval.
+    kept: folder of `datasets`, which names the folders of prepared data after the commit; their use is noted.
     """
     expected = outside.get(HUB_DATASETS, {})
     assert isinstance(expected, dict)
@@ -132,9 +138,9 @@ def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue], kept: Path
 
 
 def may_give(score: str, names: Iterable[str], folder: Path | None) -> bool:
-    """Whether one of the tasks, groups and tags of these names may give `TASK.METRIC` or `TASK.FILTER.METRIC`.
+    """Return whether a task, group or tag of these names may give `TASK.METRIC` or `TASK.FILTER.METRIC`.
 
-    True for what cannot be known from files: scores of groups, of tasks written in Python, of tasks that do not exist.
+    True where files do not tell: scores of groups, of tasks written in Python, of tasks that do not exist.
     """
     return any(
         score.startswith(f"{task}.") and _gives(file, config, score, task)
@@ -144,7 +150,7 @@ def may_give(score: str, names: Iterable[str], folder: Path | None) -> bool:
 
 
 def log_likelihood_tasks(names: Iterable[str], folder: Path | None) -> list[str]:
-    """Those of the tasks that compare or sum log-likelihoods of given texts. Tasks written in Python may, unnoticed."""
+    """Return the tasks that compare or sum log-likelihoods of given texts, as far as files tell."""
     return sorted(
         task
         for file, config in _defining(names, folder)
@@ -168,7 +174,7 @@ def metrics_of_tasks(names: Iterable[str], folder: Path) -> dict[str, list[str]]
 
 
 def _defining(names: Iterable[str], folder: Path | None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """File and content of the tasks, groups and tags of these names, and of their members."""
+    """Yield file and content of the tasks, groups and tags of these names, and of their members."""
     local = _local_tasks(folder) if folder else []
     todo, seen = [*names], set()
     while todo:
@@ -190,7 +196,7 @@ def _gives(file: Path, config: dict[str, Any], score: str, task: str) -> bool:
     config = _with_includes(file, config, MAX_INCLUDES)
     if "class" in config or "group" in config:
         return True
-    filters = [str(one.get("name")) for one in config.get("filter_list") or ()] or [NO_FILTER]
+    filters = [str(entry.get("name")) for entry in config.get("filter_list") or ()] or [NO_FILTER]
     rest = score.removeprefix(f"{task}.").removesuffix(STANDARD_ERROR)
     return any(
         rest == (metric if name == NO_FILTER else f"{name}.{metric}") for name in filters for metric in _metrics(config)
@@ -201,7 +207,7 @@ def _metrics(config: dict[str, Any]) -> list[str]:
     listed = config.get("metric_list") or [
         {"metric": metric} for metric in DEFAULT_METRICS.get(config.get("output_type", "generate_until"), ())
     ]
-    return [str(one.get("metric")).rpartition(".")[2] for one in listed]  # a function gives its own name
+    return [str(entry.get("metric")).rpartition(".")[2] for entry in listed]  # a function gives its own name
 
 
 def _with_includes(file: Path, config: dict[str, Any], num_left: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a check is given: stages whose turn has not come, with what there is of their inputs; and what it finds."""
+"""Config and findings of the check of inputs, a stage run for stages whose turn has not come."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FINDINGS_FILE = "findings.json"
 
 
 class CheckConfig(StageConfig):
-    """No stage of a recipe, but run like one: looks for what is wrong with the inputs of others (→ `findings.json`)."""
+    """Look for problems in the inputs of other stages (→ `findings.json`); run like a stage, but in no recipe."""
 
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["check"] = "check"
     stages: tuple[StageInput, ...] = Field(
-        description="Instead of a model that is not made yet, they have the one that it will be made from."
+        description="Stages to check. Instead of a model that is not made yet, they get the one it will be made from."
     )
 
     @property
@@ -29,7 +29,11 @@ class CheckConfig(StageConfig):
 
 
 class InputProblem(StrictModel):
-    """What is wrong with an input. field: dotted path in the stage's config. error: name of the error class."""
+    """One problem of an input.
+
+    field: dotted path in the stage's config.
+    error: name of the error class.
+    """
 
     stage: str
     field: str
@@ -38,7 +42,7 @@ class InputProblem(StrictModel):
 
 
 class Unseen(StrictModel):
-    """What of an input there was no time to look at; the stage itself will."""
+    """One input that there was no time to check; the stage itself will."""
 
     stage: str
     field: str
@@ -46,7 +50,7 @@ class Unseen(StrictModel):
 
 
 class Findings(StrictModel):
-    """The content of `findings.json`: what was found so far."""
+    """Content of `findings.json`: problems found so far."""
 
     problems: tuple[InputProblem, ...] = ()
     unseen: tuple[Unseen, ...] = ()

@@ -1,7 +1,7 @@
-"""The check of inputs: what stages would say of their data, tasks and templates hours later, said before any training.
+"""The check of inputs: problems that stages would meet in their data and tasks hours later, found before any training.
 
-Each kind looks for itself: `check(stage_input)` in `stages/kinds/<kind>/check.py` gives dotted fields and errors, or
-instead of an error, as text, what there was no time to look at.
+Each kind has its own check: `check(stage_input)` in `stages/kinds/<kind>/check.py` yields dotted fields with errors, or
+with a text about what there was no time to check.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from stages.models.start_up import hide_unused_packages, import_tokenizers
 
 
 def run(config: CheckConfig, context: StageContext) -> StageResult:
-    """Write down every problem. That some are found is no failure of the check."""
+    """Write down every problem. Finding some is no failure of the check."""
     hide_unused_packages()
-    import_tokenizers()  # models are made for few stages
+    import_tokenizers()  # most checks need only tokenizers, not models
     problems: list[InputProblem] = []
     unseen: list[Unseen] = []
     for number, stage in enumerate(config.stages):
         context.progress(number, len(config.stages), "stages", f"checking the inputs of {stage.name}")
         check = importlib.import_module(f"stages.kinds.{stage.kind}.check").check
-        for field, found in check(stage):
-            if isinstance(found, str):
-                unseen.append(Unseen(stage=stage.name, field=field, message=found))
+        for field, finding in check(stage):
+            if isinstance(finding, str):
+                unseen.append(Unseen(stage=stage.name, field=field, message=finding))
             else:
-                name = type(found).__name__
-                problems.append(InputProblem(stage=stage.name, field=field, error=name, message=str(found)))
-        # After each: what was found stays found when there is no time for the next.
+                name = type(finding).__name__
+                problems.append(InputProblem(stage=stage.name, field=field, error=name, message=str(finding)))
+        # Written after each stage: if time runs out in the next one, these findings are kept.
         findings = Findings(problems=tuple(problems), unseen=tuple(unseen))
         write_atomically(context.work / FINDINGS_FILE, findings.model_dump_json(indent=2))
     return StageResult(metrics={"stages": len(config.stages), "problems": len(problems)})

@@ -1,4 +1,4 @@
-"""What a recipe may say of a curation: which rows of datasets are left out, and why."""
+"""Config of a curation: which rows of datasets are left out, and why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ lij ln lo lt ltg lv mg mk ml mn mr ms mt my ne nl nn no nso oc om or pa pcm pl p
 sn so sq sr st sv sw ta te tg th tk tl tr tt ug uk ur uz uzs vec vi vo wa wuu xh yo yue zh zu zxx
 """
 LANGUAGES = frozenset(_CODES.split())
-"""ISO 639 codes that the library tells apart; zxx is no language. Listed, since to ask the library takes a second."""
+"""ISO 639 codes that the library distinguishes; zxx is no language. Asking the library takes a second."""
 
 
 def _known_language(code: str) -> str:
@@ -50,20 +50,20 @@ STEPS = (
     "sample",
     "held_out",
 )
-"""In the order in which they are done."""
+"""Steps in the order in which they are done."""
 
 
 class Length(StrictModel):
-    """Rows that are too short or too long are left out; both bounds of a pair may be there."""
+    """Bounds on the length of rows; both bounds of a pair may be set."""
 
-    min_characters: NonNegativeInt = Field(0, description="Of all texts of a row together.")
-    max_characters: PositiveInt | None = Field(None, description="The same.")
-    min_turns: NonNegativeInt = Field(0, description="Messages of a conversation but the system's.")
-    max_turns: PositiveInt | None = Field(None, description="The same.")
+    min_characters: NonNegativeInt = Field(0, description="Smallest number of characters in all texts of a row.")
+    max_characters: PositiveInt | None = Field(None, description="Largest number of characters in all texts of a row.")
+    min_turns: NonNegativeInt = Field(0, description="Smallest number of messages in a conversation, without system's.")
+    max_turns: PositiveInt | None = Field(None, description="Largest number of messages, without the system's.")
 
     @property
     def counts_turns(self) -> bool:
-        """Whether rows must be conversations."""
+        """Return whether rows must be conversations."""
         return bool(self.min_turns or self.max_turns)
 
     @model_validator(mode="after")
@@ -90,10 +90,10 @@ PersonalData = Literal["email", "ip_address", "iban", "credit_card", "phone"]
 
 
 class Patterns(StrictModel):
-    """Regular expressions, looked for in the texts of a row, a line or more each."""
+    """Regular expressions that are searched in the texts of a row, each on its lines together."""
 
-    exclude: tuple[RowPattern, ...] = Field((), description="Rows in which one of these is found are left out.")
-    require: tuple[RowPattern, ...] = Field((), description="Rows in which one of these is not found are left out.")
+    exclude: tuple[RowPattern, ...] = Field((), description="Leave out rows that match one of these.")
+    require: tuple[RowPattern, ...] = Field((), description="Leave out rows that do not match all of these.")
 
     @model_validator(mode="after")
     def _names_some(self) -> Self:
@@ -103,22 +103,25 @@ class Patterns(StrictModel):
 
 
 class Language(StrictModel):
-    """Rows in other languages are left out, but for those with too few letters to tell."""
+    """Languages to keep; rows with too few letters to tell are kept as well."""
 
-    keep: tuple[LanguageCode, ...] = Field(min_length=1, description="ISO 639 codes: en, de, zh.")
+    keep: tuple[LanguageCode, ...] = Field(min_length=1, description="Languages to keep, as ISO 639 codes: en, de, zh.")
     min_probability: float = Field(
-        0.5, gt=0, lt=1, description="That a row is in one of them; of code, and of mixed languages, it is low."
+        0.5,
+        gt=0,
+        lt=1,
+        description="Smallest probability that a row is in one of them; it is low for code and mixed languages.",
     )
 
 
 class Quality(StrictModel):
-    """Rows whose answer the rewards of the repository do not praise enough are left out."""
+    """Threshold on rewards of this repository; rows with a lower sum are left out."""
 
     rewards: dict[RewardName, AnyReward] = Field(
-        min_length=1, description="As in `generate`, but for `length`, which counts tokens."
+        min_length=1, description="Rewards as in `generate`, but without `length`, which counts tokens."
     )
-    above: float = Field(allow_inf_nan=False, description="Rows with a larger sum of rewards are kept.")
-    reference: str | None = Field(None, description="Column of the right answer, for rewards that compare with it.")
+    above: float = Field(allow_inf_nan=False, description="Keep rows with a larger sum of rewards.")
+    reference: str | None = Field(None, description="Column of the right answer, for rewards that need it.")
 
     @model_validator(mode="after")
     def _can_judge(self) -> Self:
@@ -131,10 +134,10 @@ class Quality(StrictModel):
 
 
 class Sample(StrictModel):
-    """A part of the rows, drawn by what they say: more rows change nothing about which of these are drawn first."""
+    """A random part of the rows, drawn by their content: further rows do not change which of these are drawn first."""
 
-    rows: PositiveInt | None = Field(None, description="How many; fewer where there are no more.")
-    fraction: float | None = Field(None, gt=0, lt=1, description="Or which share of them.")
+    rows: PositiveInt | None = Field(None, description="Number of rows to draw; all if there are fewer.")
+    fraction: float | None = Field(None, gt=0, lt=1, description="Share of the rows to draw, instead of `rows`.")
 
     @model_validator(mode="after")
     def _names_one(self) -> Self:
@@ -150,44 +153,48 @@ class HeldOut(StrictModel):
 
 
 class NearDuplicates(StrictModel):
-    """Of rows that say nearly the same, only the first is kept."""
+    """Rows that say nearly the same; only the first is kept."""
 
     similarity: float = Field(
         0.5,
         ge=0.2,
         le=1,
-        description="Share of the runs of `words` words that two rows have in common, of all that either has "
-        "(Jaccard), from which on they are near-duplicates. Every 20th word changed leaves about 0.73.",
+        description="Jaccard similarity of two rows' runs of `words` words from which on they are near-duplicates. "
+        "Changing every 20th word leaves about 0.73.",
     )
-    words: PositiveInt = Field(3, le=50, description="Words of a run.")
+    words: PositiveInt = Field(3, le=50, description="Number of words in a run.")
 
 
 class BenchmarkTasks(StrictModel):
     """Tasks that an evaluation asks."""
 
-    harness: Annotated[HarnessName, AddedLater()] = Field(DEFAULT_HARNESS, description="As in `evaluate`.")
+    harness: Annotated[HarnessName, AddedLater()] = Field(
+        DEFAULT_HARNESS, description="Harness of the tasks, as in `evaluate`."
+    )
     tasks: tuple[str, ...] = Field(min_length=1, description="Names of the harness's tasks, or of `task_folder`.")
     task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
-    trust_task_code: bool = Field(False, description="As in `evaluate`.")
+    trust_task_code: bool = Field(False, description="Run the code in `task_folder`, as in `evaluate`.")
 
     @property
     def evaluation(self) -> Evaluation:
-        """What a harness is asked for."""
+        """Request to the harness."""
         return Evaluation(self.harness, self.tasks, self.task_folder, trust_task_code=self.trust_task_code)
 
 
 class Decontaminate(StrictModel):
-    """Rows that hold what a benchmark asks are left out, lest its scores be of memory."""
+    """Leave out rows that hold questions of a benchmark, so that its scores are not of memory."""
 
-    words: int = Field(13, ge=5, le=50, description="Of a run (n-gram) that a row may not share with a sample.")
-    min_shared: PositiveInt = Field(1, description="Such runs of a row from which on it is left out.")
+    words: int = Field(
+        13, ge=5, le=50, description="Length of the runs of words (n-grams) that a row may not share with a sample."
+    )
+    min_shared: PositiveInt = Field(1, description="Number of shared runs from which on a row is left out.")
     benchmarks: dict[str, BenchmarkTasks] = Field(
-        default_factory=dict, description="Name → tasks; default: those of all `evaluate` stages of the recipe."
+        default_factory=dict, description="Tasks by name; default: those of all `evaluate` stages of the recipe."
     )
 
 
 class CurateConfig(StageConfig):
-    """Leave out rows of datasets that should not be learned from, each for a reason that is listed (→ `data/`)."""
+    """Leave out rows of datasets that should not be learned from, each for a listed reason (→ `data/`)."""
 
     STAGE_VERSION: ClassVar[int] = 2  # `redact` finds addresses beside Chinese and Japanese, and Parquet has no nulls
 
@@ -195,24 +202,30 @@ class CurateConfig(StageConfig):
 
     kind: Literal["curate"]
     datasets: tuple[DatasetReference, ...] = Field(
-        min_length=1, description="All of one format; of rows that repeat one another, the first is kept."
+        min_length=1, description="Datasets of one format; of rows that repeat one another, the first is kept."
     )
-    split: SplitName = Field("train", description="Files of the datasets whose name or folder begins so.")
-    on_bad_rows: Literal["fail", "drop"] = Field("fail", description="drop: list them and go on without them.")
-    max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="More dropped bad rows than this is an error.")
-    length: Length | None = Field(None, description="Step: too short and too long rows.")
-    decontaminate: Decontaminate | None = Field(None, description="Step: rows that hold what a benchmark asks.")
-    patterns: Patterns | None = Field(None, description="Step: rows with or without a pattern.")
-    language: Annotated[Language | None, AddedLater()] = Field(None, description="Step: rows in other languages.")
+    split: SplitName = Field("train", description="Files of the datasets whose name or folder begins with this.")
+    on_bad_rows: Literal["fail", "drop"] = Field(
+        "fail", description="Treatment of bad rows. drop: list them and skip them."
+    )
+    max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="Largest share of bad rows that may be dropped.")
+    length: Length | None = Field(None, description="Step: leave out rows that are too short or too long.")
+    decontaminate: Decontaminate | None = Field(
+        None, description="Step: leave out rows that hold questions of a benchmark."
+    )
+    patterns: Patterns | None = Field(None, description="Step: leave out rows with or without a pattern.")
+    language: Annotated[Language | None, AddedLater()] = Field(
+        None, description="Step: leave out rows in other languages."
+    )
     redact: tuple[PersonalData, ...] = Field(
-        (), description="Step: what is written over, with `[EMAIL]` and the like, in all texts of rows."
+        (), description="Step: personal data to mask in all texts of rows, as `[EMAIL]` and so on."
     )
-    exact_duplicates: bool = Field(False, description="Step: rows from which the same would be learned again.")
-    near_duplicates: NearDuplicates | None = Field(None, description="Step: rows that say nearly the same.")
-    quality: Quality | None = Field(None, description="Step: rows whose answer is not good enough.")
-    sample: Sample | None = Field(None, description="Step: rows that are not drawn.")
-    held_out: HeldOut | None = Field(None, description="Step: rows to evaluate on; drops none.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Of `sample` and `held_out`.")
+    exact_duplicates: bool = Field(False, description="Step: leave out rows that teach the same again.")
+    near_duplicates: NearDuplicates | None = Field(None, description="Step: leave out rows that say nearly the same.")
+    quality: Quality | None = Field(None, description="Step: leave out rows with a bad answer.")
+    sample: Sample | None = Field(None, description="Step: keep a random part of the rows.")
+    held_out: HeldOut | None = Field(None, description="Step: hold out rows to evaluate on; drops none.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of `sample` and `held_out`.")
 
     @property
     def product(self) -> Product:
@@ -220,12 +233,12 @@ class CurateConfig(StageConfig):
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """Those that are asked for, in the order in which they are done."""
+        """Steps that are asked for, in the order in which they are done."""
         return tuple(name for name in STEPS if getattr(self, name))
 
     @property
     def compared(self) -> NearDuplicates | None:
-        """How rows are compared with one another, to be left out or to be held out together."""
+        """Settings for comparing rows with one another, to be left out or to be held out together."""
         return self.near_duplicates or (NearDuplicates() if self.held_out else None)
 
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
@@ -237,7 +250,7 @@ class CurateConfig(StageConfig):
         )
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """What the tasks' datasets hold now."""
+        """Return the version of each harness, and what its tasks' datasets hold now."""
         if not self.decontaminate:
             return {}
         found: dict[str, JsonValue] = {}
@@ -250,7 +263,10 @@ class CurateConfig(StageConfig):
         return found
 
     def custom_code(self) -> tuple[str, ...]:
-        """Also that of tasks of a folder, which the evaluation trusts. Raises EvaluationError for unknown tasks."""
+        """Describe the code that the stage runs, also that of tasks in a folder, which the evaluation trusts.
+
+        Raises EvaluationError for unknown tasks.
+        """
         benchmarks = self.decontaminate.benchmarks.values() if self.decontaminate else ()
         of_tasks = (code for one in benchmarks for code in harness_of(one.evaluation).custom_code(one.evaluation))
         own = ((name, reward.custom_code()) for name, reward in self.quality.rewards.items()) if self.quality else ()
@@ -282,7 +298,10 @@ class CurateConfig(StageConfig):
 
 
 def _benchmarks_of(stages: Mapping[str, StageConfig]) -> list[BenchmarkTasks]:
-    """The tasks of all evaluations, one for each task folder; without the names of stages, which are no identity."""
+    """Return the tasks of all evaluations, one entry for each task folder.
+
+    Names of stages are left out: they are no part of the identity.
+    """
     tasks: dict[tuple[str, Path | None, bool], set[str]] = {}
     for stage in stages.values():
         evaluation = getattr(stage, "evaluation", None)

@@ -1,9 +1,9 @@
-"""Rows that hold what a benchmark asks: runs of words that both have, as GPT-3's authors looked for them.
+"""Contamination of rows by benchmarks: runs of words that a row shares with a sample, searched as for GPT-3.
 
 A row is left out for a run of 13 words (Brown et al. 2020, appendix C) that it shares with a sample: its question, its
-answer, or any other text that it has. What a sample says in 8 to 12 words is looked for as a whole, and of shorter
-questions whole texts of rows are compared, since 5 words stand in many texts that have seen no benchmark. Runs that
-most samples of a task have are the task's own words, such as an instruction, and do not count.
+answer, or any other text that it has. Samples of 8 to 12 words are searched as a whole, and for shorter questions whole
+texts of rows are compared, since 5 words stand in many texts that have seen no benchmark. Runs that most samples of a
+task have are the task's own words, such as an instruction, and do not count.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from stages.kinds.curate.config import Decontaminate
 from stages.kinds.curate.words import Hashes, hashes_of, runs_of, words_of
 
 SHORTEST_RUN = 8
-"""Words that are looked for within a text; Brown et al. 2020 take no fewer either."""
+"""Fewest words that are searched within a text; Brown et al. 2020 take no fewer either."""
 SHORTEST_WHOLE = 4
-"""Words of a question that is compared with whole texts."""
+"""Fewest words of a question that is compared with whole texts."""
 FEWEST_ITEMS = 10
-"""Of a task, from which on its own words can be distinguished from those of its samples."""
+"""Fewest samples of a task from which its own words can be distinguished from those of its samples."""
 SHOWN_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Runs of one length, sorted, and of each the item that has it."""
+    """Sorted runs of one length, each with the item that has it."""
 
     runs: Hashes
     items: NDArray[np.int64]
 
     def found(self, runs: Hashes) -> NDArray[np.int64]:
-        """Of each run, its item; -1 where none has it."""
+        """Return the item of each run; -1 where none has it."""
         at = np.searchsorted(self.runs, runs).clip(max=len(self.runs) - 1)
         return np.where(self.runs[at] == runs, self.items[at], -1)
 
 
 class Benchmarks:
-    """What the samples of tasks say."""
+    """Runs of words of all samples of tasks."""
 
     def __init__(self, config: Decontaminate, items: Iterable[TaskItem]) -> None:
         self._config = config
@@ -66,7 +66,7 @@ class Benchmarks:
         return len(self._names)
 
     def reason(self, row: ReadRow) -> str | None:
-        """Why the row is left out; None where it shares too little with every sample."""
+        """Return why the row is left out; None if it shares too little with every sample."""
         words = [word for texts in row.parts for text in texts for word in words_of(text)]
         hashes = hashes_of(words)
         for num_words, table in self._tables.items():
@@ -82,7 +82,7 @@ class Benchmarks:
         return None
 
     def _task(self, items: Sequence[TaskItem]) -> dict[int, tuple[Hashes, NDArray[np.int64]]]:
-        """Length → runs of the samples of one task, and the item of each."""
+        """Return length → runs of the samples of one task, with the item of each."""
         found: dict[int, list[tuple[Hashes, int]]] = defaultdict(list)
         for item in items:
             number = len(self._names)
@@ -110,9 +110,9 @@ class Benchmarks:
         return is_kept
 
     def _counted(self, several: Sequence[tuple[Hashes, int]], num_items: int) -> tuple[Hashes, NDArray[np.int64]]:
-        """Without the runs that most samples of the task have."""
-        runs = np.concatenate([one for one, _ in several])
-        items = np.concatenate([np.full(len(one), number) for one, number in several])
+        """Drop the runs that most samples of the task have."""
+        runs = np.concatenate([of_item for of_item, _ in several])
+        items = np.concatenate([np.full(len(of_item), number) for of_item, number in several])
         runs, first, counts = np.unique(runs, return_index=True, return_counts=True)
         is_common = (counts > num_items / 2) & (num_items >= FEWEST_ITEMS)
         self.num_common += int(is_common.sum())
@@ -125,6 +125,6 @@ def _joined(found: Sequence[tuple[Hashes, NDArray[np.int64]]]) -> _Table:
 
 
 def _whole(text: str) -> int:
-    """A number for all words of a text together."""
+    """Return one number for all words of a text."""
     hashes = hashes_of(words_of(text))
     return int(runs_of(hashes, len(hashes))[0]) if len(hashes) else 0

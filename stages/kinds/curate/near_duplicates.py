@@ -1,11 +1,11 @@
-"""Rows → those that say nearly the same as an earlier one, by MinHash, and then exactly.
+"""Near-duplicates: rows that say nearly the same as an earlier one, found by MinHash and confirmed exactly.
 
-A row is the set of its runs of words; how alike two rows are is the Jaccard similarity |A ∩ B| / |A ∪ B| of theirs.
-MinHash (Broder 1997) keeps, for each of `NUM_HASHES` hash functions, the smallest value of a set: two sets share such a
-value with a probability that is their similarity. Locality-sensitive hashing looks only at pairs that share all values
-of one of several bands, and these are compared by the sets themselves: what is found is never wrong, and of pairs as
-alike as asked for, one in 200 is missed at most. Written with numpy, since 60 lines are a fourth of the time of
-`datasketch`, which makes a Python object of each row.
+A row is the set of its runs of words; the similarity of two rows is the Jaccard similarity |A ∩ B| / |A ∪ B| of their
+sets. MinHash (Broder 1997) keeps, for each of `NUM_HASHES` hash functions, the smallest value of a set: two sets share
+such a value with a probability that is their similarity. Locality-sensitive hashing looks only at pairs that share all
+values of one of several bands, and these are compared by the sets themselves: no reported pair is wrong, and of pairs
+with the requested similarity, one in 200 is missed at most. Written with numpy: these 60 lines take a fourth of the
+time of `datasketch`, which makes a Python object of each row.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RUNS, ENDS, SIGNATURES = "runs.bin", "ends.bin", "signatures.bin"
 RUN_BYTES = 8
 NUM_HASHES = 128
 FOUND = 0.995
-"""Probability that two rows, as alike as asked for, are compared."""
+"""Probability that two rows with the requested similarity are compared."""
 ESTIMATE_MARGIN = 0.2
-"""By which the share of common smallest values may lie below the similarity: over 4 standard deviations."""
+"""Margin by which the share of common smallest values may lie below the similarity: over 4 standard deviations."""
 CHUNK_RUNS = 4096
 SEED = 0
 
@@ -37,16 +37,20 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Repeats:
-    """Of each row: which earlier one it repeats, its own number where it repeats none; and how alike they are."""
+    """Repetitions among rows.
+
+    of: number of the earlier row that each row repeats; its own number if it repeats none.
+    similarity: of the two.
+    """
 
     of: NDArray[np.int64]
     similarity: NDArray[np.float32]
 
 
 def set_of(parts: tuple[tuple[str, ...], ...], label: bool | None, num_words: int) -> Hashes:
-    """The sorted set of a row's runs of words. parts: as `ReadRow` has them.
+    """Return the sorted set of a row's runs of words. parts: as in `ReadRow`.
 
-    A chosen answer is not the same as a rejected one, nor a good one as a bad one of the same words.
+    A chosen answer differs from a rejected one, and a good one from a bad one, of the same words.
     """
     found = []
     for number, texts in enumerate(parts):
@@ -57,7 +61,7 @@ def set_of(parts: tuple[tuple[str, ...], ...], label: bool | None, num_words: in
 
 
 class Sets:
-    """Sets of rows, in `FILES`: what is in memory does not grow with what rows say."""
+    """Sets of rows, in `FILES`: memory does not grow with the length of rows."""
 
     FILES = (RUNS, ENDS, SIGNATURES)
 
@@ -69,14 +73,14 @@ class Sets:
         self._offsets = draw.integers(0, 2**63, NUM_HASHES, np.uint64)
 
     def add(self, runs: Hashes) -> None:
-        """The next row's."""
+        """Append the set of the next row."""
         self._end += len(runs)
         self._files[RUNS].write(runs.tobytes())
         self._files[ENDS].write(np.uint64(self._end).tobytes())
         self._files[SIGNATURES].write(self._signature(runs).tobytes())
 
     def _signature(self, runs: Hashes) -> NDArray[np.uint32]:
-        """[NUM_HASHES]: the smallest value of each hash function (multiply, add, shift)."""
+        """Return [NUM_HASHES]: the smallest value of each hash function (multiply, add, shift)."""
         smallest = np.full(NUM_HASHES, 2**32 - 1, np.uint32)
         for start in range(0, len(runs), CHUNK_RUNS):
             values = runs[start : start + CHUNK_RUNS, None] * self._factors + self._offsets
@@ -85,7 +89,7 @@ class Sets:
 
 
 class Comparison:
-    """The rows of `Sets`, compared with one another."""
+    """Comparison of the rows of `Sets` with one another."""
 
     def __init__(self, folder: Path, threshold: float) -> None:
         self._ends = _read(folder / ENDS, np.uint64).astype(np.int64)
@@ -95,8 +99,9 @@ class Comparison:
         self._says_something = np.diff(self._ends, prepend=0) > 0
 
     def repeats(self, kept: NDArray[np.bool_], report: Report) -> Repeats:
-        """Of the rows that are `kept`, each that says nearly the same as one before it that repeats none itself; the
-        first such is named.
+        """Return the rows among `kept` that say nearly the same as an earlier row that repeats none itself.
+
+        The first such earlier row is named.
         """
         rows = np.flatnonzero(kept & self._says_something)
         links = self._linked(rows)
@@ -112,10 +117,10 @@ class Comparison:
         return Repeats(of, similarity)
 
     def groups(self, kept: NDArray[np.bool_], report: Report) -> NDArray[np.int64]:
-        """Return of each row, [rows], the first of the `kept` ones that it is alike to, directly or through others.
+        """Return of each row, [rows], the first of the `kept` ones that it is similar to, directly or through others.
 
-        Of rows of the same set one is compared, and of a group none with what is in it: with copies, the time grows
-        with the number of rows, not with its square.
+        Of rows of the same set one is compared, and a row is not compared within its own group: with copies, the time
+        grows with the number of rows, not with its square.
         """
         rows = np.flatnonzero(kept & self._says_something)
         representatives = self._first_of_set(rows)
@@ -129,7 +134,7 @@ class Comparison:
         return np.array([groups.find(row) for row in range(len(self._ends))], np.int64)
 
     def _join_alike(self, number: int, groups: _Groups, num_bands: int) -> None:
-        """Join a row with every row before it that shares a band and is alike.
+        """Join a row with every similar row before it that shares a band.
 
         The next rows of each band are compared together, twice as many in each round: those of the row's own group are
         passed over, which after the first rounds are most.
@@ -161,7 +166,7 @@ class Comparison:
         return rows[first[inverse]]
 
     def _linked(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Of each band, each row's predecessor with the same values there; -1 where there is none."""
+        """Return of each band, each row's predecessor with the same values there; -1 where there is none."""
         num_values = values_per_band(self._threshold)
         found = []
         for band in range(NUM_HASHES // num_values):
@@ -175,12 +180,12 @@ class Comparison:
         return found
 
     def _alike(self, number: int, candidates: Iterator[int]) -> list[int]:
-        """Those that may well be as alike as asked for, in their order."""
+        """Return the candidates that may have the requested similarity, by their signatures, in their order."""
         found = np.unique(np.fromiter(candidates, np.int64))
         if not len(found):
             return []
         estimates = (self._signatures[found] == self._signatures[number]).mean(axis=1)
-        return [int(one) for one in found[estimates >= self._threshold - ESTIMATE_MARGIN]]
+        return [int(row) for row in found[estimates >= self._threshold - ESTIMATE_MARGIN]]
 
     def _similarity(self, one: int, other: int) -> float:
         first, second = (self._runs[self._start(row) : self._ends[row]] for row in (one, other))
@@ -192,7 +197,7 @@ class Comparison:
 
 
 def _first_ones(number: int, of: NDArray[np.int64], links: Sequence[NDArray[np.int64]]) -> Iterator[int]:
-    """Earlier rows that share a band and repeat none; links over those that do are shortened on the way."""
+    """Yield earlier rows that share a band and repeat none; links over repeating rows are shortened on the way."""
     for previous in links:
         other = number
         while other >= 0:
@@ -206,7 +211,7 @@ def _first_ones(number: int, of: NDArray[np.int64], links: Sequence[NDArray[np.i
 
 
 class _Groups:
-    """Groups of rows, which grow; each is named by its first row.
+    """Growing groups of rows (union-find); each is named by its first row.
 
     links: of each band, each row's predecessor in it, or -1.
     """
@@ -248,12 +253,15 @@ class _Groups:
 
 
 def values_per_band(threshold: float) -> int:
-    """As many as still find a pair of this similarity: 1 - (1 - tᵛ)ᵇ ≥ `FOUND`, of b bands of v values."""
+    """Return the largest number of values in a band that still finds a pair of this similarity.
+
+    1 - (1 - tᵛ)ᵇ ≥ `FOUND`, for b bands of v values.
+    """
     return next(
         values for values in range(NUM_HASHES, 0, -1) if 1 - (1 - threshold**values) ** (NUM_HASHES // values) >= FOUND
     )
 
 
 def _read(path: Path, kind: type) -> NDArray[Any]:
-    """A file's array, read from the disk where it is needed."""
+    """Map a file's array into memory."""
     return np.memmap(path, kind, mode="r") if path.stat().st_size else np.zeros(0, kind)

@@ -1,4 +1,4 @@
-"""Rows → what rewards say of their answers."""
+"""Quality of rows: rewards of their answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT_FOLDER = "rewards"
 
 
 def scored(config: Quality, rows: Iterable[SpooledRow], context: StageContext) -> Iterator[tuple[int, float]]:
-    """Number of each row and its sum of rewards. Raises DataError for a row without one answer that can be judged."""
+    """Yield the number of each row and its sum of rewards. Raises DataError for a row without one answer to judge."""
     readers: dict[str, AnyRowReader] = {}
     own = RewardContext(context.inputs, context.scratch / KEPT_FOLDER, context.warn)
     with judging(config.rewards, own) as judge:
@@ -38,7 +38,7 @@ def scored(config: Quality, rows: Iterable[SpooledRow], context: StageContext) -
 
 
 def _completion(row: ReadRow, column: str | None) -> Completion:
-    """The last answer of a row, and what stands before it."""
+    """Return the last answer of a row as a completion, with what stands before it as its prompt."""
     if row.is_prompt or len(row.documents) > 1:
         found = "is a prompt alone, without an answer" if row.is_prompt else "is a pair of two answers"
         raise DataError(f"{found}; `quality` judges rows of one answer")

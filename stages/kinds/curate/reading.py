@@ -1,4 +1,4 @@
-"""The datasets of a curation → their rows, one at a time, read as training would read them."""
+"""Reading of a curation's datasets: their rows, one at a time, as training would read them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ Readers = dict[str, AnyRowReader]
 def rows_of(
     config: CurateConfig, context: StageContext, report: Report, readers: Readers, num_known: int
 ) -> Iterator[tuple[SourcePlace, ReadRow]]:
-    """Each good row and where it stands; the others are reported.
+    """Yield each good row and where it stands; bad rows are reported.
 
-    readers: gets one for each dataset. num_known: rows that an earlier attempt has seen; they say no more than which
-    format is read. Raises DataError for datasets that are not of one format.
+    readers: gets a reader for each dataset.
+    num_known: rows that an earlier attempt has seen; they only determine which format is read.
+
+    Raises DataError for datasets that are not of one format.
     """
     for name in config.datasets:
         folder = context.inputs[name] / "data"
@@ -60,10 +62,10 @@ def _learn_format(reader: AnyRowReader, row: Row | BadRow) -> None:
 
 
 def _check_one_format(readers: Readers) -> None:
-    """Training reads a dataset's rows in the format of the first."""
+    """Raise DataError for datasets of several formats: training reads all rows in the format of the first."""
     forms = {name: reader.form for name, reader in readers.items() if reader.form}
-    (first, expected), *others = forms.items()
-    for name, form in others:
+    (first, expected), *rest = forms.items()
+    for name, form in rest:
         if form != expected:
             raise DataError(
                 f"{first} has {expected}, {name} has {form}: they cannot be one dataset, which training reads in one "

@@ -1,4 +1,4 @@
-"""What each step left out, and why: `dropped.jsonl`, a line a row; `report.json`, counts and examples; metrics."""
+"""Report of a curation: `dropped.jsonl`, a line a row; `report.json`, counts and examples; metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLE_CHARACTERS = 200
 
 
 class Report:
-    """Takes each row that is read, and each that is left out; memory does not grow with their number."""
+    """Counts of rows that are read and left out; memory does not grow with their number."""
 
     def __init__(self, steps: Sequence[str], stream: BinaryIO) -> None:
         """stream: takes a JSON object a line: `dataset`, `file`, `line` or `row`, `step`, `reason`."""
@@ -27,13 +27,13 @@ class Report:
         self._read: Counter[str] = Counter()
         self._dropped = Counter(dict.fromkeys((BAD_ROWS, *(step for step in steps if step != HELD_OUT)), 0))
         self.redacted: Counter[str] = Counter()
-        """How many of each kind were written over."""
+        """Number of maskings of each kind of personal data."""
         self.num_held_out: int | None = None
         self._examples: dict[str, list[dict[str, object]]] = {step: [] for step in self._dropped}
 
     @property
     def state(self) -> dict[str, Any]:
-        """All but the stream, as JSON."""
+        """Everything but the stream, as JSON."""
         return {
             "read": self._read,
             "dropped": self._dropped,
@@ -42,7 +42,7 @@ class Report:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the `state` of an earlier attempt."""
+        """Continue from the `state` of an earlier attempt."""
         self._read.update(state["read"])
         self._dropped.update(state["dropped"])
         self.redacted.update(state["redacted"])
@@ -70,8 +70,9 @@ class Report:
             self._examples[step].append({"row": str(place), "reason": reason, "content": text})
 
     def check(self, config: CurateConfig) -> None:
-        """Raises DataError for more bad rows than the recipe allows, and when nothing is left: which step emptied the
-        dataset, and what those before it left.
+        """Raise DataError for more bad rows than the recipe allows, and if nothing is left.
+
+        The message names the step that emptied the dataset, and what the steps before it left.
         """
         self._check_bad_rows(config)
         if self.num_kept:
@@ -82,7 +83,7 @@ class Report:
         course = ", ".join(
             f"{step} dropped {dropped} and left {kept}" for step, dropped, kept in self._counts() if dropped
         )
-        reasons = "; ".join(f"{one['row']} {one['reason']}" for one in self._examples[emptied])
+        reasons = "; ".join(f"{example['row']} {example['reason']}" for example in self._examples[emptied])
         raise DataError(
             f"`{emptied}` leaves nothing of the dataset: of {self.num_read} rows, {course}. For instance {reasons}. "
             f"Widen `{emptied}`, or leave it out"
@@ -93,7 +94,7 @@ class Report:
         if config.on_bad_rows == "drop" and num_bad <= allowed * self.num_read:
             return
         if num_bad:
-            named = "\n".join(f"  {one['row']} {one['reason']}" for one in self._examples[BAD_ROWS])
+            named = "\n".join(f"  {example['row']} {example['reason']}" for example in self._examples[BAD_ROWS])
             needed = needed_fraction(num_bad, self.num_read)
             fraction = f" and `max_bad_row_fraction: {needed:g}`" if needed > allowed else ""
             remedy = (
@@ -107,29 +108,29 @@ class Report:
             )
 
     def document(self) -> dict[str, Any]:
-        """What `report.json` holds."""
+        """Return the content of `report.json`."""
         steps = [
             {"step": step, "dropped": dropped, "kept": kept, "examples": self._examples[step]}
             for step, dropped, kept in self._counts()
         ]
         more = {"redacted": dict(self.redacted), "held_out": self.num_held_out}
-        return {"rows_read": dict(self._read), "steps": steps, **{name: one for name, one in more.items() if one}}
+        return {"rows_read": dict(self._read), "steps": steps, **{name: count for name, count in more.items() if count}}
 
     def metrics(self) -> dict[str, float]:
-        """By the names that MLflow has."""
+        """Return the counts by their names in MLflow."""
         found = {"num_rows": float(self.num_kept), "kept_share": self.num_kept / max(1, self.num_read)}
         found |= {} if self.num_held_out is None else {"num_held_out": float(self.num_held_out)}
         found |= {f"dropped_{step}": float(dropped) for step, dropped, _ in self._counts()}
         return found | {f"redacted_{kind}": float(count) for kind, count in self.redacted.items()}
 
     def sentence(self) -> str:
-        """For a person who watches."""
+        """Return a sentence for people who watch."""
         dropped = ", ".join(f"{step} dropped {dropped}" for step, dropped, _ in self._counts() if dropped)
         held_out = f" ({self.num_held_out} of them held out)" if self.num_held_out else ""
         return f"{self.num_kept} of {self.num_read} rows are kept{held_out}{': ' if dropped else ''}{dropped}"
 
     def _counts(self) -> list[tuple[str, int, int]]:
-        """Step, rows that it dropped, rows that it left."""
+        """Return step, rows that it dropped, rows that it left."""
         left, found = self.num_read, []
         for step, dropped in self._dropped.items():
             left -= dropped

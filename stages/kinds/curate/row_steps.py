@@ -1,4 +1,8 @@
-"""The steps that look at one row at a time: each gives the reason to leave a row out, or None."""
+"""Steps that look at one row at a time: each gives the reason to leave a row out, or None.
+
+Languages are identified by py3langid, naive Bayes over bytes, offline and deterministic (Lui and Baldwin 2012,
+langid.py: An Off-the-shelf Language Identification Tool).
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,20 @@ from stages.kinds.curate.contamination import SHORTEST_WHOLE, Benchmarks
 from stages.kinds.curate.spool import SourcePlace
 
 LONGEST_CHARACTERS = 4000
-"""Of a row that are looked at: more tell nothing new, and take long."""
+"""Number of characters of a row that its language is identified by: more tell nothing new, and take long."""
 FEWEST_LETTER_BYTES = 20
-"""In UTF-8, where languages that say more with a letter have longer ones. Of less nobody could tell the language."""
+"""Fewest bytes of letters, in UTF-8, from which a language can be identified.
+
+Bytes, since languages that say more with a letter have longer ones.
+"""
 SEARCH_TIMEOUT_S = 5.0
-"""Of one pattern in one row: some take time that grows exponentially with the text."""
+"""Longest time of one pattern in one row: some take time that grows exponentially with the text."""
 SHOWN_CHARACTERS = 60
 RowStep = Callable[[ReadRow], str | None]
 
 
 def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str, RowStep]]:
-    """Name and step, in the order in which they are done. Raises EvaluationError for tasks that cannot be read."""
+    """Yield name and step, in the order in which they are done. Raises EvaluationError for unreadable tasks."""
     if length := config.length:
         yield "length", lambda row: too_short_or_long(row, length)
     if patterns := config.patterns:
@@ -41,7 +48,7 @@ def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str
 
 
 def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: ReadRow) -> tuple[str, str] | None:
-    """Step and reason of the first that leaves out the row; DataErrors say which row cannot be looked at."""
+    """Return step and reason of the first step that leaves out the row; DataErrors name the row."""
     for name, step in steps:
         try:
             reason = step(row)
@@ -53,24 +60,27 @@ def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: 
 
 
 def benchmarks_of(config: Decontaminate, context: StageContext) -> Benchmarks:
-    """The samples of the tasks. Warns of those that no row can be compared with."""
+    """Read the samples of the tasks; warns of those that no row can be compared with."""
     context.doing("reading the tasks of the evaluations")
-    evaluations = [one.evaluation for one in config.benchmarks.values()]
-    items = (item for one in evaluations for item in harness_of(one).items(one, context))
-    found = Benchmarks(config, items)
-    if not found.num_items:
+    evaluations = [tasks.evaluation for tasks in config.benchmarks.values()]
+    items = (item for evaluation in evaluations for item in harness_of(evaluation).items(evaluation, context))
+    benchmarks = Benchmarks(config, items)
+    if not benchmarks.num_items:
         raise EvaluationError("the tasks to decontaminate against have no samples; name others")
-    if found.num_too_short:
+    if benchmarks.num_too_short:
         context.warn(
-            f"{found.num_too_short} of {found.num_items} samples say fewer than {SHORTEST_WHOLE} words: whether rows "
-            "hold them was not looked for"
+            f"{benchmarks.num_too_short} of {benchmarks.num_items} samples say fewer than {SHORTEST_WHOLE} words: "
+            "whether rows hold them was not looked for"
         )
-    context.milestone(f"rows are compared with {found.num_items} samples, by runs of {config.words} words")
-    return found
+    context.milestone(f"rows are compared with {benchmarks.num_items} samples, by runs of {config.words} words")
+    return benchmarks
 
 
 def too_short_or_long(row: ReadRow, bounds: Length) -> str | None:
-    """Raises DataError for a row without turns where these are counted."""
+    """Return why the length of a row is out of bounds; None if it is not.
+
+    Raises DataError for a row without turns where these are counted.
+    """
     characters = sum(len(text) for texts in row.parts for text in texts)
     measured = {"characters": characters}
     if bounds.counts_turns:
@@ -87,7 +97,10 @@ def too_short_or_long(row: ReadRow, bounds: Length) -> str | None:
 
 
 def found_or_not(row: ReadRow, patterns: Patterns) -> str | None:
-    """Raises DataError for a search that does not end within `SEARCH_TIMEOUT_S`."""
+    """Return why patterns exclude a row; None if they do not.
+
+    Raises DataError for a search that does not end within `SEARCH_TIMEOUT_S`.
+    """
     text = "\n".join(text for texts in row.parts for text in texts)
     for pattern in patterns.exclude:
         if match := _searched(pattern, text):
@@ -109,7 +122,7 @@ def _searched(pattern: str, text: str) -> regex.Match[str] | None:
 
 
 class LanguageFilter:
-    """Tells the language of one row after the other."""
+    """Filter of rows by language."""
 
     def __init__(self, config: Language) -> None:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier  # takes a second
@@ -118,8 +131,10 @@ class LanguageFilter:
         self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
     def reason(self, row: ReadRow) -> str | None:
-        """To leave out a row that is not in one of the languages with enough probability; None for one that says too
-        little to tell."""
+        """Return why a row is left out: it is not in one of the languages with enough probability.
+
+        None for other rows, and for one that has too few letters to tell.
+        """
         text = "\n".join(text for texts in row.parts for text in texts)[:LONGEST_CHARACTERS]
         if len("".join(filter(str.isalpha, text)).encode()) < FEWEST_LETTER_BYTES:
             return None
@@ -135,7 +150,7 @@ class LanguageFilter:
 
 
 class Redactor:
-    """Writes over what the recipe names, and counts it. readers: what read the rows of each dataset."""
+    """Masking of personal data, with counts. readers: the reader of each dataset."""
 
     def __init__(self, kinds: Collection[str], counts: Counter[str], readers: Mapping[str, AnyRowReader]) -> None:
         self._kinds = kinds
@@ -143,7 +158,7 @@ class Redactor:
         self._readers = readers
 
     def redacted(self, dataset: str, row: ReadRow) -> tuple[ReadRow, tuple[str, str] | None]:
-        """The row; and step and reason where nothing can be learned from it any more."""
+        """Return the masked row, and step and reason if nothing can be learned from it any more."""
         content = redacted(row.content, self._kinds, self._counts)
         try:
             return self._readers[dataset].read(content), None

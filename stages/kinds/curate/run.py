@@ -1,11 +1,11 @@
 """The curate stage: datasets → the rows of them that are worth learning from.
 
-In: artifacts of datasets. Out: `data/train.jsonl`, rows as they were, in their order; `dropped.jsonl`, where each row
-that was left out came from, and why; `report.json`, what each step kept and dropped, with examples.
+In: artifacts of datasets. Out: `data/train.jsonl`, rows as they were, in their order; `dropped.jsonl`, with origin and
+reason of each row that was left out; `report.json`, what each step kept and dropped, with examples.
 
-Rows stream: steps that look at one row at a time write what they leave to the scratch folder; those that compare rows
-keep numbers of them in memory, and not what they say. The same rows and steps give the same bytes, also when an attempt
-goes on where a killed one was.
+Rows stream: steps that look at one row at a time write the rows that they leave to the scratch folder; those that
+compare rows keep numbers of them in memory, not their content. The same rows and steps give the same bytes, also when
+an attempt continues a killed one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ DROPPED_FILE = "dropped.jsonl"
 REPORT_FILE = "report.json"
 PROGRESS_EVERY = 1000
 KEEP_EVERY = 2000
-"""Rows that a killed attempt may have to look at again."""
+"""Number of rows that a killed attempt may have to look at again."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What a step that compares rows leaves out. rows: of each, whether. reason: of one, by its number."""
+    """Rows that a step that compares rows leaves out.
+
+    rows: bool [rows], True for rows that are left out.
+    reason: returns the reason for a row, by its number.
+    """
 
     step: str
     rows: NDArray[np.bool_]
@@ -48,8 +52,10 @@ class LeftOut:
 
 
 def run(config: CurateConfig, context: StageContext) -> StageResult:
-    """Raises DataError for rows that cannot be read, and formats that cannot be one dataset. A dataset of which nothing
-    is left, or nothing to hold out, is refused.
+    """Curate, and write rows and report.
+
+    Raises DataError for rows that cannot be read, and formats that cannot be one dataset. A dataset of which nothing is
+    left, or nothing to hold out, is refused.
     """
     folder = context.scratch / "rows"
     with (
@@ -63,7 +69,7 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
         spool = Spool(folder)
         comparison = Comparison(folder, config.compared.similarity) if config.compared else None
         left_out = list(_left_out(config, context, spool, comparison))
-        kept = ~np.logical_or.reduce([np.zeros(len(spool), np.bool_), *(one.rows for one in left_out)])
+        kept = ~np.logical_or.reduce([np.zeros(len(spool), np.bool_), *(step.rows for step in left_out)])
         held_out = _held_out(config, context, spool, comparison, kept) if kept.any() else ~kept
         report.num_held_out = int(held_out.sum()) if config.held_out else None
         _write(spool, left_out, held_out, context, report)
@@ -77,8 +83,10 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
 
 
 def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report: Report) -> None:
-    """Read all rows, and write those that are left by the steps of one row at a time to `files`; of what an earlier
-    attempt kept, no row again."""
+    """Read all rows, and write those that the steps of one row at a time leave to `files`.
+
+    Rows that an earlier attempt kept are not read again.
+    """
     if files.state:
         report.restore(files.state)
         context.milestone(f"continuing after {report.num_read} rows")
@@ -105,7 +113,7 @@ def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report
 
 @contextlib.contextmanager
 def _shown(kept: Path, shown: Path, files: KeptFiles) -> Iterator[None]:
-    """Copy a file that is kept to where people look for it, also when the stage fails."""
+    """Copy a file of the scratch folder to the artifact in the end, also when the stage fails."""
     try:
         yield
     finally:
@@ -116,7 +124,7 @@ def _shown(kept: Path, shown: Path, files: KeptFiles) -> Iterator[None]:
 def _left_out(
     config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None
 ) -> Iterator[LeftOut]:
-    """By each of the steps that look at all rows."""
+    """Yield the rows that each step that looks at all rows leaves out."""
     kept = np.ones(len(spool), np.bool_)
     if config.exact_duplicates:
         first = _first_equal(spool.digests)
@@ -127,16 +135,16 @@ def _left_out(
         kept &= ~repeated
     if comparison and config.near_duplicates:
         repeats = comparison.repeats(kept, _progress(context, "comparing"))
-        alike = repeats.of != np.arange(len(kept))
+        similar = repeats.of != np.arange(len(kept))
         yield LeftOut(
             "near_duplicates",
-            alike,
+            similar,
             lambda number: (
                 f"says nearly the same as {spool.row(int(repeats.of[number])).place} "
                 f"(similarity {repeats.similarity[number]:.2f})"
             ),
         )
-        kept &= ~alike
+        kept &= ~similar
     if quality := config.quality:
         totals = np.full(len(spool), np.nan)
         report = _progress(context, "judging")
@@ -153,7 +161,7 @@ def _left_out(
 
 
 def drawn(digests: NDArray[np.uint64], kept: NDArray[np.bool_], config: Sample, seed: int) -> NDArray[np.bool_]:
-    """[rows]: of those that are kept, the ones that the sample consists of."""
+    """Return bool [rows]: the rows among `kept` that the sample consists of."""
     numbers = ranks(digests, seed, "sample")
     if config.fraction is not None:
         return kept & below(numbers, config.fraction)
@@ -165,21 +173,24 @@ def drawn(digests: NDArray[np.uint64], kept: NDArray[np.bool_], config: Sample, 
 
 
 def ranks(digests: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.uint64]:
-    """[rows]: uniform numbers; the purpose keeps two drawings of one seed from being of the same rows."""
+    """Return uniform numbers [rows]; the purpose makes two drawings with one seed independent."""
     salt = f"{purpose} {seed}".encode()
     found = (hashlib.blake2b(digest.tobytes() + salt, digest_size=8).digest() for digest in digests)
     return np.frombuffer(b"".join(found), np.uint64)
 
 
 def below(numbers: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """Those in the first `fraction` of all numbers."""
+    """Return bool [rows]: numbers in the first `fraction` of all numbers."""
     return numbers < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
 
 
 def _held_out(
     config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None, kept: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """[rows]: those to evaluate on, groups of near-duplicates together. A dataset with an empty side is refused."""
+    """Return bool [rows]: rows to evaluate on, with groups of near-duplicates together.
+
+    A dataset with an empty side is refused.
+    """
     if not (comparison and config.held_out):
         return np.zeros(len(spool), np.bool_)
     groups = comparison.groups(kept, _progress(context, "grouping"))
@@ -205,7 +216,7 @@ def _progress(context: StageContext, doing: str) -> Callable[[int, int], None]:
 
 
 def _first_equal(digests: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Of each row, the number of the first with its digest."""
+    """Return of each row the number of the first row with its digest."""
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     return first[inverse]
 
@@ -213,7 +224,7 @@ def _first_equal(digests: NDArray[np.uint64]) -> NDArray[np.int64]:
 def _write(
     spool: Spool, left_out: Sequence[LeftOut], held_out: NDArray[np.bool_], context: StageContext, report: Report
 ) -> None:
-    """Rows that no step leaves out, as they were but for what is written over; the others are reported."""
+    """Write the rows that no step leaves out, unchanged but for masked personal data; report the others."""
     data = context.work / "data"
     shutil.rmtree(data, ignore_errors=True)
     data.mkdir()
@@ -221,7 +232,7 @@ def _write(
         splits = ("train", "validation") if held_out.any() else ("train",)
         streams = [files.enter_context((data / f"{split}.jsonl").open("w", encoding="utf-8")) for split in splits]
         for row in spool.rows():
-            dropped = next((one for one in left_out if one.rows[row.number]), None)
+            dropped = next((step for step in left_out if step.rows[row.number]), None)
             if dropped:
                 report.drop(row.place, dropped.step, dropped.reason(row.number), row.content)
             else:

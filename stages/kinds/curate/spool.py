@@ -26,7 +26,7 @@ ROWS, OFFSETS, DIGESTS = "rows.jsonl", "offsets.bin", "digests.bin"
 
 @dataclass(frozen=True)
 class SourcePlace:
-    """Where a row came from: a stage, and the place in its files."""
+    """Origin of a row: a stage, and the place in its files."""
 
     dataset: str
     place: Place
@@ -35,13 +35,13 @@ class SourcePlace:
         return f"{self.dataset} {self.place}"
 
     def columns(self) -> dict[str, object]:
-        """As lists of rows have it."""
+        """Return the columns that lists of rows have for it."""
         return {"dataset": self.dataset, "file": self.place.file, self.place.counts: self.place.number}
 
 
 @dataclass(frozen=True)
 class SpooledRow:
-    """number: among the spooled ones, from 0."""
+    """A row on the disk. number: among the spooled ones, from 0."""
 
     number: int
     place: SourcePlace
@@ -49,7 +49,10 @@ class SpooledRow:
 
 
 class KeptFiles:
-    """Files of a folder, open for more. `state` is what the last `keep` was given; None before the first."""
+    """Files of a folder, open for appending.
+
+    state: what the last `keep` was given; None before the first.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         folder.mkdir(exist_ok=True)
@@ -57,7 +60,7 @@ class KeptFiles:
         note = json.loads(self._note.read_bytes()) if self._note.exists() else {}
         self.state: dict[str, Any] | None = note.get("state")
         self._streams = {name: (folder / name).open("ab") for name in names}
-        for name, stream in self._streams.items():  # what was written after the last `keep` is not wanted
+        for name, stream in self._streams.items():  # drop what was written after the last `keep`
             stream.truncate(note.get("sizes", {}).get(name, 0))
             stream.seek(0, os.SEEK_END)
 
@@ -65,7 +68,7 @@ class KeptFiles:
         return self._streams[name]
 
     def keep(self, state: dict[str, Any]) -> None:
-        """From now on it goes on from here: all that was written is on the disk, and `state` (JSON) belongs to it."""
+        """Make this the point to continue from: flush all files to the disk, with `state` (JSON)."""
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -81,7 +84,7 @@ class KeptFiles:
 
 
 class SpoolWriter:
-    """Appends rows to `FILES`."""
+    """Writer that appends rows to `FILES`."""
 
     FILES = (ROWS, OFFSETS, DIGESTS)
 
@@ -89,7 +92,7 @@ class SpoolWriter:
         self._files = files
 
     def add(self, place: SourcePlace, content: dict[str, Any], canonical: str) -> None:
-        """canonical: the same text for rows from which the same is learned."""
+        """Append a row. canonical: equal for rows from which the same is learned."""
         self._files[OFFSETS].write(self._files[ROWS].tell().to_bytes(8, "little"))
         self._files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
         at = place.place
@@ -104,18 +107,18 @@ class Spool:
         self._path = folder / ROWS
         self._offsets = np.fromfile(folder / OFFSETS, "<u8")
         self.digests: NDArray[np.uint64] = np.fromfile(folder / DIGESTS, "<u8")
-        """Of what each row teaches."""
+        """Digest of what each row teaches."""
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def rows(self) -> Iterator[SpooledRow]:
-        """All, in order."""
+        """Yield all rows in order."""
         with self._path.open("rb") as stream:
             yield from (_parsed(number, line) for number, line in enumerate(stream))
 
     def row(self, number: int) -> SpooledRow:
-        """One of them."""
+        """Read one row."""
         with self._path.open("rb") as stream:
             stream.seek(int(self._offsets[number]))
             return _parsed(number, stream.readline())

@@ -1,4 +1,4 @@
-"""Texts → words → runs of words (n-grams), as 64-bit numbers that are the same in every process."""
+"""Words of texts, and runs of words (n-grams), as 64-bit numbers that are the same in every process."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4
 """Characters of languages that put no spaces between words; each counts as a word."""
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
 WORD_OR_SIGN = re.compile(rf"{WORD.pattern}|[-+*/=<>^%×÷±√]")
-"""12 - 34 is not 12 + 34."""
+"""Pattern for rows that differ in a sign: 12 - 34 is not 12 + 34."""
 CACHED_WORDS = 1 << 18
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""Odd, so that nothing is lost when it is multiplied with; the golden ratio's digits, as Knuth has it."""
+"""Multiplier of hashes: odd, so that nothing is lost, with the golden ratio's digits (Knuth)."""
 
 
 def words_of(text: str, pattern: re.Pattern[str] = WORD) -> list[str]:
-    """In small letters, without punctuation and however their characters are put together (NFKC)."""
+    """Return the words of a text in lower case, without punctuation, in Unicode's form NFKC."""
     return pattern.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 def hashes_of(words: list[str]) -> Hashes:
-    """[words]"""
+    """Return a number for each word: [words]."""
     return np.fromiter(map(_hash, words), np.uint64, len(words))
 
 
 def runs_of(hashes: Hashes, num_words: int) -> Hashes:
-    """[words - num_words + 1]: a number for each run of words; none where there are fewer."""
+    """Return a number for each run of words: [words - num_words + 1]; none where there are fewer words."""
     num_runs = len(hashes) - num_words + 1
     if num_runs < 1:
         return hashes[:0]

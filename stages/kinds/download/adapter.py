@@ -1,8 +1,8 @@
-"""A downloaded adapter, trained elsewhere: whether it is one of its base, and what it gives there, on record.
+"""Adoption of a downloaded adapter, trained elsewhere: check that it fits its base, and record what it does there.
 
-Its files name a base by the name that it had there; here it is the artifact that the recipe names, once every layer
-is found there in its size. What base and adapter give to a few texts stands in for what training would have recorded,
-so that merging and serving are held to it.
+Its files name a base by the name that it had there; here it is the artifact that the recipe names, once every layer is
+found there in its size. Predictions of base and adapter for a few texts stand in for the record of a training, so that
+merging and serving are compared with them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HONOURED = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("megatron_core", "qalora_group_size"),
 }
-"""Fields of PEFT's config that are honoured, or of no effect on their own. All others must be unset."""
+"""Fields of PEFT's config that are applied, or have no effect on their own. All others must be unset."""
 OF_THIS_STORE = re.compile(r"[a-z0-9][a-z0-9_-]*-[0-9a-f]{12}")
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and then it goes home to sleep.",
@@ -58,14 +58,14 @@ TEXTS = (
     "Question: What is 12 + 34? Answer: 12 + 34 = 46.",
     "In 1969, three people flew to the moon; two of them walked on it.",
 )
-"""To be predicted on record: any text that adapters change does."""
+"""Texts whose predictions are recorded: adapters change the predictions of any text."""
 LEAST_CHANGE_NATS = 1e-6
-"""Of a token, on average over a text; less is rounding, in fp32."""
+"""Smallest change per token, on average over a text, that is not rounding in fp32."""
 NUM_NAMED = 5
 
 
 def take_in(folder: Path, base: Path, context: StageContext, *, trust_remote_code: bool) -> None:
-    """Make the files in `folder` those of an adapter of the artifact `base`. Raises ModelError when they are not."""
+    """Make the files in `folder` those of an adapter of the artifact `base`. Raises ModelError if they are not."""
     _check_config(read_headers(folder).config, folder)
     adapter = read_adapter(folder)
     if not adapter.is_sum:
@@ -89,9 +89,9 @@ def take_in(folder: Path, base: Path, context: StageContext, *, trust_remote_cod
 
 
 def _check_config(config: Mapping[str, Any], folder: Path) -> None:
-    """Raises ModelError for what would be left out without a word."""
+    """Raise ModelError for options that would be silently ignored."""
     odd = sorted(f"{name}: {value}" for name, value in config.items() if value and name not in HONOURED)
-    odd = [one for one in odd if one != "bias: none"]
+    odd = [option for option in odd if option != "bias: none"]
     initialization = str(config.get("init_lora_weights")).lower()
     if initialization.startswith(CHANGES_THE_BASE):
         odd.append(f"init_lora_weights: {initialization}, which has changed its base")
@@ -103,13 +103,17 @@ def _check_config(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def _predicted(adapter: Adapter, base: Path, context: StageContext, trust_remote_code: bool) -> list[RecordedDocument]:
-    """The texts with what the base predicts of them with the adapter beside it. Raises ModelError if that is the same
-    as without."""
+    """Return the texts with the predictions of the base with the adapter beside it.
+
+    Raises ModelError if the adapter changes nothing.
+    """
     tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
     rows = [tokenizer(text).input_ids for text in TEXTS]
     unread = [RecordedDocument(row[:-1], row[1:], 0.0) for row in rows]
     model = StreamedModel(base, context.scratch / "base", trust_remote_code=trust_remote_code)
-    without = [one.recording(given) for one, given in zip(unread, model.predictions(unread), strict=True)]
+    without = [
+        document.recording(base_alone) for document, base_alone in zip(unread, model.predictions(unread), strict=True)
+    ]
     model.put_beside(adapter)
     given = model.predictions(unread)
     shutil.rmtree(context.scratch)
@@ -118,4 +122,4 @@ def _predicted(adapter: Adapter, base: Path, context: StageContext, trust_remote
             f"the adapter does nothing: {len(TEXTS)} texts have the log-probabilities that {base.parent.name} alone "
             "gives them; it was written before it had learned, or its B was lost"
         )
-    return [one.recording(predicted) for one, predicted in zip(unread, given, strict=True)]
+    return [document.recording(predicted) for document, predicted in zip(unread, given, strict=True)]

@@ -1,4 +1,4 @@
-"""What a recipe may say of a download: one model, adapter or dataset, and where it comes from."""
+"""Config of a download: one model, adapter or dataset, and its source."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class DownloadConfig(StageConfig):
         None, description="Source of an adapter in PEFT's format, trained elsewhere, as of a model."
     )
     base: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="Of `adapter`: the model that it belongs to, whose layers must have its sizes."
+        None, description="Model that `adapter` belongs to; its layers must have the adapter's sizes."
     )
-    files: tuple[str, ...] | None = Field(None, description="Only files that match one of these glob patterns.")
+    files: tuple[str, ...] | None = Field(None, description="Fetch only files that match one of these glob patterns.")
     stream: Annotated[bool, AddedLater()] = Field(
-        False, description="Of a dataset on hf://, s3://, gs:// or az://: leave it there; stages read it in pieces."
+        False, description="Leave a dataset on hf://, s3://, gs:// or az:// where it is; stages read it in pieces."
     )
-    trust_remote_code: bool = Field(False, description="Keep the Python files that come with a model.")
+    trust_remote_code: bool = Field(False, description="Keep Python files that come with a model.")
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> Self:
@@ -71,13 +71,15 @@ class DownloadConfig(StageConfig):
 
     @property
     def request(self) -> Request:
-        """What a hub is asked for."""
+        """Request to the hub."""
         patterns = self.files if self.adapter is None else (CONFIG_FILE, WEIGHTS_FILE)
         return Request(self.source, patterns, self.trust_remote_code)
 
     def identity(self) -> dict[str, JsonValue]:
-        """Without a file's path and a hub's branch: the resolved revision stands in for them. Of what stays where it
-        is, the place counts as well."""
+        """Return the identity without a file's path and a hub's branch, which the resolved revision replaces.
+
+        For a dataset that stays where it is, the place counts as well.
+        """
         place = str(self.source) if self.stream and self.source.place.endswith("://") else self.source.place
         return {**super().identity(), self.product: place}
 

@@ -1,7 +1,7 @@
-"""The download stage: source → a verified model (`model/`), an adapter (`adapter/`), the files of a dataset (`data/`),
-or pointers to them.
+"""The download stage: source → a checked model (`model/`), an adapter (`adapter/`), or a dataset (`data/`).
 
-How the files come here is the hub's; this checks what a model needs, and says how much it was.
+A streamed dataset is represented by pointers to its files. The hub fetches the files; the stage checks what a model
+needs, and reports the size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOLDERS = {"model": "model", "adapter": "adapter", "dataset": "data"}
 
 
 def run(config: DownloadConfig, context: StageContext) -> StageResult:
-    """Fetch what the recipe names, check it, and say how much it was.
+    """Fetch the files that the recipe names, check them, and report their size.
 
     Raises ModelError, DataError, DownloadError, ResourceError or TransientError.
     """
@@ -60,7 +60,7 @@ def run(config: DownloadConfig, context: StageContext) -> StageResult:
 
 
 def _point(config: DownloadConfig, revision: str, folder: Path, context: StageContext) -> int:
-    """Put pointers to the files into `folder`; how many bytes they have together."""
+    """Write pointers to the files into `folder`; returns the total size of the files in bytes."""
     pointers = streaming_hub_of(config.source).pointers(config.request, revision)
     for name, pointer in pointers.items():
         write_pointer(path_in(folder, name, config.source), pointer)
@@ -70,7 +70,7 @@ def _point(config: DownloadConfig, revision: str, folder: Path, context: StageCo
 
 
 def _drop_foreign_note(config: DownloadConfig, context: StageContext, folder: Path) -> None:
-    """Remove a note about a training that was not this store's: models are asked as it says, and on the date in it."""
+    """Remove a note about a training that was not this store's: it decides how, and on what date, models are asked."""
     work, source = context.work.resolve(), Path(config.source.name).resolve()
     is_ours = config.source.hub == "file" and work.parents[1].name == ".work" and source.is_relative_to(work.parents[2])
     note = folder / TRAINED_ON_FILE
@@ -80,7 +80,7 @@ def _drop_foreign_note(config: DownloadConfig, context: StageContext, folder: Pa
 
 
 def _warn_of_missing_code(config: DownloadConfig, context: StageContext, folder: Path) -> None:
-    """A model that brings its own code was downloaded without it."""
+    """Warn if a model's own code was left out."""
     model_config = json.loads((folder / "config.json").read_text())
     if "auto_map" in model_config and not config.trust_remote_code:
         context.warn(
@@ -90,7 +90,7 @@ def _warn_of_missing_code(config: DownloadConfig, context: StageContext, folder:
 
 
 def _check_shards(config: DownloadConfig, context: StageContext, folder: Path) -> None:
-    """Whoever names files, or one file, means those; a folder or repository that lacks some was not written whole."""
+    """Check that no shard is missing: a warning if the recipe names files, an error for a folder or repository."""
     missing = "; ".join(missing_shards(folder))
     if missing and (config.files or (config.source.hub == "file" and Path(config.source.name).is_file())):
         context.warn(f"{config.source}: {missing}, since `files` or the source names these")

@@ -1,4 +1,4 @@
-"""Mistakes in the tasks of an evaluation, and in asking a model as a chat, found before the model is made."""
+"""Check of an evaluation: mistakes in its tasks, and in asking a model as a chat, found before the model is made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stages.serving.config import limit_problems
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield dotted field and error; or, instead of an error, what could not be looked at."""
+    """Yield dotted field and error, or a text about what could not be checked."""
     config = EvaluateConfig.model_validate(stage_input.config)
     artifact = stage_input.inputs[config.model]
     model = next((folder for folder in (artifact / ADAPTER_FOLDER, artifact / "model") if folder.is_dir()), None)
@@ -49,7 +49,7 @@ def _tasks(config: EvaluateConfig, model: Path | None, cache: Path) -> Iterator[
 
 
 def _beyond_the_model(config: EvaluateConfig, stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """What a server of its own cannot hold; that of a serve stage is checked there."""
+    """Yield settings that the model rules out for a server of the stage's own; a serve stage checks its own."""
     if config.serving:
         model_config = read_config(stage_input.inputs[config.base or config.model] / "model")
         for field, message in limit_problems(model_config, config.serving, None, os.environ):
@@ -57,7 +57,7 @@ def _beyond_the_model(config: EvaluateConfig, stage_input: StageInput) -> Iterat
 
 
 def check_chat_template(model: Path) -> None:
-    """Raises EvaluationError for a model folder that has none."""
+    """Raise EvaluationError for a model folder without a chat template."""
     if not has_chat_template(model):
         raise EvaluationError(
             f"the questions are to be those of a chat, but {model} has no chat template (chat_template.jinja, or in "

@@ -1,4 +1,4 @@
-"""What a recipe may say of an evaluation."""
+"""Config of an evaluation."""
 
 from __future__ import annotations
 
@@ -16,35 +16,39 @@ from stages.serving.asked import AskedModelConfig
 
 
 class EvaluateConfig(AskedModelConfig):
-    """Score a model by tasks, asked of a server: that of a serve stage, or its own for a model or an adapter."""
+    """Score a model on tasks by asking a server: a serve stage's, or its own for a model or an adapter."""
 
     STAGE_VERSION: ClassVar[int] = 2  # the harness's own seeds: other few-shot examples than before
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["evaluate"]
-    harness: Annotated[HarnessName, AddedLater()] = Field(DEFAULT_HARNESS, description="What asks and scores.")
+    harness: Annotated[HarnessName, AddedLater()] = Field(DEFAULT_HARNESS, description="Harness that asks and scores.")
     tasks: tuple[Annotated[str, Field(max_length=256)], ...] = Field(
         min_length=1, description="Names of the harness's tasks, its own or of `task_folder`."
     )
     task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
-    limit: PositiveInt | None = Field(None, description="Samples of each task; default: all.")
-    num_fewshot: int | None = Field(None, ge=0, description="Default: the task's own.")
+    limit: PositiveInt | None = Field(None, description="Number of samples of each task; default: all.")
+    num_fewshot: int | None = Field(
+        None, ge=0, description="Number of examples in the prompt; default: the task's own."
+    )
     apply_chat_template: bool | None = Field(
         None,
-        description="Ask as a user of a chat, not as plain text; default: as the model was trained last, if that was "
-        "here, else if it has a template.",
+        description="Ask as a user of a chat instead of in plain text. Default: as the model was last trained, if it "
+        "was trained here; else whether it has a chat template.",
     )
     seed: int | None = Field(
-        None, ge=0, lt=2**32, description="Of few-shot examples and random numbers; default: the harness's own."
+        None, ge=0, lt=2**32, description="Seed of few-shot examples and random numbers; default: the harness's own."
     )
     trust_task_code: Annotated[bool, AddedLater()] = Field(
-        False, description="Run the code of `task_folder`: `!function` tags, and Jinja outside a sandbox."
+        False, description="Run the code in `task_folder`: `!function` tags, and Jinja outside a sandbox."
     )
 
     generation: Annotated[GenerationConfig, AddedLater()] = Field(
-        GenerationConfig(), description="How questions are answered, whose task does not say it."
+        GenerationConfig(), description="Settings of answers to questions whose task does not give them."
     )
-    judge: Annotated[RatingConfig | None, AddedLater()] = Field(None, description="With `harness: judge`, which.")
+    judge: Annotated[RatingConfig | None, AddedLater()] = Field(
+        None, description="Judge of the answers, with `harness: judge`."
+    )
 
     @property
     def product(self) -> Product:
@@ -56,7 +60,7 @@ class EvaluateConfig(AskedModelConfig):
         return {**super().resolve_outside(limit_s), **own}
 
     def custom_code(self) -> tuple[str, ...]:
-        """Also that of the recipe's own tasks, such as `sums.yaml: !function utils.score`.
+        """Describe the code that the stage runs, also that of its own tasks (`sums.yaml: !function utils.score`).
 
         Raises EvaluationError for tasks that do not exist.
         """
@@ -89,7 +93,7 @@ class EvaluateConfig(AskedModelConfig):
 
     @property
     def evaluation(self) -> Evaluation:
-        """What a harness is asked for; as a chat only if the config says so."""
+        """Request to the harness; as a chat only if the config says so."""
         return Evaluation(
             harness=self.harness,
             tasks=self.tasks,

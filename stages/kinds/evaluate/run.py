@@ -1,4 +1,4 @@
-"""The evaluate stage: runs benchmark tasks against the server of a serve stage, or one of its own for a model.
+"""The evaluate stage: run benchmark tasks against the server of a serve stage, or one of its own for a model.
 
 In: a model's artifact, or a serve stage's with a lease. Out: `scores.json`, `samples/TASK.jsonl` (every prompt, answer
 and score; schema in `stages/harnesses/harness.py`), and the scores as metrics.
@@ -27,12 +27,14 @@ from stages.models.recorded import is_asked_as_chat, trained_on_conversations
 from stages.serving.endpoint import Endpoint, endpoint_for
 
 MISSING_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Errors that another attempt would find again, unlike other OSErrors: those of connections."""
+"""OSErrors that another attempt would meet again, unlike those of connections."""
 
 
 def run(config: EvaluateConfig, context: StageContext) -> StageResult:
-    """Raises EvaluationError, ModelError or ResourceError for bad input before anything slow; ServerError when the
-    server does not come up; TransientError when it goes away: the next attempt continues where this one was.
+    """Evaluate, and write scores and samples.
+
+    Raises EvaluationError, ModelError or ResourceError for bad input before anything slow; ServerError when the server
+    does not come up; TransientError when it goes away: the next attempt continues where this one was.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     evaluation = config.evaluation
@@ -59,7 +61,10 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
 
 
 def _ask_as_chat(config: EvaluateConfig, model: Path, context: StageContext) -> bool:
-    """As the recipe says, else as the model was trained. Raises EvaluationError for a chat without a template."""
+    """Return whether to ask as a chat: as the recipe says, else as the model was trained.
+
+    Raises EvaluationError for a chat without a template.
+    """
     trained, asked = trained_on_conversations(model), config.apply_chat_template
     as_chat = is_asked_as_chat(model) if asked is None else asked
     if asked is None:
@@ -77,7 +82,7 @@ def _ask_as_chat(config: EvaluateConfig, model: Path, context: StageContext) -> 
 
 @contextlib.contextmanager
 def _named_failures(harness: Harness, config: EvaluateConfig, endpoint: Endpoint) -> Iterator[None]:
-    """Turn what a harness raises into our errors: a server that went away is worth another try, a bad task is not."""
+    """Turn a harness's errors into ours: a lost server is worth another attempt, a bad task is not."""
     try:
         yield
     except LifecycleError:

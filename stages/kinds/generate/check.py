@@ -1,4 +1,4 @@
-"""What is wrong with prompts and rewards, before the model that is to be asked is made."""
+"""Check of a generation: prompts and rewards, before the model that is to be asked is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.rollouts.prompts import read_prompts
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Dotted field and error."""
+    """Yield dotted field and error."""
     config = GenerateConfig.model_validate(stage_input.config)
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
     yield from ((f"rewards.{name}", error) for name, error in opening_problems(config.rewards, context))

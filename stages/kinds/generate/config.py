@@ -1,4 +1,4 @@
-"""What a recipe may say of a stage that lets a model answer prompts."""
+"""Config of a stage that has a model answer prompts."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from stages.serving.config import StopTexts
 
 
 class PromptsConfig(StrictModel):
-    """Which prompts."""
+    """Prompts to answer."""
 
     dataset: DatasetReference
     split: SplitName = Field("train", description="Files of the dataset whose name or folder begins with this.")
-    limit: PositiveInt | None = Field(None, description="Rows from the first on; default: all.")
+    limit: PositiveInt | None = Field(None, description="Number of rows, from the first on; default: all.")
     reference: str | None = Field(
         None,
-        description="Column of the right answer; default: the row's own last answer, or `answer`, `solution`, "
+        description="Column of the right answer; default: the row's last answer, or `answer`, `solution` or "
         "`ground_truth`.",
     )
 
 
 class Above(StrictModel):
-    """A bound of the reward."""
+    """A bound on the reward."""
 
     above: float = Field(allow_inf_nan=False, description="Completions with a larger sum of rewards are kept.")
 
 
 class GenerateConfig(AskedModelConfig):
-    """Let a model answer prompts, and keep what rewards say is good: rows to learn from (→ `data/`)."""
+    """Let a model answer prompts, and keep completions that rewards approve, as rows to learn from (→ `data/`)."""
 
     STAGE_VERSION: ClassVar[int] = 1
     HAS_CHECK: ClassVar[bool] = True
@@ -46,25 +46,29 @@ class GenerateConfig(AskedModelConfig):
     system: str | None = Field(None, min_length=1, description="System message of chats that have none.")
     apply_chat_template: bool | None = Field(
         None,
-        description="Ask prompts of plain text as a user of a chat; default: as the model was trained last, if that "
-        "was here, else if it has a template.",
+        description="Ask plain-text prompts as a user of a chat. Default: as the model was last trained, if it was "
+        "trained here; else whether it has a chat template.",
     )
-    num_samples: PositiveInt = Field(1, le=1024, description="Completions of each prompt.")
-    temperature: float = Field(1.0, ge=0, le=100, description="0: always the likeliest token.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Only the likeliest tokens that have this share together.")
-    max_tokens: PositiveInt = Field(256, description="Of a completion; what is cut off there is not kept.")
-    stop: StopTexts = Field((), description="Texts that end a completion; they are no part of it.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Of the completions; each has its own.")
+    num_samples: PositiveInt = Field(1, le=1024, description="Number of completions of each prompt.")
+    temperature: float = Field(1.0, ge=0, le=100, description="Sampling temperature; 0: always the likeliest token.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the likeliest tokens with this probability together."
+    )
+    max_tokens: PositiveInt = Field(
+        256, description="Largest number of tokens in a completion; one that is cut off is not kept."
+    )
+    stop: StopTexts = Field((), description="Texts that end a completion, and are not part of it.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed from which each completion gets its own.")
     rewards: dict[RewardName, AnyReward] = Field(
-        default_factory=dict, description="Name, as metrics have it → what judges each completion."
+        default_factory=dict, description="Rewards that judge each completion, by their names in metrics."
     )
     keep: Literal["all", "best", "pairs"] | Above = Field(
         "all",
-        description="best: of each prompt the completion with the largest sum of rewards; {above: x}: all with a "
-        "larger one; pairs: the best as chosen and the worst as rejected, for methods that learn from preferences.",
+        description="Completions to keep. best: for each prompt the one with the largest sum of rewards; {above: x}: "
+        "all with a larger sum than x; pairs: the best as chosen and the worst as rejected, for preference methods.",
     )
     min_gap: PositiveFloat | None = Field(
-        None, description="With `keep: pairs`, by how much the best must exceed the worst; default: at all."
+        None, description="With `keep: pairs`, how much the best must exceed the worst; default: by any amount."
     )
 
     @property

@@ -1,4 +1,4 @@
-"""What a model will be asked."""
+"""Look at the prompts that a model will be asked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.rollouts.prompts import read_prompts
 
 
 def look(stage_input: StageInput, num_rows: int, _scratch: Path) -> DataLook:
-    """The first prompts with their right answers, and counts of all. Raises what `read_prompts` raises."""
+    """Return the first prompts with their right answers, and counts of all. Raises what `read_prompts` raises."""
     config = GenerateConfig.model_validate(stage_input.config)
     artifact = stage_input.inputs[config.model]
     folder = next((path for path in (artifact / ADAPTER_FOLDER, artifact / "model") if path.is_dir()), None)

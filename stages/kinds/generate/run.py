@@ -1,8 +1,8 @@
-"""The generate stage: prompts × a served model → completions, judged by rewards, and rows of what is good.
+"""The generate stage: prompts × a served model → completions, judged by rewards, and rows of the kept ones.
 
 In: a dataset's artifact, and a model's, or a serve stage's with a lease. Out: `data/train.jsonl` (rows that training
-stages read) and `completions.jsonl` (every completion: prompt, text, seed, each reward, their sum, and what became of
-it: `kept`, `chosen`, `rejected`, or why it was dropped); in `rewards/` what rewards keep, such as a judge's answers.
+stages read) and `completions.jsonl` (every completion: prompt, text, seed, each reward, their sum, and its outcome:
+`kept`, `chosen`, `rejected`, or why it was dropped); in `rewards/` what rewards keep, such as a judge's answers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_NAMED = 5
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt, its judged completions, and what became of them."""
+    """A prompt, its judged completions, and their outcomes."""
 
     prompt: AskedPrompt
     candidates: Sequence[Candidate]
@@ -44,9 +44,11 @@ class Answered:
 
 
 def run(config: GenerateConfig, context: StageContext) -> StageResult:
-    """Generate, judge, keep. Raises DataError for prompts that cannot be asked and completions that cannot be judged;
-    ModelError, ResourceError or ServerError for a server that does not come up; TransientError when it goes away. A
-    dataset without rows is refused.
+    """Generate, judge, keep.
+
+    Raises DataError for prompts that cannot be asked and completions that cannot be judged; ModelError, ResourceError
+    or ServerError for a server that does not come up; TransientError when it goes away. A dataset without rows is
+    refused.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     kept = context.scratch / f"rewards-{context.version}"
@@ -67,7 +69,7 @@ def run(config: GenerateConfig, context: StageContext) -> StageResult:
     num_rows = _write(answered, config, context)
     metrics = {"num_rows": float(num_rows), **_metrics(answered, config, context)}
     metrics["generate_s"] = seconds
-    metrics["output_tokens_per_s"] = sum(one.num_tokens for one in samples) / seconds
+    metrics["output_tokens_per_s"] = sum(sample.num_tokens for sample in samples) / seconds
     context.milestone(f"{num_rows} rows of {len(samples)} completions of {len(prompts)} prompts")
     return StageResult(metrics=metrics, tags=endpoint.spec.version_tag, files=[COMPLETIONS_FILE])
 
@@ -82,7 +84,7 @@ def _sampled(
             context.progress(num_done, num_all, "completions", "generating")
 
     kept = context.scratch / f"completions-{context.version}.jsonl"
-    token_ids = [one.token_ids for one in prompts]
+    token_ids = [prompt.token_ids for prompt in prompts]
     with full_disk_named("keeping completions", kept):
         return sample_all(served.client, token_ids, config.sampling_options, kept, report)
 
@@ -97,7 +99,7 @@ def _named(prompts: Sequence[AskedPrompt], samples: Sequence[Sample]) -> Iterato
 def _chosen(
     prompts: Sequence[AskedPrompt], samples: Sequence[Sample], judgements: Sequence[Judgement], config: GenerateConfig
 ) -> Iterator[Answered]:
-    candidates = [Candidate(*one) for one in zip(samples, judgements, strict=True)]
+    candidates = [Candidate(*pair) for pair in zip(samples, judgements, strict=True)]
     for number, prompt in enumerate(prompts):
         own = candidates[number * config.num_samples : (number + 1) * config.num_samples]
         yield Answered(prompt, own, choose(prompt.prompt.document, own, config))
@@ -105,13 +107,13 @@ def _chosen(
 
 def _write(answered: Sequence[Answered], config: GenerateConfig, context: StageContext) -> int:
     """Write rows and completions; returns the number of rows. A dataset without rows is refused."""
-    rows = [row for one in answered for row in one.choice.rows]
+    rows = [row for prompt in answered for row in prompt.choice.rows]
     (context.work / "data").mkdir(exist_ok=True)
     with full_disk_named("writing completions", context.work):
         _write_lines(context, "data/train.jsonl", rows)
-        _write_lines(context, COMPLETIONS_FILE, (line for one in answered for line in _lines(one)))
+        _write_lines(context, COMPLETIONS_FILE, (line for prompt in answered for line in _lines(prompt)))
     if not rows:
-        dropped = Counter(outcome for one in answered for outcome in one.choice.outcomes)
+        dropped = Counter(outcome for prompt in answered for outcome in prompt.choice.outcomes)
         reasons = ", ".join(f"{count} {outcome}" for outcome, count in dropped.most_common(NUM_NAMED))
         context.refuse(
             DataError(
@@ -143,25 +145,25 @@ def _lines(answered: Answered) -> Iterator[dict[str, object]]:
 
 
 def _metrics(answered: Sequence[Answered], config: GenerateConfig, context: StageContext) -> dict[str, float]:
-    """And what to warn of: a reward that says the same of all, a sum that tells no completion from another."""
-    candidates = [candidate for one in answered for candidate in one.candidates]
+    """Return the metrics, and warn of rewards that do not distinguish completions."""
+    candidates = [candidate for prompt in answered for candidate in prompt.candidates]
     metrics = {
         "num_prompts": float(len(answered)),
         "num_completions": float(len(candidates)),
-        "completion_tokens": statistics.fmean(one.sample.num_tokens for one in candidates),
-        "truncated_share": statistics.fmean(one.sample.truncated for one in candidates),
+        "completion_tokens": statistics.fmean(candidate.sample.num_tokens for candidate in candidates),
+        "truncated_share": statistics.fmean(candidate.sample.truncated for candidate in candidates),
     }
     if metrics["truncated_share"] == 1:
         context.warn(f"every completion was cut off at max_tokens {config.max_tokens}; raise it")
     if not config.rewards:
         return metrics
-    totals = [[one.judgement.total for one in prompt.candidates] for prompt in answered]
+    totals = [[candidate.judgement.total for candidate in prompt.candidates] for prompt in answered]
     metrics["reward"] = statistics.fmean(total for group in totals for total in group)
     metrics["reward_spread"] = statistics.pstdev(total for group in totals for total in group)
     metrics["no_signal_share"] = statistics.fmean(len(set(group)) == 1 for group in totals)
     for name in config.rewards:
-        found = [one.judgement.rewards[name] for one in candidates]
-        metrics[f"reward_{name}"] = statistics.fmean(found)
-        if len(set(found)) == 1 and len(found) > 1:
-            context.warn(f"the reward {name} is {found[0]:g} for all {len(found)} completions: it tells none apart")
+        values = [candidate.judgement.rewards[name] for candidate in candidates]
+        metrics[f"reward_{name}"] = statistics.fmean(values)
+        if len(set(values)) == 1 and len(values) > 1:
+            context.warn(f"the reward {name} is {values[0]:g} for all {len(values)} completions: it tells none apart")
     return metrics

@@ -1,4 +1,4 @@
-"""Judged completions → which are kept, as rows to learn from; of each of the others, why not."""
+"""Selection of judged completions: which are kept, as rows to learn from, and why the others are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A completion and what the rewards say of it."""
+    """A completion with its rewards."""
 
     sample: Sample
     judgement: Judgement
@@ -24,16 +24,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What became of the completions of one prompt. outcomes: of each, `kept`, `chosen`, `rejected`, or why dropped."""
+    """Outcomes of the completions of one prompt.
+
+    rows: the rows to learn from.
+    outcomes: of each completion: `kept`, `chosen`, `rejected`, or why it was dropped.
+    """
 
     rows: tuple[Row, ...]
     outcomes: tuple[str, ...]
 
 
 def choose(document: Document, candidates: Sequence[Candidate], config: GenerateConfig) -> Choice:
-    """Of the completions of one prompt, in the order of their numbers."""
+    """Choose among the completions of one prompt, given in the order of their numbers."""
     unusable = dict(_unusable(candidates))
-    usable = [one for one in candidates if one.sample.sample not in unusable]
+    usable = [candidate for candidate in candidates if candidate.sample.sample not in unusable]
     labels, reason = _labelled(usable, config)
     texts = {label: one.sample.text for one in usable if (label := labels.get(one.sample.sample))}
     if config.keep == "pairs":
@@ -46,8 +50,8 @@ def choose(document: Document, candidates: Sequence[Candidate], config: Generate
 
 
 def _labelled(usable: Sequence[Candidate], config: GenerateConfig) -> tuple[dict[int, str], str]:
-    """Number of each completion that is kept, as what; and why the others are not."""
-    ranked = sorted(usable, key=lambda one: -one.judgement.total)  # stable: of equal ones the first
+    """Return number → label of each kept completion, and why the others are not kept."""
+    ranked = sorted(usable, key=lambda one: -one.judgement.total)  # stable: the first of equal ones is the best
     match config.keep:
         case "all":
             return {one.sample.sample: "kept" for one in usable}, ""
@@ -65,11 +69,11 @@ def _labelled(usable: Sequence[Candidate], config: GenerateConfig) -> tuple[dict
 
 
 def _unusable(candidates: Sequence[Candidate]) -> Iterator[tuple[int, str]]:
-    """Number of each that nobody should learn from, and why."""
+    """Yield number and reason of each completion that no model should learn from."""
     first: dict[str, int] = {}
-    for one in candidates:
-        text, number = one.sample.text, one.sample.sample
-        if one.sample.truncated:
+    for candidate in candidates:
+        text, number = candidate.sample.text, candidate.sample.sample
+        if candidate.sample.truncated:
             yield number, "it was cut off at max_tokens"
         elif not text.strip():
             yield number, "it is empty"
@@ -80,17 +84,17 @@ def _unusable(candidates: Sequence[Candidate]) -> Iterator[tuple[int, str]]:
 def _row(document: Document, answer: str) -> Row:
     if isinstance(document, PlainText):
         return {"prompt": document.prompt, "completion": answer}
-    return {"prompt": document.messages, "completion": _said(answer), **_of_conversation(document)}
+    return {"prompt": document.messages, "completion": _answer_messages(answer), **_of_conversation(document)}
 
 
 def _pair(document: Document, chosen: str, rejected: str) -> Row:
     if isinstance(document, PlainText):
         return {"prompt": document.prompt, "chosen": chosen, "rejected": rejected}
-    answers = {"chosen": _said(chosen), "rejected": _said(rejected)}
+    answers = {"chosen": _answer_messages(chosen), "rejected": _answer_messages(rejected)}
     return {"prompt": document.messages, **answers, **_of_conversation(document)}
 
 
-def _said(answer: str) -> list[dict[str, str]]:
+def _answer_messages(answer: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": answer}]
 
 

@@ -1,4 +1,4 @@
-"""What a look at data is given: a stage whose turn has not come, with the inputs that there are."""
+"""Config of a look at data, a stage run for a stage whose turn has not come."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOK_FILE = "look.json"
 
 
 class LookConfig(StageConfig):
-    """No stage of a recipe, but run like one: what a stage will see of its data (`DataLook` → `look.json`)."""
+    """Show the data that a stage will see (`DataLook` → `look.json`); run like a stage, but in no recipe."""
 
     STAGE_VERSION: ClassVar[int] = 1
 

@@ -1,4 +1,4 @@
-"""A look at the data of a stage: a kind that reads data has `look(stage_input, num_rows, scratch)` in its `look.py`."""
+"""The look at a stage's data: a kind that reads data has `look(stage_input, num_rows, scratch)` in its `look.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stages.models.start_up import hide_unused_packages, import_tokenizers
 
 
 def run(config: LookConfig, context: StageContext) -> StageResult:
-    """Write down what is there to see. Raises what preparing the data raises."""
+    """Write the look of the stage's kind. Raises what preparing the data raises."""
     hide_unused_packages()
     import_tokenizers()
     look = importlib.import_module(f"stages.kinds.{config.stage.kind}.look").look

@@ -1,4 +1,4 @@
-"""Several adapters of one model → one, as PEFT's `add_weighted_adapter` combines them, layer by layer."""
+"""Combination of several adapters of one model to one, as PEFT's `add_weighted_adapter` does it, layer by layer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from stages.kinds.merge.config import MergeConfig
 
 
 def combine(adapters: Mapping[str, Adapter], config: MergeConfig, layers: Sequence[str]) -> Adapter:
-    """Stage → adapter, combined with the config's weights; what dare_… keeps is drawn in the order of `layers`.
+    """Combine adapters (stage → adapter) with the config's weights.
 
-    Each matrix counts √(weight × scaling) times, the sign on A: so PEFT has it. Raises ModelError for adapters of
-    several ranks, which linear sums of A and B do not have.
+    dare_… draws the elements that it keeps in the order of `layers`. As in PEFT, each matrix is multiplied by √(weight
+    × scaling), with the sign on A. Raises ModelError for adapters of several ranks, which linear sums of A and B do not
+    have.
     """
-    if odd := [name for name, one in adapters.items() if not one.is_sum]:
+    if odd := [name for name, adapter in adapters.items() if not adapter.is_sum]:
         raise ModelError(
             f"combining adapters: {odd[0]} has DoRA or whole modules, which no sum has, or adapters of experts, which "
-            "nothing here combines; merge it alone"
+            "are not combined here; merge it alone"
         )
     density = config.density or 1.0
     sums: dict[str, Callable[..., Tensor]] = {
@@ -37,10 +38,10 @@ def combine(adapters: Mapping[str, Adapter], config: MergeConfig, layers: Sequen
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         for layer in layers:
-            having = {name: one for name, one in adapters.items() if layer in one.factors}
-            _check_ranks({name: len(one.factors[layer][0]) for name, one in having.items()}, layer)
-            counts = [config.weighted[name] * one.scaling_of(layer) for name, one in having.items()]
-            pairs = [tuple(factor.float() for factor in one.factors[layer]) for one in having.values()]
+            on_layer = {name: adapter for name, adapter in adapters.items() if layer in adapter.factors}
+            _check_ranks({name: len(adapter.factors[layer][0]) for name, adapter in on_layer.items()}, layer)
+            counts = [config.weighted[name] * adapter.scaling_of(layer) for name, adapter in on_layer.items()]
+            pairs = [tuple(factor.float() for factor in adapter.factors[layer]) for adapter in on_layer.values()]
             factors[layer] = _summed(pairs, counts, sums[config.combination])
     any_of_them = next(iter(adapters.values()))
     return Adapter(any_of_them.base, factors, scaling=1.0, is_transposed=any_of_them.is_transposed)
@@ -55,7 +56,7 @@ def _check_ranks(ranks: Mapping[str, int], layer: str) -> None:
 def _summed(
     pairs: Sequence[tuple[Tensor, ...]], counts: Sequence[float], summed: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """A [rank, in] and B [out, rank] of one layer."""
+    """Return the weighted sums of one layer: A [rank, in] and B [out, rank]."""
     roots = torch.tensor([math.sqrt(abs(count)) for count in counts])
     signs = torch.tensor([math.copysign(1, count) for count in counts])
     a, b = zip(*pairs, strict=True)

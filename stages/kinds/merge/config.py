@@ -1,4 +1,4 @@
-"""What a recipe may say of a merge."""
+"""Config of a merge."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class MergeConfig(StageConfig):
 
     kind: Literal["merge"]
     model: ModelReference
-    adapter: AdapterReference | None = Field(None, description="What to add; or `adapters`.")
+    adapter: AdapterReference | None = Field(None, description="Adapter to add; or name several in `adapters`.")
     adapters: Annotated[tuple[AdapterReference, ...], AddedLater()] = Field(
-        (), description="Several, of the same rank, combined to one as PEFT's `add_weighted_adapter` does it."
+        (), description="Several adapters of the same rank, combined to one as by PEFT's `add_weighted_adapter`."
     )
     weights: Annotated[tuple[Annotated[float, HELD_IN_FP32], ...], AddedLater()] = Field(
-        (), description="Of each of `adapters`, how much it counts; default: 1."
+        (), description="Weight of each of `adapters`; default: 1."
     )
     combination: Annotated[Combination, AddedLater()] = Field(
         "linear",
-        description="Of `adapters`. linear: weighted sums of their A and of their B; ties: of the largest elements "
-        "whose signs agree (Yadav et al. 2023); dare_…: of random elements (Yu et al. 2024).",
+        description="Method of combining `adapters`. linear: weighted sums of their A and of their B; ties: sums of "
+        "the largest elements whose signs agree (Yadav et al. 2023); dare_…: sums of random elements (Yu et al. 2024).",
     )
     density: Annotated[Density | None, AddedLater()] = Field(
         None, description="Share of the elements of each adapter that ties and dare_… keep."
     )
-    seed: Annotated[NonNegativeInt, AddedLater()] = Field(0, description="Of what dare_… keeps.")
+    seed: Annotated[NonNegativeInt, AddedLater()] = Field(0, description="Seed of the elements that dare_… keeps.")
     max_difference: PositiveFloat = Field(
         0.05,
-        description="Nats per token that recorded documents' log-probabilities may differ from what training computed, "
-        "on average; the rounding of the merged weights is in it.",
+        description="Largest mean difference of recorded documents' log-probabilities from what training computed, in "
+        "nats per token; it includes the rounding of the merged weights.",
     )
-    trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
+    trust_remote_code: bool = Field(False, description="Run Python files that come with the model.")
 
     @property
     def product(self) -> Product:
@@ -52,13 +52,13 @@ class MergeConfig(StageConfig):
 
     @property
     def weighted(self) -> dict[str, float]:
-        """Every adapter's stage and weight."""
+        """Stage of every adapter → its weight."""
         names = (self.adapter,) if self.adapter else self.adapters
         return dict(zip(names, self.weights or (1.0,) * len(names), strict=True))
 
     @property
     def is_plain(self) -> bool:
-        """Whether the model is to give what one adapter's training computed, rather than a mixture."""
+        """Return whether the merged model should give what one adapter's training computed, not a mixture."""
         return list(self.weighted.values()) == [1.0]
 
     @model_validator(mode="after")

@@ -1,9 +1,9 @@
 """Merging: a model and adapters → the model with B A added to its weights, one weight at a time.
 
 What it claims is checked: every adapted layer is found in the model's files, before anything is written; some weight
-changes by more than the rounding takes away again; and the merged model gives the recorded documents what the training
-engine gave them, or, for a mixture of several adapters, what the base gives with the mixture beside it.
-A merged model that fails the latter two is kept, and refused.
+changes by more than the rounding takes away again; and the merged model gives the recorded documents the
+log-probabilities that the training engine gave them, or, for a mixture of several adapters, that the base gives with
+the mixture beside it (`compare`). A merged model that fails the latter two is kept, and refused.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ NUM_NAMED = 5
 def merge(config: MergeConfig, context: StageContext) -> StageResult:
     """Merge, and compare with what training recorded. Raises ModelError for files that do not belong together.
 
-    What was merged, but differs too much or not at all, is refused.
+    A merged model that differs too much or not at all is refused.
     """
     base, trained = context.inputs[config.model] / "model", [context.inputs[name] for name in config.weighted]
     check_model_folder(base)
-    documents = read_record(trained[0])
+    documents = read_record(trained[0])  # recorded with the first adapter; a mixture uses their tokens alone
     adapters = {name: _read(context.inputs[name], base.parent.name) for name in config.weighted}
     beside = StreamedModel(base, context.scratch / "base", trust_remote_code=config.trust_remote_code)
     layers = beside.ordered({layer for one in adapters.values() for layer in one.layers})
@@ -62,8 +62,8 @@ def merge(config: MergeConfig, context: StageContext) -> StageResult:
     )
     if adapter.is_sum:
         beside.put_beside(adapter)
-    found = compare(merged, beside if adapter.is_sum else None, documents)
-    metrics = _judged(found, config, trained[0], context)
+    comparison = compare(merged, beside if adapter.is_sum else None, documents)
+    metrics = _judged(comparison, config, trained[0], context)
     shutil.rmtree(context.scratch)
     metrics |= {"merged_layers": float(len(adapter.factors)), "changed_fraction": changed_fraction}
     context.log_metrics(0, metrics)
@@ -101,9 +101,9 @@ def _check_stored(changes: Changing, base: Path) -> None:
 
 
 def _write(changes: Changing, base: Path, trained: Path, context: StageContext) -> float:
-    """Write the merged model; returns which share of the merged weights are other numbers than before.
+    """Write the merged model; returns the share of changed numbers in the merged weights.
 
-    Each file is copied, and the adapted weights in it written over, so that one of them at a time is in memory.
+    Each file is copied, and the adapted weights in it are overwritten, so that one weight at a time is in memory.
     """
     folder = context.work / "model"
     copy_all_but_weights(base, folder)
@@ -146,8 +146,12 @@ def _check_changed(changed: Mapping[str, float], context: StageContext) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`given`: what the merged model predicts of each document; `expected`: what its base does with the adapter beside
-    it, from which KL and greedy choices are counted, over all targets."""
+    """Predictions of a merged model for recorded documents, and those of its base with the adapter beside it.
+
+    given: predictions of the merged model.
+    expected: predictions of the base with the adapter, from which KL and greedy choices are counted over all targets;
+    None where that cannot be computed.
+    """
 
     documents: list[RecordedDocument]
     given: list[Predicted]
@@ -157,19 +161,23 @@ class Comparison:
 
     @property
     def expected_documents(self) -> list[RecordedDocument]:
-        """The documents with what they are expected to have, in place of what was recorded."""
+        """Documents that record the expected predictions instead of the training's."""
         assert self.expected is not None, "of a mixture, which is compared with its parts"
         return [document.recording(one) for document, one in zip(self.documents, self.expected, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        """Under the names that a quantization has for them, too."""
+        """Return KL and agreement of choices, with the same names as for a quantization."""
         if self.expected is None:
             return {}
         return {"kl_nats_per_token": self.kl_nats_per_token, "same_choice_fraction": self.same_choice_fraction}
 
 
 def compare(given: StreamedModel, expected: StreamedModel | None, documents: Sequence[RecordedDocument]) -> Comparison:
-    """The merged model, and its base with the adapter beside it where that is to be had. KL(expected ‖ given)."""
+    """Compare the merged model with its base and the adapter beside it, where that can be run: KL(expected ‖ given).
+
+    Both run from their files, in fp32. The adapter stands beside its base in one, and is part of the weights in the
+    other, so that only rounding distinguishes them.
+    """
     targets = targets_of(documents)
     models = [given, *([expected] if expected else [])]
     hidden = [model.hidden_states(documents) for model in models]
@@ -191,15 +199,15 @@ def compare(given: StreamedModel, expected: StreamedModel | None, documents: Seq
     return Comparison(list(documents), predicted[0], predicted[1] if expected else None, kl_nats / len(targets), same)
 
 
-def _judged(found: Comparison, config: MergeConfig, trained: Path, context: StageContext) -> dict[str, float]:
-    """Differences from what the model is to give; that is kept beside it for whatever is made of the model."""
-    documents = found.documents
+def _judged(comparison: Comparison, config: MergeConfig, trained: Path, context: StageContext) -> dict[str, float]:
+    """Return the differences from the expected predictions, and keep those beside the model for later stages."""
+    documents = comparison.documents
     if config.is_plain:
         shutil.copyfile(trained / RECORD, context.work / RECORD)
     else:
-        documents = found.expected_documents
+        documents = comparison.expected_documents
         write_record(context.work, documents, "float32", read_tool_prompts(trained))
-    return {**differences(found.given, documents).metrics(), **found.metrics()}
+    return {**differences(comparison.given, documents).metrics(), **comparison.metrics()}
 
 
 def _check_differences(metrics: dict[str, float], config: MergeConfig, context: StageContext) -> None:

@@ -1,4 +1,4 @@
-"""What a recipe may say of a promotion."""
+"""Config of a promotion."""
 
 from __future__ import annotations
 
@@ -20,39 +20,43 @@ from stages.core.numbers import NatsPerToken
 from stages.rewards.judge import PairsConfig
 
 MODEL_NAME = r"^[A-Za-z0-9][\w.-]{0,127}$"
-"""Names of models in MLflow's registry."""
+"""Pattern of model names in MLflow's registry."""
 
 
 class GatesConfig(StrictModel):
-    """What a candidate must keep to become champion; what is left out is not asked."""
+    """Bounds that a candidate must keep to become champion; a bound that is left out is not checked."""
 
     min_scores: dict[str, float] = Field(
-        default_factory=dict, description="Least scores, such as {gsm8k.strict-match.exact_match: 0.4}."
+        default_factory=dict, description="Smallest allowed scores, such as {gsm8k.strict-match.exact_match: 0.4}."
     )
     max_scores: dict[str, float] = Field(
-        default_factory=dict, description="Largest scores, of those that are better when lower."
+        default_factory=dict, description="Largest allowed scores, for scores that are better when lower."
     )
     max_regression_standard_errors: NonNegativeFloat | None = Field(
         2.0,
-        description="How far each score may fall behind on the same samples; by chance, one in 44 does so by 2.",
+        description="Largest number of standard errors by which each score may fall behind on the same samples; by "
+        "chance, one in 44 falls behind by 2.",
     )
     min_win_rate: Annotated[float | None, AddedLater()] = Field(
         None,
         ge=0,
         le=1,
-        description="Of `pairs`, in each question set; not asked where there is no model to compare with.",
+        description="Smallest allowed win rate of `pairs` in each question set; not checked where there is no model to "
+        "compare with.",
     )
     max_kl_nats_per_token: NatsPerToken | None = Field(
-        None, description="Of a quantized or merged model, from its original."
+        None, description="Largest allowed KL of a quantized or merged model from its original."
     )
     max_abs_logprob_difference: Annotated[NatsPerToken | None, AddedLater()] = Field(
         None,
-        description="Nats per token, of the recorded document that differs most, between what training gave and what "
-        "the merged, quantized or served model gives.",
+        description="Largest allowed difference, in nats per token, between log-probabilities of training and of the "
+        "merged, quantized or served model, for the recorded document that differs most.",
     )
-    max_size_mib: PositiveFloat | None = Field(None, description="Of the weights; of an adapter, its own.")
+    max_size_mib: PositiveFloat | None = Field(
+        None, description="Largest allowed size of the weights; for an adapter, of its own."
+    )
     min_output_tokens_per_s: PositiveFloat | None = Field(
-        None, description="Of `server`, at the best concurrency measured."
+        None, description="Smallest allowed throughput of `server`, at the best measured concurrency."
     )
 
 
@@ -66,19 +70,19 @@ class PromoteConfig(StageConfig):
     STAGE_VERSION: ClassVar[int] = 1
 
     kind: Literal["promote"]
-    name: str = Field(pattern=MODEL_NAME, description="Of the model in MLflow's registry.")
+    name: str = Field(pattern=MODEL_NAME, description="Name of the model in MLflow's registry.")
     model: ModelOrAdapterReference
     evaluations: tuple[ScoresReference, ...] = Field(min_length=1, description="Evaluations of `model`.")
     baselines: tuple[ScoresReference, ...] = Field(
         (), description="Evaluations to compare with; default: those of the champion."
     )
     server: ServerReference | None = Field(
-        None, description="Serve stage of `model`; `lifecycle serve` does as it did."
+        None, description="Serve stage of `model`; `lifecycle serve` uses its settings."
     )
     pairs: Annotated[PairsConfig | None, AddedLater()] = Field(
         None,
-        description="A judge that says which answers are better, this model's or the other's, in the question sets "
-        "of `evaluations`.",
+        description="Judge that decides which answers are better, this model's or the other's, in the question sets of "
+        "`evaluations`.",
     )
     gates: GatesConfig = GatesConfig()
 
@@ -92,7 +96,7 @@ class PromoteConfig(StageConfig):
 
     @property
     def compares(self) -> bool:
-        """Whether anything asks how the candidate does beside another model."""
+        """Return whether the config compares the candidate with another model."""
         return self.gates.max_regression_standard_errors is not None or self.pairs is not None
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
@@ -131,7 +135,7 @@ class PromoteConfig(StageConfig):
                 )
 
     def _is_compared_with_training(self, stages: Mapping[str, StageConfig]) -> bool:
-        """Whether some stage between training and this one compares log-probabilities with those that it recorded."""
+        """Return whether a stage after training compares log-probabilities with the training's record."""
         made_by = stages[self.model]
         is_compared = self.server is not None or made_by.kind in ("quantize", "merge")
         while made_by.kind == "quantize":
@@ -146,13 +150,13 @@ class PromoteConfig(StageConfig):
 
 
 def _model_of(stage: str, stages: Mapping[str, StageConfig]) -> str:
-    """The model or adapter that a stage evaluates or serves, directly or behind a server."""
+    """Return the model or adapter that a stage evaluates or serves, directly or behind a server."""
     references = stages[stage].references()
     target = references.get("adapter", references["model"])
     return _model_of(target, stages) if stages[target].product == "server" else target
 
 
 def _served_by(server: str, stages: Mapping[str, StageConfig]) -> list[str]:
-    """The model or adapter of a serve stage, and the adapters beside it."""
+    """Return the model or adapter of a serve stage, and the adapters beside it."""
     references = stages[server].references()
     return [name for field, name in references.items() if field == "model" or field.startswith("adapters.")]

@@ -1,4 +1,4 @@
-"""Which of two models answers questions better, as a judge says, who is asked of each pair in both orders.
+"""Pairwise comparison of two models' answers by a judge, who is asked about each pair in both orders.
 
 In: evaluations of both that have answered the same question sets (`samples/TASK.jsonl` with `question` and `resps`).
 Out: per task the share of answers that the judge prefers, ties half (the win rate), as a paired difference; and every
@@ -33,7 +33,11 @@ Rows = Mapping[int, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class JudgedPairs:
-    """differences: of a task each, named `TASK.win_rate`. metrics: win rates, their standard errors, and the cost."""
+    """Results of the comparison.
+
+    differences: for each task, named `TASK.win_rate`.
+    metrics: win rates, their standard errors, and the judge's cost.
+    """
 
     differences: list[Difference]
     metrics: dict[str, float]
@@ -42,7 +46,9 @@ class JudgedPairs:
 def judged_pairs(
     pairs: PairsConfig, candidate: Sequence[Path], reference: Sequence[Path], context: StageContext
 ) -> JudgedPairs:
-    """Raises EvaluationError where the two have answered no question of the same set, or the judge compares too few;
+    """Have a judge compare the answers of candidate and reference.
+
+    Raises EvaluationError if the two have answered no question of the same set, or the judge compares too few;
     RecipeError, ServerError and TransientError for a judge that cannot be asked.
     """
     ours, theirs = _answered(candidate), _answered(reference)
@@ -61,17 +67,20 @@ def judged_pairs(
         raise EvaluationError(str(error)) from error
     shutil.copyfile(kept, context.work / JUDGE_FILE)
     metrics = cost_metrics(kept)
-    for one in differences:
-        low, high = ((1 + end) / 2 for end in one.shown_interval)
-        context.milestone(f"{one.name} {one.candidate:.4f}, 95% interval {low:.4f} to {high:.4f}")
-        metrics |= {one.name: one.candidate, f"{one.name}_stderr": one.standard_error / 2}
+    for rate in differences:
+        low, high = ((1 + end) / 2 for end in rate.shown_interval)
+        context.milestone(f"{rate.name} {rate.candidate:.4f}, 95% interval {low:.4f} to {high:.4f}")
+        metrics |= {rate.name: rate.candidate, f"{rate.name}_stderr": rate.standard_error / 2}
     return JudgedPairs(differences, metrics)
 
 
 def _compared(
     task: str, ours: Rows, theirs: Rows, judge: AskedJudge, pairs: PairsConfig, context: StageContext
 ) -> Difference:
-    """The win rate w is the mean of outcomes wᵢ from 0 to 1; its difference to the other's, 1 − w, that of 2wᵢ − 1."""
+    """Return the win rate w of a task, the mean of outcomes wᵢ from 0 to 1, as a difference.
+
+    The other model's rate is 1 − w, so the difference is the mean of 2wᵢ − 1.
+    """
     shared = sorted(ours.keys() & theirs.keys())
     completions = [_pair(task, number, ours[number], theirs[number]) for number in shared]
     wins: list[float] = []
@@ -99,7 +108,7 @@ def _compared(
 
 
 def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Completion:
-    """Ours, with theirs as what it is compared with. Raises EvaluationError unless both were asked the same."""
+    """Return our answer as a completion, with theirs as its reference. Raises EvaluationError if asked differently."""
     if any(ours[key] != theirs[key] for key in ASKED_ALIKE):
         raise EvaluationError(
             f"comparing answers to {task}: question {number} is not the same for both; evaluate both on the same set"
@@ -109,7 +118,7 @@ def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, 
 
 
 def _answered(evaluations: Sequence[Path]) -> dict[str, Rows]:
-    """Task → samples, of question sets alone. Raises EvaluationError for unreadable files."""
+    """Return task → samples, for question sets only. Raises EvaluationError for unreadable files."""
     found: dict[str, Rows] = {}
     for folder in evaluations:
         try:

@@ -27,7 +27,12 @@ ASKED_ALIKE = ("doc_hash", "target_hash", "prompt_hash")
 
 @dataclass(frozen=True)
 class Scores:
-    """One score of one evaluation. `values`: what each sample scored, by document; `keys`: what was asked there."""
+    """One score of one evaluation.
+
+    values: score of each sample, by document.
+    keys: hashes of what was asked, by document.
+    setting: settings that must be equal to compare.
+    """
 
     name: str
     task: str
@@ -41,8 +46,8 @@ class Scores:
 class Difference:
     """Candidate − reference over `num_samples` documents that both answered; `num_unpaired` only one of them did.
 
-    interval: 95%; None in verdicts of before it was kept, whose interval was by the normal approximation.
-    largest: of a win rate's difference, 1, in verdicts of then.
+    interval: 95% interval; None in older verdicts, whose interval was by the normal approximation.
+    largest: 1 for the difference of a win rate, in those older verdicts.
     """
 
     name: str
@@ -58,7 +63,7 @@ class Difference:
 
     @property
     def shown_interval(self) -> Interval:
-        """Return the interval, as the verdict was given with it."""
+        """Interval that the verdict was given with."""
         if self.interval:
             return self.interval
         if self.largest is None:
@@ -68,12 +73,12 @@ class Difference:
 
     @property
     def solved_by_neither(self) -> bool:
-        """Return whether both scored 0 where higher is better, which says nothing of which is better."""
+        """Return whether both scored 0 where higher is better, which does not show which is better."""
         return self.higher_is_better and self.candidate == self.reference == 0
 
     @property
     def regression_standard_errors(self) -> float:
-        """How far the candidate is worse, in standard errors; negative when it is better."""
+        """Deficit of the candidate in standard errors; negative if it is better."""
         worse = -self.difference if self.higher_is_better else self.difference
         if abs(worse) <= TOLERANCE:
             return 0.0
@@ -87,7 +92,7 @@ def win_rate_interval(difference: float, standard_error: float, num_samples: int
 
 
 def paired_difference(candidate: Scores, reference: Scores) -> Difference:
-    """Mean difference d̄ over shared documents, and its standard error √(Σ(d − d̄)² / (n − 1) / n).
+    """Return the mean difference d̄ over shared documents, and its standard error √(Σ(d − d̄)² / (n − 1) / n).
 
     Raises EvaluationError unless both were asked the same, of at least two documents.
     """
@@ -98,7 +103,7 @@ def paired_difference(candidate: Scores, reference: Scores) -> Difference:
             f"comparing {candidate.name}: {len(shared)} samples were answered by both, expected at least 2; "
             "evaluate both on the same samples (`limit`)"
         )
-    ours, theirs = ([one.values[document] for document in shared] for one in (candidate, reference))
+    ours, theirs = ([side.values[document] for document in shared] for side in (candidate, reference))
     differences = [mine - other for mine, other in zip(ours, theirs, strict=True)]
     difference = statistics.fmean(differences)
     standard_error = statistics.stdev(differences) / math.sqrt(len(shared))
@@ -121,7 +126,10 @@ def paired_difference(candidate: Scores, reference: Scores) -> Difference:
 
 
 def compare(candidate: Sequence[Path], reference: Sequence[Path]) -> list[Difference]:
-    """Every score that both sides have. Raises EvaluationError when there is none, or a task is not the same."""
+    """Return the differences of every score that both sides have.
+
+    Raises EvaluationError if there is none, or a task is not the same.
+    """
     ours, theirs = read_scores(candidate), read_scores(reference)
     shared = [name for name in ours if name in theirs]
     if not shared:
@@ -133,7 +141,7 @@ def compare(candidate: Sequence[Path], reference: Sequence[Path]) -> list[Differ
 
 
 def read_scores(evaluations: Sequence[Path]) -> dict[str, Scores]:
-    """Score name (as in the metrics of an evaluate stage) → its samples, of those scores that are means over samples.
+    """Return score name (as in an evaluation's metrics) → its samples, for scores that are means over samples.
 
     Others, such as a corpus BLEU, have no value for a single sample. Raises EvaluationError for unreadable files.
     """

@@ -1,7 +1,7 @@
 """The promote stage: a candidate, its evaluations and the champion's → a verdict, by the recipe's gates.
 
-In: the artifacts that the recipe names, and `champion.json`, which says who is champion. Out: `verdict.json` and
-`verdict.md`. Moving the alias in MLflow's registry is left to `flows/champion/promotion.py`, after the commit.
+In: the artifacts that the recipe names, and `champion.json`, which names the champion. Out: `verdict.json` and
+`verdict.md`. `flows/champion/promotion.py` moves the alias in MLflow's registry after the commit.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 MIB = 2**20
 LOGPROB_DIFFERENCE = "max_abs_logprob_difference"
-"""As the stages that compare with what training recorded call it."""
+"""Metric of the stages that compare with what training recorded."""
 THROUGHPUT_PREFIX = "output_tokens_per_s_concurrency_"
 
 
 def run(config: PromoteConfig, context: StageContext) -> StageResult:
-    """Raises EvaluationError when the two sides cannot be compared, or a gate needs what nothing measured."""
+    """Judge the candidate and write the verdict.
+
+    Raises EvaluationError if the two sides cannot be compared, or a gate needs what nothing measured.
+    """
     standing = Standing.model_validate_json((context.work / CHAMPION_FILE).read_bytes())
     against, references = _opponent(config, context, standing.champion)
     compared = compare(_folders(context, config.evaluations), references) if against else []
@@ -74,7 +77,7 @@ def run(config: PromoteConfig, context: StageContext) -> StageResult:
 def _opponent(
     config: PromoteConfig, context: StageContext, champion: Champion | None
 ) -> tuple[str | None, Sequence[Path]]:
-    """What the candidate is compared with, and its evaluations: the recipe's baselines, else the champion."""
+    """Return the name and the evaluations to compare with: the recipe's baselines, else the champion's."""
     if config.baselines:
         return ", ".join(config.baselines), _folders(context, config.baselines)
     if champion is None or not config.compares:
@@ -87,7 +90,7 @@ def _opponent(
 def _pairs(
     config: PromoteConfig, context: StageContext, champion: Champion | None, references: Sequence[Path]
 ) -> JudgedPairs:
-    """None where there is no other model, or the champion is the same one."""
+    """Have a judge compare the answers; empty if there is no other model, or the champion is the same one."""
     is_same = bool(champion and champion.same_model and not config.baselines)
     if not config.pairs or not references or is_same:
         return JudgedPairs([], {})
@@ -103,7 +106,7 @@ def _outcome(champion: Champion | None, gates: Sequence[Gate]) -> Outcome:
 def _warnings(
     config: PromoteConfig, context: StageContext, against: str | None, measured: Measurements
 ) -> Iterator[str]:
-    """What lets a model become champion that is of no use."""
+    """Yield warnings about a model that could become champion without being useful."""
     if against is None and not (config.gates.min_scores or config.gates.max_scores):
         scores = ", ".join(f"{name} {value:.4g}" for name, value in measured.scores.items() if "_stderr" not in name)
         yield (
@@ -124,13 +127,13 @@ def _measurements(
     throughputs = [value for name, value in served.items() if name.startswith(THROUGHPUT_PREFIX)]
     made = _metrics(context, config.model)
     named = f"{LOGPROB_DIFFERENCE}{_end_of_names(config, context)}"
-    from_training = [one for one in (made.get(LOGPROB_DIFFERENCE), served.get(named)) if one is not None]
+    from_training = [value for value in (made.get(LOGPROB_DIFFERENCE), served.get(named)) if value is not None]
     candidate = context.inputs[config.model]
     weights = [*files_with_weights(candidate / "model"), *files_with_weights(candidate / "adapter")]
     return Measurements(
         scores=scores,
         differences=differences,
-        win_rates={one.name: one.candidate for one in pairs.differences},
+        win_rates={rate.name: rate.candidate for rate in pairs.differences},
         size_mib=sum(file.stat().st_size for file in weights) / MIB,
         kl_nats_per_token=made.get("kl_nats_per_token"),
         max_abs_logprob_difference=max(from_training, default=None),
@@ -139,7 +142,7 @@ def _measurements(
 
 
 def _end_of_names(config: PromoteConfig, context: StageContext) -> str:
-    """Of metrics of the server that are the candidate's, where that is an adapter beside another."""
+    """Return the suffix of the server's metrics for the candidate, where that is an adapter beside another."""
     launch = context.inputs[config.server] / LAUNCH_FILE if config.server else None
     if launch is None or not launch.is_file():
         return ""
@@ -148,7 +151,7 @@ def _end_of_names(config: PromoteConfig, context: StageContext) -> str:
 
 
 def _metrics(context: StageContext, stage: str) -> dict[str, float]:
-    """Final metrics of an upstream stage."""
+    """Read the final metrics of an upstream stage."""
     return StageResult.model_validate_json((context.inputs[stage] / "result.json").read_bytes()).metrics
 
 

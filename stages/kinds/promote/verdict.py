@@ -37,7 +37,7 @@ Outcome = Literal["promoted", "not promoted", "already champion"]
 
 @dataclass(frozen=True)
 class Measurements:
-    """What the gates ask of a candidate; None for what was not measured."""
+    """Measurements of a candidate that gates ask for; None if not measured."""
 
     scores: Mapping[str, float]
     differences: Sequence[Difference]
@@ -50,7 +50,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Gate:
-    """A bound: `found` must not be below it (`least`), or not above it."""
+    """A bound on a measurement: `found` must not be below it (`least`), or not above it."""
 
     name: str
     found: float
@@ -59,18 +59,18 @@ class Gate:
 
     @property
     def missed_by(self) -> float:
-        """0 when it holds; NaN holds nowhere."""
+        """Distance from the bound, 0 if the gate holds; NaN holds nowhere."""
         gap = self.bound - self.found if self.least else self.found - self.bound
         return 0.0 if gap <= 0 else gap
 
     @property
     def holds(self) -> bool:
-        """Whether the candidate passes."""
+        """Return whether the candidate passes."""
         return self.missed_by == 0
 
 
 def judge(gates: GatesConfig, measured: Measurements) -> list[Gate]:
-    """All gates that the recipe sets. Raises EvaluationError for a value that a gate needs and nothing measured."""
+    """Return all gates that the recipe sets. Raises EvaluationError for a value that was not measured."""
     return [
         *_score_gates(gates, measured.scores),
         *_regression_gates(gates, measured),
@@ -96,8 +96,8 @@ def _score(name: str, scores: Mapping[str, float]) -> float:
 def _regression_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
     bound = gates.max_regression_standard_errors
     if bound is not None:
-        for one in measured.differences:
-            yield Gate(f"regression of {one.name} (standard errors)", one.regression_standard_errors, bound, False)
+        for score in measured.differences:
+            yield Gate(f"regression of {score.name} (standard errors)", score.regression_standard_errors, bound, False)
 
 
 def _win_rate_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
@@ -126,23 +126,27 @@ def _cost_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
 
 
 class Champion(StrictModel):
-    """The model that the alias points to now. `evaluations` are folders of artifacts."""
+    """The model that the alias points to now.
 
-    version: str = Field(description="Of the registered model.")
-    same_model: bool = Field(description="Whether the candidate has the very same content.")
+    evaluations: folders of artifacts.
+    """
+
+    version: str = Field(description="Version of the registered model.")
+    same_model: bool = Field(description="True if the candidate has the same content.")
     evaluations: tuple[Path, ...]
 
 
 class Standing(StrictModel):
-    """`champion.json`: who is champion while the candidate is judged."""
+    """Content of `champion.json`: the champion while the candidate is judged."""
 
     champion: Champion | None
 
 
 class Verdict(StrictModel):
-    """`verdict.json`. `against`: what the candidate was compared with. `warnings`: of what no gate looks at.
+    """Content of `verdict.json`.
 
-    gates, differences: None in artifacts of before they were kept as data; `verdict.md` has them there.
+    against: name of what the candidate was compared with.
+    warnings: about what no gate checks. gates, differences: None in older artifacts, whose `verdict.md` has them.
     """
 
     outcome: Outcome
@@ -156,12 +160,12 @@ class Verdict(StrictModel):
 
 
 def gate_sentence(gate: Gate) -> str:
-    """`size_mib 2.1 > 2 by 0.1`."""
+    """Return a sentence about a missed gate, such as `size_mib 2.1 > 2, missed by 0.1`."""
     return f"{gate.name} {gate.found:.4g} {'<' if gate.least else '>'} {gate.bound:.4g}, missed by {gate.missed_by:.4g}"
 
 
 def tables(verdict: Verdict) -> Iterator[Table]:
-    """The gates, and the comparison; neither where there is none."""
+    """Yield the tables of gates and of the comparison, as far as there are any."""
     if verdict.gates:
         yield GATE_HEADING, *map(_gate_cells, verdict.gates)
     if verdict.differences:
@@ -169,7 +173,7 @@ def tables(verdict: Verdict) -> Iterator[Table]:
 
 
 def markdown(verdict: Verdict) -> str:
-    """Outcome, warnings and tables."""
+    """Return outcome, warnings and tables as Markdown."""
     blocks = [f"# {verdict.name}: {verdict.outcome}", *(f"**Warning:** {warning}" for warning in verdict.warnings)]
     for table in tables(verdict):
         if table[0] == DIFFERENCE_HEADING:
@@ -187,16 +191,17 @@ def _gate_cells(gate: Gate) -> tuple[str, ...]:
     return (gate.name, f"{gate.found:.4g}", bound, *verdict)
 
 
-def _difference_cells(one: Difference) -> tuple[str, ...]:
-    low, high = one.shown_interval
-    counts = (str(one.num_samples), str(one.num_unpaired))
-    scores = (f"{one.candidate:.4f}", f"{one.reference:.4f}", f"{one.difference:+.4f}", f"{one.standard_error:.4f}")
-    return (one.name, *counts, *scores, f"{low:+.4f} to {high:+.4f}")
+def _difference_cells(score: Difference) -> tuple[str, ...]:
+    low, high = score.shown_interval
+    counts = (str(score.num_samples), str(score.num_unpaired))
+    values = (f"{score.candidate:.4f}", f"{score.reference:.4f}", f"{score.difference:+.4f}")
+    return (score.name, *counts, *values, f"{score.standard_error:.4f}", f"{low:+.4f} to {high:+.4f}")
 
 
 def comparison_metrics(differences: Sequence[Difference]) -> dict[str, float]:
-    """By the names they have in MLflow."""
+    """Return the differences by their names in MLflow."""
     metrics: dict[str, float] = {}
-    for one in differences:
-        metrics |= {f"{one.name}_difference": one.difference, f"{one.name}_difference_stderr": one.standard_error}
+    for score in differences:
+        metrics[f"{score.name}_difference"] = score.difference
+        metrics[f"{score.name}_difference_stderr"] = score.standard_error
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

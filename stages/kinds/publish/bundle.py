@@ -1,4 +1,4 @@
-"""What is published: the model's or adapter's files, its card, the licences of its base, and a list of checksums."""
+"""Files of a publication: the model's or adapter's, its card, the licences of its base, and a list of checksums."""
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ from stages.kinds.publish.targets.target import LocalFile
 from stages.models.json_object import read_json_object
 
 SUMS_FILE = "SHA256SUMS"
-"""As `sha256sum --check` reads it. Also how a later publication knows which files are those of this one."""
+"""List of checksums, as `sha256sum --check` reads it.
+
+A later publication recognises the files of this one by it.
+"""
 
 
 def write_bundle(promoted: Promoted, licence: str | None, folder: Path) -> dict[str, LocalFile]:
-    """Name → file; what is not in the artifact is written into `folder`. Raises ModelError for a damaged artifact."""
+    """Return name → file; files that are not in the artifact are written into `folder`.
+
+    Raises ModelError for a damaged artifact.
+    """
     folder.mkdir(exist_ok=True)
     content = promoted.model.content
     paths = {path.relative_to(content).as_posix(): path for path in sorted(content.rglob("*")) if path.is_file()}
@@ -40,7 +46,7 @@ def write_bundle(promoted: Promoted, licence: str | None, folder: Path) -> dict[
 
 
 def names_in(sums: str) -> set[str]:
-    """The names that a list of checksums has."""
+    """Return the names in a list of checksums."""
     return {name for _, _, name in (line.partition("  ") for line in sums.splitlines()) if name}
 
 
@@ -51,7 +57,7 @@ def _write(texts: Mapping[str, str], folder: Path) -> dict[str, Path]:
 
 
 def _check_undamaged(promoted: Promoted, sums: Mapping[str, str]) -> None:
-    """What is published is what was judged, to the byte."""
+    """Raise ModelError unless the files to publish are those that were judged, to the byte."""
     made = promoted.model
     prefix = f"{made.content.name}/"
     files = made.record.files.items()
@@ -65,7 +71,7 @@ def _check_undamaged(promoted: Promoted, sums: Mapping[str, str]) -> None:
 
 
 def _adapter_config(promoted: Promoted, file: Path) -> str:
-    """With the name that the adapter's base has on its hub: here it was that of an artifact."""
+    """Return the adapter's config with its base's name on the hub, instead of an artifact's."""
     config, base = read_json_object(file), promoted.bases[0]
     if name := repository_of(base):
         config |= {"base_model_name_or_path": name, "revision": base.result.tags["revision"]}

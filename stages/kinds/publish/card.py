@@ -1,4 +1,4 @@
-"""The model card (`README.md`): what the records say of a promoted model → Markdown, with what a hub reads at its top.
+"""Model card (`README.md`) of a promoted model, from records and licences, with the metadata that hubs read at its top.
 
 The same records give the same card: no clock, no paths, no names of machines.
 """
@@ -45,7 +45,10 @@ SETTINGS = (
     "gguf_type",
     "combination",
 )
-"""Of a stage's config, in this order. All else that a recipe says, such as addresses of judges, stays in the house."""
+"""Fields of a stage's config that the card shows, in this order.
+
+All other fields, such as addresses of judges, are not published.
+"""
 MEASURED = ("num_rows", "num_documents", "num_tokens", "num_target_tokens", "evaluation_loss")
 COUNTS = {"num_documents": "documents", "num_rows": "rows", "num_tokens": "tokens"}
 LOSSES = (
@@ -59,7 +62,10 @@ RELATIONS = {"train": "finetune", "merge": "merge", "quantize": "quantized"}
 
 @dataclass(frozen=True)
 class Licence:
-    """name: as hubs know it, such as `apache-2.0`, or `other`; then it has a name of its own, and a link."""
+    """A licence.
+
+    name: as hubs know it, such as `apache-2.0`, or `other`; then `own_name` and `link` describe it.
+    """
 
     name: str
     own_name: str | None = None
@@ -71,7 +77,10 @@ class Licence:
 
 @dataclass(frozen=True)
 class SourceRow:
-    """Where a model or dataset came from, and what was made of it. place: on a hub; of files, that they are files."""
+    """Origin of a model or dataset, and its use.
+
+    place: address on a hub; for local files, only that they are files.
+    """
 
     label: str
     product: str
@@ -84,7 +93,7 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class StepRow:
-    """A stage on the way from base to model."""
+    """A stage between base and model."""
 
     label: str
     kind: str
@@ -94,7 +103,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class LossRow:
-    """How far a quantized or merged model is from the one before."""
+    """Distance of a quantized or merged model from the one before it."""
 
     label: str
     name: str
@@ -112,7 +121,7 @@ class Score:
 
     @property
     def interval(self) -> str:
-        """95%, as `score_interval` computes it."""
+        """95% interval, as `score_interval` computes it."""
         if self.standard_error is None:
             return "not known"
         low, high = score_interval(self.value, self.standard_error, self.num_samples)
@@ -120,25 +129,25 @@ class Score:
 
 
 def model_card(promoted: Promoted, licence: str | None) -> str:
-    """The text of the card. licence: what the recipe says of it, in place of the base's own."""
-    found = stated_licence(promoted, licence)
-    sources = [_source(one, promoted) for one in promoted.lineage if one.record.kind == "download"]
-    scores = [score for one in promoted.evaluations for score in _scores(one)]
+    """Return the text of the card. licence: from the recipe; None for the base's own."""
+    stated = stated_licence(promoted, licence)
+    sources = [_source(made, promoted) for made in promoted.lineage if made.record.kind == "download"]
+    scores = [score for evaluation in promoted.evaluations for score in _scores(evaluation)]
     return _render(
-        metadata=_metadata(promoted, found, scores),
+        metadata=_metadata(promoted, stated, scores),
         name=promoted.name,
         recipe=promoted.promotion.record.recipe,
         model=promoted.model,
         is_adapter=promoted.model.record.product == "adapter",
         promoted_on=promoted.promotion.record.finished.date().isoformat(),
         sources=sources,
-        datasets=[one for one in sources if one.product == "dataset"],
-        steps=[_step(one) for one in promoted.lineage if one.record.kind != "download"],
+        datasets=[source for source in sources if source.product == "dataset"],
+        steps=[_step(made) for made in promoted.lineage if made.record.kind != "download"],
         git_commit=promoted.model.record.git_commit,
-        losses=[loss for one in promoted.lineage for loss in _losses(one)],
+        losses=[loss for made in promoted.lineage for loss in _losses(made)],
         scores=scores,
         verdict=promoted.table.partition("\n")[2].strip(),
-        limits=list(_limits(promoted, found, sources, scores)),
+        limits=list(_limits(promoted, stated, sources, scores)),
     )
 
 
@@ -156,7 +165,7 @@ def _render(**values: Any) -> str:
 
 
 def _metadata(promoted: Promoted, licence: Licence | None, scores: list[Score]) -> str:
-    """What the hub reads at the top, as its own library writes it."""
+    """Return the metadata at the top of the card, as the hub's own library writes it."""
     is_adapter = promoted.model.record.product == "adapter"
     bases = [name for one in promoted.bases if (name := repository_of(one))]
     datasets = [name for one in promoted.lineage if one.record.product == "dataset" and (name := repository_of(one))]
@@ -191,13 +200,13 @@ def _evaluation(score: Score) -> EvalResult:
 
 
 def repository_of(made: Made) -> str | None:
-    """`owner/name` of what was downloaded from the Hugging Face hub."""
+    """Return `owner/name` of what was downloaded from the Hugging Face hub; None for other artifacts."""
     match = re.fullmatch(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(@.*)?", made.result.tags.get("source", ""))
     return match[1] if match and made.record.kind == "download" else None
 
 
 def _source(made: Made, promoted: Promoted) -> SourceRow:
-    """A path says nothing to others, and maybe too much."""
+    """Describe a source without local paths, which say nothing to others, and maybe too much."""
     source, revision = (made.result.tags.get(name, "") for name in ("source", "revision"))
     licence = licence_of([made])
     files = [entry for name, entry in made.record.files.items() if name.startswith(f"{made.content.name}/")]
@@ -213,7 +222,7 @@ def _source(made: Made, promoted: Promoted) -> SourceRow:
 
 
 def _use(user: Made, dataset: Made) -> str:
-    """Of a mixture, a stage counts rows and tokens by dataset; else all are of the one."""
+    """Describe a stage's use of a dataset; in a mixture, rows and tokens are counted by dataset."""
     metrics = user.result.metrics
     is_mixture = f"num_rows.{dataset.record.stage}" in metrics
     end = f".{dataset.record.stage}" if is_mixture else ""
@@ -226,7 +235,7 @@ def _step(made: Made) -> StepRow:
     for block in (config.get("data"), config.get("adapter")):
         config |= block if isinstance(block, dict) else {}
     if config.get("steps"):
-        del config["epochs"]  # which do not count beside them
+        del config["epochs"]  # `steps` overrides them
     settings = [f"{name} {config[name]}" for name in SETTINGS if isinstance(config.get(name), str | int | float)]
     tags = [f"{name} {made.result.tags[name]}" for name in ("layout", "device_name") if name in made.result.tags]
     measured = [f"{name} {made.result.metrics[name]:.6g}" for name in MEASURED if name in made.result.metrics]
@@ -249,7 +258,7 @@ def _scores(evaluation: Made) -> Iterator[Score]:
 def _limits(
     promoted: Promoted, licence: Licence | None, sources: list[SourceRow], scores: list[Score]
 ) -> Iterator[str]:
-    """What a reader could take for granted, and must not."""
+    """Yield limitations that a reader could overlook."""
     tasks = ", ".join(dict.fromkeys(one.name.partition(".")[0] for one in scores)) or "no task"
     yield f"It was evaluated on {tasks} only; nothing is known of its safety, its biases and all other tasks."
     if licence is None:
@@ -266,17 +275,17 @@ def _limits(
 
 
 def stated_licence(promoted: Promoted, licence: str | None) -> Licence | None:
-    """Of what is published. licence: what the recipe says of it, in place of the base's own."""
+    """Return the licence of what is published. licence: from the recipe; None for the base's own."""
     return Licence(licence) if licence else licence_of([promoted.model, *promoted.bases])
 
 
 def licence_of(made: Iterable[Made]) -> Licence | None:
-    """Of the first of these artifacts whose card states one. What is no name of a licence is taken for none."""
+    """Return the licence of the first of these artifacts whose card states a valid one."""
     return next((found for one in made if (found := _read(one.content / "README.md"))), None)
 
 
 def licence_files(made: Iterable[Made]) -> dict[str, Path]:
-    """Name → path of the licences, notices and policies that came with the first of these artifacts that has some."""
+    """Return name → path of the licences, notices and policies of the first of these artifacts that has some."""
     for one in made:
         found = {path.name: path for path in sorted(one.content.iterdir()) if LICENCE_FILES.fullmatch(path.name)}
         if found:
@@ -290,10 +299,10 @@ def _read(card: Path) -> Licence | None:
         return None
     try:
         check_bounds(metadata[1], yaml.SafeLoader)
-        said = yaml.safe_load(metadata[1])
-    except (RecipeError, yaml.YAMLError):  # of a card that somebody else wrote
+        content = yaml.safe_load(metadata[1])
+    except (RecipeError, yaml.YAMLError):  # the card is not ours
         return None
-    fields = said if isinstance(said, dict) else {}
+    fields = content if isinstance(content, dict) else {}
     name, own_name, link = (str(fields.get(key) or "") for key in ("license", "license_name", "license_link"))
     if not _NAME.fullmatch(name):
         return None

@@ -1,4 +1,4 @@
-"""What is wrong with the place that a model will be published to, found when the refresh begins."""
+"""Check of the place that a model will be published to, made when the refresh begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stages.kinds.publish.targets.registry import parse_address, target_of
 
 
 def check_stores(config: PublishConfig, inputs: Mapping[str, Path]) -> None:
-    """Raise PublishError for a folder of a store that the inputs, `STORE/KIND/ARTIFACT`, lie in."""
+    """Raise PublishError for a folder in a store that the inputs, `STORE/KIND/ARTIFACT`, lie in."""
     address = parse_address(config.to)
     if address.scheme == "file":
         for store in {folder.parent.parent for folder in inputs.values()}:
@@ -21,7 +21,7 @@ def check_stores(config: PublishConfig, inputs: Mapping[str, Path]) -> None:
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Dotted field and error; of a target that does not answer now, that it was not asked."""
+    """Yield dotted field and error, or a text if the target does not answer now."""
     config = PublishConfig.model_validate(stage_input.config)
     if config.dry_run:
         return

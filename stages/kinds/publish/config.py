@@ -1,4 +1,4 @@
-"""What a recipe may say of a publication: whose promotion, and where its model goes."""
+"""Config of a publication."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def _as_address(text: str) -> str:
 
 
 class PublishConfig(StageConfig):
-    """Send what a promotion promoted to where others find it, with a model card written from the records."""
+    """Send a promoted model to where others find it, with a model card written from the records."""
 
     STAGE_VERSION: ClassVar[int] = 1
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["publish"]
     promotion: Annotated[str, Reference(("verdict",))] = Field(
-        description="A candidate that it did not promote is not published."
+        description="Promote stage of the model; a candidate that was not promoted is not published."
     )
-    to: Annotated[str, AfterValidator(_as_address)] = Field(description=f"{forms()}.")
-    private: bool = Field(True, description="Of a repository on a hub: whether only its owner sees it.")
+    to: Annotated[str, AfterValidator(_as_address)] = Field(description=f"Place to publish to: {forms()}.")
+    private: bool = Field(True, description="Make a repository on a hub visible only to its owner.")
     license: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][\w.+-]{0,63}$",
-        description="Of the model, as the card says it; default: what the card of its base says.",
+        description="Licence of the model, for the card; default: the licence in the card of its base.",
     )
-    dry_run: bool = Field(False, description="Write the card and the list of files, and send nothing.")
+    dry_run: bool = Field(False, description="Only write the card and the list of files; send nothing.")
 
     @property
     def product(self) -> Product:

@@ -1,6 +1,6 @@
-"""What the records of a publication's inputs say: the promotion, its model, and all that this was made from.
+"""Records of a publication's inputs: the promotion, its model, and all artifacts that this was made from.
 
-A stage is given the artifacts of all stages that it stands on, under the names of its own recipe; records refer to one
+A stage gets the artifacts of all stages that it stands on, under the names of its own recipe; records refer to one
 another by kind and version, also where an artifact was built under another name.
 """
 
@@ -20,11 +20,11 @@ from stages.core.fields import Product
 
 FOLDERS: dict[Product, str] = {"model": "model", "adapter": "adapter", "dataset": "data"}
 VERDICT_TAG, NAME_TAG, TABLE_FILE = "verdict", "registered_model", "verdict.md"
-"""As the promote stage leaves them in its result, and the table beside it."""
+"""Tags and file that the promote stage leaves."""
 
 
 class _Recorded(BaseModel):
-    """The parts of a record that are read here; what else is in it is the store's."""
+    """Base of the parts of a record that are read here; the store owns the others."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -44,7 +44,7 @@ class FileEntry(_Recorded):
 
 
 class Record(_Recorded):
-    """Of `record.json`."""
+    """Content of `record.json`."""
 
     recipe: str | None
     stage: str
@@ -60,7 +60,7 @@ class Record(_Recorded):
 
 @dataclass(frozen=True)
 class Made:
-    """An artifact: its record, and what its stage said at its end."""
+    """An artifact: its record, and the result of its stage."""
 
     folder: Path
     record: Record
@@ -68,40 +68,40 @@ class Made:
 
     @property
     def label(self) -> str:
-        """As people name an artifact."""
+        """Name of the artifact for people."""
         return f"{self.record.stage}-{self.record.version}"
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """With defaults, without `execution`, references and paths."""
+        """Config with defaults, without `execution`, references and paths."""
         config = self.record.identity.get("config")
         return config if isinstance(config, dict) else {}
 
     @property
     def content(self) -> Path:
-        """The folder of the model, adapter or dataset."""
+        """Folder of the model, adapter or dataset."""
         return self.folder / FOLDERS[self.record.product]
 
     def stands_on(self, other: Made) -> bool:
-        """Whether a field of its config refers to that artifact."""
+        """Return whether a field of its config refers to that artifact."""
         entry = UpstreamEntry(kind=other.record.kind, version=other.record.version)
         return entry in self.record.upstream.values()
 
 
 class Inputs:
-    """All artifacts that a publication stands on."""
+    """Artifacts that a publication stands on."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
         self.named = {name: _read(folder) for name, folder in folders.items()}
         self._made = {(one.record.kind, one.record.version): one for one in self.named.values()}
 
     def upstream(self, made: Made, *fields: str) -> list[Made]:
-        """What `made` refers to in these fields, or in the items of these lists."""
+        """Return the artifacts that `made` refers to in these fields, or in items of these lists."""
         entries = made.record.upstream.items()
         return [self._find(entry) for field, entry in entries if field in fields or field.split(".")[0] in fields]
 
     def lineage(self, made: Made) -> list[Made]:
-        """All that it was made from, each once and before what was made of it; itself last."""
+        """Return all artifacts that it was made from, each once and before what was made of it; itself last."""
         found: dict[Path, Made] = {}
 
         def visit(one: Made) -> None:
@@ -114,7 +114,7 @@ class Inputs:
         return list(found.values())
 
     def bases(self, made: Made) -> Iterator[Made]:
-        """The model that it was made from, the one that this was made from, and so on to the first."""
+        """Yield the model that it was made from, the one that this was made from, and so on to the first."""
         while made.record.upstream.keys() & {"base", "model"}:
             made = self._find(nearest_base(made.record.upstream))
             yield made
@@ -136,7 +136,11 @@ def _read(folder: Path) -> Made:
 
 @dataclass(frozen=True)
 class Promoted:
-    """A promotion's model and what speaks for it. lineage: the model last. bases: its own first, the oldest last."""
+    """A promotion's model with its evidence.
+
+    lineage: artifacts that it was made from; the model last.
+    bases: its own base first, the oldest last.
+    """
 
     name: str
     outcome: str
@@ -148,12 +152,12 @@ class Promoted:
 
     @property
     def table(self) -> str:
-        """The verdict as Markdown, with gates and the comparison with the champion before."""
+        """The verdict as Markdown, with gates and the comparison with the earlier champion."""
         return (self.promotion.folder / TABLE_FILE).read_text(encoding="utf-8")
 
 
 def read_promoted(folders: Mapping[str, Path], promotion_stage: str) -> Promoted:
-    """Raises StoreError when the records do not fit together."""
+    """Read the records. Raises StoreError if they do not fit together."""
     inputs = Inputs(folders)
     promotion = inputs.named[promotion_stage]
     (model,) = inputs.upstream(promotion, "model")

@@ -1,7 +1,7 @@
 """The publish stage: a promotion → its model where others find it, with a card, a list of checksums and the licences.
 
-Out: `files/` (what was written for it) and `publication.json`. Only what is not there yet is sent, and what is there
-afterwards is compared by checksums. A promotion is over when this begins: nothing here undoes it.
+Out: `files/` (files written for it) and `publication.json`. Only missing files are sent, and the content of the target
+is compared by checksums afterwards. A promotion is complete before this begins: nothing here undoes it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class PublishedFile(StrictModel):
 
 
 class Publication(StrictModel):
-    """`publication.json`. revision: what the target calls this content; of files and buckets, the hash of the list."""
+    """Content of `publication.json`.
+
+    revision: the target's name for this content; for files and buckets, the hash of the list.
+    """
 
     name: str
     to: str
@@ -55,7 +58,10 @@ class Publication(StrictModel):
 
 
 def run(config: PublishConfig, context: StageContext) -> StageResult:
-    """Raises PublishError, ModelError for a damaged artifact, TransientError when the target does not answer."""
+    """Publish, and record what was sent.
+
+    Raises PublishError, ModelError for a damaged artifact, TransientError if the target does not answer.
+    """
     started_s = time.monotonic()
     promoted = read_promoted(context.inputs, config.promotion)
     if promoted.outcome == NOT_PROMOTED:
@@ -76,7 +82,7 @@ def run(config: PublishConfig, context: StageContext) -> StageResult:
 
 
 def _publish(target: Target, bundle: Bundle, found: Publication, context: StageContext) -> Publication:
-    """Send what is not there, and look at it again."""
+    """Send missing files, and compare the target's content again."""
     held = target.held(bundle)
     missing = _differing(bundle, held)
     before = target.read_text(SUMS_FILE) if SUMS_FILE in held.files else None
@@ -91,14 +97,17 @@ def _publish(target: Target, bundle: Bundle, found: Publication, context: StageC
     if wrong := _differing(bundle, held):
         raise PublishError(
             f"publishing to {found.to}: after all was sent, {', '.join(wrong[:NUM_NAMED])} there has another checksum "
-            "than here, or is missing; does somebody else write there? Run again to send it again"
+            "than here, or is missing; does another program write there? Run again to send it again"
         )
     context.milestone(f"published at {found.to}, revision {held.revision or bundle[SUMS_FILE].sha256}, read back")
     return _publication(found.name, found.to, "published", bundle, missing, stale, held.revision)
 
 
 def _differing(bundle: Bundle, held: Held) -> list[str]:
-    """The list of checksums last: where files come one by one, it says that all have come."""
+    """Return the names of files that the target lacks or has otherwise.
+
+    The list of checksums comes last: where files arrive one by one, it confirms that all have arrived.
+    """
     names = sorted(bundle, key=lambda name: (name == SUMS_FILE, name))
     return [name for name in names if not _is_held(bundle[name], held.files.get(name))]
 

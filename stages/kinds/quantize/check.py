@@ -17,9 +17,9 @@ from stages.models.model_folder import check_model_folder, check_unquantized
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Dotted field and error: layers that cannot be quantized or served; splits, and rows to calibrate and judge with.
+    """Yield dotted field and error for layers that cannot be quantized or served, and for splits and rows.
 
-    The model may be that which training starts from: its layers are the same.
+    The model may be the one that training starts from: its layers are the same.
     """
     config = QuantizeConfig.model_validate(stage_input.config)
     data, model = (stage_input.inputs[name] for name in (config.calibration.dataset, config.model))
@@ -36,7 +36,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
 
 @dataclass(frozen=True)
 class QuantizedLayers:
-    """What is about to be quantized."""
+    """Summary of the layers that are about to be quantized."""
 
     model_class: str
     num_layers: int
@@ -60,7 +60,10 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
 
 
 def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
-    """What to quantize. Raises ModelError or RecipeError for what the model's modules do not allow, within seconds."""
+    """Return the layers to quantize.
+
+    Raises ModelError or RecipeError for what the model's modules do not allow, within seconds.
+    """
     import torch  # which takes as long: what file headers say comes first
 
     from stages.models.start_up import hide_unused_packages

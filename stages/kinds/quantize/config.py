@@ -1,4 +1,4 @@
-"""What a recipe may say of a quantization."""
+"""Config of a quantization."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 else:
     Method = Literal[tuple(METHODS)]
 ROUTERS = (r"re:.*\.(mlp|block_sparse_moe|feed_forward)\.(gate|router)$", r"re:.*\.shared_expert_gate$")
-"""Which expert a token goes to hangs on small differences, and the matrix is tiny: never quantized."""
+"""Layers that are never quantized: routers of mixtures.
+
+The choice of an expert hangs on small differences, and the matrix is tiny.
+"""
 
 
 class CalibrationConfig(StrictModel):
@@ -31,16 +34,16 @@ class CalibrationConfig(StrictModel):
     dataset: DatasetReference
     split: SplitName = Field("train", description="Files of the dataset whose name or folder begins with this.")
     evaluation_split: SplitName | None = Field(
-        None, description="Rows that the KL is measured on; default: rows after these."
+        None, description="Split of the rows that the KL is measured on; default: `split`, after the calibration rows."
     )
-    num_samples: PositiveInt = Field(128, description="Rows that the quantizer sees.")
-    num_evaluation_samples: PositiveInt = Field(128, description="Rows that the KL is measured on.")
+    num_samples: PositiveInt = Field(128, description="Number of rows that the quantizer sees.")
+    num_evaluation_samples: PositiveInt = Field(128, description="Number of rows that the KL is measured on.")
     evaluate_on: Annotated[Literal["all", "assistant"], AddedLater()] = Field(
         "all",
-        description="Tokens whose predictions the KL is a mean over. assistant: those that training learns from a "
-        "conversation; a model that was never trained on the others predicts them at random, quantized or not.",
+        description="Tokens over whose predictions the KL is averaged. assistant: only tokens that training learns "
+        "from; a model that was never trained on the others predicts them at random, quantized or not.",
     )
-    sequence_length: int = Field(512, ge=2, description="Tokens of a row, at most.")
+    sequence_length: int = Field(512, ge=2, description="Largest number of tokens of a row.")
 
     @model_validator(mode="after")
     def _judged_by_other_rows(self) -> Self:
@@ -61,22 +64,24 @@ class QuantizeConfig(StageConfig):
     kind: Literal["quantize"]
     model: ModelReference
     method: Method = Field(
-        description="awq, gptq: W4A16 in groups; int8: W8A8; fp8: W8A8 with dynamic activation scales; gguf: one file "
-        "for llama.cpp."
+        description="Method of quantization. awq, gptq: W4A16 in groups; int8: W8A8; fp8: W8A8 with dynamic activation "
+        "scales; gguf: one file for llama.cpp."
     )
     gguf_type: Annotated[GgufType | None, AddedLater()] = Field(
         None,
-        description="Of `method: gguf`: what matrices are stored as, embeddings included. Those with `_k` are "
-        "K-quants, which llama.cpp's own library makes.",
+        description="With `method: gguf`, the type that matrices are stored in, embeddings included. Types with `_k` "
+        "are K-quants, which llama.cpp's own library makes.",
     )
-    group_size: PositiveInt = Field(128, description="Input channels that share a scale (awq and gptq).")
-    symmetric: bool = Field(False, description="Without zero points (awq and gptq).")
-    ignore: tuple[str, ...] = Field(("lm_head",), description="Modules left unquantized; `re:` begins a pattern.")
+    group_size: PositiveInt = Field(128, description="Number of input channels that share a scale (awq and gptq).")
+    symmetric: bool = Field(False, description="Quantize without zero points (awq and gptq).")
+    ignore: tuple[str, ...] = Field(("lm_head",), description="Modules that stay unquantized; `re:` begins a pattern.")
     calibration: CalibrationConfig
-    max_kl: NatsPerToken | None = Field(None, description="Nats per token from the unquantized model, at most.")
-    tensor_parallel_size: PositiveInt = Field(1, description="That the model will be served at.")
-    trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
-    seed: int = Field(0, ge=0, description="Of the quantizer's random numbers.")
+    max_kl: NatsPerToken | None = Field(
+        None, description="Largest allowed KL from the unquantized model, in nats per token."
+    )
+    tensor_parallel_size: PositiveInt = Field(1, description="Tensor parallelism with which the model will be served.")
+    trust_remote_code: bool = Field(False, description="Run Python files that come with the model.")
+    seed: int = Field(0, ge=0, description="Seed of the quantizer's random numbers.")
 
     @field_validator("ignore")
     @classmethod
@@ -116,7 +121,10 @@ class QuantizeConfig(StageConfig):
 
     @model_validator(mode="after")
     def _options_of_the_method_only(self) -> Self:
-        """In `config.json` of a stage every field is set, so what has its default counts as unset."""
+        """Refuse options of other methods.
+
+        In `config.json` of a stage every field is set, so a field with its default counts as unset.
+        """
         if (self.method == "gguf") != bool(self.gguf_type):
             types = ", ".join(get_args(GgufType))
             wrong = f"needs `gguf_type`, one of {types}" if self.method == "gguf" else "has no use for `gguf_type`"
@@ -146,18 +154,18 @@ class QuantizeConfig(StageConfig):
             yield "seed", "`method: gguf` draws no random numbers"
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """With the version of llama.cpp where its library makes the blocks."""
+        """Return the outside facts, with the version of llama.cpp where its library makes the blocks."""
         made_by = installed_version(self.serving_engine) if is_k_quant(self._weights) else {}
         return {**super().resolve_outside(limit_s), **made_by}
 
     @property
     def weight_files(self) -> WeightFiles:
-        """What it writes, which an engine can read or not."""
+        """Kind of weight files that the stage writes."""
         return self.serving_engine.capabilities.weights
 
     @property
     def serving_engine(self) -> Engine:
-        """What will serve the model."""
+        """Engine that will serve the model."""
         return engine_of(METHODS[self.method].engine)
 
     @property
@@ -172,7 +180,7 @@ class QuantizeConfig(StageConfig):
 
     @property
     def quantization(self) -> Quantization:
-        """What the engine that will serve the model must know."""
+        """Facts that the serving engine must know."""
         return Quantization(
             method=self.method,
             weights=self._weights,

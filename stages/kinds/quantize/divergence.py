@@ -1,7 +1,7 @@
-"""How far a quantized model's predictions are from the unquantized model's, on tokens that it was not calibrated with.
+"""Divergence of a quantized model's predictions from the unquantized model's, on tokens not used for calibration.
 
-Both are loaded with Transformers from the folders that a server will get, so a fault of the export shows as well as
-one of the quantization. Perplexity alone would not do: a model that has learned little "passes" it even at one bit.
+Both are loaded with Transformers from the folders that a server will get, so a fault of the export shows as well as one
+of the quantization. Perplexity alone would not do: a model that has learned little "passes" it even at one bit.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from stages.models.recorded import Differences, Predicted, RecordedDocument, dif
 
 BATCH_TOKENS = 4096
 CHUNK_TOKENS = 512
-"""Predictions compared at a time, so that float32 [tokens, vocabulary] stays small beside the models."""
+"""Number of predictions compared at a time, so that float32 [tokens, vocabulary] stays small beside the models."""
 NUM_WORST = 5
 
 
 @dataclass(order=True, frozen=True)
 class TokenDivergence:
-    """One prediction: nats of KL divergence, and the token that followed."""
+    """KL divergence of one prediction, in nats, and the token that followed."""
 
     kl_nats: float
     token: int
@@ -37,7 +37,7 @@ class TokenDivergence:
 
 @dataclass
 class Divergence:
-    """Sums over predictions of the next token; the properties are what is reported."""
+    """Sums over predictions of the next token."""
 
     num_tokens: int = 0
     kl_nats: float = 0.0
@@ -46,10 +46,10 @@ class Divergence:
     num_same_choice: int = 0
     worst: list[TokenDivergence] = field(default_factory=list)
     from_training: Differences | None = None
-    """From what training recorded, where the original comes of one."""
+    """Differences from what training recorded, where the original has such a record."""
 
     def metrics(self) -> dict[str, float]:
-        """By the names they have in MLflow."""
+        """Return the measurements by their names in MLflow."""
         return {
             "kl_nats_per_token": self.kl_nats / self.num_tokens,
             "perplexity_before": _exponential(self.reference_loss_nats / self.num_tokens),
@@ -59,12 +59,12 @@ class Divergence:
         }
 
     def worst_in_words(self, tokenizer_folder: Path) -> str:
-        """The tokens that followed the most different predictions, and how different those are."""
+        """Return the tokens that followed the most different predictions, with their divergence."""
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-        return ", ".join(f"{tokenizer.decode([found.token])!r} ({found.kl_nats:.3f} nats)" for found in self.worst)
+        return ", ".join(f"{tokenizer.decode([worst.token])!r} ({worst.kl_nats:.3f} nats)" for worst in self.worst)
 
     def add(self, reference_logits: torch.Tensor, quantized_logits: torch.Tensor, next_tokens: torch.Tensor) -> None:
-        """Take [tokens, vocabulary] logits of either model, and int64 [tokens] that followed."""
+        """Add predictions: [tokens, vocabulary] logits of each model, and the int64 [tokens] that followed."""
         reference = reference_logits.float().log_softmax(-1)
         quantized = quantized_logits.float().log_softmax(-1)
         kl_nats = (reference.exp() * (reference - quantized)).sum(-1)
@@ -73,8 +73,8 @@ class Divergence:
         self.reference_loss_nats += torch.nn.functional.nll_loss(reference, next_tokens, reduction="sum").item()
         self.quantized_loss_nats += torch.nn.functional.nll_loss(quantized, next_tokens, reduction="sum").item()
         self.num_same_choice += int((reference.argmax(-1) == quantized.argmax(-1)).sum())
-        found = (TokenDivergence(*pair) for pair in zip(kl_nats.tolist(), next_tokens.tolist(), strict=True))
-        self.worst = heapq.nlargest(NUM_WORST, [*self.worst, *found])
+        divergences = (TokenDivergence(*pair) for pair in zip(kl_nats.tolist(), next_tokens.tolist(), strict=True))
+        self.worst = heapq.nlargest(NUM_WORST, [*self.worst, *divergences])
 
 
 def measure_divergence(
@@ -87,12 +87,11 @@ def measure_divergence(
     trust_remote_code: bool,
     report: Callable[[int, int], None],
 ) -> Divergence:
-    """Run both models over `samples` and compare what they predict; `report(done, total)` counts tokens.
+    """Run both models over `samples` and compare predictions: KL(reference ‖ quantized), exact over the vocabulary.
 
-    evaluated: of each sample, the tokens whose prediction counts (the first one's is never made). recorded: what
-    training gave to some documents, which the quantized model runs over, too.
-
-    KL(reference ‖ quantized), exact over the whole vocabulary.
+    evaluated: of each sample, the tokens whose prediction counts (the first one's is never made).
+    recorded: documents with predictions of training, which the quantized model runs over, too.
+    report: called as report(done, total), in tokens.
     """
     reference, quantized = (_load(folder, trust_remote_code) for folder in (reference_folder, quantized_folder))
     divergence, total = Divergence(), sum(len(sample) for sample in samples)
@@ -113,14 +112,14 @@ def measure_divergence(
 
 def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     accelerator = torch.accelerator.current_accelerator()
-    model, found = AutoModelForCausalLM.from_pretrained(
+    model, loading = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype="auto" if accelerator else torch.float32,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
         **_of_gguf(folder),
     )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading["missing_keys"]):
         raise ModelError(
             f"Transformers finds no weights for {', '.join(missing[:NUM_WORST])} in {folder} and would make them up; "
             "choose another method, or leave these layers out with `ignore`"
@@ -134,7 +133,10 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def _of_gguf(folder: Path) -> dict[str, Any]:
-    """What has Transformers read a GGUF file, dequantized; with its own config, as GGUF's leaves sizes of heads out."""
+    """Return the arguments with which Transformers reads a GGUF file, dequantized.
+
+    It uses the model's own config, as GGUF's leaves sizes of heads out.
+    """
     if not holds_gguf(folder):
         return {}
     config = AutoConfig.from_pretrained(folder)
@@ -144,7 +146,7 @@ def _of_gguf(folder: Path) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _predictions(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
-    """Logits [rows × (tokens − 1), vocabulary] for every token but the first of each row."""
+    """Return logits [rows × (tokens − 1), vocabulary] for every token but the first of each row."""
     return model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1)
 
 

@@ -1,9 +1,9 @@
-"""Writes a model folder as a GGUF file by the package `gguf`: config, tokenizer and safetensors → `model.gguf`.
+"""Conversion of a model folder to a GGUF file by the package `gguf`: config, tokenizer and safetensors → `model.gguf`.
 
 Matrices are stored as the recipe says, embeddings included; those in `ignore` as f16, and vectors as f32. K-quants are
-made by llama.cpp's library (`k_quants.py`). Everything else that the folder holds stays beside the file: evaluations
-read the tokenizer there. What was written is read back by name, shape and type, and llama.cpp must cut real rows into
-the same tokens.
+made by llama.cpp's library (`k_quants.py`). Everything else in the folder stays beside the file: evaluations read the
+tokenizer there. The written file is read back by name, shape and type, and llama.cpp must tokenize real rows as the
+model's tokenizer does.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from stages.serving.registry import new_launch_spec
 from stages.serving.server import started_server
 
 MAX_MODEL_LEN = 512
-"""Of a server that is asked for nothing but token ids."""
+"""Context length of a server that only tokenizes."""
 NUM_SHOWN = 60
 ROTARY_BUFFER = ".rotary_emb.inv_freq"
-"""Of old Llama folders: computed, not learned."""
+"""End of the name of a buffer in old Llama folders, which is computed, not learned."""
 ROTARY_FACTORS = "rope_freqs.weight"
 NUM_NAMED = 3
 NUM_NAMED_MATRICES = 6
@@ -51,7 +51,7 @@ NUM_NAMED_MATRICES = 6
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the model folder, and what becomes of it."""
+    """A tensor of the model folder, with its name and type in the file."""
 
     file: Path | None
     name: str
@@ -75,7 +75,7 @@ def quantize(
     trust_remote_code: bool,
     report: Callable[[int, int], None],
 ) -> list[ModelError]:
-    """As the protocol `Quantizer` says; the samples are rows whose token ids are compared."""
+    """Write the model as GGUF, as the protocol `Quantizer` says; the samples are rows whose token ids are compared."""
     config = read_config(source)
     architecture: str = config["model_type"]
     target.mkdir()
@@ -106,33 +106,38 @@ def quantize(
 
 @dataclass(frozen=True)
 class StoredTypes:
-    """matrices: (name in the file, inputs of a row, type) of each tensor that has rows. mix: of the recipe."""
+    """Types of the matrices in a GGUF file.
+
+    A K-quant file also holds other types, where blocks of 256 do not divide a row.
+
+    matrices: (name in the file, inputs of a row, type) of each tensor that has rows.
+    mix: type that the recipe names.
+    """
 
     matrices: tuple[tuple[str, int, str], ...]
     mix: str
 
     def metrics(self) -> dict[str, float]:
-        """Matrices by type; of K-quants, how many have another type than the mix meant."""
+        """Return the number of matrices by type; for K-quants also how many have another type than the mix has."""
         counts = {f"num_matrices_{name.lower()}": float(count) for name, count in self._counts().items()}
         smaller = {"num_matrices_of_smaller_blocks": float(len(self._fallen_back()))} if is_k_quant(self.mix) else {}
         return {**counts, **smaller}
 
     def in_words(self) -> str:
-        """Such as `stored as 12 Q4_K, 3 Q6_K`."""
+        """Return a phrase such as `stored as 12 Q4_K, 3 Q6_K`."""
         return "stored as " + ", ".join(f"{count} {name}" for name, count in self._counts().items())
 
     def caveats(self) -> Iterator[str]:
-        """That some matrices take more bits than was asked for, and which."""
-        found = self._fallen_back()
-        if not found:
+        """Yield a warning that names the matrices stored with more bits than requested."""
+        larger = self._fallen_back()
+        if not larger:
             return
-        named = ", ".join(
-            f"{name} ({size} inputs, {stored_as})" for name, size, stored_as in found[:NUM_NAMED_MATRICES]
-        )
-        more = f" and {len(found) - NUM_NAMED_MATRICES} more" if len(found) > NUM_NAMED_MATRICES else ""
+        shown = larger[:NUM_NAMED_MATRICES]
+        named = ", ".join(f"{name} ({size} inputs, {stored_as})" for name, size, stored_as in shown)
+        more = f" and {len(larger) - NUM_NAMED_MATRICES} more" if len(larger) > NUM_NAMED_MATRICES else ""
         yield (
-            f"{len(found)} of {len(self.matrices)} matrices have rows that blocks of {K_BLOCK_SIZE} do not divide, and "
-            f"are stored in a larger type with blocks of 32: {named}{more}"
+            f"{len(larger)} of {len(self.matrices)} matrices have rows that blocks of {K_BLOCK_SIZE} do not divide, "
+            f"and are stored in a larger type with blocks of 32: {named}{more}"
         )
 
     def _counts(self) -> Counter[str]:
@@ -140,19 +145,19 @@ class StoredTypes:
         return Counter(dict(sorted(counts.items())))
 
     def _fallen_back(self) -> list[tuple[str, int, str]]:
-        """A mix of K-quants has no such type but for want of a block."""
-        smaller = {one.name for one in SMALLER_BLOCKS.values()}
-        return [one for one in self.matrices if is_k_quant(self.mix) and one[2] in smaller]
+        """Return the matrices in a type of smaller blocks, which a K-quant mix has only where rows do not fit."""
+        smaller = {fallback.name for fallback in SMALLER_BLOCKS.values()}
+        return [matrix for matrix in self.matrices if is_k_quant(self.mix) and matrix[2] in smaller]
 
 
 def stored_types(file: Path, mix: str) -> StoredTypes:
-    """What a GGUF file says of its matrices."""
+    """Read the types of the matrices in a GGUF file. mix: type that the recipe names."""
     tensors = (one for one in GGUFReader(file).tensors if len(one.shape) > 1)
     return StoredTypes(tuple((one.name, int(one.shape[0]), one.tensor_type.name) for one in tensors), mix)
 
 
 def _sources(source: Path, config: dict[str, Any], architecture: str, quantization: Quantization) -> Iterator[Source]:
-    """Raises ModelError for a tensor that GGUF has no name for."""
+    """Yield the tensors to write. Raises ModelError for a tensor that GGUF has no name for."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:
@@ -172,7 +177,7 @@ def _sources(source: Path, config: dict[str, Any], architecture: str, quantizati
 def _stored_as(
     name: str, target: str, shape: tuple[int, ...], config: dict[str, Any], quantization: Quantization
 ) -> gguf.GGMLQuantizationType:
-    """name, target: in the folder, and in the file."""
+    """Return the type of a tensor. name: in the folder; target: in the file."""
     if len(shape) < 2:
         return gguf.GGMLQuantizationType.F32
     if matches(name.removesuffix(".weight"), quantization.ignore):
@@ -186,14 +191,14 @@ def _stored_as(
 def _stored(
     values: np.ndarray[Any, Any], stored_as: gguf.GGMLQuantizationType, of_llama_cpp: KQuantizer | None
 ) -> np.ndarray[Any, Any]:
-    """The bytes of a tensor in the file."""
+    """Return the bytes of a tensor in the file, as an array."""
     if of_llama_cpp and stored_as.name.endswith("_K"):
         return of_llama_cpp.quantize(values, stored_as)
     return gguf.quants.quantize(values, stored_as)
 
 
 def _values(tensor: Source, source: Path, config: dict[str, Any], architecture: str) -> np.ndarray[Any, Any]:
-    """float32."""
+    """Read a tensor's values as float32."""
     if tensor.file is None:
         return _rotary_factors(source)
     with safe_open(tensor.file, framework="pt") as stored:
@@ -208,14 +213,16 @@ def _values(tensor: Source, source: Path, config: dict[str, Any], architecture: 
 
 
 def _interleaved(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Rows of each head in the order of llama.cpp's rotary embedding of Llamas: pairs (2i, 2i + 1), where Transformers
-    has (i, i + half)."""
+    """Reorder the rows of each head for llama.cpp's rotary embedding of Llamas.
+
+    It rotates pairs (2i, 2i + 1), Transformers (i, i + half).
+    """
     halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
 
 
 def _rotary_factors(source: Path) -> np.ndarray[Any, Any]:
-    """What llama.cpp divides each frequency by (Llama 3.1): float32 [head_dim / 2]."""
+    """Return the divisors of Llama 3.1's rotary frequencies in llama.cpp: float32 [head_dim / 2]."""
     config = AutoConfig.from_pretrained(source)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     dim = 2 * len(scaled)
@@ -245,21 +252,25 @@ def _head_dim(config: dict[str, Any]) -> int:
 
 
 def _problem_of_tensors(path: Path, expected: list[Source]) -> ModelError | None:
-    """Return an error unless the file holds just these tensors. Their values are judged by the KL."""
-    found = {one.name: (tuple(map(int, reversed(one.shape))), one.tensor_type) for one in gguf.GGUFReader(path).tensors}
-    wanted = {one.target: (one.shape, one.stored_as) for one in expected}
-    if wrong := sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name)):
+    """Return an error unless the file holds exactly these tensors. The KL judges their values."""
+    written = {
+        tensor.name: (tuple(map(int, reversed(tensor.shape))), tensor.tensor_type)  # GGUF has the fastest axis first
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+    planned = {source.target: (source.shape, source.stored_as) for source in expected}
+    if wrong := sorted(name for name in {*written, *planned} if written.get(name) != planned.get(name)):
         return ModelError(
-            f"{path} holds {len(found)} tensors, expected {len(wanted)}; missing or of another shape or type: "
+            f"{path} holds {len(written)} tensors, expected {len(planned)}; missing or of another shape or type: "
             f"{', '.join(wrong[:NUM_NAMED])}; please report it"
         )
     return None
 
 
 def problem_of_token_ids(model: Path, samples: Sequence[Sequence[int]]) -> ModelError | None:
-    """Return an error for the first row whose token ids differ.
+    """Return an error for the first row that llama.cpp tokenizes differently.
 
-    model: a folder with a GGUF file and the tokenizer that it was made of. samples: token ids, a list a row.
+    model: folder with a GGUF file and the tokenizer that it was made of.
+    samples: token ids, a list a row.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = [tokenizer.decode(sample) for sample in samples]
@@ -271,9 +282,9 @@ def problem_of_token_ids(model: Path, samples: Sequence[Sequence[int]]) -> Model
         spec = new_launch_spec(model.resolve(), "model", serving)
         with started_server(spec, execution, Path(folder) / "server.log", Path(folder) / "server") as server:
             server.wait_until_ready(execution.ready_timeout_s)
-            found = tokenize(server.address, server.api_key, texts, add_special=False)
-            found_begun = tokenize(server.address, server.api_key, texts[:1], add_special=True)[0]
-    for text, ids, theirs in zip([*texts, texts[0]], [*expected, begun], [*found, found_begun], strict=True):
+            tokenized = tokenize(server.address, server.api_key, texts, add_special=False)
+            tokenized += tokenize(server.address, server.api_key, texts[:1], add_special=True)
+    for text, ids, theirs in zip([*texts, texts[0]], [*expected, begun], tokenized, strict=True):
         if ids != theirs:
             at = next((i for i, pair in enumerate(zip(ids, theirs, strict=False)) if pair[0] != pair[1]), len(ids))
             return ModelError(

@@ -1,7 +1,7 @@
-"""A Hugging Face tokenizer → the keys of a GGUF file: byte-level BPE whose way to split text llama.cpp knows.
+"""Conversion of a Hugging Face tokenizer to the keys of a GGUF file: byte-level BPE with a text split llama.cpp knows.
 
 llama.cpp has no regular expressions in files, only names of those that it was compiled with. A tokenizer that splits in
-another way is refused; of one that seems known, token ids of real rows are compared (`gguf_rows.py`).
+another way is refused; if it seems known, token ids of real rows are compared (`gguf_file.py`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SPLITS = {
 }
 """Regular expression in `tokenizer.json` → llama.cpp's name."""
 NORMALIZERS = (None, "NFC")
-"""llama.cpp normalizes nothing; most text is in NFC."""
+"""Accepted normalizers. llama.cpp normalizes nothing, but most text is in NFC."""
 
 
 def splitting_of(folder: Path) -> str:
-    """llama.cpp's name of how the tokenizer of a model folder splits text. Raises ModelError when it has none."""
+    """Return llama.cpp's name of how a model folder's tokenizer splits text. Raises ModelError if it has none."""
     tokenizer = read_json_object(folder / "tokenizer.json")
     model, normalizer = tokenizer.get("model") or {}, tokenizer.get("normalizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
@@ -49,7 +49,7 @@ def splitting_of(folder: Path) -> str:
 
 
 def write_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> None:
-    """vocabulary: rows of the embedding; the file needs a name for each."""
+    """Write the tokenizer's keys. vocabulary: rows of the embedding; the file needs a name for each."""
     from gguf import TokenType
     from transformers import AutoTokenizer
 
@@ -88,7 +88,7 @@ def _parts(pre_tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ends(folder: Path) -> list[int]:
-    """Tokens that end an answer, as the model's files say."""
+    """Return the tokens that end an answer, by the model's files."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         found = read_json_object(path).get("eos_token_id") if path.is_file() else None

@@ -1,8 +1,8 @@
-"""K-quants: which of their types each matrix of a GGUF file gets, and the blocks, as llama.cpp's library makes them.
+"""K-quants: the type of each matrix of a GGUF file, and the blocks, as llama.cpp's library makes them.
 
-A K-quant has 256 numbers in a block. Its mixes, such as `q4_k_m`, give more bits to what loses most by few: the head,
-values of attention and the ways back out of feed-forward layers, these in some layers. The mixes are those of
-`llama-quantize`, but for its exceptions of certain models; no importance matrix is used.
+A K-quant has 256 numbers in a block. Its mixes, such as `q4_k_m`, give more bits to the matrices that lose most with
+few: the head, and in some layers the values of attention and the output projections of feed-forward layers. The mixes
+are those of `llama-quantize`, but for its exceptions of certain models; no importance matrix is used.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ HEADER = struct.Struct("<3q")
 IN_A_LAYER = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down)\.weight")
 HEADS = ("output.weight", "token_embd.weight")
 SMALLER_BLOCKS = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
-"""What rows get that no block of 256 divides: the next better type with blocks of 32."""
+"""Type for rows that blocks of 256 do not divide: the next better one with blocks of 32."""
 NUM_FIRST_VALUES = 4
 
 
 def type_of(name: str, row_size: int, mix: str, num_layers: int, *, tied: bool) -> Type:
-    """What a matrix is stored as.
+    """Return the type in which a matrix is stored.
 
-    name: in the file. row_size: its inputs. mix: of the recipe. tied: whether the embedding is the head, too.
+    name: in the file.
+    row_size: its number of inputs.
+    mix: type that the recipe names.
+    tied: whether the embedding is also the head.
     """
     chosen = Type[mix.removesuffix("_s").removesuffix("_m").upper()]
     in_a_layer = IN_A_LAYER.fullmatch(name)
@@ -51,47 +54,50 @@ def type_of(name: str, row_size: int, mix: str, num_layers: int, *, tied: bool) 
 
 
 def _gets_more(layer: int, num_layers: int) -> bool:
-    """The first and last eighth, and every third between."""
+    """Return whether a mix gives a layer more bits: the first and last eighth, and every third between."""
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
 class KQuantizer:
-    """A running program that makes blocks."""
+    """Running program that makes blocks."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes]):
         self._process, self._log = process, log
 
     def quantize(self, values: np.ndarray[Any, Any], stored_as: Type) -> np.ndarray[Any, Any]:
-        """float32 [rows, columns] → uint8 [rows, bytes of a row]. Raises ResourceError when the program ends."""
+        """Quantize float32 [rows, columns] to uint8 [rows, bytes of a row].
+
+        Raises ResourceError if the program ends.
+        """
         num_rows, num_columns = values.shape
         block, block_bytes = GGML_QUANT_SIZES[stored_as]
         size = num_rows * num_columns // block * block_bytes
         assert self._process.stdin and self._process.stdout
-        found = b""
+        blocks = b""
         try:
             self._process.stdin.write(HEADER.pack(stored_as, num_rows, num_columns))
             self._process.stdin.write(np.ascontiguousarray(values, np.float32).data)
             self._process.stdin.flush()
-            found = self._process.stdout.read(size)
+            blocks = self._process.stdout.read(size)
         except BrokenPipeError:
-            pass  # what it said is in its log
-        if len(found) != size:
+            pass  # its message is in its log
+        if len(blocks) != size:
             self._process.wait()
             self._log.seek(0)
-            said = self._log.read().decode(errors="replace").strip() or f"it ended with {self._process.returncode}"
+            reason = self._log.read().decode(errors="replace").strip() or f"it ended with {self._process.returncode}"
             raise ResourceError(
-                f"quantizing a matrix to {stored_as.name} by llama.cpp's library: {said}; make its environment again "
+                f"quantizing a matrix to {stored_as.name} by llama.cpp's library: {reason}; make its environment again "
                 "(`make llama-cpp`), or choose a gguf_type without `_k`"
             )
-        return np.frombuffer(found, np.uint8).reshape(num_rows, -1)
+        return np.frombuffer(blocks, np.uint8).reshape(num_rows, -1)
 
 
 @contextmanager
 def k_quantizer(mix: str) -> Iterator[KQuantizer | None]:
-    """None for a `gguf_type` that is none of K-quants. Raises ResourceError when llama.cpp is not installed.
+    """Provide a running quantizer; None for a `gguf_type` that is no K-quant.
 
-    The program ends with its input, and so with us, however we end.
+    The program ends with its input, and so with us, however we end. Raises ResourceError if llama.cpp is not installed.
     """
     if not is_k_quant(mix):
         yield None

@@ -1,4 +1,4 @@
-"""The linear layers of a Transformers model, by their names in memory and in files, and which of them are quantized.
+"""Linear layers of a Transformers model, by their names in memory and in files, and which of them are quantized.
 
 The two names differ: Transformers renames modules as it reads a file, and merges the experts of a layer into one
 tensor, which a quantizer takes apart again. Servers and Transformers read a quantized layer by its name in files.
@@ -30,12 +30,15 @@ from stages.serving.engine import Quantization
 EXPERT_SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")
 """One expert's layer in a file, as Transformers' mapping of names has it."""
 MERGED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
-"""What Transformers merges the experts of a layer into, and the layers of one expert in it, in order."""
+"""Merged tensor of a layer's experts in Transformers → the layers of one expert in it, in order."""
 NUM_NAMED = 3
 
 
 def build_without_weights(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
-    """The modules of a model folder, on the meta device: no weight is read. Raises ModelError when there is no such."""
+    """Build the modules of a model folder on the meta device, without reading a weight.
+
+    Raises ModelError if Transformers does not know the model.
+    """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
@@ -49,7 +52,10 @@ def build_without_weights(folder: Path, *, trust_remote_code: bool) -> PreTraine
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
-    """Name in memory, experts taken apart, → the layer by its name in files. Without experts that files hold merged."""
+    """Return name in memory, with experts taken apart → the layer by its name in files.
+
+    Experts that files hold merged are left out.
+    """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     found = {name: _stored(model, name, *module.weight.shape) for name, module in linear.items()}
     stored_as = expert_names(model)
@@ -64,7 +70,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
 
 
 def expert_names(model: PreTrainedModel) -> dict[str, str]:
-    """`gate_proj`, `up_proj` and `down_proj` → what files call this layer of an expert (Mixtral: `w1`, `w3`, `w2`).
+    """Return `gate_proj`, `up_proj` and `down_proj` → the name of this expert layer in files (Mixtral: `w1`…).
 
     Empty where files hold the experts of a layer as one tensor, and where there are no experts.
     """
@@ -78,14 +84,14 @@ def expert_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def merges_experts(conversion: WeightTransform) -> bool:
-    """Whether this is how the experts of a layer become one tensor."""
+    """Return whether a conversion merges the experts of a layer into one tensor."""
     merged = conversion.target_patterns[0].rpartition(".")[2]
     separate = all(EXPERT_SOURCE.search(source) for source in conversion.source_patterns)
     return isinstance(conversion, WeightConverter) and merged in MERGED_EXPERTS and separate
 
 
 def name_experts_as_stored(model: PreTrainedModel) -> None:
-    """Before experts are taken apart: let `save_pretrained` write each layer of theirs by the name that files have."""
+    """Make `save_pretrained` name expert layers as files do; call it before experts are taken apart."""
     renamings = [
         WeightRenaming(rf"\.experts\.(\d+)\.{stored}\.", rf".experts.\1.{name}.")
         for name, stored in expert_names(model).items()
@@ -96,13 +102,13 @@ def name_experts_as_stored(model: PreTrainedModel) -> None:
 
 
 def weight_conversions(model: PreTrainedModel) -> list[WeightTransform]:
-    """How Transformers gets from names in files to names in memory: as the model was read, or would be."""
+    """Return Transformers' conversions from names in files to names in memory, for a model as it was read."""
     found: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
     return get_model_conversion_mapping(model, add_legacy=False) if found is None else found
 
 
 def quantized_layers(model: PreTrainedModel, quantization: Quantization) -> dict[str, Projection]:
-    """Those of `linear_layers` that `ignore` leaves, which knows a layer by either of its names; and no router."""
+    """Return the linear layers that are quantized: not a router, and in `ignore` by neither of their names."""
     ignore = (*quantization.ignore, *_routers(model))
     if "lm_head" in ignore:
         ignore = (*ignore, *_output_layer(model))
@@ -113,7 +119,7 @@ def quantized_layers(model: PreTrainedModel, quantization: Quantization) -> dict
 def check_quantizable(model: PreTrainedModel, quantization: Quantization, patterns: tuple[str, ...]) -> None:
     """Raise an error for what this model's modules do not allow, before anything slow.
 
-    patterns: what the recipe says of `ignore`.
+    patterns: `ignore` of the recipe.
     """
     _check_patterns(model, patterns)
     layers = quantized_layers(model, quantization)
@@ -138,19 +144,19 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization, patter
 
 
 def _transposed_layers(model: PreTrainedModel, quantization: Quantization) -> list[str]:
-    """GPT-2's: the quantizer passes them over without a word."""
+    """Return the layers of GPT-2's class Conv1D, which the quantizer silently skips."""
     found = [name for name, module in model.named_modules() if isinstance(module, Conv1D)]
     return [name for name in found if not matches(name, quantization.ignore)]
 
 
 def _derived_layers(model: PreTrainedModel, layers: dict[str, Projection]) -> list[str]:
-    """Of classes derived from Linear, such as Falcon's: compressed-tensors writes their weights as they are."""
+    """Return layers of subclasses of Linear, such as Falcon's: compressed-tensors does not pack their weights."""
     modules = dict(model.named_modules())
     return [name for name in layers if name in modules and type(modules[name]) is not nn.Linear]
 
 
 def _check_patterns(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
-    """A pattern that matches nothing is a slip; `lm_head` alone is meant for models that have none as well."""
+    """Raise RecipeError for a pattern that matches nothing; `lm_head` is also meant for models without one."""
     layers = linear_layers(model)
     names = (
         {name for name, _ in (*model.named_modules(), *model.named_parameters())}
@@ -166,7 +172,7 @@ def _check_patterns(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
 
 
 def _check_experts(model: PreTrainedModel, quantization: Quantization, layers: dict[str, Projection]) -> None:
-    """Transformers must be able to read them back, which it does for some forms."""
+    """Raise an error for experts that Transformers could not read back; it reads some forms only."""
     experts = [name for name, _ in _expert_modules(model)]
     merged = not expert_names(model)
     if merged and (named := [name for name in experts if not matches(f"{name}.", quantization.ignore)]):
@@ -184,7 +190,7 @@ def _check_experts(model: PreTrainedModel, quantization: Quantization, layers: d
 
 
 def _expert_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """Those that hold all experts of a layer as tensors of three dimensions, by name."""
+    """Return name and module of those that hold all experts of a layer as tensors of three dimensions."""
     if not any(parameter.ndim == 3 for parameter in model.parameters()):
         return []
     from llmcompressor.modeling.moe.linearize import get_non_linearized_moes  # takes seconds to import
@@ -194,7 +200,7 @@ def _expert_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 def _routers(model: PreTrainedModel) -> Iterator[str]:
-    """Layers beside experts with an output for each: what they are called differs by architecture."""
+    """Yield the linear layers beside experts with an output for each; their names differ by architecture."""
     for name, experts in _expert_modules(model):
         beside, num_experts = name.rpartition(".")[0], len(experts.down_proj)
         for child, module in model.get_submodule(beside).named_modules(prefix=beside):
@@ -203,7 +209,7 @@ def _routers(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _stored(model: PreTrainedModel, name: str, output_size: int, input_size: int) -> Projection:
-    """A layer by its name in files."""
+    """Return a layer by its name in files."""
     (stored,) = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0, device="meta")})
     return Projection(stored.removesuffix(".weight"), output_size, input_size)
 

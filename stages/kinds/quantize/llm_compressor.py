@@ -1,8 +1,11 @@
-"""Quantizes a model folder with llm-compressor: model and calibration samples → a compressed-tensors folder.
+"""Quantization of a model folder with llm-compressor: model and calibration samples → a compressed-tensors folder.
 
 Not AutoAWQ (`awq`, `autoawq`): it is archived, names llm-compressor as its successor, and on a CPU its default
 `duo_scaling` silently corrupts the weights (a copy that it restores them from aliases the live tensor; the KL to the
 unquantized model was 0.147 instead of 0.008).
+
+llm-compressor's own tables of what AWQ and SmoothQuant scale are by architecture: those of others end in an error, or
+in a norm that feeds other layers than the table says. So its two modifiers get what `scaling` found, by name.
 
 Importing this module takes seconds; what can be checked without it is checked before.
 """
@@ -48,7 +51,7 @@ from stages.models.model_folder import follow_file_mask
 from stages.serving.engine import Quantization
 
 SMOOTHING_STRENGTH = 0.8
-"""Of activations against weights: what SmoothQuant's authors use for models of many outliers."""
+"""Strength of SmoothQuant, as its authors use it for models with many outliers."""
 CALIBRATION_BATCH_TOKENS = 8192
 
 
@@ -62,9 +65,9 @@ def quantize(
     trust_remote_code: bool,
     report: Callable[[int, int], None],
 ) -> list[ModelError]:
-    """As the protocol `Quantizer` says; `target` is in compressed-tensors' format."""
+    """Write the model in compressed-tensors' format, as the protocol `Quantizer` says."""
     torch.manual_seed(seed)
-    # On a CPU in float32: bfloat16 products of small matrices took eight times as long there, and AWQ needs thousands.
+    # float32 on a CPU: bfloat16 products of small matrices took eight times as long there, and AWQ needs thousands.
     dtype = "auto" if torch.accelerator.is_available() else torch.float32
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
     layers, quantized = linear_layers(model), quantized_layers(model, quantization)
@@ -86,23 +89,23 @@ def quantize(
 def _scalings(
     model: PreTrainedModel, quantization: Quantization, batches: list[dict[str, torch.Tensor]], quantized: set[str]
 ) -> list[Scaling]:
-    """What AWQ and int8's smoothing scale. Raises ModelError when AWQ, which is nothing else, finds nothing."""
+    """Return the layers that AWQ and int8's smoothing scale. Raises ModelError if AWQ finds nothing to scale."""
     if quantization.method not in ("awq", "int8"):
         return []
     with norm_calibration_context(model), moe_calibration_context():
-        found = find_scalings(model.eval(), batches[0]["input_ids"], quantized)
-    scaled = {name for scaling in found for name in scaling.readers} & quantized
+        scalings = find_scalings(model.eval(), batches[0]["input_ids"], quantized)
+    scaled = {name for scaling in scalings for name in scaling.readers} & quantized
     if quantization.method == "awq" and not scaled:
         raise ModelError(
             f"awq scales a layer against the one before it, and {type(model).__name__} has no two layers that may be "
             "scaled without changing what it computes; choose method gptq, int8 or fp8"
         )
     print(f"the inputs of {len(scaled)} of {len(quantized)} layers can be scaled")
-    return found
+    return scalings
 
 
 def make_modifiers(quantization: Quantization, ignore: list[str], scalings: list[Scaling]) -> list[Modifier]:
-    """In the order in which they are applied. ignore: names in memory."""
+    """Return llm-compressor's modifiers of a method, in their order. ignore: names in memory."""
     groups = {"group_0": _four_bit_groups(quantization)}
     match quantization.method:
         case "awq":
@@ -165,18 +168,18 @@ class SmoothQuantByName(SmoothQuantModifier):
 
 @contextmanager
 def _experts_as_they_are() -> Iterator[None]:
-    """llm-compressor takes all experts apart, also those that are not to be quantized, and cannot write them then."""
+    """Keep llm-compressor from taking apart experts that are not quantized: it could not write them then."""
     with patch_attr(sys.modules[oneshot.__module__], "get_non_linearized_moes", lambda _: []):
         yield
 
 
 @contextmanager
 def _fast_search(quantization: Quantization) -> Iterator[None]:
-    """Let a CPU's products of AWQ's search, which take most of its time, come from oneDNN instead of MKL.
+    """Use oneDNN instead of MKL for the matrix products of AWQ's search on a CPU, which take most of its time.
 
-    `medium` is how torch 2.13 is asked for that: of 512 × 1536 by 1536 × 576 it took 2.0 ms instead of 8.4 on AVX512,
-    with errors of 2e-4 in sums of 40. Where there are units for it (AMX), products are rounded to bf16, sums are not.
-    Others than AWQ solve equations by their products, and keep all digits.
+    `medium` is how torch 2.13 is asked for that: a product of 512 × 1536 by 1536 × 576 took 2.0 ms instead of 8.4 on
+    AVX512, with errors of 2e-4 in sums of 40. Where there are units for it (AMX), factors are rounded to bf16, sums are
+    not. Methods other than AWQ solve equations by their products, and keep all digits.
     """
     precision = torch.get_float32_matmul_precision()
     if quantization.method == "awq" and not torch.accelerator.is_available():
@@ -189,7 +192,7 @@ def _fast_search(quantization: Quantization) -> Iterator[None]:
 
 @contextmanager
 def _without_pinned_memory() -> Iterator[None]:
-    """llm-compressor 0.14 pins calibration batches whether or not there is a device to copy them to, which fails."""
+    """Keep llm-compressor 0.14 from pinning calibration batches without a device to copy them to, which fails."""
     if torch.accelerator.is_available():
         yield
         return
@@ -231,7 +234,7 @@ def _save(model: PreTrainedModel, source: Path, target: Path, ignored: set[str])
 
 
 def _serving_dtype(source: Path) -> torch.dtype:
-    """The source's own, or bfloat16 for float32, which vLLM's 4-bit kernels do not take."""
+    """Return the source's dtype, but bfloat16 for float32, which vLLM's 4-bit kernels do not take."""
     config = json.loads((source / "config.json").read_text())
     text_config = config.get("text_config", config)
     name = text_config.get("dtype") or text_config.get("torch_dtype")
@@ -239,9 +242,10 @@ def _serving_dtype(source: Path) -> torch.dtype:
 
 
 def _complete_config(path: Path, dtype: torch.dtype, ignored: set[str]) -> None:
-    """llm-compressor writes the source's config, which may say float32; vLLM computes in what it says.
+    """Set the dtype in the written config, and name the ignored layers both as in memory and as in files.
 
-    ignored: layers that were left alone, as Transformers names them in memory and as files do, which vLLM goes by.
+    llm-compressor writes the source's config, which may say float32; vLLM computes in what it says, and looks ignored
+    layers up by their names in files.
     """
     config = json.loads(path.read_text())
     for part in (config, config.get("text_config", {})):

@@ -17,8 +17,11 @@ from stages.serving.engine import Quantization, WeightFormat
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """What a method makes of weights (None: the recipe says), the module whose `quantize` does it, imported when it is
-    asked to, and the engine that serves what comes out.
+    """A method of quantization.
+
+    weights: format of the weights; None: the recipe names it.
+    module: has the function `quantize`; imported when it is used.
+    engine: serves the quantized model.
     """
 
     weights: WeightFormat | None
@@ -36,13 +39,13 @@ METHODS: dict[str, MethodEntry] = {
 
 
 def quantizer_of(method: str) -> Quantizer:
-    """The function that quantizes by a method."""
+    """Return the function that quantizes by a method."""
     quantizer: Quantizer = importlib.import_module(METHODS[method].module).quantize
     return quantizer
 
 
 class Quantizer(Protocol):
-    """A module's function `quantize`; `registry.py` says which methods it knows."""
+    """Protocol of a module's function `quantize`."""
 
     def __call__(
         self,
@@ -57,7 +60,10 @@ class Quantizer(Protocol):
     ) -> Sequence[ModelError]:
         """Write the quantized model of folder `source` to `target`, with everything else that `source` holds.
 
-        Returns what is wrong with what was written; raises ModelError for what cannot be written.
-        samples: token ids, a list a row. `report(done, total)` counts the layers that were calibrated. The same folder,
-        samples and seed give the same weights, bit for bit, on the same machine.
+        The same folder, samples and seed give the same weights, bit for bit, on the same machine.
+
+        samples: token ids, a list a row.
+        report: called as report(done, total), with layers that were calibrated.
+
+        Returns the problems of what was written. Raises ModelError for what cannot be written.
         """

@@ -1,8 +1,8 @@
 """The quantize stage: a model and calibration rows → a smaller model that can be served, and how much it lost.
 
-Everything that can be wrong with the recipe or the model is found without a weight being read; then the method's
-quantizer works, and what it wrote is read back and judged by its KL divergence from the original. What training
-recorded of the original is compared with, too, and kept for those that serve the quantized model.
+Problems of the recipe and the model are found without reading a weight; then the method's quantizer works, and its
+result is read back and judged by its KL divergence from the original. Training's record of the original is compared
+with, too, and kept for stages that serve the quantized model.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
         context.refuse(problem)
     before, after = _mebibytes(source), _mebibytes(target)
     context.milestone(f"wrote the quantized model: {before:.1f} → {after:.1f} MiB")
-    types = _told_types(target / GGUF_FILE, config, context) if (target / GGUF_FILE).is_file() else {}
+    types = _stored_types(target / GGUF_FILE, config, context) if (target / GGUF_FILE).is_file() else {}
     metrics = _judged(source, target, samples, config, context, layers.model_class)
     if (source.parent / RECORD).is_file():
         shutil.copyfile(source.parent / RECORD, context.work / RECORD)
@@ -72,8 +72,8 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
     return StageResult(metrics=metrics, tags={"method": config.method, **groups})
 
 
-def _told_types(file: Path, config: QuantizeConfig, context: StageContext) -> dict[str, float]:
-    """Metrics of the types in a GGUF file, which need not be the one that the recipe names."""
+def _stored_types(file: Path, config: QuantizeConfig, context: StageContext) -> dict[str, float]:
+    """Log the types in a GGUF file, which need not be the one that the recipe names; returns their metrics."""
     from stages.kinds.quantize.gguf_file import stored_types
 
     found = stored_types(file, config.quantization.weights)
@@ -85,7 +85,7 @@ def _told_types(file: Path, config: QuantizeConfig, context: StageContext) -> di
 
 @contextmanager
 def _library_errors_explained(doing: str) -> Iterator[None]:
-    """llm-compressor and Transformers say in many ways that they do not know a model of this kind."""
+    """Turn the errors of llm-compressor and Transformers about an unknown model into a ModelError."""
     try:
         yield
     except (LifecycleError, OSError, MemoryError, AssertionError):
@@ -100,7 +100,7 @@ def _library_errors_explained(doing: str) -> Iterator[None]:
 
 
 def _compare(source: Path, target: Path, samples: Samples, config: QuantizeConfig, context: StageContext) -> Divergence:
-    from stages.kinds.quantize.divergence import measure_divergence  # torch takes seconds to import: checks come first
+    from stages.kinds.quantize.divergence import measure_divergence  # torch takes seconds to import
 
     return measure_divergence(
         source,

@@ -1,4 +1,4 @@
-"""The rows that calibrate a quantization and, others, that judge it: a dataset → token ids, and those → batches."""
+"""Rows of a quantization: a dataset → token ids to calibrate and, from other rows, to judge with → batches."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class Samples:
 
 
 def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig, warn: Callable[[str], None]) -> Samples:
-    """Render and tokenize rows as training does; without `evaluation_split`, those after the calibration rows judge.
+    """Render and tokenize rows as training does; without `evaluation_split`, rows after the calibration rows judge.
 
-    warn: takes how many bad rows were left out, and the first of them.
-    Raises DataError when either kind has no usable rows.
+    warn: gets the number of bad rows that were left out, and the first of them.
+
+    Raises DataError if either kind has no usable rows.
     """
     from stages.data.calibration import calibration_samples
 
@@ -74,7 +75,7 @@ def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig, 
 
 
 def batches_of_one_length(samples: Sequence[Sequence[int]], max_tokens: int) -> Iterator[torch.Tensor]:
-    """[rows, tokens] of rows of the same length, at most `max_tokens` in all (or one row), in a fixed order.
+    """Yield [rows, tokens] of rows of one length, with at most `max_tokens` in all (or one row), in a fixed order.
 
     No padding: it would count as activations that a quantizer has to represent.
     """
@@ -90,7 +91,7 @@ def batches_of_one_length(samples: Sequence[Sequence[int]], max_tokens: int) -> 
 
 
 def _predictable(samples: list[list[int]], what: str) -> list[list[int]]:
-    """A single token predicts nothing."""
+    """Return the rows with at least two tokens: a single token predicts nothing."""
     rows = [sample for sample in samples if len(sample) > 1]
     if not rows:
         raise DataError(f"no row of the {what} split has two tokens or more; raise sequence_length or take other rows")

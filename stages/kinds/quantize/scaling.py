@@ -1,10 +1,11 @@
-"""Which layers of a model may be scaled against each other without changing what it computes, found by running it.
+"""Scalable pairs of layers: which layers may be scaled against each other without changing the model's results.
 
-AWQ and SmoothQuant divide the outputs of one layer, channel by channel, by what they multiply the weights after it
-with: a norm and the layers that read it, or the last product before another. Which these are differs by architecture
-(post-norms feed no layer, some norms add 1 to their weights, a router reads beside the experts), and tables of names
-are silent about what they lack. So a few tokens show what reads what, and each pair is tried: powers of two are exact
-in floating point, so the module around a pair gives the very same numbers if and only if the pair may be scaled.
+AWQ and SmoothQuant divide the outputs of one layer, channel by channel, by the factors with which they multiply the
+weights after it: a norm and the layers that read it, or the last product before another. Which these are differs by
+architecture (post-norms feed no layer, some norms add 1 to their weights, a router reads beside the experts), and
+tables of names silently lack some. So the model is run on a few tokens to see what reads what, and each pair is tried:
+powers of two are exact in floating point, so the module around a pair gives the same numbers if and only if the pair
+may be scaled.
 """
 
 from __future__ import annotations
@@ -22,13 +23,20 @@ from torch.utils.hooks import RemovableHandle
 
 PROBE_TOKENS = 8
 POWERS_OF_TWO = torch.tensor([0.5, 1.0, 2.0, 4.0, 0.25])
-"""A period that divides no size of a head: each channel of one has another factor than that of the next."""
+"""Factors of the trial.
+
+The period divides no size of a head: each channel of a head has another factor than the same one of the next head.
+"""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """source: a norm, or a linear layer whose last outputs are read. readers: all that reads them. scope: a module that
-    holds both and was called. By name.
+    """A source and its readers, which may be scaled against each other; modules by name.
+
+    source: a norm, or a linear layer whose last outputs are read.
+    readers: all that reads them.
+    scope: a module that holds both and was called.
+    of_norm: whether the source is a norm.
     """
 
     source: str
@@ -39,7 +47,10 @@ class Scaling:
 
 @dataclass
 class _Calls:
-    """What one forward pass showed, by module name; tensors are kept, so that a place in memory means one of them."""
+    """Arguments, outputs and order of the modules in one forward pass, by module name.
+
+    Tensors are kept, so that an address in memory identifies one of them.
+    """
 
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -47,7 +58,7 @@ class _Calls:
 
 
 def find_scalings(model: nn.Module, tokens: Tensor, quantized: set[str]) -> list[Scaling]:
-    """Those whose readers are in part to be `quantized` (names): norms first, and of a reader only one.
+    """Return the scalings with a reader that is `quantized` (names): norms first, and only one for a reader.
 
     tokens: int64 [1, tokens], of which a few are used.
     """
@@ -59,7 +70,7 @@ def find_scalings(model: nn.Module, tokens: Tensor, quantized: set[str]) -> list
     scalings = list(found.values())
     if _is_exact(model, scalings, "", calls):
         return scalings
-    # Something outside a scope reads a source too, such as a later layer that shares keys and values.
+    # Another module outside a scope reads a source too, such as a later layer that shares keys and values.
     return [scaling for scaling in scalings if _is_exact(model, [scaling], "", calls)]
 
 
@@ -83,7 +94,7 @@ def _watch(model: nn.Module, tokens: Tensor) -> _Calls:
 
 
 def _after_norms(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterator[Scaling]:
-    """A norm has a weight a channel; what reads it has a matrix and is given the same place in memory."""
+    """Yield norms and their readers: a norm has a weight a channel, a reader a matrix and the norm's output."""
     modules, readers = dict(model.named_modules()), defaultdict[int, list[str]](list)
     for name in calls.order:
         if (given := _input_of(calls, name)) is not None and _dims(modules[name]) == 2:
@@ -98,7 +109,7 @@ def _after_norms(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterat
 
 
 def _after_layers(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterator[Scaling]:
-    """The layers before one in the same module that are as wide as its input, or wider with the fitting part last."""
+    """Yield pairs of layers in one module: the first as wide as the second's input, or wider with that part last."""
     modules = dict(model.named_modules())
     siblings = defaultdict[str, list[str]](list)
     for name in calls.order:
@@ -115,7 +126,7 @@ def _after_layers(model: nn.Module, calls: _Calls, quantized: set[str]) -> Itera
 
 @torch.no_grad()
 def _is_exact(model: nn.Module, scalings: list[Scaling], scope: str, calls: _Calls) -> bool:
-    """Whether a module computes the same numbers when these are scaled by powers of two."""
+    """Return whether a module computes the same numbers when these scalings are applied with powers of two."""
     module = model.get_submodule(scope)
     args, kwargs = calls.arguments[scope]
     before = _tensors(module(*args, **kwargs))
@@ -150,7 +161,7 @@ def _scaled(model: nn.Module, scaling: Scaling) -> Iterator[None]:
 
 
 def _parameters(source: nn.Module, *readers: nn.Module) -> Iterator[Tensor]:
-    """What scaling changes: weight and bias of the source, weights of the readers."""
+    """Yield the tensors that scaling changes: weight and bias of the source, weights of the readers."""
     yield source.weight
     if isinstance(getattr(source, "bias", None), Tensor):
         yield source.bias
@@ -158,7 +169,7 @@ def _parameters(source: nn.Module, *readers: nn.Module) -> Iterator[Tensor]:
 
 
 def _scope(calls: _Calls, names: tuple[str, ...]) -> str:
-    """The smallest module around all of these that was called, in which none of them is the module itself."""
+    """Return the smallest module around all of these that was called, and is none of them itself."""
     parts = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for level in zip(*parts, strict=False):

@@ -1,6 +1,4 @@
-"""What quantizers write: the files beside the weights, and whether a folder in compressed-tensors' format holds the
-layers quantized that were to be, by its files alone.
-"""
+"""Files that quantizers write: those beside the weights, and a check of the layers in compressed-tensors' format."""
 
 from __future__ import annotations
 
@@ -14,17 +12,17 @@ from safetensors import safe_open
 from stages.core.errors import ModelError
 
 PACKED_TYPES = {"I32", "I8", "F8_E4M3"}
-"""Of a quantized layer's weights: eight 4-bit numbers in an int32, or 8 bits each."""
+"""Stored types of quantized weights: eight 4-bit numbers in an int32, or 8 bits each."""
 NUM_NAMED = 3
 
 
 def quantized_in_files(folder: Path) -> set[str]:
-    """Names of the layers whose weights are packed and have scales beside them."""
+    """Return the names of the layers whose weights are packed and have scales beside them."""
     types = dict[str, str]()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="np") as weights:
             types |= {key: weights.get_slice(key).get_dtype() for key in weights.keys()}  # noqa: SIM118 – no mapping
-    packed = {key for key, found in types.items() if found in PACKED_TYPES}
+    packed = {key for key, dtype in types.items() if dtype in PACKED_TYPES}
     return {
         key.removesuffix(".weight_scale")
         for key in types
@@ -33,7 +31,7 @@ def quantized_in_files(folder: Path) -> set[str]:
 
 
 def problems_of_written(folder: Path, expected: set[str]) -> Iterator[ModelError]:
-    """Yield an error unless just these layers (names in files) are quantized, and the config says that they are."""
+    """Yield an error unless exactly these layers (names in files) are quantized, and the config says so."""
     found = quantized_in_files(folder)
     if missing := sorted(expected - found):
         yield ModelError(
@@ -52,7 +50,7 @@ def problems_of_written(folder: Path, expected: set[str]) -> Iterator[ModelError
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer, chat template, generation config and whatever else lies beside the weights, unchanged."""
+    """Copy the tokenizer, chat template, generation config and all other files beside the weights."""
     for path in source.iterdir():
         weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
         if path.is_file() and not weights and path.name != "config.json":

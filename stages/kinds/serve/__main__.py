@@ -1,7 +1,7 @@
 """Keeps a server up for a person: `python -m stages.kinds.serve MODEL_FOLDER [--name NAME] [--port PORT] …`.
 
 Prints `serving NAME at URL` once the server is ready, and goes on until it is interrupted. The API key is VLLM_API_KEY
-in the environment; where that is not set, a new key is made and printed.
+in the environment; without that variable, a new key is made and printed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stages.serving.server import API_KEY_VARIABLE, Server, started_server
 
 def main() -> None:
     """Serve until SIGINT or SIGTERM; exits with the code of the error class otherwise."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background programs deaf to the first
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell has background programs ignore SIGINT
         signal.signal(number, signal.default_int_handler)
     try:
         with contextlib.suppress(KeyboardInterrupt):
@@ -43,18 +43,22 @@ def main() -> None:
 def _parse(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m stages.kinds.serve", description=__doc__)
     parser.add_argument("model", type=Path, help="Hugging Face folder of the model")
-    parser.add_argument("--name", help="of the model, or of an adapter, in requests; default: the folder's name")
+    parser.add_argument("--name", help="name of the model or adapter in requests; default: the folder's name")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help="an adapter of the model")
-    parser.add_argument("--base-name", help="of the model where --name is an adapter's; default: NAME-base")
-    parser.add_argument("--version", help="of a registered model or an artifact, for the metrics")
-    parser.add_argument("--host", default=ServeExecution().host, help="default: this machine only")
-    parser.add_argument("--port", type=int, help="default: a free one")
-    parser.add_argument("--chat", action="store_true", help="talk to it here; its end is the server's")
-    parser.add_argument("--beside", metavar="JSON", help="arguments of a second server, which --chat asks, too")
-    parser.add_argument("--temperature", type=float, help="of --chat; default: the model's generation_config.json's")
-    parser.add_argument("--max-tokens", type=int, help="of an answer of --chat")
-    parser.add_argument("--system", help="first message of each conversation of --chat")
-    parser.add_argument("--serving", help="`serving` block of a recipe, as JSON; without, the server is a trial")
+    parser.add_argument("--base-name", help="name of the model where --name is an adapter's; default: NAME-base")
+    parser.add_argument("--version", help="version of a registered model or an artifact, for the metrics")
+    parser.add_argument(
+        "--host", default=ServeExecution().host, help="address to listen on; default: this machine only"
+    )
+    parser.add_argument("--port", type=int, help="port to listen on; default: a free one")
+    parser.add_argument("--chat", action="store_true", help="chat at this terminal; the server ends with the chat")
+    parser.add_argument("--beside", metavar="JSON", help="arguments of a second server, which --chat also asks")
+    parser.add_argument(
+        "--temperature", type=float, help="temperature of --chat; default: from the model's generation_config.json"
+    )
+    parser.add_argument("--max-tokens", type=int, help="largest number of tokens in an answer of --chat")
+    parser.add_argument("--system", help="system message of each conversation of --chat")
+    parser.add_argument("--serving", help="`serving` block of a recipe, as JSON; without it, the server is a trial")
     return parser.parse_args(given)
 
 
@@ -92,7 +96,7 @@ def _ready_server(spec: LaunchSpec, execution: ServeExecution, label: str, versi
 
 
 def _labels(servers: Sequence[argparse.Namespace]) -> list[str]:
-    """Return a name for each server: what it serves, with the version where both serve that name."""
+    """Return a name for each server: the served name, with the version where both have the same name."""
     names = [one.name or one.model.resolve().name for one in servers]
     if len(set(names)) == len(names):
         return names

@@ -1,7 +1,7 @@
-"""A conversation with one served model, or with two side by side: questions from stdin, answers as they are made.
+"""Chat at a terminal with one served model, or with two side by side: questions from stdin, answers as they are made.
 
-An empty line is passed over, `/new` begins another conversation, and the end of the input (Ctrl-D) ends it. What a
-model says may hold control characters, which a terminal would obey: they are shown as escapes.
+An empty line is ignored, `/new` begins another conversation, and the end of the input (Ctrl-D) ends the chat. A model's
+answers may hold control characters, which a terminal would obey: they are shown as escapes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ PROMPT = "> "
 
 @dataclass
 class Conversation:
-    """Messages between a person and one served model. label: its name, which is shown where there are two models.
+    """Messages between a person and one served model.
 
-    options: sampling parameters of each request. system: first message of each conversation; None for no such message.
+    label: name that is shown where there are two models.
+    options: sampling parameters of each request.
+    system: first message of each conversation; None for no such message.
     """
 
     client: Client
@@ -36,7 +38,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin."""
+        """Begin the first conversation."""
         self.begin()
 
     def begin(self) -> None:
@@ -44,7 +46,7 @@ class Conversation:
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def ask(self, question: str) -> None:
-        """Print the answer as it comes. What the server refuses is printed, and not part of the conversation."""
+        """Print the answer as it arrives. A question that the server refuses is removed from the conversation."""
         self.messages.append({"role": "user", "content": question})
         parts: list[str] = []
         try:
@@ -73,7 +75,7 @@ def chat(conversations: Sequence[Conversation]) -> None:
 
 
 def sampling_of(model: Path, temperature: float | None) -> tuple[dict[str, float], str]:
-    """Return the sampling parameters of a trial of a model folder, and a phrase that says them and where from.
+    """Return the sampling parameters for a trial of a model folder, with a phrase that names them and their origin.
 
     They are the person's temperature, else those of the model's generation_config.json, else greedy: a server would
     sample at temperature 1 where nothing names another, which shows a small model worse than it is.
@@ -100,7 +102,7 @@ def _number(value: Any, default: float | None) -> float | None:
 
 def _read_question() -> str | None:
     if sys.stdin.isatty():
-        import readline  # noqa: F401  (by it, arrow keys edit a line and bring earlier ones back)
+        import readline  # noqa: F401  (makes arrow keys edit the line and recall earlier ones)
     try:
         return input(PROMPT if sys.stdin.isatty() else "").strip()
     except EOFError:

@@ -1,4 +1,4 @@
-"""What a server cannot hold of its model, found by the model's config before the model is made."""
+"""Check of a serve stage: settings that the model's config rules out, found before the model is made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from stages.serving.config import limit_problems
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Dotted field and error: ranks, lengths, memory. The model may be that which training starts from."""
+    """Yield dotted field and error for ranks, lengths and memory.
+
+    The model may be the one that training starts from.
+    """
     config = ServeConfig.model_validate(stage_input.config)
     folder = stage_input.inputs[config.base or config.model] / "model"
     try:

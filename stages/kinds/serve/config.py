@@ -1,4 +1,4 @@
-"""What a recipe may say of a serve stage."""
+"""Config of a serve stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stages.serving.registry import (
 class ServeConfig(StageConfig):
     """Start a server for a model or an adapter, check it, measure it, and keep it up while this refresh needs it.
 
-    Each adapter is a model of its own to those who ask: by the name of its stage.
+    Each adapter is a model of its own in requests, named like its stage.
     """
 
     STAGE_VERSION: ClassVar[int] = 2  # the time between tokens is one of whole answers, not of chunks of them
@@ -34,10 +34,10 @@ class ServeConfig(StageConfig):
     kind: Literal["serve"]
     model: ModelOrAdapterReference
     adapters: Annotated[tuple[AdapterReference, ...], AddedLater()] = Field(
-        (), description="Adapters of the same base that are served beside it."
+        (), description="Adapters of the same base, served beside `model`."
     )
     base: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="Of an adapter: the model that it was trained on; found by itself."
+        None, description="For an adapter: the model that it was trained on; found automatically."
     )
     serving: ServingConfig = ServingConfig()
     benchmark: BenchmarkConfig | None = BenchmarkConfig()

@@ -1,8 +1,4 @@
-"""The serve stage: starts a server for a model, checks it, measures it, and goes on as its guardian.
-
-In: a model's artifact, or adapters' with that of their base. Out: `launch.json` (how to start the same server again),
-`server-start.log`, `benchmark.json`, and a lease on the running server.
-"""
+"""The serve stage: start a server for a model, check it, measure it, and guard it while it is needed."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
         adapters=adapter_folders(config.served_adapters, base, context.inputs),
         base_name=config.base,
     )
-    # The log goes on after the artifact is complete, so it may not lie in it; nor may what the server still needs.
+    # The server still writes its log and uses its folder after the artifact is complete, so neither lies in it.
     log_file = context.scratch / "server.log"
     runtime = context.cache / "servers" / f"{context.name}-{context.version}"
     with started_server(spec, config.execution, log_file, runtime) as server:
@@ -59,7 +55,7 @@ def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
 
 
 def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dict[str, float]:
-    """Await, check and measure the server; returns the metrics."""
+    """Wait for the server, check it and measure it; returns the metrics."""
     time_to_ready_s = server.wait_until_ready(
         config.execution.ready_timeout_s,
         lambda elapsed_s: context.doing(f"starting {server.engine.title}, {elapsed_s:.0f} s"),
@@ -69,10 +65,10 @@ def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dic
     server.check()
     context_tokens = server.engine.context_tokens(server.client, server.spec)
     agreements = compare_with_records(server.client, server.spec, server.spec.folders, context_tokens, context.warn)
-    for name, one in agreements.items():
+    for name, agreement in agreements.items():
         context.milestone(
-            f"{name} differs from what training recorded by {one.from_training.most:.2g} nats per token at most "
-            f"({counted(one.num_documents, 'document')})"
+            f"{name} differs from what training recorded by {agreement.from_training.most:.2g} nats per token at most "
+            f"({counted(agreement.num_documents, 'document')})"
         )
     metrics = {"time_to_ready_s": time_to_ready_s, **agreement_metrics(agreements, config.model)}
     if config.benchmark:
@@ -84,7 +80,7 @@ def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dic
 
 
 def guard(server: Server) -> NoReturn:
-    """Stay for as long as the server does. Raises ServerError when it ends by itself."""
+    """Wait while the server runs. Raises ServerError when it ends by itself."""
     while server.alive():
         time.sleep(WATCH_INTERVAL_S)
     raise server.failure(f"at {server.url} ended by itself")

@@ -1,4 +1,7 @@
-"""llama.cpp as a serving engine: GGUF files, on a CPU."""
+"""llama.cpp as a serving engine: GGUF files, on a CPU; its program, its log, and the models that it can compute.
+
+It lives in an environment of its own, as the wheel `xllamacpp`, and is never imported here.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ DEFAULT_SLOTS = 4
 
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
-"""Called so in GGUF, too."""
+"""Types of models whose GGUF files were compared with Transformers; the same names as in GGUF."""
 LANGUAGE_MODEL = "ForCausalLM"
 ROTARY = ("default", "llama3")
 BLOCK_SIZE = 32
@@ -47,7 +50,10 @@ BLOCK_SIZE = 32
 
 
 ERROR = re.compile(r"^[\d.]+ E (.+)$", re.MULTILINE)
-"""Such as `0.00.567.051 E llama_model_load: error loading model: tensor … not within the file bounds`."""
+"""Error line of llama.cpp's log.
+
+Such as `0.00.567.051 E llama_model_load: error loading model: tensor … not within the file bounds`.
+"""
 PYTHON = re.compile(r"^(?:server_program\.py: error: .+|[A-Za-z_.]*(?:Error|Exception): .+)$", re.MULTILINE)
 GENERIC = "please check the input params"
 MAX_CHARACTERS = 600
@@ -58,7 +64,7 @@ NUM_NAMED = 3
 
 @dataclass(frozen=True)
 class LlamaCppProgram:
-    """command: the interpreter of the wheel's environment. version: the wheel's."""
+    """Interpreter of the environment of `xllamacpp`, and the version of that wheel."""
 
     command: Path
     version: str
@@ -75,16 +81,19 @@ class LlamaCppProgram:
 
 
 def free_cores() -> int:
-    """Cores that nobody has used of late, at least one: threads beyond those spin at barriers, and an answer that takes
-    6 ms on an idle core took 6 s with two threads on two busy ones."""
+    """Return the number of cores that were idle of late, at least 1.
+
+    Threads beyond those spin at barriers: an answer that takes 6 ms on an idle core took 6 s with two threads on two
+    busy ones.
+    """
     most = int(os.environ.get("OMP_NUM_THREADS") or 0) or len(os.sched_getaffinity(0))
     return max(1, min(most, len(os.sched_getaffinity(0)) - round(os.getloadavg()[0])))
 
 
 def find_llama_cpp() -> LlamaCppProgram:
-    """The interpreter that LIFECYCLE_LLAMA_CPP names, or `.venv-llama-cpp/bin/python` beside our environment.
+    """Return the interpreter that LIFECYCLE_LLAMA_CPP names, or `.venv-llama-cpp/bin/python` beside our environment.
 
-    Raises ResourceError when there is none, or it has no `xllamacpp`.
+    Raises ResourceError if there is none, or it has no `xllamacpp`.
     """
     return LlamaCppProgram(
         *find_interpreter(
@@ -98,7 +107,7 @@ def find_llama_cpp() -> LlamaCppProgram:
 
 
 class LlamaCpp(FixedWeights):
-    """The parts of this room, as the protocol names them."""
+    """llama.cpp, as the protocol `Engine` describes it."""
 
     name = "llama_cpp"
     title = "llama.cpp"
@@ -166,14 +175,13 @@ class LlamaCpp(FixedWeights):
 
 
 def find_root_cause(log: str) -> str | None:
-    """None when the log does not say."""
-    found = [" ".join(match.split()) for match in ERROR.findall(log)]
-    found += [line for line in PYTHON.findall(log) if GENERIC not in line]
-    return shortened(" ".join(found[0].split()), MAX_CHARACTERS) if found else None
+    """Return the first error in llama.cpp's log, of which later ones are consequences; None without one."""
+    errors = [*ERROR.findall(log), *(line for line in PYTHON.findall(log) if GENERIC not in line)]
+    return shortened(" ".join(errors[0].split()), MAX_CHARACTERS) if errors else None
 
 
 def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """config: the model's `config.json`."""
+    """Yield why a model with this `config.json` cannot be written as GGUF, or computed by llama.cpp."""
     if config.get("model_type") not in MODEL_TYPES:
         yield f"its model_type is {config.get('model_type')}; expected {' or '.join(MODEL_TYPES)}"
         return

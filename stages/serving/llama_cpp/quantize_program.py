@@ -1,8 +1,11 @@
-"""Quantizes matrices by the library that the wheel `xllamacpp` holds: to K-quants, which no other package makes.
+"""Program that quantizes matrices to K-quants with the library in the wheel `xllamacpp`; no other package makes them.
 
-A program for the interpreter of that wheel's environment; it imports nothing of ours. stdin: of each matrix three
-int64, ggml's number of the type, rows and columns, then its float32 numbers, row by row. stdout: of each, the blocks.
-Ends with its input.
+It runs in that wheel's environment and imports nothing of ours.
+
+- stdin: for each matrix three int64 (ggml's number of the type, rows, columns), then its float32 numbers, row by row
+- stdout: for each matrix its blocks
+
+It ends with its input.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ HEADER = struct.Struct("<3q")
 
 
 def main() -> None:
-    """Exits with 1, and says why, for a type that the library cannot make."""
+    """Quantize the matrices on stdin. Exits with 1, and says why, for a type that the library cannot make."""
     spec = find_spec("xllamacpp.xllamacpp")
     if spec is None or spec.origin is None:
         sys.exit("the package xllamacpp holds no library")

@@ -19,7 +19,7 @@ from stages.serving.backend import EngineAddress, post_to_engine
 from stages.serving.client import Choices, Client, Count, Models
 
 CERTAIN = 1e4
-"""Added to a logit: more than they differ by."""
+"""Bias added to a logit, larger than any difference of logits."""
 
 
 TOKENIZE_TIMEOUT_S = 600.0
@@ -27,7 +27,10 @@ TOKEN_ID_BYTES = 16
 
 
 class Meta(AnswerModel):
-    """Facts of the served model. n_ctx: tokens that a prompt and its answer may have together."""
+    """Facts of the served model.
+
+    n_ctx: context length, for prompt and answer together.
+    """
 
     n_ctx: Count
     n_vocab: Count
@@ -43,7 +46,7 @@ class _Token(AnswerModel):
 
 
 class _Entry(_Token):
-    """The report of a sampled token."""
+    """Report of one sampled token."""
 
     top_logprobs: list[_Token]
 
@@ -69,14 +72,16 @@ def meta_of(client: Client) -> Meta:
 
 
 def predictions(client: Client, rows: list[list[int]]) -> list[Predicted]:
-    """Of every token of each row but the first. Raises ServerError when the server does not say."""
+    """Return predictions of every token of each row but the first. Raises ServerError if the server gives none."""
     return [_of_row(client, row) for row in rows]
 
 
 def tokenize(address: EngineAddress, api_key: str, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
-    """Return the token ids of each text, which may hold special tokens. add_special: with those around a text.
+    """Return the token ids of each text, which may hold special tokens, from the engine: the proxy has no such route.
 
-    Raises ServerError when it refuses, TransientError when it does not answer.
+    add_special: whether to add the special tokens around a text.
+
+    Raises ServerError if the server refuses, TransientError if it does not answer.
     """
     longest = max((len(text.encode()) for text in texts), default=0)
     max_bytes = 2**16 + longest * TOKEN_ID_BYTES
@@ -91,8 +96,8 @@ def tokenize(address: EngineAddress, api_key: str, texts: Sequence[str], *, add_
 
 def _of_row(client: Client, row: list[int]) -> Predicted:
     entries = [_sampled(client, row[:place], row[place], 1) for place in range(1, len(row))]
-    # The log-probability of a token that ends within a character is not reported: then another is made certain, and the
-    # token is found among all of them.
+    # llama.cpp reports no log-probability of a token that ends within a character. For such a token, one with a whole
+    # character is forced, and the wanted log-probability is read from the report of the whole vocabulary.
     whole = next((row[place] for place, entry in enumerate(entries, 1) if entry), None)
     values, greedy = [], []
     for place, entry in enumerate(entries, 1):
@@ -109,7 +114,7 @@ def _of_row(client: Client, row: list[int]) -> Predicted:
 
 
 def _all(client: Client, prompt: list[int], whole: int | None) -> dict[int, float]:
-    """Token → its log-probability, of the whole vocabulary."""
+    """Return token → log-probability for the whole vocabulary."""
     entry = None if whole is None else _sampled(client, prompt, whole, meta_of(client).n_vocab)
     if entry is None:
         raise ServerError(
@@ -119,7 +124,7 @@ def _all(client: Client, prompt: list[int], whole: int | None) -> dict[int, floa
 
 
 def _sampled(client: Client, prompt: list[int], token: int, num_likeliest: int) -> _Entry | None:
-    """The report of one token; None where the server tells none."""
+    """Return the report of one forced token; None where the server gives none."""
     options = {"max_tokens": 1, "temperature": 0, "logprobs": num_likeliest, "logit_bias": [[token, CERTAIN]]}
     request = {"model": client.model, "prompt": prompt, **options}
     reported = client.answer("/v1/completions", Choices[_Choice], request).choices[0].logprobs

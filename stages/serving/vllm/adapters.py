@@ -1,10 +1,10 @@
-"""Adapters in vLLM 0.32: the arguments that put them on their base, and what it could not serve, found by headers.
+"""Adapters in vLLM 0.32: the options that put them on their base, and checks of what it cannot serve, by file headers.
 
-What the arguments are for, each checked with the server that fails without it (tests/pipeline/test_serve_adapters.py):
+Each option was checked with a server that fails without it (tests/pipeline/test_serve_adapters.py):
 
 - `--lora-target-modules` names the layers that the adapters have, and no others. With the head among the layers that
   may have adapters (the default), two requests for log-probabilities of prompts in one batch end the engine; an
-  adapted layer that is not named is left out without a word.
+  adapted layer that is not named is silently left out.
 - `--max-loras` is one more than there are adapters: in a batch with adapters, "no adapter" is slot -1, which is the
   last slot, and requests to the base are answered by whatever adapter has it.
 - `--max-lora-rank` is the next of the sizes that vLLM has; it pads adapters of lower rank with zeros itself.
@@ -24,16 +24,18 @@ from stages.models.model_folder import is_quantized
 from stages.serving.engine import LaunchSpec
 
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts for `--max-lora-rank`."""
 EDGES = {"embed_tokens", "lm_head"}
 UNKNOWN = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "use_qalora", "use_bdlora")
+"""Options of PEFT's config that vLLM does not apply."""
 EXPERTS = "experts"
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names that a mixture's config has for their number."""
+"""Config fields with the number of experts, by architecture."""
 NUM_NAMED = 5
 
 
 def adapter_arguments(spec: LaunchSpec) -> list[str]:
-    """Arguments of `vllm serve` for a server that has adapters. Reads their headers."""
+    """Return the arguments of `vllm serve` for a server with adapters. Reads the adapters' headers."""
     max_rank, modules = _room(spec)
     # As JSON: a path may hold any character.
     named = [json.dumps({"name": name, "path": str(folder)}) for name, folder in spec.adapters.items()]
@@ -47,17 +49,18 @@ def adapter_arguments(spec: LaunchSpec) -> list[str]:
 
 
 def has_room(spec: LaunchSpec, adapter: Path) -> bool:
-    """Whether a server that was started for `spec` could load another adapter, and leave nothing of it out."""
+    """Return whether a server that was started for `spec` could also load this adapter, and apply all of it."""
     headers = read_headers(adapter)
     max_rank, modules = _room(spec)
     return not any(_problems(headers)) and max(headers.ranks.values()) <= max_rank and _modules(headers) <= modules
 
 
 def _room(spec: LaunchSpec) -> tuple[int, set[str]]:
-    """The rank and the ends of layers' names that the adapters of `spec` need: what its server is started with."""
+    """Return the rank and the last parts of layer names that a server of `spec` is started with."""
     headers = [read_headers(folder) for folder in spec.adapters.values()]
-    highest = max(rank for one in headers for rank in one.ranks.values())
-    return next(rank for rank in MAX_RANKS if rank >= highest), {name for one in headers for name in _modules(one)}
+    highest = max(rank for adapter in headers for rank in adapter.ranks.values())
+    modules = {name for adapter in headers for name in _modules(adapter)}
+    return next(rank for rank in MAX_RANKS if rank >= highest), modules
 
 
 def check_adapters(spec: LaunchSpec) -> None:
@@ -85,6 +88,7 @@ def check_adapters(spec: LaunchSpec) -> None:
 
 
 def _problems(headers: AdapterHeaders) -> Iterator[str]:
+    """Yield why vLLM could not serve an adapter with these headers."""
     config = headers.config
     found = [f"{field}: {_first(config[field])}" for field in UNKNOWN if config.get(field)]
     found += [f"bias: {config['bias']}"] if config.get("bias", "none") != "none" else []
@@ -109,10 +113,10 @@ def _is_mixture(config: Mapping[str, Any]) -> bool:
 
 
 def _first(value: object) -> object:
-    """Without most of a long list: every expert's parameter of every layer may be in it."""
+    """Shorten a long list: it may name every expert's parameter of every layer."""
     return [*value[:NUM_NAMED], "…"] if isinstance(value, list) and len(value) > NUM_NAMED else value
 
 
 def _modules(headers: AdapterHeaders) -> set[str]:
-    """Ends of the adapted layers' names; vLLM has all experts of a layer in one module."""
+    """Return the last parts of the adapted layers' names; vLLM has all experts of a layer in one module."""
     return {EXPERTS if f".{EXPERTS}." in layer else layer.rpartition(".")[2] for layer in headers.ranks}

@@ -1,7 +1,7 @@
-"""Options of `vllm serve` that a recipe passes through: those that are refused, and how the others are written.
+"""Options of `vllm serve` that a recipe passes through: which are refused, and how the others are written.
 
-Refused is what this project sets itself, what opens a door past the proxy or runs code of others, and what names files
-or servers whose content no version would know.
+Refused are options that this project sets itself, that open a way around the proxy or run code of others, and that name
+files or servers whose content no version would know.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SET_HERE = {
         ("uds", "generation-config", "logprobs-mode", "distributed-executor-backend"), "it is set where it is needed"
     ),
 }
-"""Option → where it is said instead."""
+"""Option → field that sets it."""
 DOORS = {
     **dict.fromkeys(
         (
@@ -74,24 +74,24 @@ REFUSED = {**{name: f"it is set by the recipe's other fields: {where}" for name,
 ELSEWHERE = re.compile(
     r".*_(plugin|cls|class|path|dir|file|url|endpoint)|inductor_passes|model|tokenizer|(.*_)?revision|custom_class"
 )
-"""Keys, or methods, of a value that name code, files or models which lie elsewhere."""
+"""Keys, or methods, in an option's value that name code, files or models outside the artifact."""
 QUALIFIED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-"""A name of Python, as `compilation-config` takes one for its `backend`."""
+"""Dotted name of Python code, as `compilation-config` takes one for its `backend`."""
 PARSER = "tool-call-parser"
 CHECK = Path(__file__).with_name("option_check.py")
 
 
 def written(arguments: Mapping[str, JsonValue]) -> dict[str, list[str]]:
-    """Option → how the command line has it. Raises RecipeError for one that is refused."""
+    """Return option → its arguments on the command line. Raises RecipeError if one is refused."""
     if refused := list(refusals(arguments)):
         raise RecipeError(f"the arguments of `vllm serve`: {'; '.join(refused)}")
     return {name: _written(name, value) for name, value in arguments.items()}
 
 
 def refusals(arguments: Mapping[str, JsonValue]) -> Iterator[str]:
-    """`OPTION: why`, of those that are passed to no server."""
+    """Yield `OPTION: why` for each option that no server gets."""
     for name, value in arguments.items():
-        # vLLM takes beginnings of names for the whole.
+        # vLLM's parser takes an unambiguous beginning of an option for the option.
         whole = next((refused for refused in REFUSED if refused.startswith(name)), None)
         if not NAME.fullmatch(name) or name.startswith("no-"):
             yield f"{name}: expected an option's name without dashes before it, such as max-num-batched-tokens: 2048"
@@ -108,13 +108,14 @@ def refusals(arguments: Mapping[str, JsonValue]) -> Iterator[str]:
 def argument_problems(
     python: Path, version: str, arguments: Mapping[str, JsonValue], *, at_once: bool = False
 ) -> list[str] | NotAsked:
-    """`OPTION: why`, of what is refused here, or by the parser of this version of vLLM, whose answers are kept.
+    """Return `OPTION: why` for options refused here, or by the parser of this vLLM, whose answers are cached.
 
-    python: the interpreter of its environment. at_once: it is not asked what it has not been asked before.
+    python: interpreter of vLLM's environment.
+    at_once: only answer from the cache.
     """
     if refused := list(refusals(arguments)):
         return refused
-    # Its parser of options takes any name, and its server ends by an unknown one.
+    # The option parser accepts any name of a tool parser; the server would end with an error.
     if PARSER in arguments and (problem := parser_problem(arguments[PARSER], python)):
         return [f"{PARSER}: {problem}"]
     if set(arguments) == {PARSER} and known_parsers(python):
@@ -131,7 +132,7 @@ def _written(name: str, value: JsonValue) -> list[str]:
 
 
 def _elsewhere(value: JsonValue) -> Iterator[str]:
-    """Keys and methods of mappings, at any depth and also written as JSON, that name what lies elsewhere."""
+    """Yield keys and methods that name something outside the artifact, at any depth and also in JSON strings."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

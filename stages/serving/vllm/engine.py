@@ -1,4 +1,7 @@
-"""vLLM as a serving engine."""
+"""vLLM as a serving engine: its program, the command and environment of a server, its log, and its load generator.
+
+vLLM lives in an environment of its own and is never imported here: it is started as a program and spoken to over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,12 @@ if TYPE_CHECKING:  # their HTTP imports would slow every plan
 
 BYTES_PER_GIB = 2**30
 CPU_KV_CACHE_GIB = 4.0
-"""vLLM would take 92% of the host's memory, and refuse to start when something else uses more than the rest."""
+"""Size of the KV cache on a CPU, where the recipe gives none.
+
+vLLM would take 92% of the host's memory, and refuse to start when something else uses more than the rest.
+"""
 GPU_SHARE = 0.9
-"""Part of a GPU's memory that servers beside each other take."""
+"""Part of a GPU's memory that servers tried side by side share."""
 QUIET = {
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -48,19 +54,23 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
 }
+"""Variables that keep vLLM and its libraries from reporting usage and from asking hubs."""
 SETTINGS = {
     **QUIET,
-    # By itself it takes 4, and answers 400 to tasks of lm-eval that have more, the end token among them.
+    # vLLM's default is 4, and it answers 400 to tasks of lm-eval that have more, the end token among them.
     "VLLM_MAX_STOP_STRINGS": str(MOST_STOP_TEXTS),
 }
 
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Where the processes of a server, all on one machine, reach one another."""
+"""Variables by which the processes of a server, all on one machine, reach one another."""
 
 
 SMOKE_PROMPT = "1 + 1 = 2"
-"""Several tokens: on CPUs with AMX, attention of vLLM 0.32 in bf16 dies by SIGILL until a product of two matrices,
-which a single token does not need, has asked the kernel for the tile registers."""
+"""Prompt of several tokens.
+
+On CPUs with AMX, attention of vLLM 0.32 in bf16 dies by SIGILL until a product of two matrices, which a single token
+does not need, has asked the kernel for the tile registers.
+"""
 SMOKE_TOKENS = 2
 
 
@@ -69,7 +79,7 @@ LOAD_TIMEOUT_S = 3600.0
 
 
 PREFIX = re.compile(r"^(?:\(\w+[^)]*pid=\d+\)\s*)?(?:(?:ERROR|CRITICAL)\s+\d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s?)?")
-"""The process, then the level, the time and the module."""
+"""Beginning of a line in vLLM's log: the process, then the level, the time and the module."""
 USAGE = re.compile(r"^(?:vllm|vllm serve|api_server\.py)\S*: error: (.+)")
 GENERIC = (
     "engine core initialization failed",
@@ -84,7 +94,7 @@ GENERIC = (
 
 @dataclass(frozen=True)
 class VllmProgram:
-    """An installed vLLM: its `vllm` command, the interpreter beside it, and its version."""
+    """Installed vLLM: its `vllm` command, the interpreter beside it, and its version."""
 
     command: Path
     python: Path
@@ -92,7 +102,7 @@ class VllmProgram:
 
     @property
     def runs_on_cpu(self) -> bool:
-        """Whether this is a build for CPUs; it serves there even when the machine has a GPU."""
+        """Return whether this is a build for CPUs; it serves there even if the machine has a GPU."""
         return "cpu" in self.version
 
     def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
@@ -114,21 +124,21 @@ class VllmProgram:
         if spec.adapters:
             command += adapter_arguments(spec)
         if spec.num_tried > 1 and not self.runs_on_cpu:
-            # By itself each would take 92% of a GPU's memory.
+            # By default each would take 92% of a GPU's memory.
             command += ["--gpu-memory-utilization", f"{GPU_SHARE / spec.num_tried:.2f}"]
         if parser := serving.tool_call_parser or parser_of(spec.model, self.python):
             command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
         command += [part for parts in written(serving.arguments).values() for part in parts]
         if spec.for_training:
-            # What a model's own generation_config.json says of sampling, nobody asked for; log-probabilities are those
-            # of what was sampled from, temperature included.
+            # Ignore the sampling settings in the model's generation_config.json, and return log-probabilities of the
+            # distribution that was sampled from, temperature included.
             command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
         if self._runs_in_one_worker(serving):
             command += ["--distributed-executor-backend", "uni"]
         return command
 
     def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
-        """Ours, without what would confuse vLLM, with the key and the CPU's settings."""
+        """Return our environment without what would confuse vLLM, with the key and the CPU's settings."""
         serving = spec.serving
         # Sockets get names relative to the working folder, since their paths may not be longer than 107 bytes.
         environment = {**inherited_environment(), **SETTINGS, "VLLM_API_KEY": api_key, "VLLM_RPC_BASE_PATH": "."}
@@ -138,7 +148,7 @@ class VllmProgram:
             environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
             # Threads that spin while they wait make a server ten times slower on cores that others use too.
             environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        # Its routes would let anybody with the key read folders as adapters; the proxy passes none of them on.
+        # These routes would let everyone with the key read folders as adapters; the proxy passes none of them on.
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = str(int(spec.swaps_adapters))
         # The routes that load other weights run any method of a worker; the proxy passes none of them on, either.
         environment["VLLM_SERVER_DEV_MODE"] = str(int(spec.for_training))
@@ -150,20 +160,21 @@ class VllmProgram:
         return environment
 
     def _is_eager(self, spec: LaunchSpec) -> bool:
-        """Return whether nothing is compiled: on a CPU that takes minutes, which a person who tries a model spends
-        waiting for its first answer.
+        """Return whether nothing is compiled.
+
+        On a CPU compilation takes minutes, which a person who tries a model would spend waiting for its first answer.
         """
         return spec.serving.enforce_eager or (spec.num_tried > 0 and self.runs_on_cpu)
 
     def _runs_in_one_worker(self, serving: ServingConfig) -> bool:
-        """On a CPU a single worker can live in the engine's process, which saves the import of another one."""
+        """Return whether the worker lives in the engine's process, which saves the import of another one."""
         return self.runs_on_cpu and serving.tensor_parallel_size == 1
 
 
 def find_vllm() -> VllmProgram:
-    """The program that LIFECYCLE_VLLM names, or `.venv-serve/bin/vllm` beside our environment, or that on PATH.
+    """Return the program that LIFECYCLE_VLLM names, or `.venv-serve/bin/vllm` beside our environment, or that on PATH.
 
-    Raises ResourceError when there is none.
+    Raises ResourceError if there is none.
     """
     command = _find_command()
     python = command.with_name("python")
@@ -192,7 +203,7 @@ def _find_command() -> Path:
 
 @cache
 def _read_version(command: Path) -> str:
-    """Version by the package metadata in the program's environment: importing vLLM would cost seconds."""
+    """Return the version by the package metadata in the program's environment: importing vLLM would cost seconds."""
     for folder in sorted(command.parent.parent.glob("lib/python3*/site-packages")):
         for distribution in distributions(name="vllm", path=[str(folder)]):
             return distribution.version
@@ -202,7 +213,7 @@ def _read_version(command: Path) -> str:
 
 
 class Vllm:
-    """The parts of this room, as the protocol names them."""
+    """vLLM, as the protocol `Engine` describes it."""
 
     name = "vllm"
     title = "vLLM"
@@ -293,14 +304,18 @@ class Vllm:
 
 
 def find_root_cause(log: str) -> str | None:
-    """The first exception in `log` that is not a mere consequence of another, with its message; None without one."""
+    """Return the first exception in `log` that is not a consequence of another, with its message; None without one.
+
+    Several processes write into one log, each with a prefix of its own, and the first traceback has the cause. The last
+    line does not help (`RuntimeError: Engine core initialization failed. See root cause above`).
+    """
     return root_cause(log, prefix=PREFIX, usage=USAGE, generic=GENERIC)
 
 
 def generate_load(client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path) -> list[LoadResult]:
-    """A result for each concurrency. Leaves `benchmark.json` (vLLM's own results) and `benchmark.log` in `folder`.
+    """Run `vllm bench serve` for each concurrency; leaves `benchmark.json` (vLLM's own results) and `benchmark.log`.
 
-    Raises ServerError when the load generator fails.
+    Raises ServerError if the load generator fails.
     """
     arguments = [_load_arguments(client, spec, benchmark, concurrency) for concurrency in benchmark.concurrencies]
     results = _run_load_generator(client, arguments, folder)
@@ -311,7 +326,7 @@ def generate_load(client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, 
             num_failed=result["failed"],
             num_output_tokens=result["total_output_tokens"],
             ttft_ms=float(result["median_ttft_ms"]),
-            # Not the median time between chunks: chunks that arrive together have none, however slow the tokens were.
+            # Not the median time between chunks: it is 0 for chunks that arrive together, however slow the tokens were.
             inter_token_latency_ms=float(result["median_tpot_ms"]),
             output_tokens_per_s=float(result["output_throughput"]),
         )

@@ -1,8 +1,8 @@
-"""Runs `vllm bench serve` several times in one process, since the import of vLLM takes longer than the benchmark.
+"""Program that runs `vllm bench serve` several times in one process: importing vLLM takes longer than the benchmark.
 
-A program for the interpreter of vLLM's environment; it imports nothing of ours. Reads from stdin a JSON list of
-argument lists for `vllm bench serve`, and writes to the file that is its only argument a JSON list of its results. The
-API key is OPENAI_API_KEY.
+It runs in vLLM's environment and imports nothing of ours. It reads from stdin a JSON list of argument lists for `vllm
+bench serve`, and writes to the file that is its only argument a JSON list of its results. The API key is
+OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def run_benchmarks() -> None:
-    """One benchmark after the other, as the `vllm` command would run each."""
+    """Run the benchmarks one after the other, each as the `vllm` command would."""
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     results = [main(parser.parse_args(arguments)) for arguments in json.load(sys.stdin)]

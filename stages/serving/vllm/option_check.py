@@ -1,6 +1,7 @@
-"""Asks the parser of `vllm serve` for options. stdin: JSON, option → how the command line has it. stdout: problems.
+"""Program that checks options with the parser of `vllm serve`.
 
-A program for the interpreter of vLLM's environment; it imports nothing of ours.
+It runs in vLLM's environment and imports nothing of ours. stdin: JSON, option → its arguments on the command line.
+stdout: its last line is a JSON list of problems.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 class Refusing(FlexibleArgumentParser):
-    """Raises what it would end the process with."""
+    """A parser that raises ValueError instead of ending the process."""
 
     def error(self, message: str) -> None:
-        """Raises ValueError."""
+        """Raise ValueError."""
         raise ValueError(message)
 
 
 def main() -> None:
-    """The last line that is printed are the problems, `OPTION: why`."""
+    """Print `OPTION: reason` for each option on stdin that the parser refuses, as a JSON list."""
     parser = make_arg_parser(Refusing())
     names = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
     problems = []

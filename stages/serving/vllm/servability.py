@@ -1,4 +1,4 @@
-"""Whether vLLM can serve a model once it is quantized: known from shapes alone, before anything slow is imported.
+"""Checks that vLLM can serve a model once it is quantized, from shapes alone, before anything slow is imported.
 
 The rules are those of the kernels that vLLM 0.32 selects, on the kind of device that this machine has:
 
@@ -9,9 +9,9 @@ The rules are those of the kernels that vLLM 0.32 selects, on the kind of device
   experts of a mixture a hidden size in multiples of 128;
 - 8 bits: cutlass, oneDNN or a fallback of theirs takes any shape;
 - experts of a mixture on a CPU: int4 and int8 need AMX and shapes in multiples of 32, int4 no zero points and another
-  group size than 32; fp8 is served in blocks of 128 only, which no method of ours writes.
+  group size than 32; fp8 is served in blocks of 128 only, which no method here writes.
 
-`caveats` says what does not show in shapes: what a CPU of this kind does to the served model.
+`caveats` warns of what shapes do not show: what a CPU of this kind does to the served model.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from stages.serving.engine import Quantization
 Device = Literal["cpu", "cuda"]
 
 GROUP_SIZES = (128, 64, 32)
-"""Served on every device, best compression first."""
+"""Group sizes that every device serves, best compression first."""
 CHANGES: list[dict[str, Any]] = [
     {"symmetric": True},
     *({"group_size": size} for size in GROUP_SIZES),
     *({"group_size": size, "symmetric": True} for size in GROUP_SIZES),
 ]
-"""What may make a recipe right, the least first."""
+"""Changes that may make a recipe servable, the smallest first."""
 CUDA_GROUP_SIZES = (32, 64, 128, 256)
 CUDA_EXPERT_GROUP_SIZES = (32, 64, 128)
 PACKED = 8
@@ -46,14 +46,14 @@ PACKED = 8
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of the model, which tensor parallelism divides as wholes."""
+    """Attention heads of the model; tensor parallelism gives each rank whole heads."""
 
     queries: int
     keys: int
 
     @classmethod
     def of(cls, model_config: dict[str, Any]) -> Heads | None:
-        """From a `config.json` (of the language model, when it has parts), or None where it does not say."""
+        """Return the heads by a `config.json` (of the language model, if it has parts); None if it has none."""
         text_config = model_config.get("text_config", model_config)
         queries = text_config.get("num_attention_heads")
         return cls(queries, text_config.get("num_key_value_heads") or queries) if queries else None
@@ -61,14 +61,14 @@ class Heads:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why one layer cannot be served."""
+    """One layer that cannot be served, and why."""
 
     layer: str
     reason: str
 
 
 def serving_device() -> Device:
-    """The kind of device that vLLM would run on here."""
+    """Return the kind of device that vLLM would run on here."""
     gpus = Path("/proc/driver/nvidia/gpus")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return "cuda" if gpus.is_dir() and any(gpus.iterdir()) and not hidden else "cpu"
@@ -81,7 +81,7 @@ def check_servable(
     device: Device,
     flags: Collection[str] = (),
 ) -> None:
-    """Raise RecipeError when vLLM could not serve the result, saying which layers, why and what to change.
+    """Raise RecipeError if vLLM could not serve the result, with the layers, the reasons and what to change.
 
     flags: instruction sets of the CPU that is to serve it.
     """
@@ -94,7 +94,7 @@ def check_servable(
 
 
 def caveats(quantization: Quantization, device: Device, cpu_flags: set[str]) -> list[str]:
-    """What to warn of: the quantized model would be served, but not as its KL or its size promise."""
+    """Return warnings about a quantized model that would be served, but not as its KL or its size promise."""
     if device == "cuda" or not cpu_flags:
         return []
     if quantization.weights == "int8" and not cpu_flags & {"avx512_vnni", "avx_vnni"}:
@@ -108,7 +108,7 @@ def caveats(quantization: Quantization, device: Device, cpu_flags: set[str]) -> 
 
 
 def cpu_flags() -> set[str]:
-    """Instruction sets of this machine's CPU; none where the system does not say."""
+    """Return the instruction sets of this machine's CPU; none where the system does not list them."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     return set(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
@@ -140,7 +140,7 @@ def _experts(
 
 
 def _unread_by_transformers(quantization: Quantization) -> str | None:
-    """What Transformers 5.17 does not read of quantized experts, though vLLM does on CUDA."""
+    """Return why Transformers 5.17 cannot read these quantized experts, though vLLM serves them on CUDA."""
     if quantization.weights == "int8":
         return "Transformers reads no int8 experts, and the KL is measured with it"
     if quantization.weights == "int4" and not quantization.symmetric:
@@ -149,6 +149,7 @@ def _unread_by_transformers(quantization: Quantization) -> str | None:
 
 
 def _no_cpu_kernel(quantization: Quantization, flags: Collection[str]) -> str | None:
+    """Return why vLLM has no kernel for these experts on this CPU; None if it has one."""
     if quantization.weights == "fp8":
         return "vLLM has no kernel for fp8 experts on a CPU"
     if "amx_tile" not in flags:
@@ -169,7 +170,7 @@ def _split_evenly(layers: list[Projection], heads: Heads | None, ranks: int) -> 
 
 
 def _quantized_together(projections: list[Projection], layers: list[Projection]) -> Iterator[Problem]:
-    """vLLM refuses matrices of which only a part is quantized."""
+    """Yield fused matrices of which only a part is quantized, which vLLM refuses."""
     kept = {layer.name for layer in layers}
     for name, group in _by_fused_name(projections).items():
         ignored = [layer.name for layer in group if layer.name not in kept]
@@ -219,7 +220,7 @@ def _outputs_per_rank(layer: Projection, heads: Heads | None, ranks: int) -> int
 
 
 def _is_replicated(layer: Projection, heads: Heads | None, ranks: int) -> bool:
-    """With more ranks than key heads, each rank holds one whole key and value head."""
+    """Return whether each rank holds one whole key and value head, as with more ranks than key heads."""
     return heads is not None and ranks > heads.keys and layer.suffix in ("k_proj", "v_proj")
 
 
@@ -233,7 +234,7 @@ def _by_fused_name(layers: list[Projection]) -> dict[str, list[Projection]]:
 def _advice(
     projections: list[Projection], quantization: Quantization, problems_of: Callable[[Quantization], list[Problem]]
 ) -> str:
-    """The smallest change that helps: another group size, another layer left alone, fewer ranks."""
+    """Return the smallest change that helps: another group size, another layer ignored, fewer ranks."""
     for change in CHANGES if quantization.weights == "int4" else ():
         if not problems_of(replace(quantization, **change)):
             return "set " + " and ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())
@@ -251,7 +252,7 @@ def _advice(
 
 
 def _advice_for_experts(quantization: Quantization, problems_of: Callable[[Quantization], list[Problem]]) -> str:
-    """Beside unquantized experts Transformers reads fp8 alone."""
+    """Return advice for experts: beside unquantized experts, Transformers reads only fp8."""
     fp8 = replace(quantization, method="fp8", weights="fp8")
     if not problems_of(fp8):
         return "choose method fp8"
@@ -273,6 +274,6 @@ def _explain(problems: list[Problem], advice: str, quantization: Quantization, d
             f"{quantization.method}{groups} would give a model that vLLM cannot serve on {device} "
             f"at tensor_parallel_size {quantization.tensor_parallel_size}:",
             *lines,
-            f"To mend it, {advice}.",
+            f"To fix it, {advice}.",
         ]
     )

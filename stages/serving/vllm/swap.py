@@ -1,8 +1,9 @@
 """Other weights for a running vLLM: adapters and whole models, loaded at its own address, never through the proxy.
 
 Each version of an adapter has a name and a folder of its own. Under a name that was used before, vLLM would answer from
-the prefix cache of the former weights, or read the files again at every request. Whole weights come in the place of
-those that it has.
+the prefix cache of the former weights, or read the files again at every request. Whole weights replace those that it
+has. A server that others started is asked about itself, and gets its weights, by vLLM's development routes
+(`VLLM_SERVER_DEV_MODE=1`).
 """
 
 from __future__ import annotations
@@ -30,12 +31,18 @@ ANSWER_BYTES = 2**20
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs"
 SAID_OF_ITSELF = "/server_info?config_format=json"
 SAMPLED_AS_ASKED = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
-"""Else a model's own generation_config.json has a say in what is sampled, and log-probabilities are not those of what
-was sampled from."""
+"""Settings of a server to learn from.
+
+Else the model's own generation_config.json changes what is sampled, and log-probabilities are not those of the
+distribution that was sampled from.
+"""
 
 
 def load_adapter(address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
-    """Raises ServerError when vLLM refuses it, which harms nothing; TransientError when it does not answer in time."""
+    """Load an adapter into a running vLLM.
+
+    Raises ServerError if vLLM refuses it, which harms nothing; TransientError if it does not answer in time.
+    """
     body = {"lora_name": name, "lora_path": str(folder)}
     post(address, api_key, "v1/load_lora_adapter", body, f" {name}", timeout_s)
 
@@ -46,9 +53,9 @@ def unload_adapter(address: EngineAddress, api_key: str, name: str, timeout_s: f
 
 
 def reload_weights(address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-    """In the place of the model's, those of `folder`, which `prepare_reloads` has seen; no request may be under way.
+    """Replace the model's weights by those of `folder`, which `prepare_reloads` has seen; no request may be under way.
 
-    Raises as `load_adapter` does, but where vLLM refuses, it ends at the next request.
+    Raises as `load_adapter` does; but where vLLM refuses, it ends at the next request.
     """
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     post(address, api_key, "collective_rpc", body, f" of {folder}", timeout_s)
@@ -57,7 +64,7 @@ def reload_weights(address: EngineAddress, api_key: str, folder: Path, timeout_s
 
 
 def prepare_reloads(folder: Path) -> None:
-    """Write the head of a model whose embedding serves as it, and say so in its config.
+    """Write an untied head for a model whose embedding serves as its head, and say so in its config.
 
     vLLM on a CPU keeps the head in another order, and does not renew that when it is tied: new layers would answer
     through an old head. Raises ModelError for a model whose weights have other names than most have.
@@ -87,7 +94,7 @@ def prepare_reloads(folder: Path) -> None:
 
 
 def post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], what: str, timeout_s: float) -> None:
-    """Ask vLLM for what a route does; what: with it, in messages. Raises as `load_adapter` does."""
+    """Post to a route of vLLM itself; `what` follows the route's name in messages. Raises as `load_adapter` does."""
     doing = f"{route.rpartition('/')[2]}{what}"
     expected = Expected(f"asking vLLM to {doing}: it", ANSWER_BYTES, timeout_s, key=api_key)
     try:
@@ -98,9 +105,10 @@ def post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any],
 
 
 def check_takes_weights(client: Client, num_tokens: int, dtype: str) -> None:
-    """Raise ServerError unless it can be given weights and learned from; TransientError when it does not answer.
+    """Raise ServerError unless a server can be given weights and learned from; TransientError if it does not answer.
 
-    num_tokens: of a prompt and its answer. dtype: `float32` or `bfloat16`.
+    num_tokens: length of a prompt and its answer.
+    dtype: `float32` or `bfloat16`.
     """
     client.check_lists_model("the server", "; name one of these (`served_model`)")
     if problems := "; ".join(_problems(_configured(client).settings, num_tokens, dtype)):
@@ -108,8 +116,10 @@ def check_takes_weights(client: Client, num_tokens: int, dtype: str) -> None:
 
 
 def check_reads(address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-    """Write a file without weights to the folder, and have it loaded: of one that lacks some, vLLM would be left with
-    half a model, unless the weights are said to be in its own order. Raises ServerError when it does not find the file.
+    """Raise ServerError unless vLLM finds files that we write to this folder.
+
+    A file without weights is written and loaded. `is_checkpoint_format: False` says that the weights are in vLLM's own
+    order: of a checkpoint that lacks some, vLLM would be left with half a model.
     """
     from safetensors.numpy import save_file
 
@@ -121,7 +131,7 @@ def check_reads(address: EngineAddress, api_key: str, folder: Path, timeout_s: f
     except ServerError as error:
         raise ServerError(
             f"{error}; the weights reach it by this folder, so it must have the same one under the same path: start it "
-            "on this machine, or where the store's file system is mounted alike"
+            "on this machine, or where the store's file system is mounted at the same path"
         ) from error
 
 
@@ -151,7 +161,7 @@ class _ServerInfo(AnswerModel):
 
 
 def _configured(client: Client) -> _Configured:
-    """Ask the server for its settings."""
+    """Return the server's report of its own settings."""
     try:
         return client.answer(SAID_OF_ITSELF, _ServerInfo).vllm_config
     except ServerError as error:

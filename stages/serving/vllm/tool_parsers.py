@@ -1,7 +1,7 @@
-"""The parser by which vLLM reads calls of tools from answers: chosen by the chat template, checked by vLLM's own list.
+"""Parsers by which vLLM reads tool calls from answers: chosen by the chat template, checked with vLLM's own list.
 
 Without one, vLLM refuses each request that has tools. A chat template writes calls of earlier turns as the model writes
-new ones, so what stands around them there names the parser.
+new ones, so the texts around them there identify the parser.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ MARKERS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("<|tool_call|>",), "granite", ()),
     (("<|start|>functions.",), "openai", ()),
 )
-"""Texts of a chat template, the parser where all of them stand in it, and the tokens without which that parser raises
-at each request. The first that fits: `<tool_call>` alone is JSON, but stands around other forms of calls, too."""
+"""Rows of: texts in a chat template, the parser if all of them are there, and the tokens that the parser needs.
+
+Without those tokens it raises at each request. The first row that fits counts: `<tool_call>` alone means JSON, but it
+also stands around other forms of calls.
+"""
 
 
 def parser_of(model: Path, python: Path) -> str | None:

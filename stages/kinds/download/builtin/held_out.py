@@ -13,7 +13,7 @@ from stages.hubs.builtin.addition import split_problems, write_rows
 
 
 def write_held_out(path: Path) -> None:
-    """One `question` and `answer` a line."""
+    """Write one `question` and `answer` a line."""
     write_rows(path, ({"question": problem.question, "answer": problem.answer} for problem in split_problems().test))
 
 

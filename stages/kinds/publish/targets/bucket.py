@@ -1,6 +1,6 @@
-"""Object storage (`s3://`, `gs://`, `az://`): objects below a prefix, by the filesystems that downloads use.
+"""Publishing target in object storage (`s3://`, `gs://`, `az://`): objects below a prefix, as downloads read them.
 
-Credentials come from the environment, as for downloads. An object that was cut off is not there at all.
+Credentials come from the environment, as for downloads. An object whose upload was cut off does not exist.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ CHUNK_BYTES = 8 << 20
 
 
 class Prefix:
-    """What is there is read back to be hashed: of an object that came in parts, storage knows no checksum of ours."""
+    """Objects below a prefix.
+
+    They are read back to be hashed: for an object that came in parts, storage has no checksum of ours.
+    """
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -31,7 +34,7 @@ class Prefix:
             self._filesystem = FILESYSTEMS[address.scheme](self._bucket)
 
     def check(self) -> None:
-        """Whether the bucket is there and may be looked at; whether it may be written to, only writing tells."""
+        """Check that the bucket exists and may be listed; only writing shows whether it may be written to."""
         from pyarrow.fs import FileType
 
         with self._explained():
@@ -42,7 +45,7 @@ class Prefix:
             )
 
     def prepare(self, licence: str | None) -> None:
-        """A prefix is there once something lies below it."""
+        """Do nothing: a prefix exists once something lies below it."""
 
     def held(self, expected: LocalFiles) -> Held:
         from pyarrow.fs import FileSelector, FileType
@@ -53,9 +56,9 @@ class Prefix:
             )
             start = len(self._address.place) + 1
             sizes = {one.path[start:]: one.size for one in found if one.type == FileType.File}
-            alike = [name for name, file in expected.items() if sizes.get(name) == file.size_bytes]
+            same_size = [name for name, file in expected.items() if sizes.get(name) == file.size_bytes]
             with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-                sums = dict(zip(alike, pool.map(self._sha256, alike), strict=True))
+                sums = dict(zip(same_size, pool.map(self._sha256, same_size), strict=True))
         return Held({name: Digest("sha256", sums[name]) if name in sums else None for name in sizes})
 
     def read_text(self, name: str) -> str | None:
@@ -95,5 +98,5 @@ class Prefix:
 
 
 def open_target(address: Address, *, private: bool) -> Prefix:
-    """Who may read is the bucket's policy to say, whatever `private` says."""
+    """Open a prefix. The bucket's policy decides who may read, whatever `private` says."""
     return Prefix(address)

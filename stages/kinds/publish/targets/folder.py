@@ -1,4 +1,4 @@
-"""A folder (`file:///PATH`), such as one of a file server: each file appears whole, under its own name."""
+"""Publishing target in a folder (`file:///PATH`), such as a file server's: each file appears whole, under its name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 class Folder:
-    """A folder whose files are hashed again each time they are asked for."""
+    """A folder whose files are hashed at each request."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,10 +61,10 @@ class Folder:
         with self._explained():
             found = {path.relative_to(self._folder).as_posix(): path for path in self._folder.rglob("*")}
             files = {name: path for name, path in found.items() if path.is_file()}
-            alike = {
+            same_size = {
                 name for name in files.keys() & expected if files[name].stat().st_size == expected[name].size_bytes
             }
-            sums = sha256_of_files({name: files[name] for name in alike})
+            sums = sha256_of_files({name: files[name] for name in same_size})
         return Held({name: Digest("sha256", sums[name]) if name in sums else None for name in files})
 
     def read_text(self, name: str) -> str | None:
@@ -104,5 +104,5 @@ class Folder:
 
 
 def open_target(address: Address, *, private: bool) -> Folder:
-    """Who may read the folder is its owner's to say, whatever `private` says."""
+    """Open a folder. Its owner decides who may read it, whatever `private` says."""
     return Folder(Path(address.place))

@@ -1,4 +1,4 @@
-"""The Hugging Face hub (`hf://owner/name`): a model repository, one commit a publication.
+"""Publishing target on the Hugging Face hub (`hf://owner/name`): a model repository, one commit a publication.
 
 Respects HF_ENDPOINT (a mirror) and HF_TOKEN. Large files go to the hub's storage first, where the next attempt finds
 them by their sha256; the commit that names them comes last, so that no reader sees half a model.
@@ -24,7 +24,11 @@ from stages.remote.hub_file import TOKEN_VARIABLE, endpoint
 
 
 class HuggingFaceRepository:
-    """name: `owner/name`. private: what a new repository is made, and what one that is there has to be."""
+    """A model repository.
+
+    name: `owner/name`.
+    private: visibility of a new repository, and required of an existing one.
+    """
 
     def __init__(self, name: str, *, private: bool) -> None:
         self._name = name
@@ -44,7 +48,7 @@ class HuggingFaceRepository:
         info = self._info()
         if self._private and info and not info.private:
             raise PublishError(
-                f"publishing to {self._source}: everybody can read that repository, but the recipe does not say "
+                f"publishing to {self._source}: everyone can read that repository, but the recipe does not say "
                 "`private: false`; say so, name another repository, or make this one private"
             )
 
@@ -87,27 +91,27 @@ class HuggingFaceRepository:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """The library's errors hold addresses with signatures: only what the hub says is passed on."""
+        """Turn the library's errors, which hold addresses with signatures, into ones with only the hub's message."""
         try:
             yield
         except HfHubHTTPError as error:
             raise self._refused(error) from None
         except httpx.TransportError as error:
             raise self._silent(error) from None
-        except RuntimeError as error:  # what the library makes of an upload that failed
+        except RuntimeError as error:  # the library's error for a failed upload
             if isinstance(error.__cause__, HfHubHTTPError):
                 raise self._refused(error.__cause__) from None
             if isinstance(error.__cause__, httpx.TransportError):
                 raise self._silent(error.__cause__) from None
             raise
-        except (ValueError, TypeError, LookupError, AttributeError) as error:  # of JSON of another form
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # JSON of another form
             raise PublishError(
                 f"publishing to {self._source}: {endpoint()} does not answer like a hub ({error})"
             ) from None
 
     def _refused(self, error: HfHubHTTPError) -> LifecycleError:
-        status, said = error.response.status_code, error.server_message or "no reason given"
-        doing = f"publishing to {self._source}: the hub answered {status}: {said}"
+        status, message = error.response.status_code, error.server_message or "no reason given"
+        doing = f"publishing to {self._source}: the hub answered {status}: {message}"
         if busy_from_status(status, error.response.headers) or status in (409, 412):
             return TransientError(f"{doing}; try again later, what was sent is not sent again")
         if status in (401, 403, 404):
@@ -122,5 +126,5 @@ class HuggingFaceRepository:
 
 
 def open_target(address: Address, *, private: bool) -> HuggingFaceRepository:
-    """A model repository."""
+    """Open a model repository."""
     return HuggingFaceRepository(address.place, private=private)

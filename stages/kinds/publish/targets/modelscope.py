@@ -1,8 +1,8 @@
-"""The ModelScope hub (`modelscope://owner/name`): a model repository, one commit a publication.
+"""Publishing target on the ModelScope hub (`modelscope://owner/name`): a model repository, one commit a publication.
 
 Respects MODELSCOPE_ENDPOINT and MODELSCOPE_API_TOKEN. Large files go to the hub's storage first, where the next attempt
-finds them by their sha256; the commit that names them comes last, so that no reader sees half a model. Written by the
-source of the package `modelscope_hub`, which speaks to the hub; the hub itself was never asked.
+finds them by their sha256; the commit that names them comes last, so that no reader sees half a model. Written from the
+source of the package `modelscope_hub`, which speaks to the hub; never run against the hub itself.
 """
 
 from __future__ import annotations
@@ -41,11 +41,15 @@ from stages.kinds.publish.targets.target import Address, Held, LocalFile, LocalF
 
 KIND: Product = "model"
 NOTHING = {"type": "normal", "size": 0, "sha256": "", "content": "", "encoding": ""}
-"""Of a file in a commit: each of these is always said."""
+"""Fields of a file in a commit; each of them is required."""
 
 
 class ModelScopeRepository:
-    """name: `owner/name`; made if it is not there. private: what it has to be."""
+    """A model repository, created if it does not exist.
+
+    name: `owner/name`.
+    private: required visibility.
+    """
 
     def __init__(self, name: str, *, private: bool) -> None:
         self._name = name
@@ -71,7 +75,7 @@ class ModelScopeRepository:
     def prepare(self, licence: str | None) -> None:
         if self._found():
             return
-        if licence is None:  # the client would say Apache-2.0
+        if licence is None:  # the client's default would be Apache-2.0
             raise PublishError(
                 f"publishing to {self._source}: there is no such repository, or {TOKEN_VARIABLE} may not see it, and "
                 "a new one has to state a licence, which neither the recipe nor the card of the base says; say "
@@ -80,10 +84,10 @@ class ModelScopeRepository:
         visibility = Visibility.PRIVATE if self._private else Visibility.PUBLIC
         with self._explained():
             self._api.create_repo(self._name, KIND, visibility=visibility, license=licence)
-        self.check()  # before anything is sent: that the hub made it as it was asked to
+        self.check()  # before anything is sent, check that the hub created it as requested
 
     def _found(self) -> RepoInfo | None:
-        """None where there is no such repository, as far as this token may see."""
+        """Return the repository; None if there is none, as far as this token may see."""
         with self._explained():
             try:
                 return self._api.get_repo(self._name, KIND)
@@ -110,7 +114,7 @@ class ModelScopeRepository:
             self._hub.create_commit(self._name, KIND, actions, "Publish a promoted model", DEFAULT_REVISION)
 
     def _uploaded(self, name: str, file: LocalFile) -> dict[str, Any]:
-        """What a commit says of a file, whose content the hub's storage has, or the commit itself."""
+        """Return a commit's entry for a file, whose content goes to the hub's storage or into the commit."""
         action = {"action": "create", "path": name, "size": file.size_bytes}
         if not _is_large(name, file.size_bytes):
             content = base64.b64encode(file.path.read_bytes()).decode()
@@ -123,7 +127,7 @@ class ModelScopeRepository:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """The library's errors hold addresses with signatures: only what the hub says is passed on."""
+        """Turn the library's errors, which hold addresses with signatures, into ones with only the hub's message."""
         try:
             yield
         except (NetworkError, requests.RequestException) as error:
@@ -149,12 +153,12 @@ class ModelScopeRepository:
 
 
 def _is_large(name: str, size_bytes: int) -> bool:
-    """Whether the hub keeps a file in its storage, as its own client decides that."""
+    """Return whether the hub keeps a file in its storage, by the rule of its own client."""
     path = PurePosixPath(name)
     named = path.suffix.lower() in MODEL_LFS_SUFFIX or size_bytes > UPLOAD_LFS_FORCE_THRESHOLD_BYTES
     return named and path.name.upper() not in UPLOAD_INLINE_METADATA_PATHS
 
 
 def open_target(address: Address, *, private: bool) -> ModelScopeRepository:
-    """A model repository."""
+    """Open a model repository."""
     return ModelScopeRepository(address.place, private=private)

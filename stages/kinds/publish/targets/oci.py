@@ -1,4 +1,4 @@
-"""An OCI registry (`oci://host/name:tag`), in the layout of ORAS: a layer a file, titled with its name.
+"""Publishing target in an OCI registry (`oci://host/name:tag`), in the layout of ORAS: a layer a file, titled by name.
 
 Speaks the distribution API (OCI Distribution Specification 1.1) itself: blobs by digest, then the manifest, which makes
 all files visible at once. Credentials: OCI_USERNAME and OCI_PASSWORD, or none. Plain HTTP is for the loopback only.
@@ -37,12 +37,12 @@ CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 CHUNK_BYTES = 1 << 20
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 MAX_MANIFEST_BYTES = 4 << 20
-"""The specification's own limit."""
+"""Limit of the specification."""
 MAX_SHOWN_CHARACTERS = 200
 
 
 class _Token(AnswerModel):
-    """What a registry's other server gives for a password."""
+    """Answer of a registry's token server to a password."""
 
     token: str | None = None
     access_token: str | None = None
@@ -56,7 +56,7 @@ class _Layer(AnswerModel):
 
 
 class _Manifest(AnswerModel):
-    """The files that a tag stands for."""
+    """Files that a tag stands for."""
 
     layers: list[_Layer] = Field(default_factory=list)
 
@@ -78,11 +78,11 @@ class OciRegistry:
         self._client = httpx.Client(timeout=TIMEOUT, auth=auth)
 
     def check(self) -> None:
-        """Begins an upload, which registries allow to those who may write, and gives it up."""
+        """Begin an upload, which registries allow to those who may write, and cancel it."""
         self._ask("DELETE", str(self._begin_upload()), accepted=(202, 204, 404, 405))
 
     def prepare(self, licence: str | None) -> None:
-        """A repository is there once something is in it."""
+        """Do nothing: a repository exists once something is in it."""
 
     def held(self, expected: LocalFiles) -> Held:
         answer = self._ask(
@@ -100,7 +100,7 @@ class OciRegistry:
         return Held(held, f"sha256:{hashlib.sha256(answer.content).hexdigest()}")
 
     def read_text(self, name: str) -> str | None:
-        """None: a manifest names all files again, so none of an earlier one is left."""
+        """Return None: a manifest names all files again, so no file of an earlier one is left."""
         return None
 
     def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
@@ -148,13 +148,13 @@ class OciRegistry:
             raise self._expected.wrong(f"began an upload at {location}; expected an address") from None
 
     def _put_blob(self, digest: str, size_bytes: int, content: Iterator[bytes]) -> None:
-        """In one request; the registry compares the content with its digest."""
+        """Send a blob in one request; the registry compares the content with its digest."""
         url = self._begin_upload().copy_merge_params({"digest": digest})
         headers = {"Content-Type": LAYER_TYPE, "Content-Length": str(size_bytes)}
         self._ask("PUT", str(url), accepted=(201,), headers=headers, content=content)
 
     def _ask(self, method: str, url: str, *, accepted: Collection[int], **request: Any) -> httpx.Response:
-        """Where blobs lie elsewhere, registries send those who ask for one there; uploads say themselves where to."""
+        """Send a request; redirects are followed for reads, while uploads name their address themselves."""
         with self._explained():
             answer = self._client.request(method, url, follow_redirects=method in ("GET", "HEAD"), **request)
         if answer.status_code in accepted:
@@ -182,8 +182,9 @@ class OciRegistry:
 
 
 class _Auth(httpx.Auth):
-    """Basic, or the bearer token for which a registry sends its clients to another server; for that registry alone, as
-    it may have blobs uploaded somewhere else.
+    """Basic authentication, or the bearer token that a registry's token server issues.
+
+    Only the registry itself gets it, as it may have blobs uploaded elsewhere.
     """
 
     requires_response_body = True
@@ -197,7 +198,7 @@ class _Auth(httpx.Auth):
         self._header = ""
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """As the Distribution Specification and Docker's token protocol have it."""
+        """Authenticate as in the Distribution Specification and Docker's token protocol."""
         if (request.url.scheme, request.url.netloc) != self._registry:
             yield request
             return
@@ -209,11 +210,11 @@ class _Auth(httpx.Auth):
         challenge = response.headers.get("WWW-Authenticate", "")
         self._header = self._basic
         if challenge.lower().startswith("bearer"):
-            said = dict(CHALLENGE.findall(challenge))
-            realm = httpx.URL(said.get("realm", ""))
+            fields = dict(CHALLENGE.findall(challenge))
+            realm = httpx.URL(fields.get("realm", ""))
             if realm.scheme != "https" and not LOOPBACK.fullmatch(realm.host):
-                return  # the password would be read on its way
-            asked = {"service": said.get("service", ""), "scope": self._scope}
+                return  # plain HTTP would expose the password
+            asked = {"service": fields.get("service", ""), "scope": self._scope}
             headers = {"Authorization": self._basic} if self._basic else {}
             answer = yield httpx.Request("GET", realm, params=asked, headers=headers)
             if answer.status_code == httpx.codes.OK:
@@ -233,5 +234,5 @@ def _chunks(file: LocalFile) -> Iterator[bytes]:
 
 
 def open_target(address: Address, *, private: bool) -> OciRegistry:
-    """Who may read is the registry's to say, whatever `private` says."""
+    """Open a tag. The registry decides who may read it, whatever `private` says."""
     return OciRegistry(address)

@@ -1,4 +1,4 @@
-"""Where models can be published. A new kind of target is a module with `open_target`, and one line here.
+"""Registry of publishing targets. A new kind of target is a module with `open_target`, and one line here.
 
 Light, since every recipe is read with it: a target's module is imported when something is to be published there.
 """
@@ -17,7 +17,12 @@ MAX_SHOWN_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class TargetEntry:
-    """form: what follows the scheme, for messages; pattern: the same for machines. token: variable that must be set."""
+    """A kind of target.
+
+    form: text after the scheme, for messages.
+    pattern: the same, as a regular expression.
+    token: variable that must be set.
+    """
 
     form: str
     pattern: re.Pattern[str]
@@ -42,7 +47,7 @@ TARGETS: dict[str, TargetEntry] = {
 
 
 def parse_address(text: str) -> Address:
-    """The address that a recipe's `to` names. Raises ValueError with what is allowed."""
+    """Parse the address in a recipe's `to`. Raises ValueError with the allowed forms."""
     scheme, separator, place = text.partition("://")
     entry = TARGETS.get(scheme) if separator else None
     match = entry.pattern.fullmatch(place) if entry else None
@@ -57,18 +62,18 @@ def parse_address(text: str) -> Address:
 
 
 def forms() -> str:
-    """How addresses are written, in words."""
+    """Return the forms of addresses, in words."""
     written = [f"{scheme}://{entry.form}" for scheme, entry in TARGETS.items()]
     return f"{', '.join(written[:-1])} or {written[-1]}"
 
 
 def token_of(address: Address) -> str | None:
-    """The variable without which nothing can be published there."""
+    """Return the variable without which nothing can be published there; None if there is none."""
     return TARGETS[address.scheme].token
 
 
 def target_of(address: Address, *, private: bool) -> Target:
-    """The target at an address."""
+    """Open the target at an address."""
     module = importlib.import_module(f"stages.kinds.publish.targets.{TARGETS[address.scheme].module}")
     target: Target = module.open_target(address, private=private)
     return target

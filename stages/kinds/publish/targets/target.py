@@ -15,14 +15,18 @@ from stages.hubs.listing import Digest
 
 @dataclass(frozen=True)
 class Address:
-    """scheme: of the registry. place: what follows it, as its pattern has it."""
+    """Parsed address of a target.
+
+    scheme: key of the registry.
+    place: text after the scheme.
+    """
 
     scheme: str
     place: str
     is_hub: bool = False
 
     def __str__(self) -> str:
-        """As a recipe writes it."""
+        """Return the address as a recipe writes it."""
         return f"{self.scheme}://{self.place}"
 
 
@@ -37,9 +41,10 @@ class LocalFile:
 
 @dataclass(frozen=True)
 class Held:
-    """What lies at a target: name → digest; None for what cannot be the expected file, so that nobody hashed it.
+    """Content of a target.
 
-    revision: what the target calls this content, if it has a word for it.
+    files: name → digest; None for a file that cannot be the expected one, so that it was not hashed.
+    revision: the target's own name for this content, if it has one.
     """
 
     files: Mapping[str, Digest | None]
@@ -47,35 +52,36 @@ class Held:
 
 
 LocalFiles = Mapping[str, LocalFile]
-"""By their names at the target."""
+"""Files by their names at the target."""
 Names = Collection[str]
 Sent = Callable[[int], None]
-"""Gets bytes as they are done."""
+"""Callback that gets numbers of bytes as they are sent."""
 
 
 class Target(Protocol):
-    """A place that was named with its credentials in the environment.
+    """Protocol of a publishing target, whose credentials are in the environment.
 
-    Every method may ask the network, and raises PublishError for what is refused, TransientError when nobody answers.
+    Every method may ask the network, and raises PublishError if the target refuses, TransientError if it does not
+    answer.
     """
 
     def check(self) -> None:
-        """Find out whether it can be published to, without changing anything there."""
+        """Check that it can be published to, without changing anything there."""
 
     def prepare(self, licence: str | None) -> None:
-        """Make the repository or folder, unless it is there. Private, where that is for us to say.
+        """Create the repository or folder if it does not exist; private where we decide that.
 
-        licence: of what will be published, as its card says it, where a new repository has to state one.
+        licence: of the publication, as its card states it; a new repository may have to state one.
         """
 
     def held(self, expected: LocalFiles) -> Held:
-        """What is there, by checksums that the target computed or that are computed of what it gives back."""
+        """Return the target's files by checksums that it computed, or that are computed from what it returns."""
 
     def read_text(self, name: str) -> str | None:
-        """The text of one small file of `held`, that an earlier publication left."""
+        """Return the text of one small file of `held` that an earlier publication left."""
 
     def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
-        """Put the `missing` of `files` there, and take the `stale` names away.
+        """Put the `missing` of `files` there, and remove the `stale` names.
 
-        What was sent before a cut is found by its checksum, and not sent again.
+        Files that were sent before an interruption are found by checksum, and not sent again.
         """

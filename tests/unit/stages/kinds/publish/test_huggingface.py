@@ -99,7 +99,7 @@ def test_an_adapter_names_its_base_as_the_hub_does(promoted, hub):
 def test_a_public_repository_is_made_only_when_the_recipe_says_so(promoted, hub):
     promoted(TO, private=False).publish()
     assert not hub.repositories[NAME].private
-    with pytest.raises(PublishError, match=r"everybody can read that repository.*`private: false`"):
+    with pytest.raises(PublishError, match=r"everyone can read that repository.*`private: false`"):
         promoted(TO, number=2).publish()
 
 

@@ -117,7 +117,7 @@ def test_experts_have_no_zero_points():
     experts = [Projection(f"model.layers.0.mlp.experts.{number}.down_proj", 2048, 768) for number in range(2)]
     message = complaint(LLAMA_3_8B, "cuda", layers=experts)
     assert "experts.0.down_proj and 1 more: Transformers reads no zero points of experts" in message
-    assert "To mend it, set symmetric: true." in message
+    assert "To fix it, set symmetric: true." in message
     check(LLAMA_3_8B, "cuda", layers=experts, symmetric=True)
     assert "set group_size: 64 and symmetric: true" in complaint(LLAMA_3_8B, layers=experts, tensor_parallel_size=4)
 
@@ -169,7 +169,7 @@ def test_int8_experts_are_not_read_back(device):
     message = complaint(LLAMA_3_8B, device, layers=EXPERTS, method="int8")
     assert "experts.0.w1 and 5 more: Transformers reads no int8 experts" in message
     advice = "choose method fp8" if device == "cuda" else r"choose method fp8 and add 're:.*\.experts\.' to ignore"
-    assert f"To mend it, {advice}." in message
+    assert f"To fix it, {advice}." in message
 
 
 def test_a_cpu_has_no_kernel_for_fp8_experts_and_serves_them_unquantized():
@@ -177,7 +177,7 @@ def test_a_cpu_has_no_kernel_for_fp8_experts_and_serves_them_unquantized():
     message = complaint(LLAMA_3_8B, "cpu", layers=layers, method="fp8")
     assert "fp8 would give a model that vLLM cannot serve on cpu" in message
     assert "vLLM has no kernel for fp8 experts on a CPU" in message
-    assert r"To mend it, add 're:.*\.experts\.' to ignore." in message
+    assert r"To fix it, add 're:.*\.experts\.' to ignore." in message
     check(LLAMA_3_8B, "cpu", layers=layers, method="fp8", ignore=("lm_head", r"re:.*\.experts\."))
     check(LLAMA_3_8B, "cuda", layers=layers, method="fp8")
 
