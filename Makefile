@@ -32,11 +32,15 @@ demo: environments
 # the order of tests/conftest.py: the longest first.
 FILES_AT_A_TIME ?= 3
 BESIDE_EACH_OTHER = --numprocesses $(FILES_AT_A_TIME) --dist loadfile --no-loadscope-reorder
+# Named after the commit, so that tests/matrix.py can say what it proved.
+REPORT = --junitxml build/test.xml --override-ini junit_family=xunit1 \
+	--override-ini junit_suite_name=$$(git describe --always --dirty --abbrev=40 --exclude '*')
 # Threads that spin at a barrier take the core from the other file's test.
 test: export OMP_WAIT_POLICY := PASSIVE
 
 test: check llama-cpp
-	.venv/bin/pytest tests/unit tests/parity tests/faults tests/pipeline tests/gpu --durations 15 $(BESIDE_EACH_OTHER)
+	.venv/bin/pytest tests/unit tests/parity tests/faults tests/pipeline tests/gpu --durations 15 $(REPORT) \
+		$(BESIDE_EACH_OTHER)
 	@.venv/bin/python tests/nightly/parts.py --stale
 
 unit: environments llama-cpp .venv/.test-ready

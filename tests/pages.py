@@ -43,13 +43,14 @@ from stages.data.formats import format_table  # noqa: E402
 from stages.kinds.registry import KINDS  # noqa: E402
 from stages.rewards.registry import REWARDS  # noqa: E402
 from stages.rewards.reward import Reward  # noqa: E402
+from tests import matrix  # noqa: E402
 from tests.nightly.parts import table  # noqa: E402
 
 FOLDERS = ("configs", "flows", "stages", "deploy", "tests")
-PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("README.md")))]
+PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
 SHOWN = re.compile(
-    r"^<!-- (?P<kind>fields|rewards|exit codes|names|graph|engines|formats|nightly|run|measured)"
-    r" ?(?P<argument>.*?) ?-->\n"
+    r"^<!-- (?P<kind>fields|rewards|exit codes|names|graph|engines|formats|matrix|nightly|run|measured) ?"
+    r"(?P<argument>.*?) ?-->\n"
     r"(?P<body>```[\s\S]*?^```$|(?:^\|.*\n?)+)",
     re.MULTILINE,
 )
@@ -77,9 +78,26 @@ def rewritten(page: Path) -> str:
         if kind == "measured":
             return match[0]
         new = _run(body) if kind == "run" else WRITERS[kind](argument)
+        new = re.sub(r"\(#([\w-]+)\)", lambda link: f"({anchor(link[1], page)})", new)
         return match[0].removesuffix(body) + new + "\n" * body.endswith("\n")
 
     return SHOWN.sub(write, page.read_text(encoding="utf-8"))
+
+
+def anchor(name: str, page: Path) -> str:
+    """Return the link from `page` to the heading `name`: on the page itself, or else on another page of its folder."""
+    pages = sorted(page.parent.glob("*.md"), key=lambda other: (other != page, other.name == "README.md", other))
+    for other in pages:
+        if re.search(rf"^#+ {re.escape(name)}$", other.read_text(encoding="utf-8"), re.MULTILINE):
+            return f"#{name}" if other == page else f"{other.name}#{name}"
+    raise ValueError(f"writing {page}: no page of its folder has a heading {name!r}")
+
+
+def num_own_words(page: Path) -> int:
+    """Count the words of a page without code blocks and without what a program writes."""
+    return len(
+        re.sub(r"^```[\s\S]*?^```$", "", SHOWN.sub("", page.read_text(encoding="utf-8")), flags=re.MULTILINE).split()
+    )
 
 
 def commands_of(console: str) -> list[str]:
@@ -237,6 +255,7 @@ WRITERS = {
     "graph": _graph,
     "engines": _engines,
     "formats": lambda _: format_table(),
+    "matrix": lambda _: f"{matrix.table()}\n| {matrix.source()} | | | |",
     "nightly": lambda _: table(),
 }
 

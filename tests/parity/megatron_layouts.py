@@ -2,7 +2,7 @@
 
 Prints, for each case and then for each group of layouts, the largest differences in log-probabilities, loss, gradient,
 gradient norm (relative) and weights after five AdamW steps, in fp32. `test_megatron_layouts.py` holds the same numbers
-to their bounds; `stages/engines/README.md` shows the table of groups.
+to their bounds; `stages/engines/parity.md` shows the table of groups.
 """
 
 from __future__ import annotations

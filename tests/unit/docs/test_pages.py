@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from datetime import date
@@ -26,6 +28,7 @@ from tests.pages import (
     blocks,
     commands_measured,
     commands_of,
+    num_own_words,
     rewritten,
     shown_in,
     stale_lines,
@@ -33,7 +36,8 @@ from tests.pages import (
 
 FENCE = re.compile(r"^ *```(?P<language>\S*).*?\n(?P<body>[\s\S]*?)^ *```$", re.MULTILINE)
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.parent.relative_to(ROOT)))
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+READMES = [page for page in PAGES if page.name == "README.md"]
 
 
 def text_of(*patterns):
@@ -158,8 +162,65 @@ def test_recipes_are_valid(page):
         assert load_stages("page", ROOT / "configs", stages).stages
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "configs").rglob("*.md")), ids=lambda page: page.stem)
+def test_a_page_of_the_reference_fits_one_sitting(page):
+    assert num_own_words(page) <= 1500
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.parent.relative_to(ROOT)))
+def test_the_page_of_a_folder_is_short(page):
+    assert len(page.read_text().split()) <= 3000
+
+
+def test_every_page_is_listed_on_the_first_page_or_on_the_page_of_its_folder():
+    def linked(page):
+        targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", prose(page))
+        return {(page.parent / target).resolve() for target in targets}
+
+    indexes = {index.parent: linked(index) for index in READMES}
+    for page in PAGES:
+        above = [folder for folder in page.parents if folder in indexes and folder / "README.md" != page]
+        assert any(page in indexes[folder] for folder in above) or page.parent == ROOT, page
+
+
+@every_page
+def test_functions_and_classes_that_a_map_names_are_in_their_files(page):
+    for path, name in re.findall(r"`((?:flows|stages)/[\w/]+\.py)`: `(\w+)`", prose(page)):
+        tree = ast.parse((ROOT / path).read_text())
+        assert name in {node.name for node in ast.walk(tree) if hasattr(node, "name")}, (path, name)
+
+
+def test_the_diff_that_adds_a_method_applies_and_its_loss_is_the_one_of_the_paper(tmp_path):
+    """Both answers as likely: -log σ(-target) whatever β is."""
+    (diff,) = fences(ROOT / "stages/extending.md", "diff")
+    for folder in ("flows", "stages"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", "-C1", "-"], input=diff, text=True, check=True, cwd=tmp_path)
+    training = {
+        "kind": "train",
+        "method": "margin",
+        "model": "base",
+        "data": {"dataset": "pairs"},
+        "margin": {"target": 2},
+    }
+    program = f"""
+import math, types, torch
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.methods.registry import METHODS
+config = TrainConfig.model_validate({ {**training, "global_batch_size": 8, "learning_rate": 1e-4}!r})
+loss = METHODS["margin"].build_loss(config.margin)
+pairs = lambda one: one.reshape(2, 3).sum(1)
+batch = types.SimpleNamespace(num_documents=2, has_target=torch.ones(6), document_sums=pairs)
+value, metrics = loss(torch.full((6,), -0.5), batch, {{"pairs": 1}})
+assert math.isclose(value.item(), math.log1p(math.exp(2)), rel_tol=1e-6), value
+assert loss.counts(batch) == {{"pairs": 1}} and metrics["answer_margin"] == 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+
+
 def test_every_block_of_a_recipe_has_its_table_in_the_reference():
-    shown = {block(one["argument"]) for one in shown_in(ROOT / "configs/README.md") if one["kind"] == "fields"}
+    pages = (ROOT / "configs").glob("*.md")
+    shown = {block(one["argument"]) for page in pages for one in shown_in(page) if one["kind"] == "fields"}
     assert {block(path) for kind in ("execution", *KINDS) for path in blocks(kind)} == shown
 
 

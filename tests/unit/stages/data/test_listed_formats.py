@@ -11,7 +11,7 @@ from stages.data.any_rows import PromptReader
 from stages.data.formats import FORMATS, RowReader
 from stages.data.messages import Conversation, RowError
 
-PAGE = Path(__file__).parents[4] / "configs" / "README.md"
+PAGE = Path(__file__).parents[4] / "configs" / "formats.md"
 LISTED = re.findall(r"^\| ([^|`]+) \| `(\{.*\})` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
