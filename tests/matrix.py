@@ -252,7 +252,8 @@ def source() -> str:
 
 
 def _cell(counts: Counter[str]) -> str:
-    shown = [f"{counts['passed']:,} tests"] if counts["passed"] else []
+    passed = counts["passed"]
+    shown = [f"{passed:,} test{'s' * (passed > 1)}"] if passed else []
     return ", ".join(shown + [f"{counts[what]:,} {what}" for what in OUTCOMES[1:] if counts[what]])
 
 
