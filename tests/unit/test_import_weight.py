@@ -59,9 +59,8 @@ RULES = [
     (r"stages\.serving\.\w+\.(engine|arguments|option_check|server_program|quantize_program)", set()),
     (r"stages\.serving(\..*)?", SERVING),
     (r"stages\.rewards\.scoring", {*DATA, "transformers"}),
-    (r"stages\.rewards\.asked_judge", {"httpx"}),
     (r"stages\.rollouts(\..*)?", {*DATA, "aiohttp"}),
-    (r"stages\.harnesses\.judge\.rating", {"aiohttp", "httpx", "numpy", "tokenizers"}),
+    (r"stages\.harnesses\.judge\.rating", {"aiohttp", "numpy", "tokenizers"}),
     (
         r"stages\.harnesses\.lm_eval\.(rehearsal|scoring)",
         {"lm_eval", "datasets", "httpx", "huggingface_hub", "numpy", "tokenizers"},
@@ -81,7 +80,6 @@ RULES = [
     (r"stages\.kinds\.curate(\..*)?", {"numpy"}),
     (r"stages\.kinds\.generate(\..*)?", {*DATA, *SERVING}),
     (r"stages\.kinds\.(evaluate|serve)\.(run|__main__)", SERVING),
-    (r"stages\.kinds\.promote(\..*)?", {"httpx"}),
     (r"stages\.kinds\.publish(\..*)?", {*HUBS, "requests"}),
     (r".*", set()),
 ]
