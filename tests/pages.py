@@ -1,4 +1,4 @@
-"""What the pages (`README.md` here and in the folders) show is written by a program, or dated.
+"""Tables and outputs on the pages (all `*.md` here and in the folders): written by a program, or dated.
 
 A comment above a table or a console block says where it comes from:
 
@@ -66,12 +66,12 @@ ENGINES_ON = {
 
 
 def shown_in(page: Path) -> list[re.Match[str]]:
-    """All that `page` shows under a comment: `kind`, `argument` and `body`."""
+    """Return what `page` shows under comments: `kind`, `argument` and `body` of each."""
     return list(SHOWN.finditer(page.read_text(encoding="utf-8")))
 
 
 def rewritten(page: Path) -> str:
-    """The text of the page with everything in it that a program writes."""
+    """Return the text of the page with everything in it that a program writes."""
 
     def write(match: re.Match[str]) -> str:
         kind, argument, body = match.groups()
@@ -101,18 +101,19 @@ def num_own_words(page: Path) -> int:
 
 
 def commands_of(console: str) -> list[str]:
-    """The commands of a console block: what follows `$ `, with its continuation lines."""
+    """Return the commands of a console block: the text after `$ `, with continuation lines."""
     return re.findall(r"^\$ ((?:.*\\\n)*.*)$", console, re.MULTILINE)
 
 
 def commands_measured(shown: re.Match[str]) -> list[str]:
-    """The commands whose output is dated, of a block or a table."""
+    """Return the commands whose output is dated, of a block or a table."""
     said = MEASURED.fullmatch(shown["argument"]) if shown["kind"] == "measured" else None
     return [] if not said else [said[2]] if said[2] else commands_of(shown["body"])
 
 
 def run(command: str, folder: Path = ROOT, home: Path | None = None) -> str:
-    """What bash prints, with `lifecycle` on the PATH. `home`: LIFECYCLE_HOME; default: the person's own."""
+    """Return the output of a bash command with `lifecycle` on the PATH. `home`: LIFECYCLE_HOME; default: the user's
+    own."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment |= {"LIFECYCLE_HOME": str(home)} if home else {}
     words = ["bash", "-c", f"exec 2>&1\n{command}"]
@@ -120,7 +121,8 @@ def run(command: str, folder: Path = ROOT, home: Path | None = None) -> str:
 
 
 def _run(console: str) -> str:
-    """The block with what its commands print now, in a new home and a folder in which this one's entries are links."""
+    """Return the block with the present output of its commands, in a new home and a folder of links to this one's
+    entries."""
     commands = commands_of(console)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -135,7 +137,7 @@ def _run(console: str) -> str:
 
 
 def blocks(path: str) -> Iterator[str]:
-    """The path of a recipe's block, such as `train`, and those of all blocks that it declares: `train.layout`, …"""
+    """Yield the path of a recipe's block, such as `train`, and those of all blocks in it: `train.layout`, …"""
     yield path
     for name in [*own_fields(block(path)), *({"execution"} & block(path).model_fields.keys())]:
         annotation = block(path).model_fields[name].annotation
@@ -144,14 +146,14 @@ def blocks(path: str) -> Iterator[str]:
 
 
 def own_fields(model: type[BaseModel]) -> list[str]:
-    """Without `kind` and what all `execution` blocks have, which is shown once; those of a base class come last."""
+    """Return a model's fields without `kind` and those of all `execution` blocks; a base class's fields come last."""
     above = next((base.model_fields for base in model.__mro__[1:] if issubclass(base, Execution)), {})
     names = [name for name in model.model_fields if name not in {"kind", "execution", *above}]
     return sorted(names, key=lambda name: name not in vars(model)["__annotations__"])
 
 
 def block(path: str) -> type[BaseModel]:
-    """The model of a block; `execution` is what all kinds share."""
+    """Return the model of a block; `execution` is the one that all kinds share."""
     first, *names = path.split(".")
     model: type[BaseModel] = Execution if first == "execution" else KINDS[first]
     for name in names:
@@ -261,7 +263,7 @@ WRITERS = {
 
 
 def stale_lines(body: str, output: str) -> list[str]:
-    """Lines of `body` that a command no longer prints, whatever the numbers; of one with `…`, what stands before it."""
+    """Return lines of `body` that a command no longer prints, ignoring numbers; of one with `…`, the text before it."""
     printed = [_shape(line) for line in output.splitlines()]
     lines = [line for line in body.splitlines() if line.strip() and not line.startswith(("```", "$ "))]
     return [line for line in lines if not any(_is_shown_by(line, shape) for shape in printed)]

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int, threads: int) -> tuple[float, float]:
-    """Our tokens/s and our peak memory, over TRL's."""
+    """Return our tokens/s and peak memory relative to TRL's."""
     metrics = run_stage(root, stage_input(root, name=f"ours-{index}", steps=steps, adapter=ADAPTER), threads)
     ours = statistics.median(step["tokens_per_s"] for step in metrics[WARMUP_STEPS:])
     ours_gib = max(step["peak_memory_gib"] for step in metrics)

@@ -1,4 +1,4 @@
-"""How many planted near-duplicates the curate stage finds, how many of its finds are right, and how fast it is.
+"""Recall and precision of the curate stage on planted near-duplicates, with its time and memory.
 
 `python tests/benchmarks/curate.py [NUM_ROWS]` (default 20,000) prints rows, seconds, peak memory, recall and precision.
 """

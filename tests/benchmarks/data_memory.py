@@ -31,20 +31,20 @@ SHARD_BYTES = 100_000_000
 NUM_WORDS = 5000
 VOCABULARY_SIZE = 8192
 WORDS_OF_ROW = 220
-"""About a kilobyte."""
+"""Words of a row, about a kilobyte."""
 POLL_S = 0.05
 OF_TOKENIZING = b"spawn_main"
-"""In the command line of the processes that only tokenize."""
+"""Text in the command line of processes that only tokenize."""
 
 
 def make_words() -> list[str]:
-    """None like the other, but for a few."""
+    """Return distinct words, with few exceptions."""
     draw = random.Random(0)
     return ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(1, 6))) for _ in range(NUM_WORDS)]
 
 
 def make_model(folder: Path, words: list[str]) -> None:
-    """The built-in model, but for its vocabulary: most words are one token, with the blank before them."""
+    """Write the built-in model with a vocabulary in which most words are one token, including the space before them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,7 +66,7 @@ def make_model(folder: Path, words: list[str]) -> None:
 
 
 def base_rows(words: list[str]) -> bytes:
-    """A shard, but for what tells its rows from those of other shards."""
+    """Return the rows of a shard without the part that distinguishes them from other shards' rows."""
     draw = random.Random(1)
     rows, num_bytes = [], 0
     while num_bytes < SHARD_BYTES:
@@ -76,8 +76,7 @@ def base_rows(words: list[str]) -> bytes:
 
 
 def peaks_mib(process: subprocess.Popen[bytes]) -> tuple[float, float]:
-    """Of the stage's process, and of the largest of those that tokenize, until it ends; what files hold in memory is
-    not counted."""
+    """Return the peak memory of the stage's process, and of the largest tokenizing one; page cache is not counted."""
     stage_kib = tokenizing_kib = 0
     while process.poll() is None:
         stage_kib = max(stage_kib, anonymous_kib(process.pid))
@@ -87,12 +86,12 @@ def peaks_mib(process: subprocess.Popen[bytes]) -> tuple[float, float]:
 
 
 def tokenizing(pid: int) -> list[int]:
-    """Of the processes below this one, those that tokenize."""
+    """Return the tokenizing processes below this one."""
     return [child for child in children(pid) if OF_TOKENIZING in command_line(child)]
 
 
 def command_line(pid: int) -> bytes:
-    """Empty of a process that has ended."""
+    """Return the command line of a process; empty once it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -100,7 +99,7 @@ def command_line(pid: int) -> bytes:
 
 
 def children(pid: int) -> list[int]:
-    """All below a process."""
+    """Return all processes below a process."""
     try:
         found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -109,7 +108,7 @@ def children(pid: int) -> list[int]:
 
 
 def anonymous_kib(pid: int) -> int:
-    """Of its own; 0 of a process that has ended."""
+    """Return the anonymous memory of a process; 0 once it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

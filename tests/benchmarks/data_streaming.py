@@ -23,7 +23,7 @@ DEFAULT_NUM_ROWS = (100_000, 1_000_000)
 
 
 class Silent:
-    """Takes reports and shows none."""
+    """Reporter that shows nothing."""
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
         pass
@@ -33,7 +33,7 @@ class Silent:
 
 
 def write_chats(path: Path, num_rows: int) -> None:
-    """Short chats, none like the other."""
+    """Write short, distinct chats."""
     draw = random.Random(0)
     with path.open("w") as stream:
         for number in range(num_rows):
@@ -69,7 +69,7 @@ def measure(folder: Path, tokenizer_folder: Path, num_rows: int) -> None:
 
 
 def peak_memory_mib() -> float:
-    """Of this process, so far."""
+    """Return the peak memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

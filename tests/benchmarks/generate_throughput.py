@@ -26,7 +26,7 @@ from stages.serving.registry import new_launch_spec
 from stages.serving.server import Server, started_server
 
 FIRST_TOKEN, LAST_TOKEN = 10, 200
-"""Of random prompts: characters, no special tokens."""
+"""Range of token ids of random prompts: characters, no special tokens."""
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def served(root: Path, load: BenchmarkConfig) -> Iterator[Server]:
 
 
 def rates_in_turns(server: Server, load: BenchmarkConfig, folder: Path, round_number: int) -> dict[str, int]:
-    """Tokens/s by name; both minutes of a shared machine are as good to one as to the other."""
+    """Return tokens/s by name, measured in turns so that both see the same load of a shared machine."""
     measure = {
         "benchmark": lambda: benchmark_rate(server, load, folder),
         "generate": lambda: generate_rate(server, load, folder, round_number),

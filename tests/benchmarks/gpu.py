@@ -32,38 +32,38 @@ TESTS = (
 )
 PART_LIMIT_S = 175
 CPU_LIMIT_S = 600
-"""Where only the programs are proved, perhaps on a machine that does other work."""
+"""Time limit of a part on a CPU, where only the programs are tested, perhaps beside other work."""
 LEAST_S = 20
-"""No part is begun with less time left."""
+"""Remaining time below which no part is begun."""
 MOST_PLACES = 3
-"""Layouts tried of a part, each after one that ran out of memory."""
+"""Largest number of layouts tried for a part, each after one that ran out of memory."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is trained, by what."""
+    """A training to measure: model, method and program."""
 
     model: str
     tokens: int
-    """Of a row."""
+    """Tokens of a row."""
     program: str
     """fsdp or megatron; transformers: a plain loop; trl: its `SFTTrainer`."""
     adapter: bool = False
     compile: bool = False
     precision: str = "bf16"
     place: int = 0
-    """Which of the layouts that are predicted to fit, the fastest first: after one that ran out of memory, the next."""
+    """Rank of the layout among those predicted to fit, fastest first; after one that ran out of memory, the next."""
 
     @property
     def name(self) -> str:
-        """In one line."""
+        """Name of the part in one line."""
         how = ["LoRA" if self.adapter else "full", self.program]
         how += [word for word, said in (("compiled", self.compile), ("fp8", self.precision == "fp8")) if said]
         return " ".join([self.model, str(self.tokens), *how])
 
     @property
     def rows(self) -> int:
-        """Of an optimizer step: two micro-batches, if all that go together fit."""
+        """Rows of an optimizer step: two micro-batches, if all that run together fit."""
         return max(2, (1024 if self.model == "tiny" else 32768) // self.tokens)
 
 
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def ordered(device: str) -> list[Part | str]:
-    """Names of tests and rates, and training parts, what is worth most first."""
+    """Return the names of tests, rates and training parts, most valuable first."""
     if device == "cpu":
         of_programs = [Part("tiny", 128, name) for name in ("fsdp", "megatron", "transformers", "trl")]
         return ["rates", *of_programs, Part("tiny", 128, "fsdp", adapter=True), Part("tiny", 128, "fsdp", compile=True)]
@@ -116,12 +116,12 @@ def ordered(device: str) -> list[Part | str]:
 
 
 def name_of(what: Part | str) -> str:
-    """As the table has it."""
+    """Return the name that the table shows."""
     return what.name if isinstance(what, Part) else what
 
 
 class Run:
-    """What is done and what is left."""
+    """Parts that are done, and those that are left."""
 
     def __init__(self, out: Path, device: str, end_s: float, models: Path | None) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ class Run:
         return [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
 
     def _make_model(self, size: str) -> None:
-        """In a process of its own, but for the smallest: writing 16 GB takes some of the time that a part has."""
+        """Write a model in a process of its own, except the smallest: 16 GB take some of a part's time."""
         if size == "tiny" or (self.models / size).exists():
             return
         program = (
@@ -192,7 +192,7 @@ class Run:
             self._process(command, Path(folder) / "log.txt", max(1.0, self.end_s - time.monotonic()))
 
     def _process(self, command: list[str], log: Path, limit_s: float) -> int | None:
-        """Its exit code; None when it was ended with all that it started, at the limit."""
+        """Return the exit code of a process; None if it reached the limit and was ended with its children."""
         from flows.launch.local import EVERYWHERE, ON_LOOPBACK
         from stages.core.supervised import Supervised
 
@@ -226,7 +226,7 @@ def _lacking(what: Part | str) -> str | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line a training part, then what else was run."""
+    """Return a Markdown table with a line for each training part, followed by the other parts."""
     lines = [
         "| part | layout | tokens/s | MFU | step s (predicted) | peak GiB (predicted) |",
         "| --- | --- | --- | --- | --- | --- |",

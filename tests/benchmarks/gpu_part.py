@@ -44,11 +44,11 @@ SIZES = {  # of Qwen3: width, feed-forward width, layers, heads, key/value heads
 WARMUP_STEPS = 2
 STEPS = 5
 NUM_KERNELS = 12
-"""Of a profiled step, those that took longest."""
+"""Number of slowest kernels kept of a profiled step."""
 
 
 def config_of(part: Part, **layout: Any) -> TrainConfig:
-    """Of the train stage that does the same."""
+    """Return the config of a train stage that does the same."""
     engine = part.program if part.program == "megatron" else "fsdp"
     return TrainConfig.model_validate(
         {
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def made_model(folder: Path, size: str, device: torch.device) -> Path:
-    """The folder of a Qwen3 of this size in bf16, written unless it is there; its weights are made on the device."""
+    """Return the folder of a Qwen3 of this size in bf16, written on first use; weights are made on the device."""
     if (folder / "config.json").exists():
         return folder
     width, feed_forward, layers, heads, kv_heads, head_width, vocabulary, tied = SIZES[size]
@@ -113,7 +113,7 @@ def made_model(folder: Path, size: str, device: torch.device) -> Path:
 
 
 def tried(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, device: torch.device) -> dict[str, Any]:
-    """What was measured, or that memory ran out, and how much was predicted to be needed."""
+    """Return the measurements, or the fact that memory ran out, with the predicted memory."""
     try:
         return measured(part, chosen, folder, shape, device)
     except torch.OutOfMemoryError as error:
@@ -122,7 +122,7 @@ def tried(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, device
 
 
 def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, device: torch.device) -> dict[str, Any]:
-    """Parameters, metrics and tags, as MLflow has them of a train stage."""
+    """Return parameters, metrics and tags as a train stage logs them to MLflow."""
     config = config_of(part, **chosen.layout.model_dump())
     start_s = time.perf_counter()
     program: Callable[..., tuple[Steps, float]] = {"transformers": plain_loop, "trl": trl}.get(part.program, engine)
@@ -152,7 +152,7 @@ def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, dev
 
 
 def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candidate]:
-    """Those that the planner finds room for, the fastest first, those that are tight last."""
+    """Return the layouts that are predicted to fit, fastest first, tight ones last."""
     hardware = hardware_at_hand(device_name(device), 1, None)
     assert hardware, f"describe {device_name(device)} in stages/planner/hardware.py first"
     available = free_bytes(device) / GIB if device.type != "cpu" else hardware.memory_gib
@@ -170,7 +170,7 @@ def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candida
 def engine(
     part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device
 ) -> tuple[Steps, float]:
-    """Steps of one of our engines."""
+    """Return a function that runs steps of one of our engines."""
     if part.program == "megatron":
         from stages.engines.megatron.compat import prepare_megatron
 
@@ -189,8 +189,11 @@ def engine(
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """`peak_memory_gib` is all that the device had to hold, as the planner predicts it: what the allocator took, and
-    what lies beside it (driver, libraries); `peak_allocated_gib` is what tensors took of that."""
+    """Return `peak_memory_gib` and `peak_allocated_gib`.
+
+    The first is everything on the device, as the planner predicts it: the allocator's memory and what lies beside it
+    (driver, libraries). The second is the memory of tensors.
+    """
     if device.type == "cpu":
         return {"peak_memory_gib": host_peak_bytes() / GIB}
     module: Any = torch.get_device_module(device)
@@ -203,7 +206,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def profiled(steps: Steps, device: torch.device) -> list[dict[str, Any]]:
-    """The kernels of one step that took longest, with their share of all kernels' time."""
+    """Return the slowest kernels of one step with their share of all kernels' time."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds = [torch.profiler.ProfilerActivity.CUDA]

@@ -40,13 +40,13 @@ def main() -> None:
 
 
 def product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
-    """Of two square matrices."""
+    """Return a function that multiplies two square matrices."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return lambda: left @ right
 
 
 def shortest_s(work: Callable[[], Any]) -> float:
-    """Of runs for a second."""
+    """Return the shortest time of repeated runs within a second."""
     synchronize = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
     work()
     synchronize()

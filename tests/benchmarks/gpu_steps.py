@@ -1,4 +1,4 @@
-"""What takes the steps that `gpu_part.py` measures beside our engines: a plain Transformers loop, and TRL's trainer."""
+"""Training steps beside our engines' for `gpu_part.py`: a plain Transformers loop, and TRL's trainer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from stages.models.transformers_flops import model_flops
 
 ADAPTER = {"rank": 16, "alpha": 32}
 Steps = Callable[[int], list[float]]
-"""Runs so many optimizer steps; seconds of each."""
+"""Function that runs a number of optimizer steps and returns the seconds of each."""
 
 
 def timed(step: Callable[[], Any], device: torch.device) -> Steps:
-    """A step → steps, each waited for."""
+    """Turn one step into `Steps` that wait for the device after each."""
 
     def steps(number: int) -> list[float]:
         times_s = [now_s(device)]
@@ -36,14 +36,14 @@ def timed(step: Callable[[], Any], device: torch.device) -> Steps:
 
 
 def now_s(device: torch.device) -> float:
-    """When all that was asked of the device is done."""
+    """Return the time after all queued work of the device is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 def batch(vocabulary: int, rows: int, length: int) -> Batch:
-    """Rows of one document each, on the host, as they come from data."""
+    """Return rows of one document each, on the host, as data preparation gives them."""
     tokens = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
     targets = torch.cat([tokens[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
     numbers = torch.arange(rows)[:, None].expand(-1, length)
@@ -51,7 +51,8 @@ def batch(vocabulary: int, rows: int, length: int) -> Batch:
 
 
 def loaded(part: Part, folder: Path, device: torch.device, recompute: bool) -> Any:
-    """Transformers' own model, with PEFT's adapter where one is asked for; frozen weights in bf16, as ours are."""
+    """Return Transformers' own model, with PEFT's adapter if one is asked for; frozen weights in bf16, as in our
+    engines."""
     dtype = torch.bfloat16 if part.adapter else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).train()
     if part.adapter:
@@ -68,7 +69,7 @@ def loaded(part: Part, folder: Path, device: torch.device, recompute: bool) -> A
 def plain_loop(
     part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device
 ) -> tuple[Steps, float]:
-    """Transformers' loss, torch's autocast and AdamW."""
+    """Return steps with Transformers' loss, torch's autocast and AdamW."""
     model = loaded(part, folder, device, config.layout.recompute != "none")
     flops = model_flops(model).training([part.tokens] * part.rows, part.rows * (part.tokens - 1))
     parameters = [one for one in model.parameters() if one.requires_grad]
@@ -88,7 +89,7 @@ def plain_loop(
 
 
 def trl(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device) -> tuple[Steps, float]:
-    """`SFTTrainer` on rows of token ids."""
+    """Return steps of `SFTTrainer` on rows of token ids."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer

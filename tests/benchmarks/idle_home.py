@@ -1,4 +1,4 @@
-"""What a home costs that does nothing: CPU and memory of its servers, worker and supervisor, with one nightly schedule.
+"""Cost of an idle home with one nightly schedule: CPU and memory of its servers, worker and supervisor.
 
 python tests/benchmarks/idle_home.py [SECONDS]
 """
@@ -21,7 +21,7 @@ def lifecycle(home: Path, *arguments: str) -> None:
 
 
 def processes_of(home: Path) -> dict[int, str]:
-    """Number → command of the processes that have this home in their environment."""
+    """Return number and command of the processes that have this home in their environment."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -39,7 +39,7 @@ def cpu_s(pid: int) -> float:
 
 
 def pss_mib(pid: int) -> float:
-    """Memory, of which what is shared is divided among those who share it."""
+    """Return the memory of processes, with shared memory divided among its users."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 

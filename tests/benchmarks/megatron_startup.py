@@ -1,7 +1,7 @@
-"""From the start of the processes to the end of the first step: `python tests/benchmarks/megatron_startup.py`.
+"""Time from process start to the end of the first Megatron step: `python tests/benchmarks/megatron_startup.py`.
 
-Megatron on the quickstart's model and data, tokenized before; one process, and two with TP2. Prints medians, of which
-the bound is 15 s.
+Megatron on the quickstart's model and data, tokenized before; one process, and two with TP2. Prints medians; their
+bound is 15 s.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def seconds_to_first_step(root: Path, name: str, layout: dict[str, Any]) -> float:
-    """The stage logs its first step when that is done; `time_ms` is the wall clock."""
+    """Return the seconds from process start to the stage's first logged step, by wall clock."""
     given = stage_input(root, name=name, steps=1)
     config = {**given.config, "engine": "megatron", "layout": layout}
     start_ms = time.time() * 1000

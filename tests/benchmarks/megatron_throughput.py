@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def megatron_step(folder: Path, tokens: torch.Tensor, device: torch.device) -> Callable[[], float]:
-    """A step of the engine; gives the loss."""
+    """Run a step of the engine and return its loss."""
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
@@ -75,7 +75,7 @@ def config(device: torch.device) -> TrainConfig:
 
 
 def whole_rows(tokens: torch.Tensor) -> Batch:
-    """Every row is one document."""
+    """Return rows of one document each."""
     rows, length = tokens.shape
     targets = torch.cat([tokens[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
     positions, ids = torch.arange(length).expand(rows, -1), torch.arange(rows)[:, None].expand(-1, length)
@@ -83,7 +83,7 @@ def whole_rows(tokens: torch.Tensor) -> Batch:
 
 
 def plain_step(folder: Path, tokens: torch.Tensor, device: torch.device) -> Callable[[], float]:
-    """A step of a loop of a few lines; gives the loss."""
+    """Run a step of a minimal loop and return its loss."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     ids = tokens.to(device)

@@ -1,8 +1,8 @@
-"""What the orchestration costs: a refresh whose stages only sleep, and a nightly one that finds nothing new.
+"""Overhead of orchestration: a refresh whose stages only sleep, and a nightly one with nothing new.
 
 python tests/benchmarks/orchestration_overhead.py
 
-Real servers, worker and stage processes; overhead is whatever the refresh took longer than its longest path of sleep.
+Servers, worker and stage processes are real; overhead is the refresh's time beyond its longest path of sleep.
 """
 
 import sys
@@ -19,11 +19,11 @@ from worker_home import WorkerHome
 HOUR_S = 3600.0
 SLEEP_S = 20.0
 LONGEST_PATH = 4
-"""Stages, one after another: base, sft, awq, scores."""
+"""Stages on the longest path: base, sft, awq, scores."""
 
 
 def sleeping_stages() -> dict[str, dict[str, Any]]:
-    """As the quickstart's: two downloads, training, quantization, scores of its model."""
+    """Return sleeping stages shaped like the quickstart's: two downloads, training, quantization, scores."""
     asleep = {"TINY_SECONDS": str(SLEEP_S)}
     return {
         "base": model("ok", **asleep),

@@ -1,4 +1,4 @@
-"""How well the planner predicts published runs: step time, ranking, memory, out-of-memory. Prints; asserts nothing.
+"""Accuracy of the planner on published runs: step time, ranking, memory, out-of-memory. Prints; asserts nothing.
 
 python tests/benchmarks/planner_accuracy.py                  # with the constants in the code
 python tests/benchmarks/planner_accuracy.py --fit            # fit them again, on the sources of FIT only
@@ -35,7 +35,7 @@ FITTED = (
 )  # fmt: skip
 BOUNDS = {"matmul": 0.95, "memory": 0.95, "intra_link": 0.95, "overlapped": 1.0}
 LARGEST_ERROR = 0.7
-"""Log error beyond which a run counts no more: an outlier."""
+"""Cap of the log error: outliers count no more than this."""
 RUNS_OF_A_SOURCE = 80
 LEAST_GROUP = 3
 TITLES = (
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def print_times(runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
-    """A line a source: errors of the step time, rank correlation within groups, regret of the predicted best."""
+    """Print a line for each source: step time errors, rank correlation within groups, regret of the predicted best."""
     print(f"\n{TITLES}")
     by_source = _by_source(run for run in runs if run.step_time_s)
     for source, members in sorted(by_source.items(), key=lambda item: (item[0] not in FIT, item[0])):
@@ -80,7 +80,7 @@ def print_times(runs: Sequence[Measured], efficiency: Efficiency | None) -> None
 
 
 def print_line(source: str, label: str, runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
-    """One line of the table of times."""
+    """Print one line of the table of times."""
     errors = [run.predicted_s(efficiency) / run.step_time_s - 1 for run in runs]
     ranks, regrets = _rankings(runs, efficiency)
     mean, median = (average(map(abs, errors)) for average in (statistics.mean, statistics.median))
@@ -93,7 +93,7 @@ def print_line(source: str, label: str, runs: Sequence[Measured], efficiency: Ef
 
 
 def print_memory(runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
-    """Error of the memory, and how many runs that ran out of it were said to, and the other way round."""
+    """Print the error of memory by source, and verdicts on runs that ran or ran out of memory."""
     by_source = _by_source(run for run in runs if run.memory_gib)
     print(f"\n{'memory':<22} {'runs':>5} {'mean':>6} {'median':>7} {'bias':>6}")
     for source, members in by_source.items():
@@ -104,7 +104,7 @@ def print_memory(runs: Sequence[Measured], efficiency: Efficiency | None) -> Non
 
 
 def print_table(runs: Sequence[Measured]) -> None:
-    """Lines by what is trained, with all of it and by device; memory; what is said of runs that did fit."""
+    """Print errors by trained part and device, memory, and verdicts on runs that fitted."""
     print(f"\n{runs[0].table}: {len(runs)} runs\n{TITLES}")
     by_source = _by_source(runs)
     for trained in sorted({source.split()[0] for source in by_source}):
@@ -120,7 +120,7 @@ def print_table(runs: Sequence[Measured]) -> None:
 
 
 def print_verdicts(runs: Sequence[Measured]) -> None:
-    """What `lifecycle layouts` would say of memory, of runs that ran and of those that ran out of it."""
+    """Print verdicts of `lifecycle layouts` on memory, for runs that ran and runs that ran out of it."""
     verdicts = Counter(
         (run.out_of_memory, memory_fit(predicted_memory_gib(run.run), run.run.hardware.memory_gib)) for run in runs
     )
@@ -130,7 +130,7 @@ def print_verdicts(runs: Sequence[Measured]) -> None:
 
 
 def print_kept_back(runs: Sequence[Measured]) -> None:
-    """Of all tables: rows in view when constants were set, and those kept back, by whether their software is told."""
+    """Print the errors of seen and kept-back rows of all tables, by whether rows describe their software."""
     print(f"\n{'all tables':<22} {'':<9} {TITLES[len('step time') + 24 :]}")
     for is_seen, label in ((True, "seen"), (False, "kept back")):
         for is_told, told in ((True, "software told"), (False, "not told")):
@@ -140,7 +140,7 @@ def print_kept_back(runs: Sequence[Measured]) -> None:
 
 
 def print_leave_one_out(runs: Sequence[Measured]) -> None:
-    """The error on each source of FIT, when the constants are fitted to the others."""
+    """Print the error on each source of FIT with constants fitted to the others."""
     for left_out in FIT:
         efficiency = fit([run for run in runs if run.source in FIT and run.source != left_out])
         print_line(
@@ -149,7 +149,7 @@ def print_leave_one_out(runs: Sequence[Measured]) -> None:
 
 
 def fit(runs: Iterable[Measured]) -> Efficiency:
-    """The constants with the least mean log error of step times, every source counting the same: coordinate descent."""
+    """Fit the constants to the least mean log error of step times, by coordinate descent; sources count equally."""
     by_source = {
         source: members[:: max(1, len(members) // RUNS_OF_A_SOURCE)]
         for source, members in _by_source(run for run in runs if run.step_time_s).items()
@@ -180,7 +180,7 @@ def _loss(by_source: dict[str, list[Measured]], efficiency: Efficiency) -> float
 
 
 def _rankings(runs: Sequence[Measured], efficiency: Efficiency | None) -> tuple[list[float], list[float]]:
-    """Of every group of layouts: Spearman's rank correlation, and by how much the predicted best misses the best."""
+    """Return for each group of layouts Spearman's rank correlation and the regret of the predicted best."""
     groups: dict[tuple[object, ...], list[Measured]] = defaultdict(list)
     for run in runs:
         groups[run.group].append(run)

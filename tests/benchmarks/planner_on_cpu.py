@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def configs() -> list[TrainConfig]:
-    """The stage under each layout."""
+    """Return the stage's config under each layout."""
     shared = {
         "kind": "train",
         "method": "sft",
@@ -94,7 +94,7 @@ def configs() -> list[TrainConfig]:
 
 
 def measure(model: Path, rounds: int, steps: int) -> list[list[list[float]]]:
-    """Seconds of the measured steps, by layout and round."""
+    """Return the seconds of the measured steps, by layout and round."""
     measured: list[list[list[float]]] = [[] for _ in LAYOUTS]
     for turn in range(rounds):
         for processes in NUM_PROCESSES[:: 1 if turn % 2 == 0 else -1]:
@@ -109,7 +109,7 @@ def measure(model: Path, rounds: int, steps: int) -> list[list[list[float]]]:
 
 
 def measure_group(model: Path, steps: int) -> None:
-    """In every process of a group: all layouts of as many processes; rank 0 writes the seconds of their steps."""
+    """Measure all layouts of this many processes, in each process; rank 0 writes the seconds."""
     with joined_processes() as device:
         processes = dist.get_world_size()
         chosen = [number for number, one in enumerate(configs()) if one.layout.world_size == processes]
@@ -119,7 +119,7 @@ def measure_group(model: Path, steps: int) -> None:
 
 
 def steps_s(model: Path, config: TrainConfig, device: torch.device, steps: int) -> list[float]:
-    """Seconds of each measured step, from when all processes are ready until all are done."""
+    """Return the seconds of each measured step, from when all processes are ready until all are done."""
     engine = make_engine(model, config, device)
     rows = [batch_of(config.layout.micro_batch_size) for _ in range(config.micro_batches_per_step)]
     seconds = []
@@ -137,7 +137,7 @@ def steps_s(model: Path, config: TrainConfig, device: torch.device, steps: int) 
 
 
 def make_engine(model: Path, config: TrainConfig, device: torch.device) -> Engine:
-    """With the model loaded."""
+    """Return an engine with the model loaded."""
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
 
@@ -151,7 +151,7 @@ def make_engine(model: Path, config: TrainConfig, device: torch.device) -> Engin
 
 
 def batch_of(num_rows: int) -> Batch:
-    """Rows of one document each."""
+    """Return rows of one document each."""
     tokens = torch.randint(0, VOCABULARY, (num_rows, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(0))
     targets = torch.cat([tokens[:, 1:], torch.full((num_rows, 1), IGNORED)], dim=1)
     positions = torch.arange(SEQUENCE_LENGTH).expand(num_rows, -1)
@@ -160,12 +160,12 @@ def batch_of(num_rows: int) -> Batch:
 
 
 def result_file(model: Path, processes: int) -> Path:
-    """Where a group of so many processes leaves its seconds."""
+    """Return the file for the seconds of a group of processes."""
     return model.parent / f"seconds-{processes}.json"
 
 
 def predicted_s(model: Path, config: TrainConfig, file: Path | None) -> float:
-    """The planner's step time for this stage on this machine."""
+    """Return the planner's step time for this stage on this machine."""
     hardware = hardware_at_hand(None, config.layout.world_size, file)
     assert hardware is not None, "a CPU is always known"
     shape = shape_of_config(read_config(model))
@@ -174,12 +174,12 @@ def predicted_s(model: Path, config: TrainConfig, file: Path | None) -> float:
 
 
 def text_of(config: TrainConfig) -> str:
-    """The layout in one line."""
+    """Return the layout in one line."""
     return describe_layout(config.engine, config.layout)
 
 
 def print_table(layouts: list[str], measured: list[list[list[float]]], predicted: list[float]) -> None:
-    """A line a layout, and how alike the orders are."""
+    """Print a line for each layout, and the correlation of predicted and measured order."""
     medians = [statistics.median(statistics.median(steps) for steps in rounds) for rounds in measured]
     shortest = [min(min(steps) for steps in rounds) for rounds in measured]
     print(f"\n{'predicted s':>11} {'measured s':>11} {'shortest s':>11}  layout")

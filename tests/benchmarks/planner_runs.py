@@ -1,4 +1,4 @@
-"""The published runs of `data/`, with what was measured and the group each is compared within. For the benchmark."""
+"""Published runs of `data/` with their measurements, for `planner_accuracy.py`."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ SOURCES = {
     "torchtitan": "torchtitan",
     "Grattafiori": "Llama 3 405B",
 }
-"""What a row's `source` contains → what it is called here."""
+"""Short names of sources, by a part of the column `source`."""
 FIRST_BF16_DAY = "02-28"
-"""From then on BLOOM's prequel runs were in bf16 and added up gradients in fp32, 4 bytes a parameter more."""
+"""First day of BLOOM's bf16 runs, which accumulate gradients in fp32, 4 bytes a parameter more."""
 CONTRADICTION = 1.25
-"""A row whose step time and TFLOP/s differ by more than this, by its own formula, says one of them wrongly."""
+"""Ratio of a row's step time to the one from its TFLOP/s beyond which the row contradicts itself."""
 
 
 TOLD = {
     "fused cross-entropy": {"fused_cross_entropy": True},
     "no TP, gradient or p2p overlap": {"overlaps_layers": False, "overlaps_gradients": False},
 }
-"""What a row's note says of its software in words → fields of it."""
+"""Fields of `Software` by the words that state them in a row's note."""
 ALLOCATED = "max allocated"
-"""In the note of a row whose memory is that of tensors alone, without what the driver holds or lies idle."""
+"""Mark in the note of rows whose memory counts tensors only, without the driver and idle memory."""
 RESERVED = "max reserved"
-"""Likewise, where it is what the allocator of torch took of the device, gaps between tensors included."""
+"""Mark in the note of rows whose memory is what torch's allocator took, gaps between tensors included."""
 SEEN_SUBMITTERS = ("NVIDIA", "AMD")
-"""Of MLPerf's rows, those in view when constants were set: of who makes the devices."""
+"""Submitters of MLPerf whose rows were in view when constants were set: the makers of the devices."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Measured:
     memory_gib: float | None
     out_of_memory: bool
     table: str | None = None
-    """Another table that it is of, which nothing was fitted to."""
+    """Name of a further table, which nothing was fitted to; None for those of `data/`."""
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Runs of one model with one batch on one cluster, by one version of a program."""
+        """Key of runs of one model with one batch on one cluster by one program version."""
         run = self.run
         told_source = run.cells.get("source") if self.table else None
         return (
@@ -71,22 +71,22 @@ class Measured:
 
     @property
     def is_told(self) -> bool:
-        """Whether it says how its program worked, at least whether it recomputed."""
+        """The row describes its program, at least its recomputation."""
         return not any(assumption.startswith("recompute=") for assumption in self.run.assumed)
 
     @property
     def is_seen(self) -> bool:
-        """Of another table: whether it was in view when constants were set."""
+        """The row was in view when constants were set."""
         if self.table == "mlperf":
             return self.run.cells["source"].split("@")[0].split()[-1] in SEEN_SUBMITTERS
         return self.table != "bridge" or self.run.workload.precision != "fp4"
 
     def predicted_s(self, efficiency: Efficiency | None = None) -> float:
-        """Step time, with these constants."""
+        """Predict the step time with these constants."""
         return predicted_step_time_s(_with(self.run, efficiency))
 
     def predicted_gib(self, efficiency: Efficiency | None = None) -> float:
-        """Peak memory, with these constants: where the row says so, without what is not of tensors."""
+        """Predict the peak memory with these constants, counting only what the row's figure counts."""
         run = _with(self.run, efficiency)
         note = run.cells.get("note", "")
         if ALLOCATED not in note and RESERVED not in note:
@@ -98,13 +98,13 @@ class Measured:
 
 
 def all_runs() -> list[Measured]:
-    """Every row that says enough of its model and does not contradict itself."""
+    """Return the rows that describe their model well enough and do not contradict themselves."""
     tables = ("published_layouts.csv", "vtrain_single_node.csv", "literature.csv", "later_runs.csv")
     return [measured for table in tables for measured in _runs(DATA / table)]
 
 
 def runs_of(table: Path) -> list[Measured]:
-    """Of a table beside those of `data/`, by what is trained on which device."""
+    """Return the rows of a further table, by trained part and device."""
     found, name = [], table.stem.removesuffix("_layouts")
     for run in read_table(table)[1]:
         if isinstance(run, PublishedRun) and run.cells["iter_time_s"]:
@@ -152,7 +152,7 @@ def _source(run: PublishedRun) -> str:
 
 
 def _is_inferred(run: PublishedRun) -> bool:
-    """Sizes that somebody guessed, or measurements that cannot both be right."""
+    """Return whether the row's sizes were guessed, or its measurements contradict each other."""
     cells = run.cells
     if "bigscience" not in cells.get("source", ""):
         return False
@@ -183,7 +183,7 @@ def _step_time_s(run: PublishedRun) -> float | None:
 
 
 def _megatron_flops(run: PublishedRun) -> float:
-    """96 B s l h² (1 + s / 6h + V / 16lh), recomputation included: Narayanan et al. 2021, equation 3."""
+    """Return 96 B s l h² (1 + s / 6h + V / 16lh), recomputation included: Narayanan et al. 2021, equation 3."""
     shape, tokens = run.shape, run.workload.tokens_per_step
     layers, hidden = shape.num_layers, shape.hidden_size
     attention, head = run.workload.sequence_length / (6 * hidden), shape.vocab_size / (16 * layers * hidden)

@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int) -> tuple[float, float]:
-    """Throughput per core of two processes, over that of one alone and of one beside another."""
+    """Return the throughput per core of two processes relative to one alone, and to one beside another."""
     one = tokens_per_s(root, f"one-{index}", steps, processes=1)
     two = tokens_per_s(root, f"two-{index}", steps, processes=2)
     names = [f"busy-{index}-{number}" for number in range(2)]
@@ -45,7 +45,7 @@ def one_round(root: Path, index: int, steps: int) -> tuple[float, float]:
 
 
 def tokens_per_s(root: Path, name: str, steps: int, processes: int) -> float:
-    """Median over the steps of a run of its own."""
+    """Return the median over the steps of a run."""
     metrics = run_stage(root, stage_input(root, name=name, steps=steps, processes=processes), threads=1)
     return statistics.median(step["tokens_per_s"] for step in metrics[WARMUP_STEPS:] or metrics)
 

@@ -1,9 +1,9 @@
-"""What the proxy costs: `python tests/benchmarks/serving_proxy.py [--model FOLDER | --engine-of-events]`.
+"""Cost of the serving proxy: `python tests/benchmarks/serving_proxy.py [--model FOLDER | --engine-of-events]`.
 
 The same streamed completions go to vLLM's Unix socket and through the proxy, in turns, at several concurrencies, from
 a process of their own. Prints the medians of both: requests per second, time to the first token, and the processor's
-time of the proxy's thread. The model is a random one that is so small that the proxy is what counts. An engine of
-events writes one to every stream at a fixed pace: it costs next to nothing, so what is left is the proxy's.
+time of the proxy's thread. The model is random and so small that the proxy's cost dominates. An engine of events writes
+one to every stream at a fixed pace: it costs almost nothing, so the rest is the proxy's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ END_OF_CHUNKS = b"0\r\n\r\n"
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one round. processor_ms: of the proxy's thread, a request."""
+    """Measurements of one round. processor_ms: processor time of the proxy's thread for a request."""
 
     requests_per_s: float
     ttft_p50_ms: float
@@ -53,7 +53,7 @@ class Measured:
 
 
 def request_bytes(key: str, model: str) -> bytes:
-    """A chat, streamed."""
+    """Return the request of a streamed chat."""
     asked = {"model": model, "messages": [{"role": "user", "content": "What is 12 + 34?"}], "stream": True}
     body = json.dumps({**asked, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}).encode()
     head = ["POST /v1/chat/completions HTTP/1.1", "Host: engine", f"Authorization: Bearer {key}"]
@@ -62,7 +62,7 @@ def request_bytes(key: str, model: str) -> bytes:
 
 
 def under_load(address: EngineAddress, request: bytes, concurrency: int, num_requests: int) -> Measured:
-    """So many requests, so many at a time, each on a connection that is used again. Runs in a process of its own."""
+    """Send requests, a fixed number at a time, on reused connections, from a process of its own."""
     first_tokens_ms: list[float] = []
     remaining = iter(range(num_requests))
 
@@ -96,7 +96,7 @@ def under_load(address: EngineAddress, request: bytes, concurrency: int, num_req
 
 
 class EventStreams(asyncio.Protocol):
-    """Answers each request with a stream of events, as vLLM writes them; all streams get theirs in the same step."""
+    """Server that answers each request with a stream of events like vLLM's, all streams in step."""
 
     under_way: dict[EventStreams, int] = {}  # noqa: RUF012 (of the process)
 
@@ -137,7 +137,7 @@ class EventStreams(asyncio.Protocol):
 
 
 def engine_of_events(path: Path) -> None:
-    """Runs in a process of its own."""
+    """Run an event server in a process of its own."""
 
     async def serve() -> None:
         await asyncio.get_running_loop().create_unix_server(EventStreams, str(path), backlog=1024)
@@ -152,7 +152,7 @@ def engine_of_events(path: Path) -> None:
 
 @contextmanager
 def events_engine(folder: Path) -> Iterator[tuple[EngineAddress, EngineAddress, bytes]]:
-    """Addresses of an engine of events and of a proxy before it, and what to ask them."""
+    """Yield the addresses of an event server and of a proxy in front of it, with the request."""
     behind = EngineAddress(socket=folder / "engine.sock")
     process = SPAWN.Process(target=engine_of_events, args=(behind.socket,))
     process.start()
@@ -169,7 +169,7 @@ def events_engine(folder: Path) -> Iterator[tuple[EngineAddress, EngineAddress, 
 
 @contextmanager
 def vllm(folder: Path, model: Path | None) -> Iterator[tuple[EngineAddress, EngineAddress, bytes]]:
-    """The same of vLLM."""
+    """Yield the same for vLLM."""
     if not model:
         make_model(model := folder / "model")
     spec = new_launch_spec(model, "model", ServingConfig.model_validate({**SERVING, "max_model_len": 128}))
@@ -181,7 +181,7 @@ def vllm(folder: Path, model: Path | None) -> Iterator[tuple[EngineAddress, Engi
 
 
 def processor_s() -> float:
-    """Of the proxy's thread, so far."""
+    """Return the processor time of the proxy's thread so far."""
     thread = next(thread for thread in threading.enumerate() if thread.name == "proxy")
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 

@@ -1,4 +1,4 @@
-"""From the start of the process to the end of the first optimizer step: `python tests/benchmarks/startup.py`.
+"""Time from process start to the end of the first optimizer step: `python tests/benchmarks/startup.py`.
 
 The quickstart's model and data, tokenized before, one process. Prints the median of several starts (the bound is 12 s)
 and the imports that take longest.
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def seconds_to_first_step(root: Path, index: int) -> float:
-    """The stage logs its first step when that is done; `time_ms` is the wall clock."""
+    """Return the seconds from process start to the stage's first logged step, by wall clock."""
     given = stage_input(root, name=f"start-{index}", steps=1)
     start_ms = time.time() * 1000
     (first_step,) = run_stage(root, given, threads=os.cpu_count() or 1)
@@ -46,7 +46,7 @@ def seconds_to_first_step(root: Path, index: int) -> float:
 
 
 def slowest_imports(*modules: str) -> list[str]:
-    """Packages by the time that their own modules take to import, in seconds."""
+    """Return packages by the seconds that importing their own modules takes."""
     program = f"from stages.models import start_up; start_up.start_training_quickly(); import {', '.join(modules)}"
     command = [sys.executable, "-X", "importtime", "-c", program]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr

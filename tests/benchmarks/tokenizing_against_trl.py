@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def write(folder: Path, num_rows: int) -> None:
-    """Rows, the first few of them apart, and a model with its tokenizer."""
+    """Write the rows, the first few also separately, and a model with its tokenizer."""
     from stages.hubs.builtin import qwen3
 
     qwen3.make(folder / "model")
@@ -85,7 +85,7 @@ def one_round(folder: Path, number: int, arguments: argparse.Namespace) -> float
 
 
 def ours_s(folder: Path, part: str, _: int) -> float:
-    """Seconds of a preparation into an empty cache. It takes the processes that OMP_NUM_THREADS allows."""
+    """Return the seconds of our preparation into an empty cache, with as many processes as OMP_NUM_THREADS allows."""
     from stages.data.config import DataConfig
     from stages.data.look import Silent
     from stages.data.prepare import prepare
@@ -106,7 +106,7 @@ def ours_s(folder: Path, part: str, _: int) -> float:
 
 
 def trl_s(folder: Path, part: str, processes: int) -> float:
-    """Seconds that TRL takes until it could train."""
+    """Return the seconds until TRL could train."""
     from datasets import load_dataset
     from trl import SFTConfig, SFTTrainer
 

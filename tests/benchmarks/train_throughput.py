@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int, threads: int) -> tuple[float, float, float, float]:
-    """(ratio, our tokens/s, TRL's tokens/s, our share of the matrix rate)."""
+    """Return the ratio, our tokens/s, TRL's tokens/s, and our share of the matrix rate."""
     metrics = run_stage(root, stage_input(root, name=f"ours-{index}", steps=steps), threads)[WARMUP_STEPS:]
     ours, mfu = (statistics.median(step[name] for step in metrics) for name in ("tokens_per_s", "mfu"))
     trl_times_s = run_trl(root, steps, threads)["step_times_s"][WARMUP_STEPS:]

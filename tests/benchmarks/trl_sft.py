@@ -24,7 +24,7 @@ from stages.kinds.train.metrics import GIB, forget_peak_memory, host_peak_bytes
 
 
 class StepTimes(TrainerCallback):
-    """From the end of one step to the end of the next: waiting for data is part of it, as it is on our side."""
+    """Callback with the time between the ends of steps, waiting for data included, as in our own metric."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def settings(root: Path, steps: int) -> SFTConfig:
-    """As the train stage has it; `gradient_checkpointing`, which TRL turns on by itself, would slow it down."""
+    """Return settings equal to the train stage's; TRL's default `gradient_checkpointing` would slow it down."""
     return SFTConfig(
         output_dir=str(root / "trl"),
         model_init_kwargs={"dtype": "float32"},

@@ -1,4 +1,4 @@
-"""What the training benchmarks train: a Qwen3 of five million parameters or more, on chats of uneven length."""
+"""Workload of the training benchmarks: a Qwen3 of at least five million parameters, on chats of uneven length."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _text(generator: random.Random, most_characters: int) -> str:
 
 
 def stage_input(root: Path, *, name: str, steps: int, processes: int = 1, **fields: Any) -> StageInput:
-    """A training stage over `root/model` and `root/chats`, as a refresh would start it; `fields` of its config."""
+    """Write the input of a training stage over `root/model` and `root/chats`; `fields` change its config."""
     config: dict[str, Any] = {
         "kind": "train",
         "method": "sft",
@@ -108,7 +108,7 @@ def run_stage(root: Path, given: StageInput, threads: int) -> list[dict[str, flo
 
 
 def run_trl(root: Path, steps: int, threads: int, *rank: str) -> dict[str, Any]:
-    """What `trl_sft.py` prints, run in a process of its own."""
+    """Run `trl_sft.py` in a process of its own and return its output."""
     command = [sys.executable, str(Path(__file__).with_name("trl_sft.py")), str(root), str(steps), *rank]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -119,7 +119,7 @@ def run_trl(root: Path, steps: int, threads: int, *rank: str) -> dict[str, Any]:
 
 
 def stage_command(given: StageInput, work: Path) -> list[str]:
-    """One process, or several."""
+    """Return the command of the stage, with one process or several."""
     stage = ["-m", "stages", str(work)]
     processes = TrainConfig.model_validate(given.config).processes
     return on_one_node(stage, processes)

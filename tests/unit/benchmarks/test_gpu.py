@@ -1,4 +1,4 @@
-"""The accelerator benchmark runs here as it does there, on the CPU and a tiny model, and goes on where it was."""
+"""The accelerator benchmark runs on the CPU with a tiny model as it does on a GPU, and continues where it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of published runs: read, predicted, written; what is wrong with them is named by row and column."""
+"""Tables of published runs are read, predicted and written; errors in them are named by row and column."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_llama_70b_by_lora_on_one_device_takes_what_it_took(tmp_path):
 
 @pytest.mark.parametrize(("gpu", "layers"), [("GB300", 20), ("GB200", 40)])
 def test_what_cannot_be_on_a_device_is_in_the_memory_of_a_near_host(tmp_path, gpu, layers):
-    """NVIDIA's recipes of these runs have the activations of so many layers in the memory of the Grace CPU."""
+    """NVIDIA's recipes of these runs keep the activations of as many layers in the memory of the Grace CPU."""
     row = f"LLAMA3_70B,,,,,,,,8192,256,2,1,1,64,Megatron-FSDP64,,64,{gpu},FP8"
     (run,) = read_table(table(tmp_path, row))[1]
     assert run.layout.recompute == "none"

@@ -1,4 +1,4 @@
-"""The recipes that train adapters are predicted the memory that their comments work out by hand, and fit."""
+"""Recipes that train adapters have the predicted memory that their comments work out by hand, and fit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Artifact versions of every recipe under configs/ stay what they are: nobody's store is invalidated by a refactoring.
+"""Artifact versions of the recipes under configs/ stay the same, so that a refactoring invalidates no store.
 
-A version changes when a stage would give another artifact than before, and only then: `STAGE_VERSION` is raised, or a
-recipe says something else. After such a change: `python tests/unit/configs/test_versions.py > …/versions.json`.
+A version changes only when a stage would give another artifact than before: `STAGE_VERSION` is raised, or a recipe
+changes. After such a change: `python tests/unit/configs/test_versions.py > …/versions.json`.
 """
 
 import json
@@ -14,7 +14,7 @@ from flows.store.record import Index
 RECORDED = Path(__file__).with_name("versions.json")
 RECIPES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 OUTSIDE = {"revision": "recorded"}
-"""Stands in for what a hub, a file or an installed program would say, which is not ours to keep."""
+"""Constant in place of what a hub, a file or an installed program would give."""
 
 
 def versions_of(path):

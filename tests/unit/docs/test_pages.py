@@ -1,4 +1,4 @@
-"""The pages are true: commands parse, what they name exists, recipes are valid, tables and outputs are current."""
+"""Pages are true: commands parse, names exist, recipes are valid, tables and outputs are current."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ READMES = [page for page in PAGES if page.name == "README.md"]
 
 
 def text_of(*patterns):
-    """All files that match a pattern, as one text."""
+    """Return all files that match a pattern, as one text."""
     return "\n".join(path.read_text(encoding="utf-8") for pattern in patterns for path in ROOT.glob(pattern))
 
 
@@ -54,12 +54,12 @@ def prose(page):
 
 
 def spans(page):
-    """What stands between backquotes in the prose of a page."""
+    """Return the texts between backquotes in the prose of a page."""
     return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", prose(page))]
 
 
 def command_named(words):
-    """The click command that the first words name, and the words after them."""
+    """Return the click command that the first words name, and the words after them."""
     command = cli
     while isinstance(command, click.Group) and words and words[0] in command.commands:
         command, words = command.commands[words[0]], words[1:]
@@ -67,7 +67,7 @@ def command_named(words):
 
 
 def trouble_with(line):
-    """What is wrong with one command line, or None. Nothing is run."""
+    """Return the error of one command line, or None. Nothing is run."""
     words = shlex.split(line.split("|")[0].split(" > ")[0], comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
@@ -88,7 +88,7 @@ def trouble_with(line):
 
 
 def slug(heading):
-    """The anchor that GitHub gives a heading."""
+    """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
@@ -154,7 +154,7 @@ def test_files_and_variables_that_are_named_exist(page):
 
 @every_page
 def test_recipes_are_valid(page):
-    """A piece of one stands in the quickstart, whose stages it may refer to."""
+    """A fragment is read as part of the quickstart, whose stages it may name."""
     quickstart = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())["stages"]
     for body in fences(page, "yaml"):
         tree = yaml.safe_load(body)
@@ -191,7 +191,7 @@ def test_functions_and_classes_that_a_map_names_are_in_their_files(page):
 
 
 def test_the_diff_that_adds_a_method_applies_and_its_loss_is_the_one_of_the_paper(tmp_path):
-    """Both answers as likely: -log σ(-target) whatever β is."""
+    """With equally likely answers the loss is -log σ(-target), whatever β is."""
     (diff,) = fences(ROOT / "stages/extending.md", "diff")
     for folder in ("flows", "stages"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""What learns with an adapter, counted before there is a model: as many parameters as PEFT makes of the same fields."""
+"""Adapters counted without a model have as many parameters as PEFT makes from the same fields."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ EXPERT_ADAPTERS = [
 
 
 def adapted_model(family, fields, adapter):
-    """The Transformers model with PEFT's adapter, and the shape of the same config."""
+    """Return the Transformers model with PEFT's adapter, and the shape of the same config."""
     config = AutoConfig.for_model(family, **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -167,7 +167,7 @@ def test_stages_of_a_pipeline_hold_the_adapters_of_their_own_layers():
 
 
 def test_megatron_has_factors_for_all_that_it_joins():
-    """One matrix of queries, keys and values: an adapter of the queries has rows for the others, which stay 0."""
+    """One matrix holds queries, keys and values: an adapter of the queries has rows for the others, which stay 0."""
     config = AutoConfig.for_model("llama", **ROTARY)
     shape, (stage,) = shape_of_config(config.to_dict()), pipeline_stages(4, 1)
     queries, all_of_them = (

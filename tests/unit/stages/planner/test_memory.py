@@ -1,4 +1,4 @@
-"""Predicted memory: the formulas of the papers come out, and more sharding never takes more."""
+"""Predicted memory follows the formulas of the papers, and more sharding never takes more."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ NO_OVERHEAD = Efficiency(runtime_gib=0, communicator_gib=0, fragmentation=0)
 
 
 def kept(layout: Layout, software: Software = PAPER) -> float:
-    """Bytes of a token and a layer, as multiples of the hidden size."""
+    """Return the bytes kept for a token and a layer, as multiples of the hidden size."""
     return kept_bytes_per_token(GPT, "megatron", layout, WORK, software) / GPT.hidden_size
 
 
 def test_selective_recomputation_keeps_results_of_products():
-    """Of Llama's seven: all, every second (queries, values, gate, down); if compiled not the last, for the next layer
-    has it. Beside them what came in, and what came out of attention."""
+    """Kept are all of Llama's seven products, or every second (queries, values, gate, down), with the layer's input and
+    attention's output; if compiled not the last one, which only the next layer needs."""
     hidden, keys, ffn = LLAMA.hidden_size, LLAMA.kv_width, LLAMA.ffn_size
     every_second = Software(keeps_every_second_product=True)
     expected = {
@@ -176,7 +176,7 @@ def test_recomputation_of_some_layers_saves_and_costs_its_share():
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_what_is_offloaded_takes_as_much_of_the_host(shards):
-    """Weights, gradients and two moments in fp32."""
+    """Offloaded are weights, gradients and two moments in fp32."""
     layout = Layout(dp_shard=shards, cpu_offload=True)
     found = memory(LLAMA, "fsdp", layout, WORK)
     assert found.host_gib == pytest.approx(16 * LLAMA.num_parameters / shards / GIB)

@@ -1,4 +1,4 @@
-"""Predictions of a train stage: what becomes a metric, and which runs are refused before they start."""
+"""Predictions of a train stage: its metrics, and the runs that are refused before they start."""
 
 from dataclasses import replace
 

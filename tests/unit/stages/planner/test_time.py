@@ -1,4 +1,4 @@
-"""Predicted step time: what must hold whatever the constants are."""
+"""Properties of predicted step time that hold for any constants."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_preferences_need_a_forward_pass_for_their_reference():
 
 
 def test_torchao_casts_at_products_alone():
-    """Its layers keep 16 bits, and find gradients of frozen weights unless compiled; experts are none of them."""
+    """Layers keep 16 bits, and compute gradients of frozen weights unless compiled; experts are not cast."""
     casts, whole = (replace(OURS["fsdp"], casts_at_products=one) for one in (True, False))
     work = replace(LLAMA_WORK, precision="fp8", is_frozen=True)
     learning = layer_time(replace(work, is_frozen=False), casts, H100).products
@@ -213,7 +213,7 @@ def test_four_bits_are_quicker_where_a_device_has_them_and_eight_where_not():
 
 @pytest.mark.parametrize(("sequence_parallel", "share"), [(False, 1), (True, 1 / 8)])
 def test_tokens_are_made_eight_bits_wide_before_they_are_gathered(sequence_parallel, share):
-    """What goes into attention and into the feed-forward layer, by the rank that has it; the rest is split anyway."""
+    """The rank that has the inputs of attention and feed-forward layer casts them; the rest is split anyway."""
     work = replace(LLAMA_WORK, tp=8, sequence_parallel=sequence_parallel)
     in_8, in_16 = (
         layer_time(replace(work, precision=precision), OURS["megatron"], H100).elementwise.forward_s
@@ -237,7 +237,7 @@ def test_offloading_to_a_host_on_the_same_module_costs_less():
 
 
 def test_a_mixture_s_dense_layers_cost_where_they_lie():
-    """All dense layers on the first stage: the last has none, and is as large as one of a model without any."""
+    """All dense layers are on the first stage, so the last is as large as one of a model without any."""
     mixture = replace(KNOWN["qwen3 30b"], num_layers=8, dense_layers=frozenset({0, 1, 2}))
     routed = replace(mixture, dense_layers=frozenset())
     work, layout = replace(WORK, global_batch_size=8), Layout(pp=2, vpp=1)
