@@ -33,14 +33,13 @@ class EngineAddress:
     port: int | None = None
     named: str | None = None
 
-    def connector(self, keep_alive_s: float | None = None) -> aiohttp.BaseConnector:
-        """keep_alive_s: how long an idle connection may be used again; None for never: one that the engine is about to
-        close would lose a request.
+    def connector(self) -> aiohttp.BaseConnector:
+        """Return what connects to it. A connection that the engine is about to close would lose a request: none is
+        used again.
         """
-        kept: dict[str, Any] = {"keepalive_timeout": keep_alive_s} if keep_alive_s else {"force_close": True}
         if self.socket:
-            return aiohttp.UnixConnector(str(self.socket), limit=0, **kept)
-        return aiohttp.TCPConnector(limit=0, **kept)
+            return aiohttp.UnixConnector(str(self.socket), limit=0, force_close=True)
+        return aiohttp.TCPConnector(limit=0, force_close=True)
 
     @property
     def url(self) -> URL:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -23,11 +23,17 @@ NOT_PASSED_ON = frozenset(
     }
 )
 """Headers of one connection (RFC 9110, section 7.6.1), and of one server: without an origin, engines allow none."""
+NOT_SENT = frozenset(name.encode() for name in ("content-length", *NOT_PASSED_ON))
 
 
 def passed(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """Those that are for the other side."""
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_PASSED_ON)
+
+
+def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Write the headers of a request that are for the other side, but for the length: it may have another body."""
+    return b"".join(b"%b: %b\r\n" % header for header in headers if header[0].lower() not in NOT_SENT)
 
 
 async def body_of(request: web.BaseRequest, max_bytes: int) -> bytes | None:

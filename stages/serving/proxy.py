@@ -17,22 +17,25 @@ import hmac
 import json
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol
 
-import aiohttp
 from aiohttp import web
-from yarl import URL
 
 from stages.core.errors import ServerError
-from stages.remote.http_answers import Expected, read_aiohttp
+from stages.remote.http_answers import BodyReader, Expected
 from stages.serving.backend import Backend, Canary, EngineAddress, Naming, sticky_key
 from stages.serving.client import Models
+from stages.serving.engine_connections import (
+    EngineConnection,
+    EngineConnections,
+    NotConnectedError,
+    ServerDisconnectedError,
+)
 from stages.serving.exchange import Exchange, json_object
-from stages.serving.http_messages import body_of, error, passed
+from stages.serving.http_messages import body_of, error, header_lines, passed
 from stages.serving.tally import ServedVersion, Tallies, labelled
 from stages.serving.waiting import EngineGoneError, WaitingRoom, not_served
 
@@ -56,9 +59,6 @@ MAX_REQUESTS = 1024
 API_KEY_VARIABLE = "VLLM_API_KEY"
 BODY_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 3600.0
-CONNECT_TIMEOUT_S = 10.0
-KEEP_ALIVE_S = 2.0
-"""Engines close connections that are idle for longer: uvicorn, which most of them use, after 5 s."""
 METRICS_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
 VERSION_HEADER = "X-Lifecycle-Version"
@@ -102,7 +102,7 @@ class Proxy:
         self._bearer = f"Bearer {api_key}".encode()
         self._num_requests = 0
         self._lock = threading.Lock()
-        self._sessions: dict[tuple[Backend, float | None], aiohttp.ClientSession] = {}
+        self._connections: dict[Backend, EngineConnections] = {}
 
     def switch(self, backend: Backend) -> Backend:
         """Send requests to another engine or model from now on; returns the one before, which may still have some.
@@ -150,8 +150,8 @@ class Proxy:
 
     async def close(self) -> None:
         """Close what is open to engines."""
-        for session in self._sessions.values():
-            await session.close()
+        for connections in self._connections.values():
+            connections.close()
 
     def side_by_side(self) -> dict[str, Any]:
         """Who is served to whom, and what each version that was served has answered so far."""
@@ -232,11 +232,11 @@ class Proxy:
         """Ask an engine, but one that is known to be gone: another one may listen there by now."""
         if backend.is_gone:
             return False
-        headers, timeout = {"Authorization": self._bearer.decode()}, aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
-        with suppress(aiohttp.ClientError, TimeoutError, OSError):
-            url = backend.address.url.join(URL(HEALTH))
-            async with self._session(backend).get(url, headers=headers, timeout=timeout) as answer:
-                return answer.status == 200
+        headers = header_lines([(b"Authorization", self._bearer)])
+        with suppress(NotConnectedError, ServerDisconnectedError, TimeoutError):
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                with await self._connections_to(backend).ask("GET", HEALTH, headers) as answer:
+                    return answer.status == 200
         return False
 
     async def _is_left(self, backend: Backend) -> bool:
@@ -274,7 +274,8 @@ class Proxy:
         """Raises EngineGoneError while the client has got nothing yet."""
         response: web.StreamResponse | None = None
         try:
-            async with await self._answer_of_engine(request, body, backend) as answer:
+            connections, headers = self._connections_to(backend), header_lines(request.raw_headers)
+            with await connections.ask(request.method, request.raw_path, headers, body) as answer:
                 if exchange:
                     exchange.begin(answer.status, answer.content_type, answer.headers.get("Content-Encoding"))
                 if answer.status >= 500 and await self._is_left(backend):
@@ -284,45 +285,19 @@ class Proxy:
                 response = _begun(answer, backend.version)
                 await self._stream(answer, response, request, backend, exchange)
                 return response
-        except (aiohttp.ClientError, TimeoutError, OSError, BrokenStreamError) as problem:
+        except (NotConnectedError, ServerDisconnectedError, BrokenStreamError, OSError) as problem:
             if exchange and request.transport and not request.transport.is_closing():  # else it is the client's doing
                 exchange.status = 502
             if response is None or not response.prepared:
-                was_sent = not isinstance(problem, aiohttp.ClientConnectorError)
+                was_sent = not isinstance(problem, NotConnectedError)
                 raise EngineGoneError(type(problem).__name__, was_sent=was_sent) from problem
             if request.transport:  # The answer was cut off: so is what the client gets.
                 request.transport.abort()
             return response
 
-    async def _answer_of_engine(
-        self, request: web.BaseRequest, body: bytes, backend: Backend
-    ) -> aiohttp.ClientResponse:
-        """Ask an engine. It may close an idle connection just when that is used again: then, it is asked on a new one.
-        An engine that takes none any more may have got the request, so the first error tells of it.
-        """
-        url = backend.address.url.join(URL(request.raw_path, encoded=True))
-        headers = passed(request.headers)
-        headers.popall("Content-Length", None)  # it may be another body than what came
-        reuses: list[aiohttp.TraceConnectionReuseconnParams] = []
-
-        def answer(session: aiohttp.ClientSession) -> Awaitable[aiohttp.ClientResponse]:
-            return session.request(
-                request.method, url, headers=headers, data=body, allow_redirects=False, trace_request_ctx=reuses
-            )
-
-        try:
-            return await answer(self._session(backend, KEEP_ALIVE_S))
-        except aiohttp.ClientConnectionError as closed:
-            if not reuses:
-                raise
-            try:
-                return await answer(self._session(backend))
-            except aiohttp.ClientConnectorError:
-                raise closed from None
-
     async def _stream(
         self,
-        answer: aiohttp.ClientResponse,
+        answer: EngineConnection,
         response: web.StreamResponse,
         request: web.BaseRequest,
         backend: Backend,
@@ -331,8 +306,8 @@ class Proxy:
         """Send each part of an answer as it comes, the last together with the end."""
         part, is_last = b"", False
         while not is_last:
-            chunk = await answer.content.readany()
-            is_last = answer.content.at_eof()
+            chunk = await answer.part()
+            is_last = answer.is_whole
             part = exchange.passed(chunk) if exchange else chunk
             if is_last and exchange:
                 part += exchange.end()
@@ -360,39 +335,21 @@ class Proxy:
         return labelled(engines) + self.tallies.as_text()
 
     async def _metrics_of(self, backend: Backend) -> str:
-        headers = {"Authorization": self._bearer.decode(), "Accept": TEXT_FORMAT}
-        timeout = aiohttp.ClientTimeout(total=METRICS_TIMEOUT_S)
+        headers = header_lines([(b"Authorization", self._bearer), (b"Accept", TEXT_FORMAT.encode())])
         text, is_up = "", False
-        try:
-            url = backend.address.url.join(URL(METRICS))
-            async with self._session(backend).get(url, headers=headers, timeout=timeout) as answer:
-                is_up = answer.status == 200
-                text = (await read_aiohttp(OF_ENGINE, answer)).body.decode(errors="replace") if is_up else ""
-        except (aiohttp.ClientError, TimeoutError, OSError, ServerError):
-            pass  # what is away has no metrics but this one
+        # An engine that is away has no metrics but `lifecycle_engine_up`.
+        with suppress(NotConnectedError, ServerDisconnectedError, TimeoutError, ServerError):
+            async with asyncio.timeout(METRICS_TIMEOUT_S):
+                with await self._connections_to(backend).ask("GET", METRICS, headers) as answer:
+                    is_up = answer.status == 200
+                    text = (await _whole(answer)).decode(errors="replace") if is_up else ""
         about = "# HELP lifecycle_engine_up Whether the engine gave its metrics.\n# TYPE lifecycle_engine_up gauge\n"
         return f"{about}lifecycle_engine_up {int(is_up)}\n{text}"
 
-    def _session(self, backend: Backend, keep_alive_s: float | None = None) -> aiohttp.ClientSession:
-        """Connections to an engine. keep_alive_s: as `EngineAddress.connector` takes it."""
-        if (backend, keep_alive_s) not in self._sessions:
-            trace = aiohttp.TraceConfig()
-            trace.on_connection_reuseconn.append(_note_reuse)
-            self._sessions[backend, keep_alive_s] = aiohttp.ClientSession(
-                connector=backend.address.connector(keep_alive_s),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-                auto_decompress=False,
-                trace_configs=[trace],
-            )
-        return self._sessions[backend, keep_alive_s]
-
-
-async def _note_reuse(
-    _: aiohttp.ClientSession, context: SimpleNamespace, reuse: aiohttp.TraceConnectionReuseconnParams
-) -> None:
-    context.trace_request_ctx.append(reuse)
+    def _connections_to(self, backend: Backend) -> EngineConnections:
+        if backend not in self._connections:
+            self._connections[backend] = EngineConnections(backend.address)
+        return self._connections[backend]
 
 
 def _path(request: web.BaseRequest) -> str:
@@ -400,7 +357,7 @@ def _path(request: web.BaseRequest) -> str:
     return request.raw_path.partition("?")[0]
 
 
-def _begun(answer: aiohttp.ClientResponse, version: ServedVersion | None) -> web.StreamResponse:
+def _begun(answer: EngineConnection, version: ServedVersion | None) -> web.StreamResponse:
     """Status and headers of an engine's answer."""
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed(answer.headers))
     if version:
@@ -408,10 +365,20 @@ def _begun(answer: aiohttp.ClientResponse, version: ServedVersion | None) -> web
     return response
 
 
-async def _models(answer: aiohttp.ClientResponse, naming: Naming) -> web.Response:
+async def _whole(answer: EngineConnection) -> bytes:
+    """Read the body of an answer. Raises ServerError for one that is too large, besides what `part` raises."""
+    reader, body = BodyReader(OF_ENGINE, answer.headers), bytearray()
+    while True:
+        body += reader.add(await answer.part())
+        if answer.is_whole:
+            reader.end()
+            return bytes(body)
+
+
+async def _models(answer: EngineConnection, naming: Naming) -> web.Response:
     """Answer with the list of models as people may know it."""
     try:
-        listed = (await read_aiohttp(OF_ENGINE, answer)).parsed(Models[dict[str, Any]]).data
+        listed = OF_ENGINE.parsed(await _whole(answer), Models[dict[str, Any]]).data
     except ServerError as wrong:
         return error(502, str(wrong))
     known = [{**model, "id": naming.public} for model in listed if model.get("id") == naming.inside]

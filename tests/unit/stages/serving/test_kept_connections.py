@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import httpx
 import pytest
 
-from stages.serving import proxy as proxy_module
+from stages.serving import engine_connections
 from stages.serving.backend import Backend, EngineAddress
 from stages.serving.listening import listening
 from stages.serving.proxy import Proxy
@@ -89,7 +89,7 @@ def test_a_connection_is_used_again():
 
 
 def test_one_that_was_idle_for_too_long_is_not(monkeypatch):
-    monkeypatch.setattr(proxy_module, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(engine_connections, "KEEP_ALIVE_S", 0.01)
     engine = Engine(lambda connection, request: False)
     with in_front(engine) as ask:
         assert ask().status_code == 200
@@ -102,7 +102,7 @@ def test_one_that_is_closed_just_when_it_is_used_again_loses_no_request():
     engine = Engine(lambda connection, request: request == 2)
     with in_front(engine) as ask:
         assert [ask().status_code for _ in range(3)] == [200] * 3
-    assert engine.asked == [(1, 1), (1, 2), (2, 1), (3, 1)]
+    assert engine.asked == [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]
 
 
 def test_a_request_whose_new_connection_is_closed_is_not_sent_again():

@@ -1,0 +1,227 @@
+"""HTTP/1.1 to an engine, as little of it as the proxy needs. aiohttp's client took a third of the proxy's time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from types import TracebackType
+from typing import Self, cast
+
+import httptools
+from multidict import CIMultiDict
+
+from stages.serving.backend import EngineAddress
+
+CONNECT_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 2.0
+"""Engines close connections that are idle for longer: uvicorn, which most of them use, after 5 s."""
+MAX_HEAD_BYTES = 64 * 2**10
+MAX_UNREAD_BYTES = 256 * 2**10
+"""Of an answer: when its client reads more slowly than the engine writes, the engine has to wait."""
+
+
+class NotConnectedError(Exception):
+    """An engine took no connection, so it has not got the request."""
+
+
+class ServerDisconnectedError(Exception):
+    """An engine closed its connection before the answer was whole, or sent something else than HTTP."""
+
+
+class EngineConnections:
+    """Connections to one engine, which are used again. In one event loop."""
+
+    def __init__(self, address: EngineAddress):
+        self._address = address
+        self._idle: deque[tuple[EngineConnection, float]] = deque()
+
+    async def ask(self, method: str, target: str, headers: bytes, body: bytes = b"") -> EngineConnection:
+        """Send a request, and return its connection once the answer's headers are there; to be left as a context.
+
+        headers: their lines, without the host and the body's length.
+
+        Raises NotConnectedError and ServerDisconnectedError.
+        """
+        line = f"{method} {target} HTTP/1.1\r\nHost: engine\r\n".encode("utf-8", "surrogateescape")
+        length = b"Content-Length: %d\r\n" % len(body) if body or method == "POST" else b""
+        request = b"%b%b%b\r\n%b" % (line, length, headers, body)
+        idle = self._take_idle()
+        if idle is None:
+            return await (await self._connected()).ask(request)
+        try:
+            return await idle.ask(request)
+        except ServerDisconnectedError as closed:
+            # An engine may close an idle connection just when it is used again, so it is asked once more. If it takes
+            # no connection any more, it may have ended of this request: then, that it was sent must be known.
+            try:
+                new = await self._connected()
+            except NotConnectedError:
+                raise closed from None
+            return await new.ask(request)
+
+    def keep(self, connection: EngineConnection) -> None:
+        """Keep a connection whose answer is whole for another request."""
+        now_s = time.monotonic()
+        self._idle.append((connection, now_s))
+        while self._idle[0][1] + KEEP_ALIVE_S < now_s:
+            self._idle.popleft()[0].close()
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            self._idle.pop()[0].close()
+
+    def _take_idle(self) -> EngineConnection | None:
+        while self._idle:
+            connection, since_s = self._idle.pop()
+            if connection.is_open and time.monotonic() < since_s + KEEP_ALIVE_S:
+                return connection
+            connection.close()
+        return None
+
+    async def _connected(self) -> EngineConnection:
+        loop, connection = asyncio.get_running_loop(), EngineConnection(self)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                if self._address.socket:
+                    await loop.create_unix_connection(lambda: connection, str(self._address.socket))
+                else:
+                    assert self._address.port, "an engine behind the proxy has a socket or a port"
+                    await loop.create_connection(lambda: connection, "127.0.0.1", self._address.port)
+        except OSError as error:  # or its TimeoutError
+            raise NotConnectedError from error
+        return connection
+
+
+class EngineConnection(asyncio.Protocol):
+    """A connection to an engine, with the latest answer. As a context, it is kept if that is whole, else closed.
+
+    status: of the answer; 0 until its headers are there. is_whole: whether the engine has sent all of it.
+    """
+
+    status: int
+    reason: str
+    headers: CIMultiDict[str]
+    is_whole: bool
+    _transport: asyncio.Transport
+
+    def __init__(self, connections: EngineConnections):
+        self._connections = connections
+        self._loop = asyncio.get_running_loop()
+        self._arrival: asyncio.Future[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether neither side has closed it."""
+        return not self._transport.is_closing()
+
+    @property
+    def content_type(self) -> str:
+        """Media type of the answer, without parameters."""
+        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+    async def ask(self, request: bytes) -> Self:
+        """Send a request; return once the answer's headers are there. Raises ServerDisconnectedError."""
+        self.status, self.reason, self.headers = 0, "", CIMultiDict()
+        self.is_whole = self._is_kept_alive = False
+        self._parts: list[bytes] = []
+        self._num_head_bytes = self._num_unread_bytes = 0
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport.write(request)
+        try:
+            while not self.status:
+                await self._wait()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def part(self) -> bytes:
+        """Wait for the next part of the body: what has arrived of it. The last, after which it is whole, may be empty.
+
+        Raises ServerDisconnectedError.
+        """
+        while not self._parts and not self.is_whole:
+            await self._wait()
+        part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        if self._num_unread_bytes > MAX_UNREAD_BYTES and self.is_open:
+            self._transport.resume_reading()
+        self._num_unread_bytes = 0
+        return part
+
+    def close(self) -> None:
+        """Close it at once, which ends the engine's work on an answer."""
+        self._transport.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        # An engine may answer before it has read a whole request.
+        if self.is_whole and self._is_kept_alive and self.is_open and not self._transport.get_write_buffer_size():
+            self._connections.keep(self)
+        else:
+            self.close()
+
+    async def _wait(self) -> None:
+        if not self.is_open:
+            raise ServerDisconnectedError
+        self._arrival = self._loop.create_future()
+        await self._arrival
+
+    def _wake(self) -> None:
+        if self._arrival and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no instances of it
+
+    def data_received(self, data: bytes) -> None:
+        self._num_head_bytes += 0 if self.status else len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self.close()
+        if not self.status and self._num_head_bytes > MAX_HEAD_BYTES:
+            self.close()
+        if self._num_unread_bytes > MAX_UNREAD_BYTES and self.is_open:
+            self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> None:
+        if self.status and "Content-Length" not in self.headers and "Transfer-Encoding" not in self.headers:
+            self.is_whole = True  # such an answer ends with its connection
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._wake()
+
+    # Called by the parser.
+
+    def on_message_begin(self) -> None:
+        if self.is_whole:
+            raise ValueError("more than one answer came to a request")
+
+    def on_status(self, reason: bytes) -> None:
+        self.reason = reason.decode("utf-8", "surrogateescape")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.add(name.decode("utf-8", "surrogateescape"), value.decode("utf-8", "surrogateescape"))
+
+    def on_headers_complete(self) -> None:
+        if self._parser.get_status_code() < 200:  # such as 100, which another answer follows
+            self.reason, self.headers = "", CIMultiDict()
+        else:
+            self.status = self._parser.get_status_code()
+
+    def on_body(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._num_unread_bytes += len(part)
+
+    def on_message_complete(self) -> None:
+        if self.status:
+            self.is_whole, self._is_kept_alive = True, self._parser.should_keep_alive()
