@@ -143,7 +143,7 @@ def _differing_tool_prompts(
     warn: Callable[[str], None],
 ) -> int | None:
     """Count the recorded prompts that the server renders otherwise, and warn of each; None where none is compared."""
-    engine, compared = engine_of(spec.engine), [one for one in prompts if len(one.token_ids) < context_tokens]
+    engine, compared = engine_of(spec.engine), [prompt for prompt in prompts if len(prompt.token_ids) < context_tokens]
     if not compared or not engine.capabilities.prompt_token_ids:
         if prompts:
             cause = (
@@ -151,7 +151,9 @@ def _differing_tool_prompts(
             )
             warn(f"{name}: {engine.title} was not asked how it renders prompts with tools, since {cause}")
         return None
-    problems = [problem for one in compared if (problem := _rendered_otherwise(replace(client, model=name), spec, one))]
+    problems = [
+        problem for prompt in compared if (problem := _rendered_otherwise(replace(client, model=name), spec, prompt))
+    ]
     for problem in problems:
         warn(f"{name}: {engine.title} {problem}")
     return len(problems)

@@ -142,14 +142,14 @@ class PackagedEngine(FixedWeights):
 
     def find_program(self) -> PackagedProgram:
         environment = f".venv-{self.name}"
-        found = find_interpreter(
+        installed = find_interpreter(
             self.name,
             title=self.title,
             variable=f"LIFECYCLE_{self.name.upper()}",
             environment=environment,
             how=f"python -m venv {environment} && {environment}/bin/pip install {self.name}",
         )
-        return PackagedProgram(self, *found)
+        return PackagedProgram(self, *installed)
 
     def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
         if refused := list(self.passed.refusals(arguments)):

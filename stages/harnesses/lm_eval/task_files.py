@@ -244,7 +244,7 @@ def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 def hub_datasets(names: Iterable[str]) -> frozenset[HubDataset]:
     """Return the repositories that the tasks, groups and tags of these names take their samples from."""
     todo, seen = list(names), set()
-    found: set[HubDataset] = set()
+    datasets: set[HubDataset] = set()
     while todo:
         name = todo.pop()
         if name in seen:
@@ -252,8 +252,8 @@ def hub_datasets(names: Iterable[str]) -> frozenset[HubDataset]:
         seen.add(name)
         for file, config in defining(name):
             todo += members_of(config)
-            found |= set(_datasets(file, config))
-    return frozenset(found)
+            datasets |= set(_datasets(file, config))
+    return frozenset(datasets)
 
 
 def _datasets(file: Path, config: dict[str, Any]) -> Iterator[HubDataset]:
@@ -271,14 +271,14 @@ def _datasets(file: Path, config: dict[str, Any]) -> Iterator[HubDataset]:
 
 @functools.cache
 def _files_by_name() -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {}
+    files_by_name: dict[str, list[Path]] = {}
     for parent, _, files in os.walk(_folder()):
         for file in (file for file in files if not file.endswith(_NO_TASKS)):
             path = Path(parent, file)
             for naming in _NAMING.finditer(path.read_text(encoding="utf-8", errors="replace")):
                 for name in _NAME.findall(naming[1]):
-                    found.setdefault(name, []).append(path)
-    return found
+                    files_by_name.setdefault(name, []).append(path)
+    return files_by_name
 
 
 def _folder() -> Path:

@@ -162,15 +162,15 @@ def log_likelihood_tasks(names: Iterable[str], folder: Path | None) -> list[str]
 def metrics_of_tasks(names: Iterable[str], folder: Path) -> dict[str, list[str]]:
     """Return the metrics that each of the folder's own tasks among these asks lm-eval for, by name."""
     local = {file for file, _ in _local_tasks(folder)}
-    found: dict[str, list[str]] = {}
+    metrics_by_task: dict[str, list[str]] = {}
     for file, config in _defining(names, folder):
         whole = _with_includes(file, config, MAX_INCLUDES)
         listed = whole.get("metric_list")
         if file in local and isinstance(listed, list) and "process_results" not in whole:
             metrics = [entry.get("metric") for entry in listed if isinstance(entry, dict)]
             named = [metric for metric in metrics if isinstance(metric, str) and not isinstance(metric, Function)]
-            found |= dict.fromkeys(_titles(config), named)
-    return found
+            metrics_by_task |= dict.fromkeys(_titles(config), named)
+    return metrics_by_task
 
 
 def _defining(names: Iterable[str], folder: Path | None) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -253,14 +253,14 @@ class CurateConfig(StageConfig):
         """Return the version of each harness, and what its tasks' datasets hold now."""
         if not self.decontaminate:
             return {}
-        found: dict[str, JsonValue] = {}
+        outside: dict[str, JsonValue] = {}
         for benchmark in self.decontaminate.benchmarks.values():
             harness = harness_of(benchmark.evaluation)
-            found[f"{harness.name}_version"] = harness.version()
+            outside[f"{harness.name}_version"] = harness.version()
             for name, value in harness.resolve_outside(benchmark.evaluation, limit_s).items():
-                before = found.get(name)
-                found[name] = before | value if isinstance(before, dict) and isinstance(value, dict) else value
-        return found
+                before = outside.get(name)
+                outside[name] = before | value if isinstance(before, dict) and isinstance(value, dict) else value
+        return outside
 
     def custom_code(self) -> tuple[str, ...]:
         """Describe the code that the stage runs, also that of tasks in a folder, which the evaluation trusts.

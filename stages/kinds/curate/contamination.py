@@ -83,7 +83,7 @@ class Benchmarks:
 
     def _task(self, items: Sequence[TaskItem]) -> dict[int, tuple[Hashes, NDArray[np.int64]]]:
         """Return length → runs of the samples of one task, with the item of each."""
-        found: dict[int, list[tuple[Hashes, int]]] = defaultdict(list)
+        runs_by_length: dict[int, list[tuple[Hashes, int]]] = defaultdict(list)
         for item in items:
             number = len(self._names)
             self._names.append(f"sample {item.number} of {item.task}")
@@ -91,10 +91,10 @@ class Benchmarks:
             for num_words, runs in self._runs_of(item):
                 by_length[num_words].append(runs)
             for num_words, several in by_length.items():
-                found[num_words].append((np.unique(np.concatenate(several)), number))
+                runs_by_length[num_words].append((np.unique(np.concatenate(several)), number))
             is_whole = list(map(self._keep_whole, item.questions, itertools.repeat(number)))
             self.num_too_short += not by_length and not any(is_whole)
-        return {num_words: self._counted(several, len(items)) for num_words, several in found.items()}
+        return {num_words: self._counted(several, len(items)) for num_words, several in runs_by_length.items()}
 
     def _runs_of(self, item: TaskItem) -> Iterator[tuple[int, Hashes]]:
         for text in (*item.questions, *item.texts):

@@ -52,12 +52,12 @@ def set_of(parts: tuple[tuple[str, ...], ...], label: bool | None, num_words: in
 
     A chosen answer differs from a rejected one, and a good one from a bad one, of the same words.
     """
-    found = []
+    sets = []
     for number, texts in enumerate(parts):
         hashes = hashes_of([word for text in texts for word in words_of(text, WORD_OR_SIGN)])
         runs = runs_of(hashes, min(num_words, len(hashes))) if len(hashes) else hashes
-        found.append(runs + np.uint64(2 * number + (label is False)))
-    return np.unique(np.concatenate(found))
+        sets.append(runs + np.uint64(2 * number + (label is False)))
+    return np.unique(np.concatenate(sets))
 
 
 class Sets:
@@ -168,7 +168,7 @@ class Comparison:
     def _linked(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Return of each band, each row's predecessor with the same values there; -1 where there is none."""
         num_values = values_per_band(self._threshold)
-        found = []
+        predecessors = []
         for band in range(NUM_HASHES // num_values):
             values = np.ascontiguousarray(self._signatures[rows, band * num_values : (band + 1) * num_values])
             keys = runs_of(values.astype(np.uint64).ravel(), num_values)[::num_values]
@@ -176,8 +176,8 @@ class Comparison:
             same = keys[order[1:]] == keys[order[:-1]]
             previous = np.full(len(self._ends), -1, np.int64)
             previous[rows[order[1:][same]]] = rows[order[:-1][same]]
-            found.append(previous)
-        return found
+            predecessors.append(previous)
+        return predecessors
 
     def _alike(self, number: int, candidates: Iterator[int]) -> list[int]:
         """Return the candidates that may have the requested similarity, by their signatures, in their order."""

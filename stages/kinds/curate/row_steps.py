@@ -139,13 +139,13 @@ class LanguageFilter:
         if len("".join(filter(str.isalpha, text)).encode()) < FEWEST_LETTER_BYTES:
             return None
         ranked = self._identifier.rank(text)
-        wanted = sum(probability for language, probability in ranked if language in self._config.keep)
-        if wanted >= self._config.min_probability:
+        probability_kept = sum(probability for language, probability in ranked if language in self._config.keep)
+        if probability_kept >= self._config.min_probability:
             return None
         language, probability = ranked[0]
         return (
             f"is {language} with probability {probability:.2f}, and {' or '.join(self._config.keep)} with "
-            f"{wanted:.2f}, less than {self._config.min_probability:g}"
+            f"{probability_kept:.2f}, less than {self._config.min_probability:g}"
         )
 
 

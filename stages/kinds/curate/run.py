@@ -195,16 +195,16 @@ def _held_out(
         return np.zeros(len(spool), np.bool_)
     groups = comparison.groups(kept, _progress(context, "grouping"))
     numbers = ranks(spool.digests, config.seed, "held out")
-    found = kept & below(numbers[groups], config.held_out.fraction)
-    if not found.any() or not (kept & ~found).any():
-        side = "trained on" if found.any() else "held out"
+    held_out = kept & below(numbers[groups], config.held_out.fraction)
+    if not held_out.any() or not (kept & ~held_out).any():
+        side = "trained on" if held_out.any() else "held out"
         context.refuse(
             DataError(
                 f"`held_out`: a fraction of {config.held_out.fraction:g} of {len(np.unique(groups[kept]))} groups of "
                 f"near-duplicates leaves no row to be {side}; change `fraction` or `seed`, or add rows"
             )
         )
-    return found
+    return held_out
 
 
 def _progress(context: StageContext, doing: str) -> Callable[[int, int], None]:

@@ -115,11 +115,11 @@ def _predicted(adapter: Adapter, base: Path, context: StageContext, trust_remote
         document.recording(base_alone) for document, base_alone in zip(unread, model.predictions(unread), strict=True)
     ]
     model.put_beside(adapter)
-    given = model.predictions(unread)
+    with_adapter = model.predictions(unread)
     shutil.rmtree(context.scratch)
-    if not differences(given, without).most > LEAST_CHANGE_NATS:
+    if not differences(with_adapter, without).most > LEAST_CHANGE_NATS:
         raise ModelError(
             f"the adapter does nothing: {len(TEXTS)} texts have the log-probabilities that {base.parent.name} alone "
             "gives them; it was written before it had learned, or its B was lost"
         )
-    return [document.recording(predicted) for document, predicted in zip(unread, given, strict=True)]
+    return [document.recording(predicted) for document, predicted in zip(unread, with_adapter, strict=True)]

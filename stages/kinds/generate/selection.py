@@ -39,24 +39,28 @@ def choose(document: Document, candidates: Sequence[Candidate], config: Generate
     unusable = dict(_unusable(candidates))
     usable = [candidate for candidate in candidates if candidate.sample.sample not in unusable]
     labels, reason = _labelled(usable, config)
-    texts = {label: one.sample.text for one in usable if (label := labels.get(one.sample.sample))}
+    texts = {label: completion.sample.text for completion in usable if (label := labels.get(completion.sample.sample))}
     if config.keep == "pairs":
         rows = [_pair(document, texts["chosen"], texts["rejected"])] if texts else []
     else:
-        rows = [_row(document, one.sample.text) for one in usable if one.sample.sample in labels]
-    numbers = [one.sample.sample for one in candidates]
+        rows = [_row(document, completion.sample.text) for completion in usable if completion.sample.sample in labels]
+    numbers = [completion.sample.sample for completion in candidates]
     dropped = {number: f"dropped: {unusable.get(number, reason)}" for number in numbers if number not in labels}
     return Choice(tuple(rows), tuple((labels | dropped)[number] for number in numbers))
 
 
 def _labelled(usable: Sequence[Candidate], config: GenerateConfig) -> tuple[dict[int, str], str]:
     """Return number → label of each kept completion, and why the others are not kept."""
-    ranked = sorted(usable, key=lambda one: -one.judgement.total)  # stable: the first of equal ones is the best
+    ranked = sorted(
+        usable, key=lambda candidate: -candidate.judgement.total
+    )  # stable: the first of equal ones is the best
     match config.keep:
         case "all":
-            return {one.sample.sample: "kept" for one in usable}, ""
+            return {candidate.sample.sample: "kept" for candidate in usable}, ""
         case "best":
-            return {one.sample.sample: "kept" for one in ranked[:1]}, "another of its prompt is better, or as good"
+            return {
+                candidate.sample.sample: "kept" for candidate in ranked[:1]
+            }, "another of its prompt is better, or as good"
         case "pairs":
             gap = ranked[0].judgement.total - ranked[-1].judgement.total if ranked else 0.0
             if gap == 0 or gap < (config.min_gap or 0):
@@ -64,7 +68,7 @@ def _labelled(usable: Sequence[Candidate], config: GenerateConfig) -> tuple[dict
             labels = {ranked[0].sample.sample: "chosen", ranked[-1].sample.sample: "rejected"}
             return labels, "neither the best nor the worst of its prompt"
         case Above(above=bound):
-            kept = {one.sample.sample: "kept" for one in usable if one.judgement.total > bound}
+            kept = {candidate.sample.sample: "kept" for candidate in usable if candidate.judgement.total > bound}
             return kept, f"its reward is not above {bound:g}"
 
 

@@ -51,7 +51,7 @@ def merge(config: MergeConfig, context: StageContext) -> StageResult:
     documents = read_record(trained[0])  # recorded with the first adapter; a mixture uses their tokens alone
     adapters = {name: _read(context.inputs[name], base.parent.name) for name in config.weighted}
     beside = StreamedModel(base, context.scratch / "base", trust_remote_code=config.trust_remote_code)
-    layers = beside.ordered({layer for one in adapters.values() for layer in one.layers})
+    layers = beside.ordered({layer for artifact in adapters.values() for layer in artifact.layers})
     adapter = next(iter(adapters.values())) if config.is_plain else _combined(adapters, config, layers)
     changes = changing(adapter, ChangedParameters(adapter, beside.causal_lm))
     _check_stored(changes, base)
@@ -72,7 +72,7 @@ def merge(config: MergeConfig, context: StageContext) -> StageResult:
         f"merged {len(adapter.factors)} layers; log-probabilities differ by "
         f"{metrics['max_abs_logprob_difference']:.2g} nats per token at most"
     )
-    tags = {"adapter": ", ".join(one.name for one in trained), "base": base.parent.name}
+    tags = {"adapter": ", ".join(artifact.name for artifact in trained), "base": base.parent.name}
     return StageResult(metrics=metrics, tags=tags)
 
 
@@ -172,19 +172,19 @@ class Comparison:
         return {"kl_nats_per_token": self.kl_nats_per_token, "same_choice_fraction": self.same_choice_fraction}
 
 
-def compare(given: StreamedModel, expected: StreamedModel | None, documents: Sequence[RecordedDocument]) -> Comparison:
+def compare(merged: StreamedModel, expected: StreamedModel | None, documents: Sequence[RecordedDocument]) -> Comparison:
     """Compare the merged model with its base and the adapter beside it, where that can be run: KL(expected ‖ given).
 
     Both run from their files, in fp32. The adapter stands beside its base in one, and is part of the weights in the
     other, so that only rounding distinguishes them.
     """
     targets = targets_of(documents)
-    models = [given, *([expected] if expected else [])]
+    models = [merged, *([expected] if expected else [])]
     hidden = [model.hidden_states(documents) for model in models]
     values: list[list[Tensor]] = [[] for _ in models]
     greedy: list[list[Tensor]] = [[] for _ in models]
     kl_nats = 0.0
-    for chunk in torch.arange(len(targets)).split(given.chunk_tokens):
+    for chunk in torch.arange(len(targets)).split(merged.chunk_tokens):
         rows = [model.log_probabilities(state[chunk]) for model, state in zip(models, hidden, strict=True)]
         for number, row in enumerate(rows):
             values[number].append(row.gather(1, targets[chunk, None]).squeeze(1))

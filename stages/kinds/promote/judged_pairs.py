@@ -119,13 +119,13 @@ def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, 
 
 def _answered(evaluations: Sequence[Path]) -> dict[str, Rows]:
     """Return task → samples, for question sets only. Raises EvaluationError for unreadable files."""
-    found: dict[str, Rows] = {}
+    rows_by_task: dict[str, Rows] = {}
     for folder in evaluations:
         try:
             for task in json.loads((folder / "scores.json").read_bytes())["configs"]:
                 rows = read_samples(folder, task)
                 if rows and "question" in rows[0]:
-                    found[task] = {row["doc_id"]: row for row in rows}
+                    rows_by_task[task] = {row["doc_id"]: row for row in rows}
         except (OSError, ValueError, KeyError) as error:
             raise EvaluationError(f"reading the answers of {folder.name}: {type(error).__name__}: {error}") from error
-    return found
+    return rows_by_task

@@ -107,7 +107,7 @@ def _win_rate_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate
 
 
 def _cost_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
-    for name, found, bound, least in (
+    for name, value, bound, least in (
         ("kl_nats_per_token", measured.kl_nats_per_token, gates.max_kl_nats_per_token, False),
         (
             "max_abs_logprob_difference",
@@ -120,9 +120,9 @@ def _cost_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
     ):
         if bound is None:
             continue
-        if found is None:
+        if value is None:
             raise EvaluationError(f"a gate bounds {name}, but nothing measured it; measure it, or drop the gate")
-        yield Gate(name, found, bound, least)
+        yield Gate(name, value, bound, least)
 
 
 class Champion(StrictModel):

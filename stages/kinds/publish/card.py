@@ -167,9 +167,10 @@ def _render(**values: Any) -> str:
 def _metadata(promoted: Promoted, licence: Licence | None, scores: list[Score]) -> str:
     """Return the metadata at the top of the card, as the hub's own library writes it."""
     is_adapter = promoted.model.record.product == "adapter"
-    bases = [name for one in promoted.bases if (name := repository_of(one))]
-    datasets = [name for one in promoted.lineage if one.record.product == "dataset" and (name := repository_of(one))]
-    methods = [str(one.config["method"]) for one in promoted.lineage if "method" in one.config]
+    bases = [name for base in promoted.bases if (name := repository_of(base))]
+    made_of = [made for made in promoted.lineage if made.record.product == "dataset"]
+    datasets = [name for made in made_of if (name := repository_of(made))]
+    methods = [str(made.config["method"]) for made in promoted.lineage if "method" in made.config]
     data = ModelCardData(
         license=licence.name if licence else None,
         license_name=licence.own_name if licence else None,
@@ -180,7 +181,7 @@ def _metadata(promoted: Promoted, licence: Licence | None, scores: list[Score]) 
         pipeline_tag="text-generation",
         tags=["llm-lifecycle", *dict.fromkeys(methods)],
         model_name=promoted.name,
-        eval_results=[_evaluation(one) for one in scores] or None,
+        eval_results=[_evaluation(score) for score in scores] or None,
     )
     if bases and promoted.bases:
         data["base_model_relation"] = "adapter" if is_adapter else RELATIONS.get(promoted.model.record.kind)
@@ -259,14 +260,14 @@ def _limits(
     promoted: Promoted, licence: Licence | None, sources: list[SourceRow], scores: list[Score]
 ) -> Iterator[str]:
     """Yield limitations that a reader could overlook."""
-    tasks = ", ".join(dict.fromkeys(one.name.partition(".")[0] for one in scores)) or "no task"
+    tasks = ", ".join(dict.fromkeys(score.name.partition(".")[0] for score in scores)) or "no task"
     yield f"It was evaluated on {tasks} only; nothing is known of its safety, its biases and all other tasks."
     if licence is None:
         yield "Its licence is not stated: neither the recipe nor the card of its base says one."
-    if unstated := [f"`{one.label}`" for one in sources if not one.licence]:
+    if unstated := [f"`{source.label}`" for source in sources if not source.licence]:
         yield f"The licence of {', '.join(unstated)} is not known; ask its authors before you use this."
-    data = [made.config["data"] for made in promoted.lineage if made.record.kind == "train"]
-    if lengths := [one["sequence_length"] for one in data if one.get("sequence_length")]:
+    blocks = [made.config["data"] for made in promoted.lineage if made.record.kind == "train"]
+    if lengths := [data["sequence_length"] for data in blocks if data.get("sequence_length")]:
         yield f"It was trained on rows of at most {max(lengths)} tokens."
     if any(made.record.kind == "quantize" for made in promoted.lineage):
         yield "It is quantized: its answers are not those of the model before, see above."

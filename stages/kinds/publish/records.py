@@ -102,16 +102,16 @@ class Inputs:
 
     def lineage(self, made: Made) -> list[Made]:
         """Return all artifacts that it was made from, each once and before what was made of it; itself last."""
-        found: dict[Path, Made] = {}
+        made_by_folder: dict[Path, Made] = {}
 
         def visit(one: Made) -> None:
-            if one.folder not in found:
+            if one.folder not in made_by_folder:
                 for entry in one.record.upstream.values():
                     visit(self._find(entry))
-                found[one.folder] = one
+                made_by_folder[one.folder] = one
 
         visit(made)
-        return list(found.values())
+        return list(made_by_folder.values())
 
     def bases(self, made: Made) -> Iterator[Made]:
         """Yield the model that it was made from, the one that this was made from, and so on to the first."""

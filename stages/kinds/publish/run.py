@@ -81,26 +81,27 @@ def run(config: PublishConfig, context: StageContext) -> StageResult:
     return _result(publication, context, started_s)
 
 
-def _publish(target: Target, bundle: Bundle, found: Publication, context: StageContext) -> Publication:
+def _publish(target: Target, bundle: Bundle, planned: Publication, context: StageContext) -> Publication:
     """Send missing files, and compare the target's content again."""
     held = target.held(bundle)
     missing = _differing(bundle, held)
     before = target.read_text(SUMS_FILE) if SUMS_FILE in held.files else None
     stale = sorted((names_in(before or "") - bundle.keys()) & held.files.keys())
     if not missing and not stale:
-        context.milestone(f"{found.to} holds all {len(bundle)} files already: nothing was sent")
-        return _publication(found.name, found.to, "was there", bundle, revision=held.revision)
+        context.milestone(f"{planned.to} holds all {len(bundle)} files already: nothing was sent")
+        return _publication(planned.name, planned.to, "was there", bundle, revision=held.revision)
     size_bytes = sum(bundle[name].size_bytes for name in missing)
-    context.milestone(f"sending {len(missing)} of {len(bundle)} files, {size_bytes / MIB:.1f} MiB, to {found.to}")
+    context.milestone(f"sending {len(missing)} of {len(bundle)} files, {size_bytes / MIB:.1f} MiB, to {planned.to}")
     target.send(bundle, missing, stale, Progress(context, size_bytes).add)
     held = target.held(bundle)
     if wrong := _differing(bundle, held):
         raise PublishError(
-            f"publishing to {found.to}: after all was sent, {', '.join(wrong[:NUM_NAMED])} there has another checksum "
-            "than here, or is missing; does another program write there? Run again to send it again"
+            f"publishing to {planned.to}: after all was sent, {', '.join(wrong[:NUM_NAMED])} there has another "
+            "checksum than here, or is missing; does another program write there? Run again to send it again"
         )
-    context.milestone(f"published at {found.to}, revision {held.revision or bundle[SUMS_FILE].sha256}, read back")
-    return _publication(found.name, found.to, "published", bundle, missing, stale, held.revision)
+    revision = held.revision or bundle[SUMS_FILE].sha256
+    context.milestone(f"published at {planned.to}, revision {revision}, read back")
+    return _publication(planned.name, planned.to, "published", bundle, missing, stale, held.revision)
 
 
 def _differing(bundle: Bundle, held: Held) -> list[str]:

@@ -57,7 +57,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
     Experts that files hold merged are left out.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    found = {name: _stored(model, name, *module.weight.shape) for name, module in linear.items()}
+    layers = {name: _stored(model, name, *module.weight.shape) for name, module in linear.items()}
     stored_as = expert_names(model)
     for name, experts in _expert_modules(model) if stored_as else ():
         num_experts, hidden_size, inner_size = experts.down_proj.shape
@@ -65,8 +65,8 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
             shape = (hidden_size, inner_size) if part == "down_proj" else (inner_size, hidden_size)
             for number in range(num_experts):
                 expert = _stored(model, f"{name}.{number}", *shape)
-                found[f"{name}.{number}.{part}"] = Projection(f"{expert.name}.{stored_as[part]}", *shape)
-    return found
+                layers[f"{name}.{number}.{part}"] = Projection(f"{expert.name}.{stored_as[part]}", *shape)
+    return layers
 
 
 def expert_names(model: PreTrainedModel) -> dict[str, str]:
@@ -74,13 +74,13 @@ def expert_names(model: PreTrainedModel) -> dict[str, str]:
 
     Empty where files hold the experts of a layer as one tensor, and where there are no experts.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for conversion in weight_conversions(model):
         if merges_experts(conversion):
             parts = MERGED_EXPERTS[conversion.target_patterns[0].rpartition(".")[2]]
             sources = [EXPERT_SOURCE.search(source) for source in conversion.source_patterns]
-            found |= {part: source[1] for part, source in zip(parts, sources, strict=True) if source}
-    return found
+            names |= {part: source[1] for part, source in zip(parts, sources, strict=True) if source}
+    return names
 
 
 def merges_experts(conversion: WeightTransform) -> bool:

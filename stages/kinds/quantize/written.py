@@ -32,13 +32,13 @@ def quantized_in_files(folder: Path) -> set[str]:
 
 def problems_of_written(folder: Path, expected: set[str]) -> Iterator[ModelError]:
     """Yield an error unless exactly these layers (names in files) are quantized, and the config says so."""
-    found = quantized_in_files(folder)
-    if missing := sorted(expected - found):
+    quantized = quantized_in_files(folder)
+    if missing := sorted(expected - quantized):
         yield ModelError(
-            f"the quantizer wrote {len(found & expected)} of {len(expected)} layers quantized; it left out "
+            f"the quantizer wrote {len(quantized & expected)} of {len(expected)} layers quantized; it left out "
             f"{', '.join(missing[:NUM_NAMED])}; add them to `ignore`, or choose another method"
         )
-    if unexpected := sorted(found - expected):
+    if unexpected := sorted(quantized - expected):
         yield ModelError(
             f"the quantizer wrote {len(unexpected)} layers quantized that were to be left alone: "
             f"{', '.join(unexpected[:NUM_NAMED])}; choose another method"

@@ -40,7 +40,7 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
-def _parse(given: list[str] | None = None) -> argparse.Namespace:
+def _parse(argument_list: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m stages.kinds.serve", description=__doc__)
     parser.add_argument("model", type=Path, help="Hugging Face folder of the model")
     parser.add_argument("--name", help="name of the model or adapter in requests; default: the folder's name")
@@ -59,18 +59,21 @@ def _parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, help="largest number of tokens in an answer of --chat")
     parser.add_argument("--system", help="system message of each conversation of --chat")
     parser.add_argument("--serving", help="`serving` block of a recipe, as JSON; without it, the server is a trial")
-    return parser.parse_args(given)
+    return parser.parse_args(argument_list)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
     second = [_parse(json.loads(arguments.beside))] if arguments.beside else []
-    # All are read before one starts, which takes from seconds to minutes.
-    launches = [(one, *_read(one, arguments.chat, 1 + len(second))) for one in (arguments, *second)]
-    labels = _labels([one for one, *_ in launches])
+    # All arguments are read first: starting a server takes from seconds to minutes.
+    launches = [
+        (server_arguments, *_read(server_arguments, arguments.chat, 1 + len(second)))
+        for server_arguments in (arguments, *second)
+    ]
+    labels = _labels([server_arguments for server_arguments, *_ in launches])
     with contextlib.ExitStack() as stack:
         servers = [
-            stack.enter_context(_ready_server(spec, execution, label, one.version))
-            for label, (one, spec, execution) in zip(labels, launches, strict=True)
+            stack.enter_context(_ready_server(spec, execution, label, server_arguments.version))
+            for label, (server_arguments, spec, execution) in zip(labels, launches, strict=True)
         ]
         if arguments.chat:
             chat([_conversation(*pair, arguments) for pair in zip(servers, labels, strict=True)])

@@ -90,13 +90,13 @@ def check_adapters(spec: LaunchSpec) -> None:
 def _problems(headers: AdapterHeaders) -> Iterator[str]:
     """Yield why vLLM could not serve an adapter with these headers."""
     config = headers.config
-    found = [f"{field}: {_first(config[field])}" for field in UNKNOWN if config.get(field)]
-    found += [f"bias: {config['bias']}"] if config.get("bias", "none") != "none" else []
+    options = [f"{field}: {_first(config[field])}" for field in UNKNOWN if config.get(field)]
+    options += [f"bias: {config['bias']}"] if config.get("bias", "none") != "none" else []
     initialization = config.get("init_lora_weights")
     if isinstance(initialization, str) and initialization.lower().startswith(CHANGES_THE_BASE):
-        found.append(f"init_lora_weights: {initialization}, which has changed the base")
-    if config.get("peft_type", "LORA") != "LORA" or found:
-        yield f"it is a {config.get('peft_type', 'LORA')} with {', '.join(found) or 'weights of another kind'}"
+        options.append(f"init_lora_weights: {initialization}, which has changed the base")
+    if config.get("peft_type", "LORA") != "LORA" or options:
+        yield f"it is a {config.get('peft_type', 'LORA')} with {', '.join(options) or 'weights of another kind'}"
     if edges := sorted(EDGES & _modules(headers)):
         yield f"it adapts {', '.join(edges)}"
     if headers.others:

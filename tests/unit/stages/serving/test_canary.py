@@ -1,4 +1,4 @@
-"""Two versions behind one proxy: who is asked, what is counted of each, and that no request is lost when one goes."""
+"""Two versions behind one proxy: the choice between them, their counts, and no lost request when one goes."""
 
 import json
 import math
@@ -29,7 +29,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Both:
-    """A champion, version 1, and a challenger, version 2, behind a proxy; and a client of it."""
+    """A champion, version 1, and a challenger, version 2, behind a proxy, with a client."""
 
     champion: OpenAIEngine
     challenger: OpenAIEngine
@@ -44,7 +44,7 @@ class Both:
         return self.client.post(CHAT, json=question, headers=headers)
 
     def session_of(self, version: str) -> str:
-        """One whose requests this version gets."""
+        """Return a session whose requests this version gets."""
         wanted = version == "2"
         return next(f"s{n}" for n in range(1000) if self.canary.takes(f"session s{n}") == wanted)
 
@@ -78,7 +78,7 @@ def in_front(**options) -> Iterator[Both]:
 
 
 def version_of(answer: httpx.Response) -> str:
-    """As its header says, and its content."""
+    """Return the version that answered, by its header and its content."""
     version = answer.headers["x-lifecycle-version"]
     name = answer.json()["choices"][0]["message"]["content"]
     assert (version, name) in {("1", "champion"), ("2", "challenger")}
@@ -220,7 +220,7 @@ def test_every_line_of_the_metrics_has_its_version(both):
     assert {one.labels["lifecycle_version"] for one in samples} == {"1", "2"}
 
     def values(name: str, **labels: str) -> dict[str, float]:
-        """By version."""
+        """Return the values by version."""
         fitting = [one for one in samples if one.name == name and labels.items() <= one.labels.items()]
         return {one.labels["lifecycle_version"]: one.value for one in fitting}
 

@@ -1,4 +1,4 @@
-"""What the client makes of answers that a healthy vLLM does not give."""
+"""The client's reaction to answers that a healthy vLLM does not give."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ SPEC = LaunchSpec(model=Path("model"), served_name="sft", serving=ServingConfig(
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers each path with what the test put there."""
+    """A server that answers each path with what the test put there."""
 
     answers: ClassVar[dict[str, Any]] = {}
 

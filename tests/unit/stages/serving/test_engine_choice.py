@@ -1,4 +1,4 @@
-"""Which engine a recipe gets, and what is refused by name of one that cannot do it, when the recipe is read."""
+"""Choice of a recipe's engine, and refusals of what it does not support, when the recipe is read."""
 
 from pathlib import Path
 from typing import Any

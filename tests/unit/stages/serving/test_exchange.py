@@ -1,4 +1,4 @@
-"""What is counted of a stream, however its bytes arrive."""
+"""Counts of a stream, however its bytes arrive."""
 
 import json
 
@@ -23,7 +23,7 @@ DONE = "data: [DONE]"
 
 
 def read(chunks: list[bytes], **options: bool) -> tuple[Exchange, bytes]:
-    """What is known after an answer in these chunks, and what of it the client got."""
+    """Return the exchange after an answer in these chunks, and the bytes that the client got."""
     exchange = Exchange({"stream": True}, **options)
     exchange.begin(200, "text/event-stream", None)
     passed = b"".join(map(exchange.passed, chunks))

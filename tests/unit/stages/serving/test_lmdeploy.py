@@ -1,4 +1,4 @@
-"""LMDeploy by its source: what a recipe says reaches the command, its parser takes that, and its log is understood.
+"""LMDeploy, from its source: settings reach the command, its parser accepts that, and its log is understood.
 
 No server of it was run. Its parser is asked where the package is installed: LIFECYCLE_LMDEPLOY names its interpreter.
 """
@@ -118,7 +118,7 @@ def test_the_cause_comes_with_what_to_change() -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers as the handlers of LMDeploy 0.18.0 do, whose `/v1/completions` is never asked."""
+    """A server that answers as the handlers of LMDeploy 0.18.0 do, whose `/v1/completions` is never asked."""
 
     asked: ClassVar[list[dict[str, Any]]] = []
     content: ClassVar[list[dict[str, Any]]] = [{"token": "a", "logprob": -0.5, "top_logprobs": []}]

@@ -1,4 +1,4 @@
-"""What is made of servers that lie, wherever one is asked: a ServerError, and no traceback, hang or leak."""
+"""Servers that lie, wherever they are asked: the result is a ServerError, and no traceback, hang or leak."""
 
 import gzip
 import json
@@ -58,7 +58,7 @@ EVENT = 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
 
 
 def answered(ask: Ask, sent: bytes) -> str:
-    """The error that comes of an answer."""
+    """Return the error that an answer leads to."""
     with lying_server(lambda send, _: send(sent)) as server:
         with pytest.raises(ServerError) as caught:
             ask(Client(server.url, KEY, "m", timeout_s=5.0))

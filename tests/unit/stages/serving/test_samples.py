@@ -1,4 +1,4 @@
-"""Requests as rows of a dataset: what is in them, what never is, and that the folder stays small."""
+"""Requests as rows of a dataset: their content, what they never hold, and the bounded folder."""
 
 import fcntl
 import json
@@ -27,7 +27,7 @@ ANSWER = {"role": "assistant", "content": "Hello, jo@example.org."}
 
 
 def exchange(asked: dict, *answers: dict, reason: str = "stop") -> Exchange:
-    """Of an answer: whole, or if there are several, in parts."""
+    """Return the exchange of an answer: whole, or if there are several texts, in parts."""
     found = Exchange(asked, keeps_content=True)
     key, kind = ("delta", "text/event-stream") if len(answers) > 1 else ("message", "application/json")
     found.begin(200, kind, None)

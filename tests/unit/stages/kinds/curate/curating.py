@@ -33,7 +33,7 @@ def lines(path):
 
 
 def curate(folder, rows, outside=None, **fields):
-    """rows: of one dataset, or by dataset; None where its files are there already."""
+    """Run the curate stage; rows: of one dataset, or by dataset; None if their files exist already."""
     datasets = rows if isinstance(rows, dict) else {"mine": rows}
     for name, content in datasets.items():
         if content is None:

@@ -1,4 +1,4 @@
-"""Rows that hold what a benchmark asks: every planted overlap is found, in clean rows there is none."""
+"""Rows that hold questions of a benchmark: every planted overlap is found, none in clean rows."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def reason(row, questions, texts=(), number=0, **config):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """The quickstart's task of short questions, one of long ones, and one of choices."""
+    """Provide the quickstart's task of short questions, one of long ones, and one of choices."""
     folder = tmp_path_factory.mktemp("tasks")
     draw = random.Random(0)
     for file in ("addition.yaml", "addition.jsonl"):

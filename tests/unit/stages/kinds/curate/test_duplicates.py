@@ -1,4 +1,4 @@
-"""Exact and near duplicates: planted ones are found and nothing else is, against similarities that are counted out."""
+"""Exact and near duplicates: planted ones are found and nothing else is, compared with counted similarities."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ CHAT = [{"role": "user", "content": "What is 12 + 34?"}, {"role": "assistant", "
 
 
 def jaccard(one, other, num_words=3):
-    """By sets of words themselves."""
+    """Return the similarity of the sets of words themselves."""
     first, second = (
         {tuple(words[at : at + num_words]) for at in range(len(words) - num_words + 1)}
         for words in (one.split(), other.split())

@@ -1,4 +1,4 @@
-"""Rows in other languages are left out; those that nobody could tell stay."""
+"""Rows in other languages are left out; rows with too few letters to tell stay."""
 
 import pytest
 from py3langid.langid import MODEL_FILE, LanguageIdentifier

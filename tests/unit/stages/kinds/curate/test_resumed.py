@@ -1,4 +1,4 @@
-"""A curation that is interrupted, wherever that is, goes on and gives the bytes of one that was not."""
+"""A curation that is interrupted at any moment continues, and gives the bytes of an uninterrupted one."""
 
 import json
 
@@ -22,11 +22,11 @@ STEPS = {
 
 
 class Interrupted(BaseException):
-    """As by Ctrl-C, at a moment that is chosen."""
+    """Interruption as by Ctrl-C, at a chosen moment."""
 
 
 class Impatient(StageContext):
-    """Is interrupted when it has reported so often."""
+    """A context that is interrupted after a number of reports."""
 
     def progress(self, done, total, unit, message=""):
         object.__setattr__(self, "left", getattr(self, "left", NEVER) - 1)

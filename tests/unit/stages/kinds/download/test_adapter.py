@@ -1,4 +1,4 @@
-"""Adapters that were trained elsewhere, made by PEFT: taken in with what they give on record, or refused by name."""
+"""Adapters trained elsewhere, made by PEFT: adopted with a record of their predictions, or refused by name."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def original(base, tmp_path_factory):
-    """A folder as PEFT writes it, of a base that it calls otherwise."""
+    """Return a folder as PEFT writes it, with another name of the base."""
     return written(make_adapter(base, 0, "all-linear"), tmp_path_factory.mktemp("elsewhere") / "tuned")
 
 
@@ -56,7 +56,7 @@ def written(adapted, folder):
 
 
 def take_in(folder, base, work):
-    """What the download stage makes of it."""
+    """Return the artifact that the download stage makes of a folder."""
     work.mkdir()
     config = DownloadConfig(kind="download", adapter=f"file://{folder}", base="base")
     outside = config.resolve_outside()
@@ -75,7 +75,7 @@ def test_it_is_an_adapter_of_its_base_with_what_peft_gives_on_record(base, origi
 
 
 def check_record(mine, base, original):
-    """Against what PEFT gives."""
+    """Compare the recorded predictions with PEFT's."""
     plain = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32)
     oracle = peft.PeftModel.from_pretrained(plain, original).eval()
     tokenizer = AutoTokenizer.from_pretrained(base / "model")

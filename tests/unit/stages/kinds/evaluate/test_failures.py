@@ -1,4 +1,4 @@
-"""Why an evaluation failed: a mistake in a task is none of the server's, whatever that does meanwhile."""
+"""Causes of a failed evaluation: a mistake in a task is not blamed on the server, whatever that does meanwhile."""
 
 import json
 import signal
@@ -20,14 +20,14 @@ from tests.unit.stages.kinds.evaluate.exact_match import ExactMatch
 
 
 class Mistaken(ExactMatch):
-    """Finds a mistake in its task while the server starts, and does not wait for that."""
+    """A harness that finds a mistake in its task while the server starts, and does not wait for that."""
 
     def evaluate(self, evaluation, context, await_model) -> Results:
         raise KeyError("tset")
 
 
 class Unlucky(ExactMatch):
-    """Its server dies while it is asked."""
+    """A harness whose server dies while it is asked."""
 
     def evaluate(self, evaluation, context, await_model) -> Results:
         await_model()

@@ -1,4 +1,4 @@
-"""From lm-eval's results to metric names."""
+"""Metric names from lm-eval's results."""
 
 from stages.harnesses.scores import score_metrics
 

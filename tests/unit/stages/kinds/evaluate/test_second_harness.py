@@ -77,7 +77,7 @@ def test_a_task_that_it_does_not_have_is_refused_before_a_server_starts(config: 
 
 
 class Scoreless(ExactMatch):
-    """Asks everything, and gives samples without a score."""
+    """A harness that asks everything, and gives samples without a score."""
 
     def evaluate(self, *arguments: Any) -> Results:
         results = super().evaluate(*arguments)

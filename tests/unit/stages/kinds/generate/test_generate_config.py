@@ -1,4 +1,4 @@
-"""What a recipe may say of a generate stage; what it cannot mean is refused before anything starts."""
+"""Configs of a generate stage: contradictions are refused before anything starts."""
 
 import json
 from pathlib import Path
@@ -125,7 +125,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def problems(artifacts: Path, rows: list[Any], **changed: Any) -> dict[str, str]:
-    """What the check of inputs says: field → error."""
+    """Return the findings of the check of inputs: field → error."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (artifacts / "problems" / "data" / "train.jsonl").write_text(text)
     config = {**QUICK["answers"], "rewards": {"right": {"type": "exact_match"}}, **changed}

@@ -1,4 +1,4 @@
-"""Which completions are kept, in which rows, and why others are dropped."""
+"""Selection of completions: which are kept, in which rows, and why others are dropped."""
 
 from typing import Any
 

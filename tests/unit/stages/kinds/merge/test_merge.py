@@ -1,4 +1,4 @@
-"""Merging, against PEFT: one adapter and several, in every combination; what is measured of it, and what is refused."""
+"""Merging equals PEFT's: one adapter and several, in every combination; measurements, and refusals."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ SIZES = {
     "head_dim": 16,
 }
 CONSTANT_BYTES = 2**27
-"""For what a merge has beside weights: modules that are imported late, logits, copies of one weight."""
+"""Allowance for memory besides weights: modules that are imported late, logits, copies of one weight."""
 MIXTURES = [
     {},
     {"weights": [0.7, -0.2]},
@@ -43,7 +43,7 @@ MIXTURES = [
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    """A base, and two adapters of it, the second of fewer layers, with what they give to three documents."""
+    """Provide a base and two adapters, the second of fewer layers, with their predictions of three documents."""
     folder = tmp_path_factory.mktemp("artifacts")
     artifacts = {"base": folder / BASE, "one": folder / "one-1", "two": folder / "two-2"}
     make_base(artifacts["base"], **SIZES)
@@ -65,7 +65,7 @@ def merge(inputs, work, **fields):
 
 
 def seed_before_first(monkeypatch, seed):
-    """PEFT draws the new adapter's first weights, which it throws away, before it draws what dare_… keeps."""
+    """Seed as PEFT does: it draws the new adapter's first weights, then the elements that dare_… keeps."""
     name = "_generalized_task_arithmetic_weighted_adapter"
     real, seeded = getattr(peft.LoraModel, name), []
 
@@ -128,7 +128,7 @@ def test_layers_of_other_architectures_are_merged_as_peft_does(artifacts, tmp_pa
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """A mixture of experts, and an adapter of its attention, experts and routers."""
+    """Provide a mixture of experts, and an adapter of its attention, experts and routers."""
     folder = tmp_path_factory.mktemp("mixture")
     artifacts = {"base": folder / BASE, "one": folder / "one-1"}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -263,7 +263,7 @@ def of_other_sizes(artifact, base):
 
 
 def of_a_convolution(artifact, base):
-    """As PEFT writes them."""
+    """Return the factors of a convolution's adapter as PEFT writes them."""
     file = artifact / "adapter" / "adapter_model.safetensors"
     save_file({name: one[..., None] if "q_proj" in name else one for name, one in load_file(file).items()}, file)
 
@@ -310,7 +310,7 @@ def test_adapters_that_do_not_mix_are_refused(artifacts, tmp_path, damage, said)
 
 
 def test_no_model_is_ever_in_memory_as_a_whole(tmp_path):
-    """Of 320 MiB in shards of 16: measured by the process itself, beyond what it has before it begins."""
+    """Measure the memory of a merge of 320 MiB in shards of 16, beyond what the process has before it begins."""
     artifacts, work = tmp_path / "artifacts", tmp_path / "work"
     work.mkdir()
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}

@@ -1,4 +1,4 @@
-"""Gates: which hold, and by how much the others are missed."""
+"""Gates that hold, and by how much others are missed."""
 
 import math
 

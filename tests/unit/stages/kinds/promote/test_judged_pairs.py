@@ -30,7 +30,7 @@ NUM_QUESTIONS = 20
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    """Prefers the longer answer, wherever it stands."""
+    """Serve a judge that prefers the longer answer, wherever it stands."""
     monkeypatch.setenv("CRITIC_KEY", KEY)
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     with judge_server() as judge:
@@ -56,7 +56,7 @@ def undecided_of_one(question: str) -> str:
 
 
 def write_answers(folder: Path, answers: Sequence[str], question: str = "Question") -> None:
-    """What an evaluation with `harness: judge` leaves; every answer was rated 5 or 6."""
+    """Write the files of an evaluation with `harness: judge`; every answer was rated 5 or 6."""
     ratings = [5.0 + number % 2 for number in range(len(answers))]
     rows = [
         sample_row(
@@ -80,7 +80,7 @@ def write_answers(folder: Path, answers: Sequence[str], question: str = "Questio
 
 @pytest.fixture
 def promote(server: Judge, tmp_path: Path):
-    """Judge a candidate with these answers; the result, the verdict, and the work folder."""
+    """Judge a candidate with these answers; returns the result, the verdict, and the work folder."""
 
     def promote(ours: Sequence[str], theirs: Sequence[str] | None, *, same: bool = False, **said: Any):
         write_model(tmp_path / "model", "candidate")

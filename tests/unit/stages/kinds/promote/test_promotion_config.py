@@ -1,4 +1,4 @@
-"""What a recipe may promote: mistakes are found before anything runs; names of stages are no identity."""
+"""Configs of a promotion: mistakes are found before anything runs; names of stages are no identity."""
 
 from pathlib import Path
 

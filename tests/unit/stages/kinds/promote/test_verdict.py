@@ -1,4 +1,4 @@
-"""The stage itself: who is promoted, who is champion already, and what the table says."""
+"""The promote stage: promotions, a candidate that is champion already, and the verdict's tables."""
 
 import math
 

@@ -21,7 +21,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def promoted(tmp_path: Path) -> Publish:
-    """A promotion to be published at an address; `number` keeps several apart."""
+    """Make a promotion to be published at an address; `number` distinguishes several."""
 
     def make(to: str, number: int = 1, champion=(), mark: str = "first", **options) -> Publishing:
         folder = tmp_path / f"refresh-{number}"
@@ -33,7 +33,7 @@ def promoted(tmp_path: Path) -> Publish:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """Speaks LFS, as mirrors do; the library would ask for Xet first."""
+    """Serve a hub that speaks LFS, as mirrors do; the library would ask for Xet first."""
     with running_hub() as server:
         server.token_roles = {TOKEN: "write", "hf_reader": "read"}
         monkeypatch.setenv("HF_ENDPOINT", server.url)

@@ -1,4 +1,4 @@
-"""The card: what the hub's own reader makes of it equals the records, and nothing of the house is in it."""
+"""The model card: the hub's own reader reads from it what the records hold, and it exposes nothing private."""
 
 import re
 

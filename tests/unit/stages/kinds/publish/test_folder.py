@@ -1,4 +1,4 @@
-"""Publishing to a folder: what goes there, what does not, and what is sent again."""
+"""Publishing to a folder: files that go there, files that do not, and files that are sent again."""
 
 import hashlib
 import subprocess
@@ -135,7 +135,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path):
 
 
 def test_the_artifacts_of_the_store_are_not_overwritten(promoted, tmp_path):
-    """Also where a cluster's store is another one than that of the machine that planned."""
+    """Refuse the store also where a cluster's store differs from that of the machine that planned."""
     champion = tmp_path / "refresh-1" / "store" / "quantize"
     refresh = promoted(f"file://{champion}/awq-0123456789ab/model")
     with pytest.raises(PublishError, match="lies in the store"):

@@ -139,7 +139,7 @@ def test_no_token_stands_in_what_is_kept(promoted, hub):
 
 
 def question(refresh) -> StageInput:
-    """What the check of inputs is given before the promotion."""
+    """Return the input of the check before the promotion."""
     planned = refresh.planned
     return StageInput(
         name="publish",

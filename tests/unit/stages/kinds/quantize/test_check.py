@@ -1,4 +1,4 @@
-"""Before any training: what of a model cannot be quantized, of the model that training starts from."""
+"""Checks before any training: layers that cannot be quantized, of the model that training starts from."""
 
 import json
 

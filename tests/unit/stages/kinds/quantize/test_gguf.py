@@ -1,4 +1,4 @@
-"""GGUF files: what Transformers reads of them is the model that they were made of. Others are refused."""
+"""GGUF files: Transformers reads from them the model that they were made of. Others are refused."""
 
 import json
 import shutil
@@ -60,9 +60,9 @@ MODELS = {
     "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA_3, tie_word_embeddings=True)),
 }
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
-"""With rows of whole K-quants."""
+"""Shape with rows of whole K-quants."""
 SPLIT_BY = {"qwen2": "qwen2", "llama3": "llama-bpe"}
-"""Model → how its tokenizer splits text; that of the others keeps digits apart, and nothing else."""
+"""Model → text split of its tokenizer; those of the others only keep digits apart."""
 ROWS = [[19, 20, 273, 21, 22, 33, 75, 40, 260, 5], [61, 1, 75, 76, 2, 100, 45]]
 TEXTS = ["What is 12 + 34?", "<|im_start|>user\n7 + 105 = 112<|im_end|>", "Übung, naïve 数 🙂 12,345.67"]
 
@@ -125,7 +125,7 @@ def kl(source: Path, target: Path) -> float:
 
 @torch.inference_mode()
 def log_probabilities(folder: Path, row: list[int]) -> list[float]:
-    """Of each token but the first, by Transformers."""
+    """Return the log-probability of each token but the first, by Transformers."""
     logits = _load(folder, trust_remote_code=False)(torch.tensor([row])).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
 
@@ -154,7 +154,7 @@ def test_fewer_bits_lose_more(make, tokenizer: Path) -> None:
 
 
 def test_the_stage_tells_which_matrices_have_another_type_than_was_asked_for(make, tmp_path: Path) -> None:
-    """Ways out of the feed-forward layers have 384 inputs: one is to have Q4_K, the other Q6_K."""
+    """Quantize output projections with 384 inputs, of which one is to have Q4_K, the other Q6_K."""
     made = make("uneven")
     (tmp_path / "sft").mkdir()
     made.rename(tmp_path / "sft" / "model")

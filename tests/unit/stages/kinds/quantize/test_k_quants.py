@@ -17,7 +17,7 @@ from stages.serving.registry import ENGINES
 
 LAYERS = 16
 MORE = {0, 1, 4, 7, 10, 13, 14, 15}
-"""Of 16 layers: the first and last two, and every third of those between."""
+"""Layers with more bits among 16: the first and last two, and every third of those between."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a quantization cannot mean is refused when the recipe is read, by the field's name."""
+"""Configs of a quantization: contradictions are refused when the recipe is read, by the field's name."""
 
 import pytest
 from pydantic import ValidationError

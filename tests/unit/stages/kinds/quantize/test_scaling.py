@@ -1,4 +1,4 @@
-"""What may be scaled in a model is found from what it computes, whatever its modules are called."""
+"""Scalable layers of a model are found from its results, whatever its modules are called."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ FOUND = {
     "cohere": {("input_layernorm", (*ATTENTION, *MLP)), DOWN},
     "nemotron": set(),
 }  # fmt: skip
-"""Family → what is scaled in each layer: nothing before the output of grouped-query attention, nor after post-norms."""
+"""Family → scalings of each layer: nothing before the output of grouped-query attention, nor after post-norms."""
 
 
 def linear(model):
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 class KeepsAnOutput(nn.Module):
-    """Its end reads what the first block's `up` gave, as models do that share keys and values between layers."""
+    """A model whose end reads the output of the first block's `up`, as with keys and values shared between layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A conversation in a terminal: the model is sent all that was said, and what it refuses ends nothing."""
+"""Chat in a terminal: the model gets the whole conversation, and a refused question does not end it."""
 
 import io
 import json

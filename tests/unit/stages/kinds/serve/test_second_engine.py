@@ -21,7 +21,7 @@ KEY = "sk-of-the-test"
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a stage does to its process is undone."""
+    """Undo what a stage does to its process."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     handler = signal.getsignal(signal.SIGTERM)
     yield

@@ -1,4 +1,4 @@
-"""Where llama.cpp is looked for, the command of its server, and why one did not start."""
+"""llama.cpp's program: its lookup, the command of its server, and why one did not start."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ ModuleNotFoundError: No module named 'xllamacpp'
 
 
 def make_environment(root: Path, version: str | None) -> Path:
-    """A virtual environment's outline; returns its `python`."""
+    """Make a virtual environment's outline; returns its `python`."""
     metadata = root / "lib" / "python3.11" / "site-packages" / f"xllamacpp-{version}.dist-info"
     (root / "bin").mkdir(parents=True)
     (root / "bin" / "python").touch(mode=0o755)

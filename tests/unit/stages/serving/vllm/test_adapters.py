@@ -122,7 +122,7 @@ def test_a_quantized_base_is_refused(spec: Any, tmp_path: Path) -> None:
     ],
 )
 def test_on_a_cpu_a_mixture_of_experts_takes_no_adapter(spec: Any, tmp_path: Path, config: Any) -> None:
-    """vLLM 0.32 would start, and its engine end at the first request, even one to the base."""
+    """Refuse it: vLLM 0.32 would start, and its engine end at the first request, even one to the base."""
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     on_gpu = spec(tuned=adapter(tmp_path / "tuned"))
     with pytest.raises(ModelError, match=r"serving tuned on .*base: it is a mixture of experts.*`kind: merge`"):

@@ -98,7 +98,7 @@ def test_what_opens_doors_or_is_said_elsewhere_is_refused_by_name(name: str, val
 
 
 def test_every_refused_option_is_one_that_vllm_has() -> None:
-    """A slip in a name would leave the door open."""
+    """Check the names: a typo in one would leave the door open."""
     asked = json.dumps({name: [] for name in [*arguments.REFUSED, "no-such-option"]})
 
     said = parsed((find_vllm().python, "-P", arguments.CHECK), asked)

@@ -1,4 +1,4 @@
-"""The command and environment of a server: what the recipe says, on a CPU or a GPU, and never the key in argv."""
+"""Command and environment of a server: the recipe's settings, on a CPU or a GPU, and never the key in argv."""
 
 import json
 from pathlib import Path
@@ -159,7 +159,7 @@ DEEPSEEK = [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end"
 
 
 def parser(folder: Path, template: str | list[dict[str, str]], tokens: list[str], **serving: object) -> str | None:
-    """The parser in the command for a model with this chat template and these tokens."""
+    """Return the parser in the command for a model with this chat template and these tokens."""
     added = [{"content": token, "id": number} for number, token in enumerate(tokens)]
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": {"a": 99}}}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))

@@ -1,4 +1,4 @@
-"""Where vLLM is looked for, and what is said when it is not there."""
+"""vLLM's program: its lookup, and the error if it is missing."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from stages.serving.vllm.engine import find_vllm
 
 
 def make_environment(root: Path, version: str | None) -> Path:
-    """A virtual environment's outline; returns its `vllm`."""
+    """Make a virtual environment's outline; returns its `vllm`."""
     site_packages = root / "lib" / "python3.11" / "site-packages"
     site_packages.mkdir(parents=True)
     (root / "bin").mkdir()

@@ -30,7 +30,7 @@ METADATA = f"Metadata-Version: 2.1\nName: evalscope\nVersion: {VERSION}\n"
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the environment is to be; a folder of wheels is all that uv asks."""
+    """Provide the place of the environment; uv gets nothing but a folder of wheels."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     information = f"evalscope-{VERSION}.dist-info"

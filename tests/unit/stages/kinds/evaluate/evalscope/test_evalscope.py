@@ -1,4 +1,4 @@
-"""EvalScope against a real server: where its environment is, which `make evalscope` creates; else what it left."""
+"""EvalScope against a real server where its environment exists (`make evalscope`), else against files that it left."""
 
 import json
 import signal
@@ -118,7 +118,7 @@ def test_a_model_that_is_asked_in_plain_text_is_refused(sets: Path, tmp_path: Pa
 
 
 def write_review(folder: Path, subset: str, index: int, value: dict[str, float], status: str = "success") -> None:
-    """A line as EvalScope 1.14.1 writes it, without what is not read."""
+    """Write a line as EvalScope 1.14.1 does, without fields that are not read."""
     (folder / "reviews" / "tiny").mkdir(parents=True, exist_ok=True)
     asked = {"role": "user", "content": f"{subset} {index}?", "source": None}
     said = {"role": "assistant", "content": "x", "source": "generate"}

@@ -30,7 +30,7 @@ ROWS = [
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tiny_engine: TinyEngine) -> Iterator[Judge]:
-    """Likes numbers: 9 of 10, and 2 for all else."""
+    """Serve a judge that rates numbers 9 of 10, and all else 2."""
     monkeypatch.setenv("CRITIC_KEY", KEY)
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     handler = signal.getsignal(signal.SIGTERM)
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def evaluated(server: Judge, model: Path, tmp_path: Path):
-    """The result and the work folder of an evaluation, whose judge is as said."""
+    """Return the result and the work folder of an evaluation with this judge."""
     (tmp_path / "sets").mkdir()
     (tmp_path / "sets" / "helpful.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 

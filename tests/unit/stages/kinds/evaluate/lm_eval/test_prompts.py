@@ -1,4 +1,4 @@
-"""Prompts of an evaluation as a chat: those of lm-eval with Transformers, and those of training, in the same limits."""
+"""Chat prompts of an evaluation equal lm-eval's with Transformers, and those of training, within the same limits."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ TEMPLATES = [
     "qwen3",
     "lfm2_v2",
 ]
-"""Take a system prompt, write no date, and ask for no thoughts that rows without any are trained without."""
+"""Templates with a system prompt, without a date, and without thoughts that rows lack in training."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def with_template(model: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """The model with another chat template; without its weights, which no prompt needs."""
+    """Return the model with another chat template; without its weights, which no prompt needs."""
 
     def change(template: str) -> Path:
         folder = tmp_path / "model"
@@ -66,7 +66,7 @@ def with_template(model: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def asking(folder: Path) -> LmEvalModel:
-    """The model as lm-eval sees it; nothing is asked of it."""
+    """Return the model as lm-eval sees it; it is not asked."""
     tree = {"kind": "evaluate", "model": "sft", "tasks": ["none"], "apply_chat_template": True}
     client = Client("http://127.0.0.1:9", "key", "tiny")
     served = ServedModel(client, folder, CONTEXT_TOKENS, trust_remote_code=False)

@@ -34,7 +34,7 @@ SCORES = "def score(row, answers):\n    return {'exact_match': row['answer'] == 
 def findings(
     folder: Path, task: str, code: str | None = None, **fields: object
 ) -> list[tuple[str, LifecycleError | str]]:
-    """What the check says of an evaluation by a task file of this text. fields: of the evaluation."""
+    """Return the check's findings for an evaluation of a task file with this text. fields: of the evaluation."""
     tasks = folder / "tasks"
     tasks.mkdir()
     for split in ("train", "test"):

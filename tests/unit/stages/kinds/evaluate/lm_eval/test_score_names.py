@@ -1,4 +1,4 @@
-"""Which scores a task can give is read from its files: lm-eval itself, which takes long, agrees."""
+"""Scores that a task can give, read from its files: lm-eval itself, which takes long, agrees."""
 
 import pytest
 

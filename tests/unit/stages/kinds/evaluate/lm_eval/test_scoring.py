@@ -1,4 +1,4 @@
-"""What a server is asked, against what lm-eval itself asks of it: prompts with examples, and whole texts."""
+"""Requests to a server equal those of lm-eval itself: prompts with examples, and whole texts."""
 
 import json
 import re
@@ -58,7 +58,7 @@ metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_bett
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose tokenizer begins a text with <pad>, and two tasks."""
+    """Provide a model whose tokenizer begins a text with <pad>, and two tasks."""
     folder = tmp_path_factory.mktemp("scoring")
     make_model(folder / "model")
     tokenizer = json.loads((folder / "model" / "tokenizer.json").read_text())
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_tasks(folder: Path) -> Iterator[Path]:
-    """The task folder, for more tasks to be written into; they are gone afterwards."""
+    """Provide the task folder for more tasks, which are removed afterwards."""
     tasks = folder / "tasks"
     before = set(tasks.iterdir())
     yield tasks
@@ -95,7 +95,7 @@ def causal_lm(folder: Path) -> Qwen3ForCausalLM:
 
 
 class Asked(LoopbackServer):
-    """Answers with the log-probabilities of Transformers; `bodies` are the requests that were made."""
+    """A server that answers with the log-probabilities of Transformers; `bodies` are the requests that it got."""
 
     def __init__(self, causal_lm: Qwen3ForCausalLM) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -156,7 +156,7 @@ def prompts(server: Asked, folder: Path) -> list[str]:
 
 
 def of_lm_eval(folder: Path, server: Asked, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
-    """The prompts that lm-eval's own entry sends for the same task."""
+    """Return the prompts that lm-eval's own entry sends for the same task."""
     server.bodies.clear()
     monkeypatch.chdir(folder / "tasks")
     simple_evaluate(

@@ -1,4 +1,4 @@
-"""Folders of local tasks: what they define, and that nothing in them reaches outside."""
+"""Folders of local tasks: their names, and refusals of what reaches outside."""
 
 from pathlib import Path
 
