@@ -110,8 +110,8 @@ def test_dribbled_bytes_end_with_the_time_of_the_whole_answer(ask: Ask, begins: 
     ("encoding", "body", "message"),
     [
         ("gzip", b"not gzip", "broken gzip"),
-        ("gzip", gzip.compress(b"{}" * 1000)[:-9], "its end is missing"),
-        ("gzip", gzip.compress(b"{}") + b"{}", "more follows"),
+        ("gzip", gzip.compress(b"{}" * 1000, mtime=0)[:-9], "its end is missing"),
+        ("gzip", gzip.compress(b"{}", mtime=0) + b"{}", "more follows"),
         ("br", b"{}", "content encoding 'br'"),
         ("gzip, gzip", b"{}", "content encoding 'gzip, gzip'"),
     ],
