@@ -1,8 +1,8 @@
-"""An adapter of a recipe → PEFT's factors, with their first values, on the layers of a Megatron model of any layout.
+"""PEFT's adapter on the layers of a Megatron model: which layers, first values of the factors, and each process's part.
 
-PEFT itself says which layers of the Transformers model it adapts, and draws A: so the adapter is the one that the FSDP
-engine would train. What a process holds of a factor follows from the layer that it is on (`families`, `parts`); what it
-adds to the layer is for `low_rank`.
+PEFT itself chooses the layers of the Transformers model and draws A: so the adapter is the one that the FSDP engine
+would train. Which part of a factor a process holds follows from the factor's layer (`families`, `parts`); the
+computation is in `low_rank`.
 """
 
 from __future__ import annotations
@@ -48,39 +48,39 @@ OF_EXPERT = re.compile(factor_name(expert_layer(r"(?P<layer>.*\.experts(\.base_l
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """What PEFT puts on the Transformers model of a folder, before it has learned."""
+    """The adapter that PEFT puts on the Transformers model of a folder, before training."""
 
     config: dict[str, Any]
     layers: Mapping[str, tuple[int, float]]
     """Name in that model → rank and scaling."""
     first_values: Mapping[str, Tensor]
-    """fp32, by the names of the parameters: A [rank, in] and B [out, rank] of each layer, and of each expert."""
+    """fp32 values by parameter name: A [rank, in] and B [out, rank] of each layer, and of each expert."""
 
     @property
     def num_parameters(self) -> int:
-        """That learn, over all processes."""
+        """Number of parameters that learn, over all processes."""
         return sum(value.numel() for value in self.first_values.values())
 
     def size_of(self, names: Iterable[str]) -> tuple[int, float]:
-        """Rank and scaling of what Megatron joins of these layers, of which one at least has an adapter."""
+        """Return rank and scaling of a layer that Megatron joins of these; one at least has an adapter."""
         return next(self.layers[name] for name in names if name in self.layers)
 
     @property
     def dropout(self) -> float:
-        """Share of what enters A that is dropped."""
+        """Dropout probability of the inputs of A."""
         return float(self.config["lora_dropout"])
 
     def flops(self, base: ModelFlops) -> ModelFlops:
-        """Of the base with it."""
+        """Return the FLOPs of the base with the adapter."""
         frozen = base.layer_parameters
         parameters = frozen + self.num_parameters
         return replace(base, layer_parameters=parameters, frozen_layer_parameters=frozen, is_head_frozen=True)
 
 
 def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | None = None) -> PeftAdapter:
-    """Let PEFT adapt a model like that in `folder`, whose own memory is never touched.
+    """Let PEFT adapt a model like that in `folder`; the model's own weights take no memory.
 
-    start: folder of an adapter of it, whose numbers it is given. Raises ModelError as `add_adapter` and `start` do.
+    start: folder of an adapter whose values it gets. Raises ModelError as `add_adapter` and `read_start` do.
     """
     with torch.device("meta"):
         model_config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -106,7 +106,7 @@ def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | N
 
 
 def learned_factors(chunks: Sequence[GPTModel], model: ModelShape) -> dict[str, Tensor]:
-    """fp32, by PEFT's names, on rank 0's CPU; nothing elsewhere. Collective."""
+    """Return the fp32 factors by PEFT's names, on rank 0's CPU; nothing elsewhere. Collective."""
     found: dict[str, Tensor] = {}
     experts: dict[tuple[str, str], list[Tensor]] = {}
     for name, weight in named_weights(chunks, model, torch.float32, learning_only=True):
@@ -120,7 +120,7 @@ def learned_factors(chunks: Sequence[GPTModel], model: ModelShape) -> dict[str, 
 
 
 def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> None:
-    """Freeze chunks that have their weights, and put this process's part of the adapter on them. Collective.
+    """Freeze the chunks, which have their weights, and add this process's part of the adapter. Collective.
 
     Raises ModelError for layers on which Megatron has no adapters.
     """
@@ -142,9 +142,9 @@ def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -
 
 
 def seed_dropout(adapter: PeftAdapter) -> None:
-    """Drop other numbers on each process, but the same ones where all tensor-parallel ranks see the same tokens.
+    """Seed dropout: different on each process, but the same where all tensor-parallel ranks see the same tokens.
 
-    A function of the seed that the step was given (`torch.manual_seed`), so that a resumed run drops the same.
+    The seed is a function of the step's (`torch.manual_seed`), so that a resumed run drops the same inputs.
     """
     if adapter.dropout:
         stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -154,7 +154,7 @@ def seed_dropout(adapter: PeftAdapter) -> None:
 
 
 def _adapt(module: nn.Module, weight: str, part: Part, adapter: PeftAdapter, model: ModelShape) -> None:
-    """`part` is of the parameter of the module that is called `weight`."""
+    """Add the adapter to the module whose parameter is called `weight`; `part` is that parameter's."""
     names, is_column = part.layer_names(), part.rule.cut is not Cut.COLUMNS
     rank, scaling = adapter.size_of(names)
     if part.rule.of_experts:
@@ -166,7 +166,7 @@ def _adapt(module: nn.Module, weight: str, part: Part, adapter: PeftAdapter, mod
 
 
 def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> None:
-    """`part` is of the layer's weight; `names` are the layers of the Transformers model that it is made of."""
+    """Add the factors to a layer; `part` is of its weight, `names` are the layers that Megatron joins in it."""
     rank, scaling = adapter.size_of(names)
     change = LowRankChange(
         scaling=scaling,
@@ -182,7 +182,7 @@ def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAd
 
 
 def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> Tensor:
-    """[rows, joined × rank]: 1 where a row of B belongs to a row of A; 0 throughout for what does not learn."""
+    """Return [rows, joined × rank]: 1 where a row of B belongs to a row of A; 0 throughout where nothing learns."""
     rank, _ = adapter.size_of(names)
     mask = torch.zeros(part.shape[0], len(names) * rank)
     for piece in part.pieces(model):
@@ -194,7 +194,7 @@ def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape)
 
 
 def _fill(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> set[str]:
-    """Give this process's factors their first values; returns the names of what it has parts of."""
+    """Give this process's factors their first values; return the names of the factors that it has parts of."""
     found: set[str] = set()
     for part, parameter in local_parts(chunks, model):
         if parameter.requires_grad:
@@ -216,7 +216,7 @@ def _check_found(mine: set[str], adapter: PeftAdapter) -> None:
 
 
 def _first_values(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Of each expert, where PEFT has one parameter for those of a layer."""
+    """Yield the first values; where PEFT has one parameter for all experts of a layer, one for each expert."""
     layers = adapted_layers(causal_lm)
     for name, parameter in causal_lm.named_parameters():
         if not parameter.requires_grad:

@@ -1,16 +1,16 @@
 """Attention over packed documents for Megatron's layers: rotation, document borders, context parallelism.
 
-Megatron hands queries, keys and values of its tokens to a *core attention*, together with `PackedTokens`, which says
-where documents end and how far tokens are to be rotated. There are two:
+Megatron hands queries, keys and values of its tokens to a *core attention*, together with `PackedTokens`, which holds
+the borders of documents and the angles of rotation. There are two:
 
 - `LocalAttention` needs torch alone. Whole documents: the kernels of the FSDP engine (`stages.engines.attention`).
   Under context parallelism: keys and values of all ranks are gathered, and a mask of positions and document numbers
-  says what a token sees. (Megatron's own local attention refuses both packing and context parallelism.)
+  decides what a token sees. (Megatron's own local attention refuses both packing and context parallelism.)
 - `TransformerEngineAttention` hands the same to Transformer Engine's fused kernels, with their ring exchange.
 
 Rotation happens here too, with angles that are computed once a micro-batch by Transformers' own module, so that every
 `rope_type` (Llama 3's, YaRN, …) is the one that the model was made with. Megatron's packed rotation would split the
-tokens by document and take sines again in every layer.
+tokens by document and compute sines again in every layer.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from stages.engines.megatron.kernels import Rotation
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """The tokens of one micro-batch that one context-parallel rank holds, as one sequence [tokens, 1, …].
+    """Tokens of one micro-batch that one context-parallel rank holds, as one sequence [tokens, 1, …].
 
     `qkv_format` stays None: only Megatron's own packed rotation, which is not used, depends on it.
     """
 
     documents: PackedDocuments | None = None
-    """All documents of the micro-batch; under context parallelism with padding, that each can be split evenly."""
+    """All documents of the micro-batch; under context parallelism padded so that each splits evenly."""
     cosines: Tensor | None = None
-    """[1, tokens, head width], of this rank's tokens"""
+    """[1, tokens, head width], of this rank's tokens."""
     sines: Tensor | None = None
     positions: Tensor | None = None
-    """int64 [ranks, tokens of a rank]: where in its document a token is, for every context-parallel rank"""
+    """int64 [ranks, tokens of a rank]: position of a token in its document, for every context-parallel rank."""
     document_ids: Tensor | None = None
-    """int64 [ranks, tokens of a rank]"""
+    """int64 [ranks, tokens of a rank]: number of a token's document."""
     rows: Tensor | None = None
-    """int64 [tokens]: the row of the micro-batch that a token is of, -1 in padding"""
+    """int64 [tokens]: the micro-batch's row of a token, -1 in padding."""
     num_rows: int = 0
 
 
@@ -80,9 +80,9 @@ class LocalAttention(nn.Module):
         attention_bias: None = None,
         packed_seq_params: PackedTokens | None = None,
     ) -> Tensor:
-        """[tokens, 1, heads × head width]; `query` is [tokens, 1, heads, head width], keys and values have fewer heads.
+        """Return [tokens, 1, heads × head width]; differentiable.
 
-        Differentiable.
+        `query` is [tokens, 1, heads, head width], keys and values have fewer heads.
         """
         assert packed_seq_params is not None
         tokens = packed_seq_params
@@ -112,7 +112,7 @@ class LocalAttention(nn.Module):
         return output.permute(2, 0, 1, 3).flatten(2)
 
     def _visible(self, tokens: PackedTokens) -> Tensor:
-        """bool [tokens, tokens of all ranks]: whether this rank's token (row) sees that token (column)."""
+        """Return bool [tokens, tokens of all ranks]: whether this rank's token (row) sees that token (column)."""
         assert tokens.positions is not None and tokens.document_ids is not None
         rank = self.context_group.rank()
         own_positions, own_ids = tokens.positions[rank, :, None], tokens.document_ids[rank, :, None]
@@ -122,23 +122,23 @@ class LocalAttention(nn.Module):
 
 
 def rotate(query: Tensor, key: Tensor, tokens: PackedTokens) -> tuple[Tensor, Tensor]:
-    """Turn [tokens, 1, heads, head width] by the angles of their positions."""
+    """Rotate queries and keys [tokens, 1, heads, head width] by the angles of their positions."""
     assert tokens.cosines is not None and tokens.sines is not None
     cosines, sines = (factor.to(query.dtype).transpose(0, 1).unsqueeze(2) for factor in (tokens.cosines, tokens.sines))
     return Rotation.apply(query, cosines, sines), Rotation.apply(key, cosines, sines)
 
 
 def window_tokens(config: Any) -> int | None:
-    """Tokens that a token sees, itself included; None: all before it."""
+    """Return the tokens that a token sees, itself included; None: all before it."""
     return None if config.window_size is None else config.window_size[0] + 1
 
 
 def transformer_engine_attention() -> type[nn.Module]:
-    """The core attention on Transformer Engine; to be called only where that is installed."""
+    """Return the core attention on Transformer Engine, which must be installed."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class TransformerEngineAttention(TEDotProductAttention):
-        """Rotates, then attends in the packed format (`thd`): [tokens, heads, head width] and document borders."""
+        """Rotation, then attention in the packed format (`thd`) with document borders."""
 
         def forward(
             self,
@@ -150,7 +150,7 @@ def transformer_engine_attention() -> type[nn.Module]:
             attention_bias: None = None,
             packed_seq_params: PackedTokens | None = None,
         ) -> Tensor:
-            """As `LocalAttention.forward`."""
+            """Compute what `LocalAttention.forward` computes."""
             assert packed_seq_params is not None and packed_seq_params.documents is not None
             query, key = rotate(query, key, packed_seq_params)
             documents = packed_seq_params.documents

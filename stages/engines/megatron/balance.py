@@ -1,6 +1,6 @@
-"""The loss that balances experts in Megatron's routers: of rows, as the FSDP engine has it (`stages.engines.balance`).
+"""Loss that balances experts in Megatron's routers, computed for rows as in the FSDP engine (`stages.engines.balance`).
 
-Megatron's own is of micro-batches, or of as many as have gone by, and so differs by layout.
+Megatron's own is computed over micro-batches, or over the batches so far, and so differs by layout.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from stages.engines.megatron.attention import PackedTokens
 
 
 class RouterBalance:
-    """Adds the loss to the gradients of all routers of this process, and says what it is."""
+    """Adds the balancing loss to the gradients of all routers of this process, and sums it for the metric."""
 
     def __init__(
         self, chunks: Iterable[GPTModel], coefficient: float, num_mixture_layers: int, device: torch.device
     ) -> None:
-        """num_mixture_layers: of the whole model."""
+        """Replace the loss of all routers; num_mixture_layers: of the whole model."""
         self._coefficient = coefficient
         self._num_mixture_layers = num_mixture_layers
         self._weight = 0.0
@@ -36,26 +36,26 @@ class RouterBalance:
             layer.mlp.router._apply_aux_loss = _OfRouter(self, layer.mlp.router)
 
     def begin_step(self, num_tokens: float) -> None:
-        """num_tokens: of the global batch, without padding."""
+        """Begin the sum of a step; num_tokens: of the global batch, without padding."""
         self._weight = 1 / (num_tokens * self._num_mixture_layers)
         self._sum.zero_()
 
     def attach(self, probabilities: Tensor, balance: Tensor) -> Tensor:
-        """The same probabilities; when they go backward, so does the loss."""
+        """Return the same probabilities, whose backward pass also adds the loss's gradient."""
         part = self._weight * balance
         self._sum += part.detach()
         attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, self._coefficient * part)
         return attached
 
     def of_step(self) -> float:
-        """The loss since `begin_step`, before it is multiplied by its coefficient. Collective."""
+        """Return the loss since `begin_step`, without its coefficient. Collective."""
         total = self._sum.clone()
         dist.all_reduce(total)
         return total.item()
 
 
 class _OfRouter:
-    """Takes the place of the method of a router that adds Megatron's own loss."""
+    """Replacement of the method by which a router adds Megatron's own loss."""
 
     def __init__(self, balance: RouterBalance, router: Any) -> None:
         self._balance = balance
@@ -64,7 +64,10 @@ class _OfRouter:
     def __call__(
         self, probabilities: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """scores: float32 [tokens, experts], each token's add up to 1. Called where gradients are wanted only."""
+        """Attach the loss; scores: float32 [tokens, experts], which sum to 1 for each token.
+
+        Called only where gradients are wanted.
+        """
         tokens: PackedTokens = self._router.packed_tokens
         assert tokens.rows is not None
         rows = tokens.rows.chunk(parallel_state.get_tensor_model_parallel_world_size())
@@ -73,11 +76,14 @@ class _OfRouter:
         return self._balance.attach(probabilities, balance)
 
     def _add_up(self, counts: Tensor) -> Tensor:
-        """Over the processes that share a row's tokens, by sequence and by context parallelism."""
+        """Sum over the processes that share a row's tokens, by sequence and by context parallelism."""
         dist.all_reduce(counts, group=self._router.tp_cp_group)
         return counts
 
 
 def _give_rows(layer: nn.Module, _: Any, arguments: dict[str, Any]) -> None:
-    """A router is called with states alone; when a layer is recomputed, another micro-batch may be at work."""
+    """Store the packed tokens in the layer's router, before each forward pass of the layer.
+
+    A router is called with states alone, and when a layer is recomputed, another micro-batch may be at work.
+    """
     layer.mlp.router.packed_tokens = arguments["packed_seq_params"]

@@ -1,8 +1,8 @@
-"""Weights and optimizer state of a Megatron model ↔ a folder, by `megatron.core.dist_checkpointing`'s sharded tensors.
+"""Checkpoints of weights and optimizer state, by `megatron.core.dist_checkpointing`'s sharded tensors.
 
-What is written bears the names and has the shapes of the Transformers model, like the checkpoints of the FSDP engine:
-so a run goes on under any layout and under either engine, with Adam's moments. Random numbers, data order and learning
-rate are functions of the step, which is in the folder's name.
+Names and shapes in the files are those of the Transformers model, as in the checkpoints of the FSDP engine: so a run
+continues under any layout and either engine, with Adam's moments. Random numbers, data order and learning rate are
+functions of the step, which is in the folder's name.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Identity = tuple[object, ...]
 
 
 class MegatronState:
-    """What a checkpoint of this process's chunks and their optimizer holds."""
+    """State of this process's chunks and their optimizer in a checkpoint."""
 
     def __init__(self, chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> None:
-        """Collective. The chunks are those that the optimizer updates, not wrapped."""
+        """Prepare; the chunks are those that the optimizer updates, not wrapped. Collective."""
         self._chunks = chunks
         self._model = model
         self._optimizer = optimizer
@@ -54,7 +54,8 @@ class MegatronState:
     def load(self, folder: Path) -> None:
         """Read this process's parts of what `save` or the FSDP engine wrote, under any layout. Collective.
 
-        Raises ModelError when that is of another model. Parameters that are gathered later must be afterwards.
+        Raises ModelError when that is of another model. With overlapped gathering, parameters must be gathered
+        afterwards.
         """
         make_moments(self._optimizer)
         tensors = defaultdict(list)
@@ -89,7 +90,7 @@ class MegatronState:
 
     @cached_property
     def _owned(self) -> set[Identity]:
-        """Shards that this process writes: of those that several have, the first process does."""
+        """Shards that this process writes; a shard that several processes have is written by the first."""
         mine = [_identity(shard) for shard in self._shards if not shard.part.is_copy]
         everyones: list[list[Identity]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
@@ -97,7 +98,7 @@ class MegatronState:
         return set(mine) - before
 
     def _described(self, shard: Shard, take: Callable[[Tensor, Block], Tensor]) -> Iterator[ShardedTensor]:
-        """Master weights and moments of a shard, block by block, as `take` makes them; and the count of steps."""
+        """Yield master weights and moments of a shard, block by block, as `take` makes them, and its step count."""
         moments = shard.moments
         for block in shard.blocks(self._model):
             kept = {f"model.{block.weight}": shard.master}
@@ -113,13 +114,13 @@ def _identity(shard: Shard) -> Identity:
 
 
 def _in_place(tensor: Tensor, block: Block) -> Tensor:
-    """The block's elements, of a range of which it is a part."""
+    """Return a view of the block's elements in a range that contains them."""
     flat = tensor.detach().view(-1)[block.start :]
     return flat[: torch.Size(block.shape).numel()].view(block.shape)
 
 
 def _copied(tensor: Tensor, block: Block) -> Tensor:
-    """A copy in host memory, which training does not change while it is written."""
+    """Return a copy in host memory, so that training may go on while it is written."""
     return _in_place(tensor, block).to("cpu", copy=True)
 
 

@@ -1,7 +1,7 @@
-"""How long the pipeline of a step stood still on this process: what Megatron's schedules report to their timers.
+"""Idle time of a pipeline stage in a step, from the timers that Megatron's schedules call.
 
-A stage works while it goes forward or backward. For the rest of a schedule's time, but for the reduction of gradients
-at its end, it waits for tensors of other stages: the bubble, and transfers that nothing hides.
+A stage works while it goes forward or backward. For the rest of a schedule's time, except the reduction of gradients at
+its end, it waits for tensors of other stages: the bubble, and transfers that nothing hides.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import defaultdict
 import torch
 
 WHOLE = "forward-backward"
+"""Timer of a whole schedule."""
 WORK = ("forward-compute", "backward-compute")
 REDUCTION = (
     "all-grads-sync",
@@ -19,21 +20,21 @@ REDUCTION = (
     "embedding-grads-all-reduce",
     "non-tensor-parallel-grads-all-reduce",
 )
-"""Names that Megatron's schedules give to their timers."""
+"""Timers of the reduction of gradients."""
 
 
 class PipelineClock:
-    """What `TransformerConfig.timers` calls; on a GPU time is that of the stream, on a CPU that of the wall."""
+    """Callable for `TransformerConfig.timers`; it measures the stream's time on a GPU, wall time on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._timers: defaultdict[str, _Timer] = defaultdict(lambda: _Timer(device))
 
     def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        """The timer of this name, whatever its level."""
+        """Return the timer of this name, whatever its level."""
         return self._timers[name]
 
     def take(self) -> tuple[float, float]:
-        """Seconds that passed, and those of them in which this process waited, since the last call."""
+        """Return the seconds since the last call, and those of them in which this process waited."""
         seconds = {name: timer.seconds() for name, timer in self._timers.items()}
         self._timers.clear()
         whole = seconds.get(WHOLE, 0.0) - sum(seconds.get(name, 0.0) for name in REDUCTION)
@@ -47,7 +48,7 @@ class _Timer:
         self._ends: list[float | torch.cuda.Event] = []
 
     def start(self, barrier: bool = False) -> None:
-        """Begin a span; without the barrier that Megatron asks for, which would be part of what is measured."""
+        """Begin a span, without the barrier that Megatron asks for, which would be part of the measurement."""
         self._starts.append(self._now())
 
     def stop(self, barrier: bool = False) -> None:
@@ -55,7 +56,7 @@ class _Timer:
         self._ends.append(self._now())
 
     def seconds(self) -> float:
-        """All spans together; waits for the device."""
+        """Return the sum of all spans; waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return sum(_between(start, end) for start, end in zip(self._starts, self._ends, strict=True))

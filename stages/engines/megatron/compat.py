@@ -1,4 +1,4 @@
-"""Let Megatron-core run on CPU and gloo. Where there is a CUDA device, nothing is touched.
+"""Patches that let Megatron-core run on CPU and gloo. Where there is a CUDA device, nothing is patched.
 
 Megatron-core has no notion of another device: it asks `torch.cuda` for one and names "cuda" in every factory. So each
 of its modules gets, under its global name `torch`, a view of torch in which these mean the CPU; torch itself, seen from
@@ -17,7 +17,7 @@ anywhere else, stays as it is. The patches, and why each is needed:
                                                     parameters by that name
     token_dispatcher.maybe_move_tensor_to_cpu       counts as NumPy arrays: it skips what already is on the CPU
 
-All of this leans on private parts, so it is bound to one version.
+The patches depend on private parts, so they are bound to one version.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ PATCHED_PACKAGES = (
     "megatron.core.transformer",
     "megatron.core.transformer.moe",
 )
-"""Packages whose modules are imported before they are patched: one that is imported later would escape."""
+"""Packages whose modules are imported before patching; a module that is imported later would not be patched."""
 
 _is_prepared = False
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""By their ranks, of each group of all processes."""
+"""Process groups by their ranks, for each group of all processes."""
 
 
 def prepare_megatron() -> None:
-    """Import Megatron-core and, without CUDA, patch it. To be called before anything is built; may be repeated."""
+    """Import Megatron-core and, without CUDA, patch it. Called before anything is built; may be repeated."""
     global _is_prepared
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that Apex and Transformer Engine are missing is no news on a CPU
@@ -76,7 +76,7 @@ def prepare_megatron() -> None:
 
 
 class _View(types.ModuleType):
-    """A module in which some names mean something else."""
+    """A module with some names replaced."""
 
     def __init__(self, target: Any, **overrides: Any) -> None:
         super().__init__(target.__name__)
@@ -91,7 +91,7 @@ class _View(types.ModuleType):
 
 
 class _Inert:
-    """Stands for a CUDA stream or event: work on the host is done when the call returns."""
+    """Stand-in for a CUDA stream or event: work on the host is done when the call returns."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
@@ -228,5 +228,5 @@ def _patch_tensor() -> None:
 
 
 def _called_by_megatron() -> bool:
-    """Whether the function that called the patch's replacement is Megatron's."""
+    """Return whether the caller of the patch's replacement is in Megatron-core."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.core")

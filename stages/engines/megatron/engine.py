@@ -1,4 +1,4 @@
-"""The training engine on Megatron-core: tensor, pipeline, context, expert and data parallelism, in any product.
+"""Training engine on Megatron-core: tensor, pipeline, context, expert and data parallelism, in any combination.
 
 Master weights, gradients and Adam's moments are fp32; parameters and activations are of `compute_dtype`. The gradient
 is a sum over shares and context-parallel ranks: a micro-batch gives its part of the mean over the whole global batch.
@@ -49,7 +49,7 @@ from stages.parallel.processes import collective_timeout
 
 
 class MegatronEngine:
-    """See `stages.engines.engine.Engine`."""
+    """Engine on Megatron-core; see `stages.engines.engine.Engine`."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class MegatronEngine:
     ) -> None:
         """Load the Hugging Face `folder`, of a model of this shape, under `settings.layout`.
 
-        The process group must exist, Megatron's groups not. start: folder of an adapter that training goes on with.
+        The process group must exist, Megatron's groups not. start: folder of an adapter that training continues.
         """
         check_precision(settings.precision)
         layout = settings.layout
@@ -80,7 +80,9 @@ class MegatronEngine:
         balances_experts = settings.moe.aux_loss_coefficient > 0
         options = {"has_adapter": has_adapter, "balances_experts": balances_experts}
         self._chunks = build_model_chunks(shape, layout, settings.precision, device, **options)
-        load_weights(self._chunks, folder, shape)
+        load_weights(
+            self._chunks, folder, shape
+        )  # before the adapter, whose layers the mapping of weights does not know
         if settings.moe.freeze_router:
             freeze_routers(self._chunks)
         if self._adapter:
@@ -100,7 +102,7 @@ class MegatronEngine:
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
     ) -> StepOutcome:
-        """One optimizer step; gradients are reduced while the last micro-batch goes backward."""
+        """Make one optimizer step; gradients are reduced while the last micro-batch goes backward."""
         totals = self._totals(micro_batches, loss)
         self._adam.zero_gradients()
         if self._adapter:
@@ -117,13 +119,13 @@ class MegatronEngine:
         return StepOutcome(mean, metrics, grad_norm, measured)
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
-        """Loss and metrics of all given micro-batches."""
+        """Return loss and metrics of all given micro-batches."""
         batches = list(micro_batches)
         consume = _parts_of(loss, self._totals(batches, loss))
         return LossMeans(*self._means(self._pipeline.run(batches, consume, backward=False), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
-        """Forward only."""
+        """Run one forward pass."""
 
         def per_document(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             return log_probabilities.sum(), batch.log_probabilities(log_probabilities)
@@ -133,47 +135,47 @@ class MegatronEngine:
         return from_last_stage(sums.float()).cpu()
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
-        """Forward only."""
+        """Run one forward pass."""
         return self._of_tokens(batch, wanted_log_probabilities, torch.float32)
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Two forward passes."""
+        """Run two forward passes."""
         return self.target_log_probabilities(batch), self._of_tokens(batch, greedy_tokens, torch.int64)
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-        """Forward only."""
+        """Run one forward pass."""
         found = self._of_tokens(batch, partial(likeliest_tokens, number=number), torch.float32, 2 * number)
         return found[..., :number].long(), found[..., number:]
 
     def sum_over_data(self, values: Tensor) -> Tensor:
-        """One all-reduce, to which every share contributes once."""
+        """Sum by one all-reduce, to which every share contributes once."""
         return self._over_shares(values.to(self.device)).cpu()
 
     def broadcast_from_rank0(self, value: float) -> float:
-        """One small broadcast."""
+        """Send one number by a broadcast."""
         holder = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.broadcast(holder, src=0)
         return holder.item()
 
     def save(self, folder: Path) -> Future[None]:
-        """Under the names of the Transformers model, as the FSDP engine does; from a copy in host memory."""
+        """Save under the names of the Transformers model, as the FSDP engine does; from a copy in host memory."""
         self._adam.settle()
         return self._state.save(folder)
 
     def load(self, folder: Path) -> None:
-        """What either engine has saved, under any layout."""
+        """Load a checkpoint that either engine has saved under any layout."""
         self._state.load(folder)
         self._adam.settle()
 
     @property
     def checkpoint_bytes(self) -> int:
-        """fp32 weights that learn and Adam's two moments of them; parameters in bf16 besides."""
+        """Bytes of the fp32 weights that learn, Adam's two moments, and parameters in bf16."""
         half = 0 if self.compute_dtype == torch.float32 else 2
         learning = self._adapter.num_parameters if self._adapter else self._shape.num_parameters
         return (3 * 4 + half) * learning
 
     def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
-        """One weight at a time is put together on rank 0, which writes."""
+        """Assemble one weight at a time on rank 0, which writes."""
         self._adam.settle()
         if self._adapter:
             factors = learned_factors(self._chunks, self._shape)
@@ -186,13 +188,13 @@ class MegatronEngine:
         return []
 
     def close(self) -> None:
-        """Weights, gradients and Megatron's groups."""
+        """Free weights, gradients and Megatron's groups."""
         del self._chunks, self._pipeline, self._adam, self._state, self._balance
         parallel_state.destroy_model_parallel()
         free_memory()
 
     def _of_tokens(self, batch: Batch, of_logits: OfLogits, dtype: torch.dtype, *last: int) -> Tensor:
-        """[rows, sequence, *last] of `dtype` on the CPU, the same on every pipeline stage."""
+        """Return [rows, sequence, *last] of `dtype` on the CPU, the same on every pipeline stage."""
 
         def as_it_is(values: Tensor, _: Batch) -> tuple[Tensor, Tensor]:
             return values.sum().float(), values
@@ -213,7 +215,7 @@ class MegatronEngine:
         return totals_of(loss, micro_batches, self.sum_over_data)
 
     def _means(self, parts: list[Tensor], loss: Loss) -> tuple[float, dict[str, float]]:
-        """`parts` are empty but on the last stage."""
+        """Return loss and metrics of the global batch; `parts` are empty except on the last stage."""
         size = 1 + len(loss.metric_names)
         total = torch.stack(parts).sum(0) if parts else torch.zeros(size, dtype=torch.float64, device=self.device)
         return means(self._over_shares(total), loss)
@@ -225,7 +227,7 @@ class MegatronEngine:
 
 
 def _parts_of(loss: Loss, totals: Totals) -> Consumer:
-    """What the last stage does with log-probabilities."""
+    """Return the function that the last stage applies to log-probabilities."""
 
     def consume(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         parts = loss(log_probabilities, batch, totals)

@@ -1,4 +1,4 @@
-"""Which weight of a Hugging Face model is which parameter of a Megatron one, and how tensor parallelism cuts it.
+"""Mapping between weights of Hugging Face models and parameters of Megatron, with their tensor-parallel cut.
 
 A family is one line in `FAMILIES`: its `model_type` and its rules. A rule names a parameter as Megatron does, below its
 layer (or below the model), under the local and the Transformer Engine spec alike, and the weights that it is made of.
@@ -21,10 +21,10 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Cut(Enum):
-    """Which part of a weight a process of a tensor-parallel group has."""
+    """Part of a weight that a process of a tensor-parallel group holds."""
 
     WHOLE = auto()
-    """All of it."""
+    """All of the weight."""
     VOCABULARY = auto()
     """Rows; the last ones may be padding, which no Hugging Face weight has."""
     COLUMNS = auto()
@@ -32,7 +32,7 @@ class Cut(Enum):
     GATED = auto()
     """Rows of the gate's projection, below them the same rows of the up projection."""
     HALVES = auto()
-    """Of one weight, rows of its upper half, and below them the same rows of its lower half."""
+    """Rows of one weight's upper half, and below them the same rows of its lower half."""
     STACKED = auto()
     """All rows of several weights, one weight below another."""
     QKV = auto()
@@ -41,7 +41,7 @@ class Cut(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter of a Megatron model, or one of each layer or expert."""
+    """Mapping of one parameter of a Megatron model, or of one in each layer or expert."""
 
     parameter: str
     """Regular expression of its name; a group holds the number of an expert on its process."""
@@ -49,17 +49,17 @@ class Rule:
     """Hugging Face names, in the order in which Megatron has them; `{layer}` and `{expert}` count from 0."""
     cut: Cut
     layer: str = ""
-    """What PEFT calls the layer when adapters are on its weight; default: as the weights are called."""
+    """PEFT's name of the layer when adapters are on its weight; default: as the weights are called."""
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers of the Transformers model that it is made of; none where no adapter can be."""
+        """Layers of the Transformers model that it is made of; none where no adapter can be."""
         weights = tuple(name.removesuffix(".weight") for name in self.weights if name.endswith(".weight"))
         return (self.layer,) if self.layer else weights if self.cut in (Cut.QKV, Cut.GATED, Cut.COLUMNS) else ()
 
     @property
     def of_experts(self) -> bool:
-        """Whether each expert has one."""
+        """Whether each expert has such a parameter."""
         return "{expert}" in self.weights[0]
 
 
@@ -94,7 +94,7 @@ EXPERT = r"mlp\.experts\.(?:local_experts\.(\d+)\.{matrix}\.weight|{matrix}\.wei
 
 
 def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """A mixture layer's router and experts: what their module and an expert's matrices are called in the files.
+    """Return the rules of a mixture layer's router and experts, by their names in the files.
 
     In the Transformers model, and to PEFT, all experts of a layer are two parameters, of which down is wrapped last.
     """
@@ -124,7 +124,7 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
 
 
 def rules_of(family: str) -> tuple[Rule, ...]:
-    """The rules of a `model_type`, and those of adapters on its layers. Raises ModelError for one without."""
+    """Return the rules of a `model_type`, adapters on its layers included. Raises ModelError for an unknown one."""
     if family not in FAMILIES:
         raise ModelError(
             f"engine megatron has no mapping for model_type {family!r}; it has one for {', '.join(FAMILIES)}. Say "
@@ -135,17 +135,20 @@ def rules_of(family: str) -> tuple[Rule, ...]:
 
 
 def factor_name(layer: str, factor: str) -> str:
-    """What the Transformers model, adapted by PEFT, calls the factor `A` or `B` of a layer."""
+    """Return the name of a layer's factor `A` or `B` in the Transformers model that PEFT has adapted."""
     return f"{layer}.lora_{factor}.default.weight"
 
 
 def expert_layer(layer: str, expert: int | str) -> str:
-    """What one expert's part of a layer of all experts is called here."""
+    """Return our name of one expert's part in a layer of all experts."""
     return f"{layer}.{expert}"
 
 
 def _factors(rule: Rule) -> Iterator[Rule]:
-    """Of an adapter on a layer: B is cut as the layer's rows, A as its columns. A fused layer has them of each part."""
+    """Yield the rules of adapters on a layer: B is cut like the layer's rows, A like its columns.
+
+    A fused layer has them of each of its parts.
+    """
     layers = [expert_layer(name, "{expert}") for name in rule.layers] if rule.of_experts else rule.layers
     cuts = {Cut.COLUMNS: (Cut.COLUMNS, Cut.WHOLE), Cut.WHOLE: (Cut.WHOLE, Cut.WHOLE)}.get(
         rule.cut, (Cut.WHOLE, Cut.HALVES) if rule.of_experts else (Cut.STACKED, rule.cut)
@@ -156,7 +159,10 @@ def _factors(rule: Rule) -> Iterator[Rule]:
 
 
 def check_supported(config: Mapping[str, Any]) -> ModelShape:
-    """The shape of a model with this `config.json`; raises ModelError unless Megatron computes it alike."""
+    """Return the shape of a model with this `config.json`.
+
+    Raises ModelError unless Megatron computes what Transformers computes.
+    """
     family = str(config.get("model_type"))
     rules_of(family)
     shape = shape_of_config(config)
@@ -170,7 +176,7 @@ def check_supported(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _peculiarities(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:
-    """What the mapping, or Megatron, would silently leave out."""
+    """Yield the options of the config that the mapping, or Megatron, would silently ignore."""
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {config['hidden_act']}"
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}

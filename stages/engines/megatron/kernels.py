@@ -1,7 +1,7 @@
-"""What a layer does between its matrix products, with gradients written by hand: fewer passes over memory.
+"""Fused RMSNorm, rotary embedding and SwiGLU with hand-written backward passes, to save memory traffic on the CPU.
 
-Autograd's own would turn, negate, split and join whole tensors again on the way back, since Megatron merges queries,
-keys and values into one tensor, and the two halves of a gated layer into another.
+Autograd's backward passes would turn, negate, split and join whole tensors again, since Megatron merges queries, keys
+and values into one tensor, and the two halves of a gated layer into another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SwiGLU(nn.Module):
         super().__init__()
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """[…, 2 × width] → […, width]"""
+        """Map […, 2 × width] to […, width]."""
         return _SwiGLU.apply(gate_and_up)
 
 
@@ -64,7 +64,7 @@ class Rotation(torch.autograd.Function):
 
 
 def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """(a, b) → (a cos - b sin, b cos + a sin) for the two halves of every head."""
+    """Map the halves of every head (a, b) to (a cos - b sin, b cos + a sin)."""
     rotated = states * cosines
     (first, second), (sine, _) = states.chunk(2, dim=-1), sines.chunk(2, dim=-1)
     rotated_first, rotated_second = rotated.chunk(2, dim=-1)

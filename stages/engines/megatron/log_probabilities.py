@@ -1,4 +1,4 @@
-"""Logits that are split over tensor-parallel ranks by vocabulary → log-probabilities of tokens, likeliest tokens."""
+"""Log-probabilities and likeliest tokens from logits that are split over tensor-parallel ranks by vocabulary."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from stages.data.batch import IGNORED
 
 
 def wanted_log_probabilities(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
-    """float32 as `wanted`, 0 where no target is; the same on every tensor-parallel rank. Differentiable.
+    """Return log p of the wanted tokens, float32, 0 where there is no target. Differentiable.
 
-    `logits` is [rows, tokens, entries of this rank], `wanted` int64 [rows, tokens, number] with the target in the first
-    place. Entries from `vocab_size` on are padding of the vocabulary. `logits` must not be used afterwards: the memory
-    is.
+    The result has the shape of `wanted` and is the same on every tensor-parallel rank. `logits` is [rows, tokens,
+    entries of this rank], `wanted` int64 [rows, tokens, number] with the target in the first place. Entries from
+    `vocab_size` on are padding of the vocabulary. `logits` must not be used afterwards: their memory is reused.
     """
     has_target = wanted[..., :1] != IGNORED
     logits, tokens = _without_padding(logits, vocab_size).float(), wanted.where(has_target, 0)
@@ -30,7 +30,7 @@ def wanted_log_probabilities(logits: Tensor, wanted: Tensor, vocab_size: int) ->
 
 
 def greedy_tokens(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
-    """The likeliest tokens, IGNORED where no target is: int64 [rows, tokens, 1], the same on every rank.
+    """Return the likeliest tokens, IGNORED where there is no target: int64 [rows, tokens, 1], the same on every rank.
 
     Arguments as above; the first of several that are equally likely.
     """
@@ -42,9 +42,9 @@ def greedy_tokens(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
 
 
 def likeliest_tokens(logits: Tensor, wanted: Tensor, vocab_size: int, *, number: int) -> Tensor:
-    """The likeliest tokens and then their log-probabilities, in descending order: float32 [rows, tokens, 2 × number].
+    """Return the likeliest tokens, then their log-probabilities: float32 [rows, tokens, 2 × number].
 
-    Arguments as above; 0 where no target is. fp32 holds tokens exactly below 2^24.
+    In descending order; 0 where there is no target. Arguments as above. fp32 holds tokens exactly below 2^24.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     own = _log_softmax(_without_padding(logits, vocab_size).float(), group)
@@ -57,7 +57,7 @@ def likeliest_tokens(logits: Tensor, wanted: Tensor, vocab_size: int, *, number:
 
 
 class _WantedLogProbabilities(torch.autograd.Function):
-    """log p of several tokens a position, of logits that are split by vocabulary.
+    """log p of several tokens per position, from logits that are split by vocabulary.
 
     d log p[token] / d logits = onehot(token) - p, as in `stages.engines.log_probabilities`.
     """
@@ -82,7 +82,7 @@ class _WantedLogProbabilities(torch.autograd.Function):
 
 
 def _log_softmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Of this rank's entries, [rows, tokens, entries], over those of all ranks."""
+    """Return the log-softmax of this rank's entries [rows, tokens, entries] over those of all ranks."""
     largest = logits.max(-1, keepdim=True).values
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     total = (logits - largest).exp().sum(-1, keepdim=True)
@@ -91,7 +91,7 @@ def _log_softmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, …]"""
+    """Return the values of all ranks, [ranks, …]."""
     everyones = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(everyones, values.contiguous(), group=group)
     return torch.stack(everyones)

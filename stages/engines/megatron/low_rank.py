@@ -1,20 +1,20 @@
-"""What an adapter adds to a parallel linear layer, W x + scaling B A x, exchanging tensors as wide as the rank only.
+"""LoRA on parallel linear layers, W x + scaling B A x, with communication only of tensors as wide as the rank.
 
                                       A                                B
     column (rows of W are cut)        whole on every rank              its rows, like W's
     row (columns of W are cut)        its columns, like W's            whole on every rank
 
-Column: each rank multiplies A x by its rows of B, and what comes back into A x is added up: by an all-reduce, or, when
-tokens are cut too (sequence parallelism), A x is gathered and its gradient reduce-scattered. Row: each rank has a part
-of A x; they are added up likewise. So the whole factor gets its complete gradient on every rank; but where a rank sees
-its own tokens only, Megatron adds it up, by its mark `sequence_parallel`. The cut factor is marked as cut, or the
-gradient norm would count it on one rank only.
+Column: each rank multiplies A x by its rows of B, and the gradient of A x is summed: by an all-reduce, or, when tokens
+are cut too (sequence parallelism), A x is gathered and its gradient reduce-scattered. Row: each rank has a part of A x;
+they are summed likewise. So the whole factor gets its complete gradient on every rank; but where a rank sees its own
+tokens only, Megatron sums it, by its mark `sequence_parallel`. The cut factor is marked as cut, or the gradient norm
+would count it on one rank only.
 
 A layer in which Megatron joins several (queries, keys and values; gate and up) has a pair for each, as in Transformers:
-their A are stacked, their B are cut and ordered like the joint weight, and a mask says which A a row of B belongs to.
+their A are stacked, their B are cut and ordered like the joint weight, and a mask tells which A a row of B belongs to.
 
-Experts exchange nothing: each token comes to all ranks that have a part of its expert, and what they make of it is
-added up after the layer. Only the gradient of the whole factor is added up. A router is whole on every rank.
+Experts exchange nothing: each token comes to all ranks that have a part of its expert, and their results are summed
+after the layer. Only the gradient of the whole factor is summed. A router is whole on every rank.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class LowRankChange:
-    """A forward hook of the layer that has the factors as its parameters `lora_A` and `lora_B`.
+    """Forward hook of a layer that has the factors as its parameters `lora_A` and `lora_B`.
 
     They are parameters of this very layer because Megatron, when it gathers parameters while it computes, waits for
-    them in hooks of the module that owns them; elsewhere they would be those of the step before, without a word.
+    them in hooks of the module that owns them; elsewhere they would silently be those of the step before.
     """
 
     scaling: float
     dropout: float
     is_column: bool
     cuts_tokens: bool
-    """Sequence parallelism."""
+    """Whether sequence parallelism is on."""
     num_joined: int
-    """Layers of the Transformers model that this one is."""
+    """Number of Transformers layers that Megatron joins in this one."""
     mask: Tensor | None
     """[rows, joined × rank], 1 where a row of B belongs to a row of A; None: it always does."""
 
@@ -68,14 +68,14 @@ class LowRankChange:
         return factor_a, factor_b
 
     def __call__(self, layer: Any, inputs: tuple[Tensor], outputs: tuple[Tensor, Tensor | None]) -> Any:
-        """Add to the layer's output [tokens, 1, rows]; its bias, if that is the caller's to add, stays beside it."""
+        """Add the change to the layer's output [tokens, 1, rows]; a bias for the caller to add stays beside it."""
         output, bias = outputs
         narrow = self._exchanged(self._narrow(layer, inputs[0]))
         factor_b = layer.lora_B if self.mask is None else layer.lora_B.repeat(1, self.num_joined) * self.mask
         return output + self.scaling * functional.linear(narrow, factor_b), bias
 
     def _narrow(self, layer: Any, states: Tensor) -> Tensor:
-        """A x of this rank's tokens, or its part of it: [tokens, 1, joined × rank]."""
+        """Return A x of this rank's tokens, or its part of it: [tokens, 1, joined × rank]."""
         if not (self.dropout and layer.training):
             return functional.linear(states, layer.lora_A)
         # What all ranks have must be dropped alike on all of them, or their copies of A would part.
@@ -99,9 +99,9 @@ class LowRankChange:
 
 @dataclass(frozen=True)
 class ExpertChange:
-    """A forward hook of a linear layer of experts, which has an A and a B of each: as `LowRankChange` otherwise.
+    """Forward hook of a linear layer of experts, with an A and a B of each; otherwise as `LowRankChange`.
 
-    A layer of several (Transformer Engine's) gets the tokens of one after the other, and how many each has.
+    A layer of several experts (Transformer Engine's) gets the tokens of one after the other, and each one's number.
     """
 
     scaling: float
@@ -124,7 +124,7 @@ class ExpertChange:
         return factor_a, factor_b
 
     def __call__(self, layer: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None]) -> Any:
-        """Add to the output [tokens, rows]; its bias, if that is the caller's to add, stays beside it."""
+        """Add the change to the output [tokens, rows]; a bias for the caller to add stays beside it."""
         output, bias = outputs
         states, counts = inputs if len(inputs) > 1 else (inputs[0], None)
         numbers = [""] if counts is None else [str(number) for number in range(len(counts))]

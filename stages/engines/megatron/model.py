@@ -1,4 +1,4 @@
-"""A model's shape and a layout → the chunks of it that this process holds, as Megatron's GPTModel; without weights.
+"""Chunks of the model that a process holds under a layout, as Megatron's GPTModel, without weights.
 
 Parallel groups must exist (`parallel.py`); weights are for `weights.py`.
 """
@@ -21,7 +21,7 @@ from stages.parallel.layout import Layout
 from stages.planner.workload import Precision
 
 MAX_UNUSED_POSITIONS = 2**20
-"""Positions are not limited by Megatron's model, since angles come from outside; the argument must be given."""
+"""Value of a required argument: Megatron does not limit positions here, since angles come from outside."""
 
 
 def build_model_chunks(
@@ -33,14 +33,14 @@ def build_model_chunks(
     has_adapter: bool = False,
     balances_experts: bool = False,
 ) -> list[GPTModel]:
-    """This process's chunks, in the order of the pipeline: one, or `vpp`. Parameters are not initialised."""
+    """Return this process's chunks, in the order of the pipeline: one, or `vpp`. Parameters are not initialised."""
     transformer = transformer_config(shape, layout, precision, device, balances_experts=balances_experts)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     return [_build_chunk(shape, transformer, vp_stage, has_adapter) for vp_stage in stages]
 
 
 def freeze_routers(chunks: Sequence[GPTModel]) -> None:
-    """Let their weights stay what they are."""
+    """Stop training the routers' weights."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".router." in name:
@@ -48,19 +48,22 @@ def freeze_routers(chunks: Sequence[GPTModel]) -> None:
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """What parameters and activations are computed in."""
+    """Return the dtype of parameters and activations."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def padded_vocabulary(shape: ModelShape, tp: int) -> int:
-    """Rows of the embedding, so that tensor-parallel ranks hold equally many; those of padding are never predicted."""
+    """Return the embedding's rows, padded so that tensor-parallel ranks hold equally many.
+
+    Rows of padding are never predicted.
+    """
     return -(-shape.vocab_size // tp) * tp
 
 
 def transformer_config(
     shape: ModelShape, layout: Layout, precision: Precision, device: torch.device, *, balances_experts: bool = False
 ) -> TransformerConfig:
-    """Megatron's description of the model and its layout."""
+    """Return Megatron's description of the model and its layout."""
     dtype = compute_dtype(precision)
     return TransformerConfig(
         **_sizes(shape),
@@ -84,9 +87,9 @@ def transformer_config(
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
-    """How many layers each of so many consecutive stages has; the first have one more if it does not come out even.
+    """Return the number of layers of each of `num_stages` consecutive stages.
 
-    The last have fewer, since the head comes on top.
+    The first have one more if the division is uneven; the last have fewer, since the head comes on top.
     """
     least, rest = divmod(num_layers, num_stages)
     return [least + (stage < rest) for stage in range(num_stages)]
@@ -110,10 +113,10 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, vp_stage: int | N
 
 
 def _mark_experts(chunk: GPTModel) -> None:
-    """Have gradients of experts reduced over the processes that have the same ones.
+    """Mark experts' parameters so that their gradients are reduced over the processes that have the same ones.
 
-    Megatron marks them so with `ep` > 1 only; without, and with `etp` < `tp`, nothing would add up what tensor-parallel
-    ranks, each with its part of the tokens, have found.
+    Megatron marks them so with `ep` > 1 only; without, and with `etp` < `tp`, nothing would sum the gradients of
+    tensor-parallel ranks, each of which sees its part of the tokens.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
@@ -143,7 +146,7 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
 
 
 def _mixture(shape: ModelShape, dtype: torch.dtype, balances_experts: bool) -> dict[str, Any]:
-    """Routing as Transformers does it."""
+    """Return the options of experts, with routing as in Transformers."""
     return {
         "num_moe_experts": shape.num_experts,
         "moe_router_topk": shape.experts_per_token,
@@ -171,7 +174,7 @@ def _degrees(shape: ModelShape, layout: Layout) -> dict[str, Any]:
 
 
 def _uneven_stages(shape: ModelShape, layout: Layout) -> list[list[str]] | None:
-    """What each stage has, in the order of the pipeline, when layers do not divide evenly."""
+    """Return the layers of each stage, in the order of the pipeline, when layers do not divide evenly."""
     num_stages = layout.pp * layout.vpp
     if shape.num_layers % num_stages == 0:
         return None
@@ -182,7 +185,10 @@ def _uneven_stages(shape: ModelShape, layout: Layout) -> list[list[str]] | None:
 
 
 def _recompute(layout: Layout) -> dict[str, Any]:
-    """`full` keeps what enters each layer; `selective` recomputes attention (Korthikanti et al. 2022)."""
+    """Return the options of recomputation.
+
+    `full` keeps the inputs of each layer; `selective` recomputes attention (Korthikanti et al. 2022).
+    """
     if layout.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if layout.recompute == "selective":
@@ -191,7 +197,7 @@ def _recompute(layout: Layout) -> dict[str, Any]:
 
 
 def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Fused kernels where they exist: those of Transformer Engine, and what torch compiles for a GPU."""
+    """Return the options of fused kernels: Transformer Engine's, and those that torch compiles for a GPU."""
     on_gpu = device.type == "cuda"
     return {
         "gradient_accumulation_fusion": False,  # needs Apex
@@ -207,16 +213,19 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _eight_bits(shape: ModelShape) -> dict[str, Any]:
-    """E4M3 forward, E5M2 for gradients (Micikevicius et al. 2022); scales are of the tensor at hand.
+    """Return the options of fp8: E4M3 forward, E5M2 for gradients (Micikevicius et al. 2022), current scaling.
 
-    Delayed scales would be a state that is in no checkpoint, so that a resumed run would not equal the uninterrupted.
+    Delayed scaling has a state that is in no checkpoint, so that a resumed run would differ from the uninterrupted one.
     """
     padding = {"moe_router_padding_for_quantization": True} if shape.num_experts else {}
     return {"fp8": "hybrid", "fp8_recipe": "tensorwise", **padding}
 
 
 def _pipeline_communication(layout: Layout, device: torch.device) -> dict[str, Any]:
-    """Interleaved stages on gloo give wrong gradients, although the right losses, with any other choice."""
+    """Return the options of communication between stages.
+
+    On gloo, interleaved stages give wrong gradients, although right losses, with any other choice.
+    """
     overlaps = layout.vpp > 1
     return {
         "overlap_p2p_comm": overlaps,

@@ -22,8 +22,8 @@ from stages.parallel.layout import Layout
 def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedDataParallel]:
     """Give each chunk gradient buffers, in fp32, whose reduction overlaps with the backward pass.
 
-    The processes of `dp_shard` and `cp`, which have the same weights, share Adam: gradients are reduce-scattered,
-    parameters gathered during the next forward.
+    The processes of `dp_shard` and `cp`, which have the same weights, share Adam's state: gradients are
+    reduce-scattered, parameters gathered during the next forward.
     """
     is_sharded = layout.optimizer_shards > 1
     overlaps = layout.data_parallel_size * layout.cp > 1
@@ -47,7 +47,7 @@ def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedD
 
 
 class Adam:
-    """AdamW over the parameters of this process's chunks; the same ones decay as in the FSDP engine."""
+    """AdamW over the parameters of this process's chunks; the same parameters decay as in the FSDP engine."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], settings: EngineSettings) -> None:
         self._chunks = chunks
@@ -74,20 +74,20 @@ class Adam:
         _fuse(self.megatron)
 
     def zero_gradients(self) -> None:
-        """To be called before gradients of the next step are added up."""
+        """Reset the gradient buffers before a step."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     @torch.no_grad()
     def grad_norm(self) -> float:
-        """Euclidean norm over all parameters, each counted once; makes the gradients ready for `step`. Collective."""
+        """Return the Euclidean norm over all parameters, each counted once, and prepare `step`. Collective."""
         self.megatron.prepare_grads()
         return float(self.megatron.get_grad_norm())
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
-        """Clip, then update; `grad_norm` must be what `grad_norm()` has just returned, and finite. Collective."""
+        """Clip, then update; `grad_norm` must be the finite result of the last `grad_norm()`. Collective."""
         assert math.isfinite(grad_norm)
         if max_grad_norm is not None:
             for optimizer in self.megatron.chained_optimizers:
@@ -99,21 +99,21 @@ class Adam:
         self.megatron.step_with_ready_grads()
 
     def settle(self) -> None:
-        """Wait until every parameter is what the last step made of it: with overlap they are gathered when needed."""
+        """Wait until every parameter has the last step's value: with overlap they are gathered when needed."""
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
 
 def _exceptions(settings: EngineSettings) -> dict[Any, Any] | None:
-    """Which parameters learn faster (LoRA+: every B) or do not decay; None: Megatron leaves vectors out."""
+    """Return which parameters learn faster (LoRA+: every B) or do not decay; None: Megatron leaves vectors out."""
     if settings.adapter and settings.adapter.loraplus_lr_ratio:  # all that learns are matrices
         return {ParamKey(name="*.lora_B*"): {"lr_mult": settings.adapter.loraplus_lr_ratio}}
     return {} if settings.adam.decay_norms_and_biases else None
 
 
 def _fuse(megatron: MegatronOptimizer) -> None:
-    """Have torch's AdamW, which serves where Transformer Engine's is not installed, pass over memory once a step."""
+    """Make torch's AdamW, the fallback without Transformer Engine, update in one pass over memory."""
     for optimizer in real_optimizers(megatron):
         if isinstance(optimizer.optimizer, torch.optim.AdamW):
             for group in optimizer.optimizer.param_groups:
@@ -121,5 +121,5 @@ def _fuse(megatron: MegatronOptimizer) -> None:
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
-    """As Megatron does it, but without dividing by the number of tokens: the losses were."""
+    """Finalize gradients as Megatron does, but without dividing by the number of tokens: losses were divided."""
     finalize_model_grads(chunks, None, **options)

@@ -1,4 +1,4 @@
-"""Which part of which weight each parameter of this process is, under any layout.
+"""Parts of the model's weights that the parameters of this process are, under any layout.
 
 A parameter of the whole model has a `Key`; a process has a `Part` of it; a part shares `Piece`s with Hugging Face
 weights.
@@ -31,11 +31,11 @@ class Piece:
     length: int
 
     def of_weight(self) -> tuple[slice, ...]:
-        """Index of the piece in the weight."""
+        """Return the index of the piece in the weight."""
         return self._index(self.weight_start)
 
     def of_parameter(self) -> tuple[slice, ...]:
-        """Index of the piece in the parameter."""
+        """Return the index of the piece in the parameter."""
         return self._index(self.parameter_start)
 
     def _index(self, start: int) -> tuple[slice, ...]:
@@ -44,19 +44,19 @@ class Piece:
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """A parameter of the whole model, whichever processes have it. The order is that of the written files."""
+    """Identity of a parameter in the whole model; keys sort in the order of the written files."""
 
     section: int
     """0: before the layers, 1: in a layer, 2: after them."""
     layer: int
     expert: int
     rule: int
-    """Its number among the rules of the family."""
+    """Number of its rule in the family."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a parameter that a process has: the `index`-th of `count` along tensor parallelism."""
+    """Part of a parameter that a process has: the `index`-th of `count` along tensor parallelism."""
 
     key: Key
     rule: Rule
@@ -64,20 +64,20 @@ class Part:
     count: int
     shape: tuple[int, ...]
     is_copy: bool = False
-    """Of the embedding, for the head of another pipeline stage."""
+    """Whether it is the embedding's copy that serves as the head of another pipeline stage."""
     left_out: frozenset[str] = frozenset()
-    """Weights that the Transformers model does not have: factors of those parts of a fused layer that do not learn."""
+    """Weights that the Transformers model does not have: factors of those parts of a fused layer without adapter."""
 
     def weight_names(self) -> list[str]:
-        """Hugging Face names of what the parameter is made of."""
+        """Return the Hugging Face names of the weights that the parameter is made of."""
         return [name.format(layer=self.key.layer, expert=self.key.expert) for name in self.rule.weights]
 
     def layer_names(self) -> list[str]:
-        """What PEFT calls the layers that the parameter is made of, when adapters are on them."""
+        """Return PEFT's names of the layers that the parameter is made of."""
         return [name.format(layer=self.key.layer) for name in self.rule.layers]
 
     def pieces(self, model: ModelShape) -> list[Piece]:
-        """What this part shares with each weight; rows of padding, and of what is left out, are in no piece."""
+        """Yield the pieces shared with each weight; rows of padding, and of what is left out, are in no piece."""
         return [piece for piece in self._pieces(model) if piece.weight not in self.left_out]
 
     def _pieces(self, model: ModelShape) -> list[Piece]:
@@ -102,7 +102,7 @@ class Part:
                 return list(_overlaps(_query_groups(names, model), self.index * rows, rows))
 
     def weight_shapes(self, model: ModelShape) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name → shape of the whole weight."""
+        """Return Hugging Face name → shape of the whole weight."""
         rows, *columns = self.shape
         match self.rule.cut:
             case Cut.WHOLE:
@@ -122,7 +122,7 @@ class Part:
 
 
 def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple[Part, Tensor]]:
-    """Every parameter of this process, and which part of the model it is.
+    """Yield every parameter of this process, with its part of the model.
 
     A copy of the embedding that serves as the head, on another pipeline stage, is a part of the embedding.
     """
@@ -141,7 +141,7 @@ def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple
 
 
 def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int, int]:
-    """Number of the rule that a parameter follows, and of its expert in the whole model (0 if it is no expert's)."""
+    """Return the number of a parameter's rule, and of its expert in the whole model (0 without experts)."""
     found = ((number, match) for number, rule in enumerate(rules) if (match := re.fullmatch(rule.parameter, name)))
     number, match = next(found)
     if rules[number].weights == (HEAD,) and model.tied_embeddings:
@@ -158,7 +158,7 @@ def _section(rule: Rule, is_in_layer: bool) -> int:
 
 
 def _place_among_processes(rule: Rule) -> tuple[int, int]:
-    """Index and count of the part along tensor parallelism; a parameter that is not cut is one part."""
+    """Return index and count of the part along tensor parallelism; an uncut parameter is one part."""
     if rule.cut in (Cut.WHOLE, Cut.STACKED):
         return 0, 1
     if rule.of_experts:
@@ -170,7 +170,7 @@ def _place_among_processes(rule: Rule) -> tuple[int, int]:
 
 
 def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str, int, int]]:
-    """Weight, first row in it, and number of rows, from top to bottom of Megatron's whole matrix."""
+    """Yield weight, first row and number of rows, from top to bottom of Megatron's whole matrix."""
     query, key, value = names
     head, queries = model.head_dim, model.query_width // model.num_kv_heads
     for group in range(model.num_kv_heads):
@@ -180,7 +180,7 @@ def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str
 
 
 def _overlaps(blocks: Iterable[tuple[str, int, int]], first_row: int, num_rows: int) -> Iterator[Piece]:
-    """What `num_rows` rows from `first_row` on of stacked blocks take from each block."""
+    """Yield the overlap of `num_rows` rows from `first_row` on with each of several stacked blocks."""
     top = 0
     for weight, weight_start, length in blocks:
         begin, end = max(top, first_row), min(top + length, first_row + num_rows)

@@ -1,7 +1,7 @@
-"""Micro-batches through the model's chunks, forward and perhaps backward, under Megatron's pipeline schedules.
+"""Forward and backward passes of micro-batches through the model's chunks, by Megatron's pipeline schedules.
 
-Every process of a share of the global batch is given the same micro-batches and takes its part of each. What becomes of
-the log-probabilities is the caller's: it gives a function that is called on the last stage.
+Every process of a share of the global batch gets the same micro-batches and takes its part of each. The caller passes a
+function for the log-probabilities, which is called on the last stage.
 """
 
 from __future__ import annotations
@@ -26,22 +26,25 @@ from stages.engines.megatron.tokens import TokenSplit, gather_tokens, padded_siz
 from stages.parallel.layout import Layout
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(a tensor of the dtype and device that are wanted, positions [1, tokens]) → cosines and sines [1, tokens, width]."""
+"""Function (tensor with the wanted dtype and device, positions [1, tokens]) → cosines and sines [1, tokens, width]."""
 
 FP8_ROWS = 16
-"""Products in 8 bits take rows in multiples of this."""
+"""Number that divides the rows of products in 8 bits."""
 
 OfLogits = Callable[[Tensor, Tensor, int], Tensor]
-"""(this rank's logits [rows, tokens, entries], wanted tokens [rows, tokens, number], entries of the vocabulary) →
-[rows, tokens, values], on every rank."""
+"""Function from logits to values, [rows, tokens, values] on every rank.
+
+Its arguments are this rank's logits [rows, tokens, entries], wanted tokens [rows, tokens, number], and the entries of
+the vocabulary.
+"""
 
 Consumer = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
-"""(log-probabilities as a loss takes them, batch) → (what to differentiate, what to return)."""
+"""Function (log-probabilities as a loss takes them, batch) → (what to differentiate, what to return)."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The chunks of this process, and what it takes to feed them."""
+    """The chunks of this process, with what feeds them."""
 
     chunks: Sequence[nn.Module]
     layout: Layout
@@ -50,7 +53,7 @@ class Pipeline:
     device: torch.device
     dtype: torch.dtype
     clock: PipelineClock | None
-    """Times training; None: not timed."""
+    """Timer of training steps; None: not timed."""
 
     def run(
         self,
@@ -60,7 +63,7 @@ class Pipeline:
         backward: bool,
         of_logits: OfLogits = wanted_log_probabilities,
     ) -> list[Tensor]:
-        """What `consume` returned for each micro-batch; empty but on the last stage. Gradients are added up."""
+        """Return the values of `consume` for each micro-batch; empty except on the last stage. Gradients are summed."""
         batches = _filled_up(micro_batches, self.layout)
         transformer = get_model_config(self.chunks[0])
         transformer.timers = self.clock if backward else None
@@ -84,7 +87,7 @@ class Pipeline:
     def _forward(
         self, of_logits: OfLogits, consume: Consumer, size: int, batches: Iterator[Batch], chunk: nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
-        """What Megatron's schedules call for each micro-batch and chunk."""
+        """Run one micro-batch through one chunk; called by Megatron's schedules."""
         batch = next(batches).to(self.device)
         split = split_tokens(batch, self.layout.cp, size).to(self.device)
         rank = parallel_state.get_context_parallel_rank()
@@ -112,7 +115,7 @@ class Pipeline:
     def _finish(
         self, of_logits: OfLogits, consume: Consumer, batch: Batch, split: TokenSplit, logits: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
-        """Called on the last stage: (what to differentiate, how many tokens Megatron should divide by, the result)."""
+        """Return (what to differentiate, the token count that Megatron divides by, the result), on the last stage."""
         group = parallel_state.get_context_parallel_group()
         wanted = split.local(batch.wanted, group.rank(), padding=IGNORED)
         local = of_logits(logits if batch.temperature == 1 else logits / batch.temperature, wanted, self.vocab_size)
@@ -122,7 +125,7 @@ class Pipeline:
 
 
 def _filled_up(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:
-    """The interleaved schedule wants a multiple of `pp` micro-batches: those that are missing have no documents."""
+    """Pad the micro-batches with empty ones to a multiple of `pp`, which the interleaved schedule needs."""
     batches = list(micro_batches)
     missing = -len(batches) % layout.pp if layout.vpp > 1 else 0
     return batches + [_without_documents(batches[-1])] * missing

@@ -1,4 +1,4 @@
-"""What the optimizer of this process holds, and where in the Hugging Face weights it belongs.
+"""Optimizer state of this process, and its place in the Hugging Face weights.
 
 Megatron's optimizers keep a part's fp32 master weights and moments whole, or, when they are distributed, a range of the
 flattened part. Such a range is cut into blocks: rectangles of a weight, which any layout and engine can put together.
@@ -26,7 +26,7 @@ UP, DOWN = ("up_proj", "w3"), ("down_proj", "w2")
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangle of a weight, as the model of Transformers has it, and where it begins in a flattened part."""
+    """A rectangle of a weight of the Transformers model, and where it begins in a flattened part."""
 
     weight: str
     weight_shape: tuple[int, ...]
@@ -42,24 +42,24 @@ class Block:
 
 @dataclass(frozen=True)
 class Shard:
-    """A part's range that this process keeps fp32 master weights and moments of."""
+    """A range of a part whose fp32 master weights and moments this process keeps."""
 
     part: Part
     start: int
-    """In the flattened part."""
+    """Index of its first element in the flattened part."""
     master: Tensor
     """fp32, of any shape with as many elements as the range."""
     optimizer: torch.optim.Optimizer
 
     @property
     def step(self) -> Tensor:
-        """float32 []: how many updates were made."""
+        """float32 []: number of updates made."""
         state = self.optimizer.state[self.master]
         kept = state["step"] if "step" in state else self._group["step"]
         return torch.as_tensor(kept, dtype=torch.float32, device="cpu").clone()
 
     def count_steps(self, value: Tensor) -> None:
-        """Let `step` be this."""
+        """Set `step`."""
         state = self.optimizer.state[self.master]
         if "step" in state:  # torch's; Transformer Engine's counts for a whole group
             state["step"].copy_(value)
@@ -76,7 +76,7 @@ class Shard:
         return {name: self.optimizer.state[self.master][name] for name in ("exp_avg", "exp_avg_sq")}
 
     def blocks(self, model: ModelShape) -> Iterator[Block]:
-        """All blocks of the range; `start` counts within the range. Rows of padding are in none."""
+        """Yield all blocks of the range; `start` counts within the range. Rows of padding are in none."""
         stop = self.start + self.master.numel()
         shapes = self.part.weight_shapes(model)
         for piece in self.part.pieces(model):
@@ -85,7 +85,7 @@ class Shard:
 
 
 def local_shards(chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> list[Shard]:
-    """Everything that the optimizer updates on this process; it must have made its moments."""
+    """Return everything that the optimizer updates on this process; it must have made its moments."""
     parts = {parameter: part for part, parameter in local_parts(chunks, model)}
     shards: list[Shard] = []
     for each in real_optimizers(optimizer):
@@ -97,19 +97,19 @@ def local_shards(chunks: Sequence[GPTModel], model: ModelShape, optimizer: Megat
 
 
 def real_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """Those that have parameters on this process."""
+    """Return the optimizers that have parameters on this process."""
     return [each for each in optimizer.chained_optimizers if not getattr(each, "is_stub_optimizer", False)]
 
 
 def make_moments(optimizer: MegatronOptimizer) -> None:
-    """Let optimizers that have made no step yet make what they keep, to be filled with what was saved."""
+    """Make the moments of optimizers that have made no step yet, so that a checkpoint can fill them."""
     for each in real_optimizers(optimizer):
         if not each.optimizer.state:
             _step_nowhere(each.optimizer)
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """A model's parameter and its fp32 master, which is the parameter itself when nothing is sharded or in bf16."""
+    """Yield each parameter and its fp32 master: the parameter itself when nothing is sharded or in bf16."""
     if hasattr(optimizer, "shard_fp32_groups"):
         pairs = [
             (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
@@ -149,7 +149,10 @@ def _step_nowhere(optimizer: torch.optim.Optimizer) -> None:
 def _blocks(
     piece: Piece, part_shape: tuple[int, ...], weight_shape: tuple[int, ...], range_: tuple[int, int]
 ) -> Iterator[Block]:
-    """Blocks of a piece that lie in a range of the flattened part: at most a row's end, rows, a row's beginning."""
+    """Yield the blocks of a piece that lie in a range of the flattened part.
+
+    They are at most the end of a row, whole rows, and the beginning of a row.
+    """
     columns = part_shape[1] if len(part_shape) > 1 else 1
     rows = (piece.parameter_start, piece.parameter_start + piece.length) if piece.dim == 0 else (0, part_shape[0])
     begin, end = max(range_[0], rows[0] * columns), min(range_[1], rows[1] * columns)
@@ -164,13 +167,16 @@ def _blocks(
 
 
 def _offset(piece: Piece, row: int, column: int) -> tuple[int, int]:
-    """In the weight, of a place in the part."""
+    """Return a part's row and column as those of the weight."""
     shift = piece.weight_start - piece.parameter_start
     return (row + shift, column) if piece.dim == 0 else (row, column + shift)
 
 
 def _as_in_transformers(block: Block, model: ModelShape) -> Block:
-    """Its experts of a layer are two weights, [experts, gate and up rows, columns] and of down, in `mlp` always."""
+    """Return the block under the names and in the shapes of the Transformers model.
+
+    A layer's experts are two weights there, [experts, gate and up rows, columns] and of down, always in `mlp`.
+    """
     weight = block.weight.replace(".block_sparse_moe.", ".mlp.")
     if of_expert := EXPERT_FACTOR.fullmatch(weight):
         return _of_all_experts(block, f"{of_expert['layer']}.{of_expert['factor']}", int(of_expert["number"]), model)
@@ -188,7 +194,10 @@ def _as_in_transformers(block: Block, model: ModelShape) -> Block:
 
 
 def _of_all_experts(block: Block, weight: str, expert: int, model: ModelShape) -> Block:
-    """A is [experts × rank, in], as PEFT has it; B [experts, out, rank], as the FSDP engine keeps it."""
+    """Return the block of an expert's factor in the factor of all experts.
+
+    A is [experts × rank, in], as PEFT has it; B [experts, out, rank], as the FSDP engine keeps it.
+    """
     rows, columns = block.weight_shape
     row, column = block.offset
     if ".lora_A." in weight:

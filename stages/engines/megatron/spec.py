@@ -1,4 +1,4 @@
-"""What a decoder layer is made of: Transformer Engine's modules where they are installed and CUDA is, else local.
+"""Modules of a decoder layer: Transformer Engine's where they are installed and CUDA is present, else local ones.
 
 The local modules are Megatron's own linear layers with an RMSNorm and an attention of this project, because Megatron's
 refuse sequence parallelism, packing and context parallelism.
@@ -31,9 +31,9 @@ from stages.planner.workload import Precision
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension; torch has a kernel of its own for it on GPUs only.
+    """Root mean square norm over the last dimension; torch has a fused kernel for it on GPUs only.
 
-    Under sequence parallelism every rank sees other tokens: the mark on the weight lets Megatron add up its gradients.
+    Under sequence parallelism every rank sees other tokens: the mark on the weight lets Megatron sum its gradients.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, states: Tensor) -> Tensor:
-        """[…, hidden size], in the dtype of `states`."""
+        """Return […, hidden size], in the dtype of `states`."""
         if states.is_cuda or states.dtype != torch.float32:
             return functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
         return RootMeanSquareNorm.apply(states, self.weight, self.eps)
@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
 
 @cache
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether layers are made of Transformer Engine's modules: their attention takes packed rows in 16 bits only."""
+    """Return whether layers are Transformer Engine's, whose attention takes packed rows in 16 bits only."""
     installed = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     return installed and dtype == torch.bfloat16
 
@@ -68,7 +68,10 @@ def check_precision(precision: Precision) -> None:
 def decoder_spec(
     config: TransformerConfig, shape: ModelShape, vp_stage: int | None, *, has_adapter: bool
 ) -> TransformerBlockSubmodules:
-    """The layers of the chunk `vp_stage` of this pipeline stage; norms are explicit, or Megatron chooses its own."""
+    """Return the layers of the chunk `vp_stage` of this pipeline stage.
+
+    Norms are explicit: otherwise Megatron chooses its own.
+    """
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     experts = [shape.num_experts if shape.is_mixture(layer) else None for layer in layers]
@@ -96,7 +99,10 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None, has_adapter:
 
 
 def _with_norms_apart(spec: ModuleSpec, num_experts: int | None) -> ModuleSpec:
-    """An adapter needs what a norm gives; Transformer Engine's layers that begin with one keep it to themselves."""
+    """Separate norms from the linear layers that Transformer Engine fuses them with.
+
+    An adapter needs the norm's output, which the fused layers do not return.
+    """
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
     layer = spec.submodules
@@ -117,7 +123,7 @@ def _norm(config: TransformerConfig) -> type[nn.Module]:
 
 
 def _bind_missing_name() -> None:
-    """Megatron-core 0.16.1 asks whether `te_general_gemm` is None, but binds it only where it could be imported."""
+    """Bind `te_general_gemm`, which Megatron-core 0.16.1 compares with None even where its import failed."""
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -1,9 +1,9 @@
-"""A micro-batch → the tokens of it that this process computes, and back: context parallelism's zigzag, and padding.
+"""Split of a micro-batch's tokens over context-parallel ranks (zigzag), and padding.
 
 All rows of a micro-batch become one sequence. Under context parallelism every document is padded until 2 × ranks chunks
-of equal length make it up. Rank r takes the r-th and the r-th from the end, so that causal attention is equally much
-work everywhere (Llama 3, section 3.3.2; what Transformer Engine's kernels expect). All micro-batches of a step get the
-same length, since pipeline stages exchange tensors of one shape: one more document of padding at the end.
+of equal length make it up. Rank r takes the r-th and the r-th from the end, so that causal attention is the same amount
+of work everywhere (Llama 3, section 3.3.2; what Transformer Engine's kernels expect). All micro-batches of a step get
+the same length, since pipeline stages exchange tensors of one shape: padding is one more document at the end.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from stages.data.batch import Batch
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """Where the tokens of one micro-batch go, for every context-parallel rank."""
+    """Assignment of one micro-batch's tokens to every context-parallel rank."""
 
     lengths: tuple[int, ...]
-    """Tokens of every document, padding included; adds up to ranks × tokens of a rank"""
+    """Tokens of every document, padding included; they add up to ranks × tokens of a rank."""
     origins: Tensor
-    """int64 [ranks, tokens of a rank]: position in the flattened rows; `num_tokens` stands for padding"""
+    """int64 [ranks, tokens of a rank]: position in the flattened rows; `num_tokens` stands for padding."""
     positions: Tensor
-    """int64 [ranks, tokens of a rank]: where in its document a token is"""
+    """int64 [ranks, tokens of a rank]: position of a token in its document."""
     document_ids: Tensor
-    """int64 [ranks, tokens of a rank]"""
+    """int64 [ranks, tokens of a rank]: number of a token's document."""
     num_tokens: int
-    """Tokens of the flattened rows"""
+    """Tokens of the flattened rows."""
 
     def local(self, values: Tensor, rank: int, padding: int) -> Tensor:
-        """int64 [rows, sequence, …] → [1, tokens of a rank, …]."""
+        """Return a rank's values, [1, tokens of a rank, …], of int64 [rows, sequence, …]."""
         padded = torch.cat([values.flatten(0, 1), values.new_full((1, *values.shape[2:]), padding)])
         return padded[self.origins[rank]].unsqueeze(0)
 
     def to(self, device: torch.device) -> TokenSplit:
-        """The same on `device`."""
+        """Return the same split on `device`."""
         origins, positions, ids = (part.to(device) for part in (self.origins, self.positions, self.document_ids))
         return TokenSplit(self.lengths, origins, positions, ids, self.num_tokens)
 
 
 def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) -> int:
-    """Tokens that each of these micro-batches is padded to: divisible by 2 × ranks, a rank's tokens by `divisor`.
+    """Return the tokens that each of these micro-batches is padded to.
 
-    That is `tp` under sequence parallelism, which splits a rank's tokens further.
+    They divide by 2 × ranks, and a rank's tokens by `divisor`: `tp` under sequence parallelism, which splits a rank's
+    tokens further.
     """
     most = max(sum(_padded_lengths(batch, num_ranks)) for batch in micro_batches)
     multiple = math.lcm(_chunks(num_ranks), num_ranks * divisor)
@@ -75,9 +76,10 @@ def split_tokens(batch: Batch, num_ranks: int, size: int) -> TokenSplit:
 
 
 def gather_tokens(values: Tensor, split: TokenSplit, group: dist.ProcessGroup) -> Tensor:
-    """[1, tokens of a rank, …] on every rank → [tokens of the flattened rows, …], on all alike; differentiable.
+    """Return [tokens of the flattened rows, …] on all ranks from [1, tokens of a rank, …]; differentiable.
 
-    Every rank is expected to compute the same of the result, so a rank's gradient is its part of it, not a sum.
+    Every rank must compute the same from the result: a rank's gradient is its part of the result's, not a sum over
+    ranks.
     """
     return _GatherTokens.apply(values, split, group)
 
@@ -92,7 +94,7 @@ def _padded_lengths(batch: Batch, num_ranks: int) -> list[int]:
 
 
 def _zigzag(positions: Tensor, lengths: Tensor, num_ranks: int) -> Tensor:
-    """int64 [ranks, tokens of a rank]: which tokens a rank takes; `lengths` is of each token's document."""
+    """Return int64 [ranks, tokens of a rank]: the tokens that a rank takes; `lengths` is of each token's document."""
     if num_ranks == 1:
         return torch.arange(len(positions)).unsqueeze(0)
     chunk = positions // (lengths // _chunks(num_ranks))

@@ -1,7 +1,7 @@
-"""Weights of a Hugging Face folder ↔ parameters of a Megatron model under any layout, never all on one process.
+"""Reading and writing of Hugging Face weights for a Megatron model under any layout, never all on one process.
 
 Reading: a process reads its parts from the safetensors files. Writing: parameter by parameter, the processes that have
-a part send it to rank 0, which puts the weights together and writes shards. Which part is where is for `parts`.
+a part send it to rank 0, which puts the weights together and writes shards. `parts` says which part is where.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, model: ModelShape) ->
     """Fill the parameters of this process's model chunks from the safetensors files in `folder`. Collective.
 
     A process reads the bytes of its own parts only. Raises ModelError, on every process, when a weight is missing, has
-    another shape than the config says, or is one that the mapping does not know.
+    another shape than the config says, or is unknown to the mapping.
     """
     parts = list(local_parts(chunks, model))
     with WeightFiles(folder) as files:
@@ -56,11 +56,11 @@ def export_weights(
 def named_weights(
     chunks: Sequence[GPTModel], model: ModelShape, dtype: torch.dtype, *, learning_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face name and whole weight, one parameter's at a time, on rank 0's CPU; nothing elsewhere. Collective.
+    """Yield Hugging Face name and whole weight, one at a time, on rank 0's CPU; nothing elsewhere. Collective.
 
     learning_only: of an adapter, not of the base that it is on.
 
-    Parts travel through host memory: there the weights are wanted, and no device need have room for them.
+    Parts travel through host memory: the weights are wanted there, and no device needs room for them.
     """
     chosen = [
         (part, parameter)
@@ -79,7 +79,7 @@ def named_weights(
 
 
 def _check_files(files: WeightFiles, parts: Iterable[Part], model: ModelShape) -> None:
-    """Compare what all processes want with what there is."""
+    """Compare the weights that all processes want with those in the files."""
     mine: dict[str, tuple[int, ...]] = {}
     for part in parts:
         mine |= part.weight_shapes(model)
@@ -102,7 +102,7 @@ def _may_be_left(name: str, model: ModelShape) -> bool:
 
 
 def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
-    """For every parameter of the model, in the order of the files: its parts, and a rank that has each."""
+    """Return the parts of every parameter of the model, each with a rank that has it, in the order of the files."""
     everyones: list[list[Part]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     owners: dict[Key, dict[int, tuple[int, Part]]] = {}
@@ -113,7 +113,7 @@ def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
 
 
 def _on_first_process(local: Tensor | None, owner: int, part: Part, dtype: torch.dtype) -> Tensor | None:
-    """The owner's tensor, on rank 0."""
+    """Return the owner's tensor on rank 0, None elsewhere."""
     if owner == 0:
         return local
     if local is not None:
@@ -127,7 +127,7 @@ def _on_first_process(local: Tensor | None, owner: int, part: Part, dtype: torch
 
 
 def _put(tensor: Tensor, part: Part, model: ModelShape, weights: dict[str, Tensor]) -> None:
-    """Copy the pieces of a part to where they are in the weights, which are made when their first piece comes."""
+    """Copy the pieces of a part into the weights, which are made when their first piece comes."""
     for name, shape in part.weight_shapes(model).items():
         if name not in weights:
             weights[name] = torch.empty(shape, dtype=tensor.dtype)
