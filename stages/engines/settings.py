@@ -24,7 +24,7 @@ class AdamSettings:
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     decay_norms_and_biases: bool = False
-    """Whether norms and biases decay too; Transformers and TRL decay matrices and embeddings only."""
+    """True if norms and biases decay too; Transformers and TRL decay matrices and embeddings only."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LowPrecisionSettings:
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
     bf16_stochastic_round: bool = False
-    """Whether weights are held in bf16 only, updated with stochastic rounding."""
+    """True if weights are held in bf16 only, updated with stochastic rounding."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class MoeSettings:
     aux_loss_coefficient: float = 0.0
     """Weight of the loss that balances experts (`stages.engines.balance`)."""
     freeze_router: bool = False
-    """Whether routers are not trained."""
+    """True if routers are not trained."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class EngineSettings:
     hang_timeout_s: float = 3600
     """Seconds after which the stage ends an attempt that hangs; collectives wait longer."""
     trust_remote_code: bool = False
-    """Whether code that came with the model may be run."""
+    """True if code that came with the model may be run."""
     adapter: AdapterConfig | None = None
     """Low-rank weights that learn beside the frozen model; None: the whole model learns."""
     has_score_head: bool = False
-    """Whether the model gives one number a document (fsdp) instead of probabilities of tokens."""
+    """True if the model gives one number a document (fsdp) instead of probabilities of tokens."""
     muon: MuonSettings | None = None
     """Muon's settings; None: AdamW alone."""
     moe: MoeSettings = MoeSettings()

@@ -35,7 +35,7 @@ class DeviceType:
     pins_host_memory: bool = True
     has_float64: bool = True
     has_flash_kernel: bool = False
-    """Whether `torch.nn.attention.varlen` runs on it."""
+    """True if `torch.nn.attention.varlen` runs on it."""
     fp8_from: tuple[int, int] = (0, 0)
     """Compute capability from which on it multiplies in 8 bits."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)

@@ -162,6 +162,6 @@ def _shortest_product_s(size: int, dtype: torch.dtype, budget_s: float) -> float
 
 
 def _is_part(name: str, device_name: str) -> bool:
-    """Whether all words of `name` are words of the device's name, which may join them by hyphens."""
+    """True if all words of `name` are words of the device's name, which may join them by hyphens."""
     words = device_name.replace("-", " ").replace("_", " ").upper().split()
     return all(word in words for word in name.upper().split())

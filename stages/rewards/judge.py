@@ -113,8 +113,8 @@ class JudgeConfig(StrictModel, ABC):
 class RatingConfig(JudgeConfig):
     """A judge that rates each answer on a scale."""
 
-    least: float = Field(1.0, allow_inf_nan=False, description="Of the scale.")
-    largest: float = Field(10.0, allow_inf_nan=False, description="Of the scale.")
+    least: float = Field(1.0, allow_inf_nan=False, description="Least number of the scale.")
+    largest: float = Field(10.0, allow_inf_nan=False, description="Largest number of the scale.")
     max_unjudged_fraction: float = Field(
         0.02, ge=0, lt=1, description="Largest share of answers without a number from the judge; more is an error."
     )
@@ -145,8 +145,8 @@ class JudgeReward(JudgeConfig, Reward):
 
     type: Literal["judge"]
     compare: bool = Field(False, description="Compare with the reference answer, instead of rating.")
-    least: float = Field(1.0, allow_inf_nan=False, description="Of the scale.")
-    largest: float = Field(10.0, allow_inf_nan=False, description="Of the scale.")
+    least: float = Field(1.0, allow_inf_nan=False, description="Least number of the scale.")
+    largest: float = Field(10.0, allow_inf_nan=False, description="Largest number of the scale.")
 
     @property
     def scale(self) -> Scale | None:

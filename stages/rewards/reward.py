@@ -65,7 +65,7 @@ class Reward(StrictModel, ABC):
     """Base of all rewards: common fields, and the functions that check rows and judge."""
 
     NEEDS_REFERENCE: ClassVar[bool] = False
-    """Whether it can judge only where the dataset has the right answer."""
+    """True if it can judge only where the dataset has the right answer."""
 
     type: str
     weight: float = Field(1.0, allow_inf_nan=False, description="Weight in the sum of all rewards.")

@@ -36,7 +36,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How completions are sampled.
+    """Options of sampling completions.
 
     max_tokens: of each completion.
     seed: of all completions; each gets its own seed from it.

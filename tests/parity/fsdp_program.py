@@ -1,4 +1,4 @@
-"""Train a few steps in each of several ways and leave what came of it; the processes are started by `ranks.py`.
+"""Train a few steps in each of several ways and leave the results; the processes are started by `ranks.py`.
 
     fsdp_program SPEC.json
 

@@ -1,4 +1,4 @@
-"""What the Megatron engine is compared with plain Transformers on: models, data and layouts, one list for all uses."""
+"""Cases on which the Megatron engine is compared with plain Transformers: models, data, layouts."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ LEARNING_RATE, WEIGHT_DECAY, BETA = 5e-3, 0.1, 0.1
 MAX_GRAD_NORM = {"sft": 0.5, "dpo": 0.1}
 """Less than the norms are: every step is clipped."""
 EPSILON = 1e-3
-"""Of Adam. With the usual 1e-8 every gradient, however small, moves its weight by the learning rate, and rounding
-errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
+"""Adam's epsilon. With the usual 1e-8 every gradient, however small, moves its weight by the learning rate, and
+rounding errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
 
 SIZES = {
     "hidden_size": 32,

@@ -53,7 +53,7 @@ LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a loop of a few lines makes of a model."""
+    """Training of a model by a loop of a few lines, as an oracle."""
 
     log_probabilities: Tensor
     predictions: Tensor

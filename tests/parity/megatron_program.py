@@ -40,19 +40,19 @@ from stages.engines.megatron.weights import named_weights  # noqa: E402
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a case, on rank 0."""
+    """Result of a case, on rank 0."""
 
     log_probabilities: Tensor
     """float32 [rows, sequence], of the first global batch before training"""
     greedy: Tensor
     """int64 [sequence]: the likeliest tokens of the first row before training"""
     gradients: dict[str, Tensor]
-    """Of the first global batch, by Hugging Face name; of an adapter, whose A have none before B has learned, after all
-    steps"""
+    """Gradients of the first global batch, by Hugging Face name; of an adapter after all steps,
+    since its A have none before B has learned"""
     losses: list[float]
     grad_norms: list[float]
     evaluation_loss: float
-    """Of the first global batch, after all steps"""
+    """Log-probabilities of the first global batch, after all steps"""
     continued_loss: float
     """The same, by an engine that starts from the adapter that was written, if SFT made one"""
     metrics: list[dict[str, float]]

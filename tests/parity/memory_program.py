@@ -29,9 +29,9 @@ from stages.planner.search import SearchRequest, estimate
 
 NUM_STEPS = 2
 M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20
-"""Of `mallopt(3)`: what is as large is mapped by itself, however much was freed before."""
+"""Threshold of `mallopt(3)`: larger blocks get their own mapping, however much was freed before."""
 FORGET_PEAK = "5"
-"""Of `/proc/self/clear_refs`."""
+"""Number that resets the peak memory in `/proc/self/clear_refs`."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What decays in plain Transformers."""
+"""Weight decay by parameter in plain Transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `test_ranks.py` has ranks do: say where they are, or fail on rank 1 while the others wait."""
+"""Program of the ranks in `test_ranks.py`: they say where they are, or fail on rank 1 while the others wait."""
 
 import os
 import sys

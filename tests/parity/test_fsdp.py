@@ -26,8 +26,8 @@ VOCABULARY = 64
 NUM_STEPS, NUM_ROWS, ROW_LENGTHS = 3, 4, [(9, 5, 10), (24,), (3, 2, 19), (12, 12)]
 LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-2, 0.5, 0.1
 EPSILON = 1e-3
-"""Of Adam. With the usual 1e-8 every gradient, however small, moves its weight by the learning rate, and rounding
-errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
+"""Adam's epsilon. With the usual 1e-8 every gradient, however small, moves its weight by the learning rate, and
+rounding errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
 
 LAYOUTS = {
     1: {
@@ -98,7 +98,7 @@ def data():
 
 
 def make_data(num_steps):
-    """So many global batches of NUM_ROWS rows of documents; rows have different numbers of targets."""
+    """Return that many global batches of NUM_ROWS rows of documents; rows have different numbers of targets."""
     generator = torch.Generator().manual_seed(1)
     return [
         [
@@ -111,7 +111,7 @@ def make_data(num_steps):
 
 @pytest.fixture(scope="module")
 def plain(models, data):
-    """What a loop of a few lines makes of each model: losses, gradient norms, the trained model."""
+    """Return the results of a loop of a few lines for each model: losses, gradient norms, the trained model."""
     return {name: train_plainly(models / name, data) for name in MODELS}
 
 

@@ -16,7 +16,7 @@ SHARDED, REPLICATED, EXPERTS = {"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard"
 ADAPTER = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
 OF_EXPERTS = {"rank": 3, "alpha": 8}
 TOLERANCE = 1e-6
-"""Of a loss of 5, which layouts without any checkpoint differ by as well."""
+"""Tolerance relative to a loss of 5, by which layouts without any checkpoint differ by as well."""
 
 
 def journey(model, start, *ends, precision="fp32", adapter=None):
@@ -79,7 +79,7 @@ def losses(megatron_ranks, tmp_path_factory):
 
 
 def stored_keys(checkpoint):
-    """But for the learning rate and the like, which only FSDP's optimizer writes, and nobody reads."""
+    """But for the learning rate and the like, which only FSDP's optimizer writes, and no one reads."""
     keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {key for key in keys if not key.startswith("optimizer.param_groups.")}
 

@@ -134,7 +134,7 @@ def document(generator, length):
 
 
 def answer(generator, length, is_good):
-    """Good ones are alike, so that they become likelier after any prompt: the divergence is above 0."""
+    """Good answers resemble each other, so that they become likelier after any prompt: the divergence is above 0."""
     found = document(generator, length)
     found.ids[2:] = 7 if is_good else found.ids[2:]
     return found

@@ -71,7 +71,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """Of a parent that has imported nothing else."""
+    """Measure in a child of a parent that has imported nothing else."""
     with started_ranks() as started:
         yield started
 

@@ -42,7 +42,7 @@ class Source:
 
     @property
     def stacks_rows(self) -> bool:
-        """Whether each row of the weight is made of one tensor per pattern, as in stacks of experts."""
+        """True if each row of the weight is made of one tensor per pattern, as in stacks of experts."""
         first, *others = self.converter.operations if self.converter else [None]
         return isinstance(first, MergeModulelist) and first.dim == 0 and all(map(_leaves_rows_alone, others))
 

@@ -1,7 +1,7 @@
 """Mapping between weights of Hugging Face models and parameters of Megatron, with their tensor-parallel cut.
 
 A family is one line in `FAMILIES`: its `model_type` and its rules. A rule names a parameter as Megatron does, below its
-layer (or below the model), under the local and the Transformer Engine spec alike, and the weights that it is made of.
+layer (or below the model), under both the local and the Transformer Engine spec, and the weights that it is made of.
 Factors of an adapter follow from the rule of the layer that they are on. Reading and writing weights is for `weights`.
 """
 
@@ -59,7 +59,7 @@ class Rule:
 
     @property
     def of_experts(self) -> bool:
-        """Whether each expert has such a parameter."""
+        """True if each expert has such a parameter."""
         return "{expert}" in self.weights[0]
 
 

@@ -48,7 +48,7 @@ class LowRankChange:
     dropout: float
     is_column: bool
     cuts_tokens: bool
-    """Whether sequence parallelism is on."""
+    """True if sequence parallelism is on."""
     num_joined: int
     """Number of Transformers layers that Megatron joins in this one."""
     mask: Tensor | None
@@ -78,7 +78,7 @@ class LowRankChange:
         """Return A x of this rank's tokens, or its part of it: [tokens, 1, joined × rank]."""
         if not (self.dropout and layer.training):
             return functional.linear(states, layer.lora_A)
-        # What all ranks have must be dropped alike on all of them, or their copies of A would part.
+        # Inputs that all ranks have must be dropped equally on all of them, or their copies of A would diverge.
         is_shared = self.is_column and not self.cuts_tokens
         with nullcontext() if is_shared else get_cuda_rng_tracker().fork():
             each = [

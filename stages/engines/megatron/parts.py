@@ -64,7 +64,7 @@ class Part:
     count: int
     shape: tuple[int, ...]
     is_copy: bool = False
-    """Whether it is the embedding's copy that serves as the head of another pipeline stage."""
+    """True if it is the embedding's copy that serves as the head of another pipeline stage."""
     left_out: frozenset[str] = frozenset()
     """Weights that the Transformers model does not have: factors of those parts of a fused layer without adapter."""
 

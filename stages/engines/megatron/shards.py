@@ -36,7 +36,7 @@ class Block:
 
     @property
     def is_first(self) -> bool:
-        """Whether it holds the weight's first element."""
+        """True if it holds the weight's first element."""
         return not any(self.offset)
 
 

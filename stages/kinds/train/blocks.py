@@ -107,7 +107,7 @@ class MoeConfig(StrictModel):
 
 
 class TrainExecution(Execution):
-    """How a training stage runs: processes, logging, evaluation, checkpoints, time limits. None of it is identity."""
+    """Execution of a training stage: processes, logging, evaluation, checkpoints, time limits; no identity."""
 
     processes: PositiveInt | None = Field(
         None, description="Processes on each node; default: as many as the layout needs."

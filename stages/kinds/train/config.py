@@ -65,7 +65,7 @@ class TrainConfig(MethodFields):
     method: MethodName = Field(description="Training method; its options are the field of its name.")
     model: ModelOrAdapterReference
     base: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="Where `model` is an adapter: the stage of its base model; default: found through `model`."
+        None, description="Stage of the base model, where `model` is an adapter; default: found through `model`."
     )
     adapter: Annotated[AdapterConfig | None, AddedLater()] = Field(
         None, description="Low-rank weights that learn beside the frozen model; default: the whole model learns."
@@ -146,7 +146,7 @@ class TrainConfig(MethodFields):
 
     @property
     def has_even_steps(self) -> bool:
-        """Whether all steps take about the same time, so that the watchdog may learn it.
+        """True if all steps take about the same time, so that the watchdog may learn it.
 
         Without packing, a step is as long as its longest row; a compiled one is slow whenever a new shape comes.
         """

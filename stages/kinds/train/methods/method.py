@@ -72,31 +72,31 @@ class Method:
     options: type[StrictModel] | None = None
     """Config of its options, all of which have defaults; None: no options."""
     needs_reference: Callable[[Any], bool] = lambda _: False
-    """Whether batches carry the log-probabilities of their documents before training."""
+    """True if batches carry the log-probabilities of their documents before training."""
     batch_change: Callable[[Any], BatchChange | None] = lambda _: None
     """Change of targets or of their weights, if data preparation's are not right."""
     needs_divergence: Callable[[Any], bool] = lambda _: False
-    """Whether batches carry the divergence from the reference (`loop.with_divergence`)."""
+    """True if batches carry the divergence from the reference (`loop.with_divergence`)."""
     asks_teacher: Callable[[Any], TeacherTokens | None] = lambda _: None
     """Need of a teacher's tokens at every target; the teacher is `teacher:` of the recipe, or a server."""
     on_policy: Callable[[Any], OnPolicySteps | None] = lambda _: None
     """Steps that learn from the model's own answers, which the teacher scores but no reward judges."""
     needs_rollouts: bool = False
-    """Whether it learns only from the model's own answers, judged by rewards; `options` are `RolloutOptions`."""
+    """True if it learns only from the model's own answers, judged by rewards; `options` are `RolloutOptions`."""
     needs_score_head: bool = False
-    """Whether the model gives one number a document instead of probabilities of tokens: a reward model."""
+    """True if the model gives one number a document instead of probabilities of tokens: a reward model."""
     reads_margins: bool = False
-    """Whether it uses the `margin` that rows of pairs may have."""
+    """True if it uses the `margin` that rows of pairs may have."""
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Metrics of the loss: name → meaning."""
     averaged_over: str = "target tokens"
     """Things that the loss is a mean over."""
     is_likelihood: bool = False
-    """Whether the loss is the negative log-likelihood of the target tokens, in nats a token."""
+    """True if the loss is the negative log-likelihood of the target tokens, in nats a token."""
     headline: tuple[str, ...] = ()
     """Names of `metrics` that are shown first."""
     is_null_in_identity: bool = False
-    """Whether other methods' stages have `NAME: null` in their identity.
+    """True if other methods' stages have `NAME: null` in their identity.
 
     A new method must leave this False, so that the versions of existing stages stay as they are.
     """

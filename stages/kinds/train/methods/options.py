@@ -74,7 +74,7 @@ class MethodFields(MethodBlocks):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the method needs the untrained model's log-probabilities of the documents."""
+        """True if the method needs the untrained model's log-probabilities of the documents."""
         return self.learning.needs_reference(self.method_options)
 
     @property
@@ -89,7 +89,7 @@ class MethodFields(MethodBlocks):
 
     @property
     def needs_divergence(self) -> bool:
-        """Whether the method needs the divergence from the reference."""
+        """True if the method needs the divergence from the reference."""
         return self.learning.needs_divergence(self.method_options)
 
     @model_validator(mode="after")

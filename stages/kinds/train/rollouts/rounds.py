@@ -52,7 +52,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the completions' rewards differ, so that the group gives a gradient."""
+        """True if the completions' rewards differ, so that the group gives a gradient."""
         return len({one.reward for one in self.completions}) > 1
 
 

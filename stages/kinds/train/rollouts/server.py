@@ -507,7 +507,7 @@ class SyncedServer:
 
     @property
     def has_probe(self) -> bool:
-        """Whether `check` compares anything."""
+        """True if `check` compares anything."""
         return self._probe is not None
 
     def take_probe(self, documents: Sequence[AnsweredPrompt]) -> None:

@@ -33,7 +33,7 @@ def test_without_rounding_it_is_torchs() -> None:
 
 
 def test_each_neighbour_comes_as_often_as_it_is_near() -> None:
-    """Of 1 + 2^-7 × 0.3, over all random bits there are; below zero alike; what bf16 can hold stays."""
+    """The mean of rounded 1 + 2^-7 × 0.3 over all random bits is right, below zero too; bf16 values stay."""
     bits = torch.arange(2**16, dtype=torch.int32)
     for sign in (1, -1):
         value = sign * (1 + 2**-7 * 0.3)

@@ -113,7 +113,7 @@ def test_ranks_directions_and_scalings_are_pefts(name, fields, rows, tmp_path):
 
 
 def learned(model):
-    """What learned, as training would leave it."""
+    """Return the factors that learned, as training would leave them."""
     torch.manual_seed(1)
     for name, one in model.named_parameters():
         if ".lora_B." in name:

@@ -68,7 +68,7 @@ def loaded(folder: Path) -> fsdp_model.TargetLogProbabilities:
 
 @torch.no_grad()
 def alone(folder: Path, document: list[int]) -> Tensor:
-    """Of a model that has seen no other document."""
+    """Return the angles of a model that has seen no other document."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids = torch.tensor([document])
     return model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).sum()

@@ -1,4 +1,4 @@
-"""The processes of a stage: where they meet nobody else gets in, and the first that fails ends all."""
+"""The processes of a stage: where they meet no one else gets in, and the first that fails ends all."""
 
 import os
 import signal

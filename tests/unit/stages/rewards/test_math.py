@@ -1,4 +1,4 @@
-"""Answers are compared by value; what cannot be read, and what takes for ever, is told apart from what is wrong."""
+"""Answers are compared by value; unreadable ones, and ones that never end, are distinguished from wrong ones."""
 
 import time
 from pathlib import Path
@@ -30,7 +30,7 @@ ENDLESS_TO_READ = r"$\binom{1000000000}{500000000}$"
 
 @pytest.fixture(scope="module")
 def scored() -> dict[tuple[str, str], float]:
-    """All of them by one program, with one between that takes for ever."""
+    """One program scores all of them, with one in between that never ends."""
     asked = [*RIGHT, (ENDLESS, "1"), *WRONG, *NONE]
     warnings: list[str] = []
     completions = [Completion("", text, 1, reference, {}, PlainText("", "")) for text, reference in asked]

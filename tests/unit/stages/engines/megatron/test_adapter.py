@@ -1,4 +1,4 @@
-"""What the Megatron engine asks of PEFT: of mixtures, factors of each expert; and what it has no adapters for."""
+"""Adapters that the Megatron engine gets from PEFT, for mixtures of each expert; and layers without support."""
 
 import pytest
 import torch

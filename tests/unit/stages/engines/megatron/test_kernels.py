@@ -1,4 +1,4 @@
-"""What a layer does between its matrix products is what Transformers does, and its gradients are those of autograd."""
+"""The fused kernels compute what Transformers computes, and their gradients are those of autograd."""
 
 import torch
 from torch.nn import functional

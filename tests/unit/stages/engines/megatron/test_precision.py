@@ -1,4 +1,4 @@
-"""What `precision: fp8` asks of Megatron, and where it is refused."""
+"""`precision: fp8` sets Megatron's options, and is refused where nothing computes it."""
 
 from __future__ import annotations
 

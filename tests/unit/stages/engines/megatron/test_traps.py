@@ -1,4 +1,4 @@
-"""What Megatron-core does wrongly without a word: each of these fails if the engine fell for it.
+"""Silent errors of Megatron-core: each of these tests fails if the engine falls for one.
 
 Others are held by `tests/parity`: gradients under interleaved stages on gloo, weights exported while their gathering is
 still due, mixtures without Transformer Engine, experts reduced over tensor-parallel ranks, Transformers 5's spellings.
@@ -68,7 +68,7 @@ def test_experts_are_reduced_over_those_that_have_the_same_ones(chunks):
 
 
 def adapter_on(layer, rows, columns):
-    """What PEFT would put on one layer, of rank 2."""
+    """Return the factors that PEFT would put on one layer, of rank 2."""
     values = {
         f"{layer}.lora_A.default.weight": torch.ones(2, columns),
         f"{layer}.lora_B.default.weight": torch.ones(rows, 2),
@@ -77,7 +77,7 @@ def adapter_on(layer, rows, columns):
 
 
 def test_factors_belong_to_the_layer_that_uses_them_or_stale_ones_would_be_used(chunks):
-    """Where Megatron gathers parameters while it computes, it waits for them in hooks of the module that owns them."""
+    """Megatron, when it gathers parameters while it computes, waits for them in hooks of the module that owns them."""
     (chunk,) = chunks(DENSE)
     adapt([chunk], DENSE, adapter_on("model.layers.1.self_attn.v_proj", 8, 16))
     learning = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}

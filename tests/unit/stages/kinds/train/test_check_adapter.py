@@ -1,4 +1,4 @@
-"""What a model cannot have of an adapter is said, by the name of the field, before anything trains on either engine."""
+"""Adapters that a model cannot have are refused by the field, before anything trains, on either engine."""
 
 import pytest
 from safetensors.torch import load_file, save_file

@@ -1,4 +1,4 @@
-"""What is wrong between a model's config and a train stage is said before anything slow starts."""
+"""Conflicts between a model's config and a train stage are errors before anything slow starts."""
 
 from __future__ import annotations
 

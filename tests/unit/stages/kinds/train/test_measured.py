@@ -1,4 +1,4 @@
-"""What a training reports of itself: padding as its batches had it, and the rate of real tokens first."""
+"""Reports of a training about itself: padding as its batches had it, and the rate of real tokens first."""
 
 from __future__ import annotations
 

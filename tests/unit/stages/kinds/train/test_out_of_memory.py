@@ -11,7 +11,7 @@ from tests.train_stage import make_config
 
 
 def message_of(config, predicted_gib=None):
-    """What is said when torch's own allocator has refused."""
+    """Message when torch's own allocator has refused."""
     with pytest.raises(ResourceError) as refused, explained_out_of_memory(config, predicted_gib):
         torch.empty(2**60, dtype=torch.uint8)
     return str(refused.value)

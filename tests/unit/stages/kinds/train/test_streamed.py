@@ -27,7 +27,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def files(artifacts: dict[str, Path]) -> dict[str, bytes]:
-    """Of a dataset: name → content."""
+    """Files of a dataset: name → content."""
     found = {}
     for path in (artifacts["problems"] / "data").iterdir():
         rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -37,7 +37,7 @@ def config_of(**distill):
 
 
 def found(artifacts, teacher, tmp_path, **distill):
-    """What the check of inputs says of a teacher."""
+    """Return the problems that the check of inputs finds in a teacher."""
     config, inputs = config_of(**distill), {**artifacts, "teacher": teacher}
     stage_input = StageInput(
         name="small", kind="train", version="0", config=config.model_dump(mode="json"), inputs=inputs, cache=tmp_path

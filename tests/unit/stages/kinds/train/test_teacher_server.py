@@ -26,7 +26,7 @@ MODEL = "wise"
 
 
 def said_of(document: list[int], place: int) -> dict[str, float]:
-    """What the server says in the place of a token: the three likeliest and, as vLLM does, the one that is there."""
+    """Return the server's log-probabilities at a token: the three likeliest and, as vLLM does, the token itself."""
     likeliest = {f"token_id:{100 * place + rank}": -0.5 - rank for rank in range(3)}
     return {f"token_id:{document[place]}": -9.0, **likeliest}
 
@@ -103,7 +103,7 @@ def teacher_of(config):
 
 
 def found(config, artifacts, tmp_path):
-    """What the check of inputs says of the teacher."""
+    """Return the problems that the check of inputs finds in the teacher."""
     stage_input = StageInput(
         name="small", kind="train", version="0", config=config.model_dump(mode="json"), inputs=artifacts, cache=tmp_path
     )

@@ -88,11 +88,11 @@ def test_where_steps_are_not_alike_each_has_the_whole_time(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("fields", "alike"),
+    ("fields", "are_even"),
     [({}, True), ({"data": {"dataset": "problems", "packing": False}}, False), ({"layout": {"compile": True}}, False)],
 )
-def test_steps_are_alike_that_are_packed_and_not_compiled(fields, alike):
-    assert make_config(**fields).has_even_steps is alike
+def test_steps_are_even_that_are_packed_and_not_compiled(fields, are_even):
+    assert make_config(**fields).has_even_steps is are_even
 
 
 def test_what_goes_on_while_stacks_are_written_was_only_slow(tmp_path, monkeypatch):

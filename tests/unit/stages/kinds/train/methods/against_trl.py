@@ -1,4 +1,4 @@
-"""What tests of methods against TRL's trainers share: a tiny model, rows, TRL's batch as ours, and the comparison."""
+"""Shared parts of the tests of methods against TRL's trainers: a model, rows, TRL's batch, the comparison."""
 
 from __future__ import annotations
 

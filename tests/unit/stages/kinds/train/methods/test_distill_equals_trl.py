@@ -120,7 +120,7 @@ def test_of_the_top_k_the_rest_is_one_token_more(models, batch, beta):
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_a_teacher_that_leaves_no_rest_gives_finite_gradients(batch, beta):
-    """Of a top k that holds all that fp32 can tell, the rest is no 0 to divide by."""
+    """A top k with all the probability that fp32 can tell leaves a rest above 0, so that nothing is divided by 0."""
     values = torch.tensor([0.0, -40.0]).expand(*batch.targets.shape, 2)
     own = replace(batch, candidates=Candidates(torch.zeros(*batch.targets.shape, 2, dtype=torch.int64), values))
     student = torch.tensor([-1.0, 0.0, -50.0]).expand(*batch.targets.shape, 3).clone().requires_grad_()

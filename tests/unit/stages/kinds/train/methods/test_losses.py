@@ -54,7 +54,7 @@ def make_pairs(chosen, rejected, reference_chosen, reference_rejected, num_token
 
 
 def of_batch(loss, values, batch):
-    """Of a global batch that is one micro-batch."""
+    """Return the totals of a global batch that is one micro-batch."""
     return loss(values, batch, loss.counts(batch))
 
 

@@ -53,7 +53,7 @@ def make(**fields):
 
 @pytest.fixture(scope="module")
 def extended():
-    """What a process says in which one more method is registered."""
+    """Return the output of a process in which one more method is registered."""
     command = [sys.executable, "-c", WITH_ANOTHER_METHOD, json.dumps(TRAINING)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

@@ -128,7 +128,7 @@ def config_of(url: str, method: str = "grpo", /, **changed: Any) -> TrainConfig:
 
 
 def found(config: TrainConfig, artifacts: dict[str, Path], folder: Path) -> list[tuple[str, Any]]:
-    """What the check of inputs says."""
+    """Return the problems that the check of inputs finds."""
     said = config.model_dump(mode="json")
     stage_input = StageInput(name="x", kind="train", version="0", config=said, inputs=artifacts, cache=folder)
     return list(check(stage_input))

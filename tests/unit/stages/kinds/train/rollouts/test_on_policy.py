@@ -33,7 +33,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def problems(artifacts: dict[str, Path], folder: Path, row: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the check of inputs says of data with this row."""
+    """Return the problems that the check of inputs finds in data with this row."""
     (folder / "texts" / "data").mkdir(parents=True)
     (folder / "texts" / "data" / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
     distill = {"lmbda": 0.5, "loss_top_k": 4, "sampling": {"max_completion_length": 8}}
@@ -83,7 +83,7 @@ def test_texts_without_prompts_are_named_before_training(artifacts: dict[str, Pa
 
 
 def test_the_prompt_is_all_before_the_last_answer(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    """Of every document of a packed row; tokens that nobody learns end the text after the answer, too."""
+    """Prompts come from every document of a packed row; tokens without loss may follow the answer, too."""
     texts = tmp_path / "data"
     texts.mkdir()
     (texts / "train.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n" * 3)

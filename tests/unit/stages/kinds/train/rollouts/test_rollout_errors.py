@@ -1,4 +1,4 @@
-"""What a recipe says of rollouts that cannot be: named before anything is trained, with what to change."""
+"""Unsupported options of rollouts are named before anything is trained, with what to change."""
 
 from __future__ import annotations
 
