@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flows.cli.show import as_text, samples_of
+from flows.cli.show import samples_as_text, samples_of
 from stages.core.errors import StoreError
 
 GENERATED = {
@@ -38,7 +38,7 @@ def artifact(recipe, make_plan, build):
 def test_a_sample_of_each_harness_is_shown(artifact, row, asked, answered):
     (artifact.folder / "samples").mkdir()
     (artifact.folder / "samples" / "sums.jsonl").write_text(json.dumps(row) + "\n")
-    text = as_text(samples_of(artifact))
+    text = samples_as_text(samples_of(artifact))
     assert asked in text and answered in text and "\x1b" not in text
     assert f"sample {row['doc_id']}" in text
 

@@ -115,7 +115,7 @@ def test_a_stage_that_is_to_see_no_gpus_may_run_beside_them(eight_gpus: None) ->
 @pytest.mark.parametrize(
     ("model", "installed", "problem"),
     [
-        ("NVIDIA A100-SXM4-80GB", True, r"`precision: fp8`: NVIDIA A100-SXM4-80GB does not multiply in 8 bits; say"),
+        ("NVIDIA A100-SXM4-80GB", True, r"`precision: fp8`: NVIDIA A100-SXM4-80GB does not multiply in 8 bits; set"),
         ("NVIDIA H100 80GB HBM3", False, r"torchao, which is not installed here; install it \(`pip install"),
         (None, True, r"`precision: fp8` is for NVIDIA GPUs, and this machine has none; set `precision: bf16`"),
         ("NVIDIA H100 80GB HBM3", True, None),
