@@ -117,17 +117,17 @@ def _paired(old: Side, new: Side) -> tuple[list[tuple[Artifact, Artifact]], list
     before, after = [*old.artifacts], [*new.artifacts]
     pairs: list[tuple[Artifact, Artifact]] = []
 
-    def pair(one: Artifact, other: Artifact) -> None:
-        pairs.append((one, other))
-        before.remove(one)
-        after.remove(other)
+    def pair(former: Artifact, present: Artifact) -> None:
+        pairs.append((former, present))
+        before.remove(former)
+        after.remove(present)
 
     if old.root and new.root and old.root.record.kind == new.root.record.kind:
         pair(old.root, new.root)
     for matches in (_same_version, _same_stage):
-        for one in [*before]:
-            if other := next((other for other in after if matches(one, other)), None):
-                pair(one, other)
+        for artifact in [*before]:
+            if match := next((other for other in after if matches(artifact, other)), None):
+                pair(artifact, match)
     for kind in {one.record.kind for one in before}:
         olds, news = ([one for one in side if one.record.kind == kind] for side in (before, after))
         if len(olds) == len(news) == 1:

@@ -171,14 +171,14 @@ class Follower:
         return version if version and version.number != self.champion.version.number else None
 
     def _start_what_is_missing(self) -> None:
-        wanted = next(self._missing(), None)
-        if self._start and (wanted is None or wanted.number != self._start.version.number):
+        missing = next(self._missing(), None)
+        if self._start and (missing is None or missing.number != self._start.version.number):
             say(f"the start of version {self._start.version.number} of {self.following.name} is stopped")
             self._stop_start()
-        is_champion = wanted is self.champion.version
-        if wanted and not self._start and (is_champion or not self._ending):
+        is_champion = missing is self.champion.version
+        if missing and not self._start and (is_champion or not self._ending):
             running = None if self.champion.died.is_set() else self.champion
-            self._start = Start(wanted, running, self._folder, self._stopping)
+            self._start = Start(missing, running, self._folder, self._stopping)
 
     def _stop_start(self) -> None:
         assert self._start
@@ -256,13 +256,13 @@ class Follower:
             self._announce(alias, version)
         successor, challenger = self._successor(), self.challenger
         if challenger:
-            wanted = self._wanted_challenger()
+            next_challenger = self._wanted_challenger()
             if successor and successor.number == challenger.version.number:
                 self._say_side_by_side()
                 self._succeed(challenger)
                 self.challenger = None
-            elif successor or wanted is None or wanted.number != challenger.version.number:
-                self._withdraw(challenger)  # if for a successor: what it was compared with will be gone
+            elif successor or next_challenger is None or next_challenger.number != challenger.version.number:
+                self._withdraw(challenger)  # with a successor, the champion that it was compared with will be gone
         return bool(aliases)
 
     def _see_what_was_stopped(self) -> None:
@@ -311,7 +311,9 @@ class Follower:
         verdict = f"withdrawn: {reasons}" if reasons else "promoted"
         say(f"after {num_requests} requests, version {self.challenger.version.number} of {name} is {verdict}")
         registry = self.following.registry
-        self._judging = in_background(lambda: _withdrawn(registry, name) if reasons else _promoted(registry, name))
+        self._judging = in_background(
+            lambda: registry.withdraw_challenger(name) if reasons else _promote_challenger(registry, name)
+        )
 
     # ------------------------------------------------------------------------------------------- messages
 
@@ -451,10 +453,6 @@ def _is_done(ended: Future[None]) -> bool:
     return ended.done()
 
 
-def _withdrawn(registry: Registry, name: str) -> None:
-    registry.withdraw_challenger(name)
-
-
-def _promoted(registry: Registry, name: str) -> None:
+def _promote_challenger(registry: Registry, name: str) -> None:
     with only_one(name):
         registry.promote_challenger(name)

@@ -210,10 +210,11 @@ class Registry:
             for model in self._models():
                 versions = self._client.search_model_versions(f"name = '{model.name}'")
                 latest = {one.version for one in sorted(versions, key=lambda one: -int(one.version))[:newest]}
-                for one in versions:
-                    if one.version in latest | {str(number) for number in model.aliases.values()}:
-                        references |= {one.run_id, one.tags.get(f"{TAG}promotion")}
-                        references |= _registered(one).registration.artifacts if f"{TAG}model" in one.tags else set()
+                for version in versions:
+                    if version.version in latest | {str(number) for number in model.aliases.values()}:
+                        references |= {version.run_id, version.tags.get(f"{TAG}promotion")}
+                        if f"{TAG}model" in version.tags:
+                            references |= _registered(version).registration.artifacts
         return frozenset(filter(None, references))
 
     def _aliased(self, model: Any) -> Iterator[str]:

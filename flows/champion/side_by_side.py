@@ -19,9 +19,9 @@ from flows.ledger.process_identity import ProcessIdentity
 from stages.core.files import write_atomically
 
 
-def note(name: str, found: Mapping[str, Any]) -> None:
+def note(name: str, tallies: Mapping[str, Any]) -> None:
     """Record the tallies (`Proxy.side_by_side`) of a registered model."""
-    noted = {"name": name, "process": ProcessIdentity.own().model_dump(), "time_s": time.time(), **found}
+    noted = {"name": name, "process": ProcessIdentity.own().model_dump(), "time_s": time.time(), **tallies}
     file = _file(name)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(noted))
@@ -34,7 +34,7 @@ def forget(name: str) -> None:
 
 def served_canaries(name: str) -> list[dict[str, Any]]:
     """Return the records of servers on this machine that have a challenger; `time_s` is when it was written."""
-    found = []
+    records = []
     for file in sorted(_folder().glob(f"canary-{glob.escape(name)}-*.json")):
         try:
             noted = json.loads(file.read_bytes())
@@ -42,8 +42,8 @@ def served_canaries(name: str) -> list[dict[str, Any]]:
             continue
         process = ProcessIdentity.model_validate(noted.pop("process"))
         if noted.pop("name") == name and process.alive():  # and not of a model whose name goes on after this one
-            found.append(noted)
-    return found
+            records.append(noted)
+    return records
 
 
 def as_lines(canary: Mapping[str, Any]) -> list[str]:

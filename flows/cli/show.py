@@ -16,7 +16,7 @@ from flows.compare.metrics import rows_of
 from flows.compare.table import as_json, as_text
 from flows.ledger.record import RefreshRecord, StageEntry, final_result, with_time_so_far
 from flows.ledger.refreshes import Ledger, ledgers
-from flows.planning.plan import Plan, PlannedStage
+from flows.planning.plan import Plan
 from flows.recipe.text import closest
 from flows.running.outcome import in_words
 from flows.store.record import Artifact, Index
@@ -72,7 +72,8 @@ def plan_as_text(plan: Plan) -> str:
     """Return a line for each stage, and how many will run."""
     width = max(len(name) for name in plan.stages)
     lines = [
-        f"{stage.name:<{width}}  {stage.kind:<9} {_version_in(plan, stage)}  {stage.action:<6}  "
+        f"{stage.name:<{width}}  {stage.kind:<9} "
+        f"{'unknown     ' if stage.name in plan.unknown else stage.version}  {stage.action:<6}  "
         f"{plan.unknown.get(stage.name, stage.reason)}"
         for stage in plan.stages.values()
     ]
@@ -84,10 +85,6 @@ def plan_as_text(plan: Plan) -> str:
     lines += [f"{name} is an adapter of {base}" for name in plan.stages if (base := plan.base_of(name))]
     will_run = sum(stage.action == "run" for stage in plan.stages.values())
     return "\n".join([*lines, f"{will_run} of {len(plan.stages)} stages will run"])
-
-
-def _version_in(plan: Plan, stage: PlannedStage) -> str:
-    return "unknown     " if stage.name in plan.unknown else stage.version
 
 
 def recent_as_json(index: Index) -> dict[str, Any]:
@@ -231,13 +228,13 @@ def serve_arguments(artifact: Artifact, index: Index) -> list[str]:
     if artifact.record.product == "model":
         return [str(artifact.folder / "model"), "--name", stage]
     if base := index.base_of(artifact.record):
-        found = index.find(base.kind, base.version)
-        if found is None:
+        model = index.find(base.kind, base.version)
+        if model is None:
             raise StoreError(
                 f"serving {artifact.folder.name}: its base {base.stage}-{base.version} is not in the store"
             )
         adapter = f"{stage}={artifact.folder / ADAPTER_FOLDER}"
-        return [str(found.folder / "model"), "--name", stage, "--adapter", adapter, "--base-name", base.stage]
+        return [str(model.folder / "model"), "--name", stage, "--adapter", adapter, "--base-name", base.stage]
     return launch_arguments(LaunchSpec.model_validate_json((artifact.folder / LAUNCH_FILE).read_bytes()))
 
 

@@ -87,12 +87,12 @@ def verify(as_json: bool) -> None:
     from flows.store.store import Store
 
     verified = []
-    for one in collect.verify(Store(store_root())):
-        verified.append(one)
+    for verification in collect.verify(Store(store_root())):
+        verified.append(verification)
         if not as_json:
-            click.echo(f"{'whole' if one.whole else 'DAMAGED':<8} {one.artifact.folder}")
+            click.echo(f"{'whole' if verification.whole else 'DAMAGED':<8} {verification.artifact.folder}")
             for trouble in ("damaged", "missing", "extra"):
-                for file in getattr(one, trouble):
+                for file in getattr(verification, trouble):
                     click.echo(f"         {trouble}: {file}")
     bad = [one for one in verified if not one.whole]
     if as_json:
@@ -298,15 +298,15 @@ def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
         spec = champions.launch_spec(version)
         return [*shown.launch_arguments(spec), "--version", version.number]
     index = Store(store_root()).index()
-    found = shown.find_artifact(index, name)
-    if found.record.product not in ("model", "adapter", "server"):
+    artifact = shown.find_artifact(index, name)
+    if artifact.record.product not in ("model", "adapter", "server"):
         expected = "a model, an adapter or a serve stage's"
-        raise ModelError(f"serving {name}: it is a {found.record.product}, expected {expected}")
-    if refusal := found.record.refusal(found.folder):
+        raise ModelError(f"serving {name}: it is a {artifact.record.product}, expected {expected}")
+    if refusal := artifact.record.refusal(artifact.folder):
         if not is_trial:
             raise refusal
         say(f"warning: {refusal}")
-    return [*shown.serve_arguments(found, index), "--version", found.record.version]
+    return [*shown.serve_arguments(artifact, index), "--version", artifact.record.version]
 
 
 class Silent:

@@ -137,16 +137,17 @@ def memory_plot(rows: Sequence[Row]) -> str:
 def scaling_plot(series: Sequence[Series]) -> str:
     """Return a plot of tokens/s over devices, with the ideal as a dashed line, and efficiency at each point."""
     figure, axes = _figure(4.0)
-    for one in series:
-        counts = [point.num_devices for point in one.points]
-        rates = [point.tokens_per_s for point in one.points]
-        line = axes.plot(counts, rates, marker="o", label=f"{one.engine}, {one.fixed}")[0]
+    for line_of_engine in series:
+        counts = [point.num_devices for point in line_of_engine.points]
+        rates = [point.tokens_per_s for point in line_of_engine.points]
+        label = f"{line_of_engine.engine}, {line_of_engine.fixed}"
+        line = axes.plot(counts, rates, marker="o", label=label)[0]
         ideal = [rates[0] / counts[0] * count for count in counts]
         axes.plot(counts, ideal, linestyle="--", color=line.get_color(), alpha=0.5)
-        for point in one.points:
+        for point in line_of_engine.points:
             place = (point.num_devices, point.tokens_per_s)
             axes.annotate(f"{point.efficiency:.0%}", place, textcoords="offset points", xytext=(4, -12))
-    axes.set_xticks(sorted({point.num_devices for one in series for point in one.points}))
+    axes.set_xticks(sorted({point.num_devices for item in series for point in item.points}))
     axes.set_xlabel("devices")
     axes.set_ylabel("tokens/s")
     axes.set_ylim(bottom=0)

@@ -14,8 +14,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, Protocol
 
 from flows.launch.cluster_job import Failed, Finished, Interrupted, JobFolder, JobOrder, JobOutcome, Running, Waiting
 from flows.launch.failures import leave_error
@@ -150,7 +149,7 @@ def main() -> int:
     folder = JobFolder.of(work)
     order = folder.order()
     assert order, f"no order in {folder.path}"
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     jobs: Jobs | None = None
     try:
         jobs = jobs_of(folder, order)
@@ -162,10 +161,6 @@ def main() -> int:
         folder.forget_environment()
         if jobs:
             _cancel(jobs, folder, order)
-
-
-def _end(number: int, _: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
 
 
 def _cancel(jobs: Jobs, folder: JobFolder, order: JobOrder) -> None:

@@ -232,7 +232,7 @@ def after(record: RefreshRecord | None, event: AnyEvent) -> RefreshRecord:
     assert record is not None, "the first event begins the refresh"
     match event:
         case FlowRunKnown():
-            return replace(record, **_said(event))
+            return replace(record, **_fields(event))
         case CompareBegan():
             return replace(record, comparison=event)
         case TrialEnded():
@@ -240,7 +240,7 @@ def after(record: RefreshRecord | None, event: AnyEvent) -> RefreshRecord:
         case LayoutMeasured():
             return replace(record, measured={**record.measured, event.layout: event})
         case RefreshEnded():
-            return _over(replace(record, **_said(event)))
+            return _over(replace(record, **_fields(event)))
         case RefreshKilled():
             named = record.state == "running" and record.process == event.process
             error = COPIED if event.copied else KILLED
@@ -258,11 +258,11 @@ def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
         case StageWaits():
             return _with_entry(record, event.stage, state="waiting", work=None, waits_for=event.reason)
         case StageCached() | StageFailed():
-            said = {"work": None, "error": None, "error_class": None, "killed": False, **_said(event)}
-            if said.pop("retried", False):
-                return _with_entry(record, said.pop("stage"), state="waiting", waits_for=ANOTHER_TRY, **said)
-            state = "cancelled" if said["error_class"] in STOPPED else STATES[event.event]
-            return _with_entry(record, said.pop("stage"), state=state, **said)
+            fields = {"work": None, "error": None, "error_class": None, "killed": False, **_fields(event)}
+            if fields.pop("retried", False):
+                return _with_entry(record, fields.pop("stage"), state="waiting", waits_for=ANOTHER_TRY, **fields)
+            state = "cancelled" if fields["error_class"] in STOPPED else STATES[event.event]
+            return _with_entry(record, fields.pop("stage"), state=state, **fields)
 
 
 def with_time_so_far(record: RefreshRecord, now_ms: int) -> RefreshRecord:
@@ -289,13 +289,13 @@ def final_result(folder: Path) -> StageResult:
 
 
 def _begun(record: RefreshRecord | None, event: RefreshBegan) -> RefreshRecord:
-    stages = {name: StageEntry(**vars(one)) for name, one in event.stages.items()}
-    begun = RefreshRecord(**{**_said(event), "stages": stages}, started_ms=event.time_ms)
+    stages = {name: StageEntry(**vars(entry)) for name, entry in event.stages.items()}
+    begun = RefreshRecord(**{**_fields(event), "stages": stages}, started_ms=event.time_ms)
     return replace(begun, num_tries=record.num_tries + 1, attempts=record.attempts) if record else begun
 
 
 def _attempt_begun(record: RefreshRecord, event: AttemptBegan) -> RefreshRecord:
-    attempt = AttemptRecord(**_said(event), started_ms=event.time_ms)
+    attempt = AttemptRecord(**_fields(event), started_ms=event.time_ms)
     record = replace(record, attempts={**record.attempts, attempt.name: attempt})
     key = record.key_of(event.stage, event.number)
     changes = {"work": event.work, "attempt": key, "error": None, "error_class": None, "killed": False}
@@ -325,14 +325,14 @@ def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
         retried=event.retried,
     )
     record = replace(record, attempts={**record.attempts, ended.name: ended})
-    said = {"seconds": round(event.seconds, 2), "error": event.error, "error_class": event.error_class, "work": None}
-    said["killed"] = outcome == "killed"
+    changes = {"seconds": round(event.seconds, 2), "error": event.error, "error_class": event.error_class, "work": None}
+    changes["killed"] = outcome == "killed"
     if event.retried:
-        return _with_entry(record, event.stage, state="waiting", waits_for=ANOTHER_TRY, **said)
+        return _with_entry(record, event.stage, state="waiting", waits_for=ANOTHER_TRY, **changes)
     if event.outcome != "finished":
-        return _with_entry(record, event.stage, state="cancelled" if outcome == "cancelled" else "failed", **said)
+        return _with_entry(record, event.stage, state="cancelled" if outcome == "cancelled" else "failed", **changes)
     result = StageResult(metrics=event.metrics, tags=event.tags, files=list(event.files))
-    return _with_entry(record, event.stage, state="built", artifact=event.folder, built=result, **said)
+    return _with_entry(record, event.stage, state="built", artifact=event.folder, built=result, **changes)
 
 
 def _over(record: RefreshRecord) -> RefreshRecord:
@@ -344,7 +344,7 @@ def _over(record: RefreshRecord) -> RefreshRecord:
     return replace(record, stages=stages)
 
 
-def _said(event: AnyEvent) -> dict[str, Any]:
+def _fields(event: AnyEvent) -> dict[str, Any]:
     return {name: value for name, value in event if name not in ("event", "time_ms")}
 
 

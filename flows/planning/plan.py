@@ -114,13 +114,13 @@ def _plan_stage(
     versions = {stage: planned[stage].version for stage in recipe.upstream_of(name)}
     identity = identity_of(config, versions, outside)
     version = version_of(identity)
-    found = index.find(config.kind, version)
+    artifact = index.find(config.kind, version)
     if forced:
         decision = Decision("run", "forced")
-    elif found is None:
+    elif artifact is None:
         decision = _decide_unbuilt(index.nearest(config.kind, name, identity), identity)
     else:
-        decision = _decide_built(name, found, config.references(), index, planned)
+        decision = _decide_built(name, artifact, config.references(), index, planned)
     return PlannedStage(
         recipe=recipe.name,
         name=name,
@@ -156,10 +156,10 @@ def _decide_unbuilt(nearest: Artifact | None, identity: Identity) -> Decision:
 
 
 def _decide_built(
-    name: str, found: Artifact, references: Mapping[str, str], index: Index, planned: Mapping[str, PlannedStage]
+    name: str, artifact: Artifact, references: Mapping[str, str], index: Index, planned: Mapping[str, PlannedStage]
 ) -> Decision:
-    if found.damage:
-        damage = "; ".join(found.damage)
+    if artifact.damage:
+        damage = "; ".join(artifact.damage)
         return Decision("run", f"damaged on disk ({damage}), so it would stop here; `--force {name}` builds it again")
     uncertain = [stage for stage in references.values() if planned[stage].action == "run"]
     if uncertain:
@@ -169,14 +169,14 @@ def _decide_built(
         for field, stage in references.items()
         if (upstream := index.find(planned[stage].kind, planned[stage].version))
     }
-    stale = found.record.stale_field(digests)
+    stale = artifact.record.stale_field(digests)
     if stale:
         return Decision("run", f"upstream {references[stale]} was rebuilt with other content")
-    if found.pending:
+    if artifact.pending:
         return Decision("run", "judged, but its verdict has yet to reach MLflow's registry")
-    finding = found.record.finding
+    finding = artifact.record.finding
     refusal = f", and refused since then: {shortened(str(finding), FINDING_CHARACTERS)}" if finding else ""
-    return Decision("cached", f"built {found.record.finished:%Y-%m-%d %H:%M} UTC{refusal}")
+    return Decision("cached", f"built {artifact.record.finished:%Y-%m-%d %H:%M} UTC{refusal}")
 
 
 def _check_names(recipe: Recipe, names: Collection[str]) -> None:

@@ -321,7 +321,8 @@ def _recipe(plan: _Plan) -> str:
         if rows.num_bad_rows:
             lines.append("on_bad_rows: drop")
             lines.append(f"max_bad_row_fraction: {rows.bad_fraction}   # {rows.num_bad_rows:,} rows are bad")
-    adapter = f"    adapter: {ADAPTERS[plan.adapter]}   # {_why_adapter(plan)}\n" if plan.adapter else ""
+    why_adapter = f"all {_size(plan.billions)} weights with their optimizer do not fit this machine's memory"
+    adapter = f"    adapter: {ADAPTERS[plan.adapter]}   # {why_adapter}\n" if plan.adapter else ""
     what_learns = "of the adapter" if plan.adapter else "all of them trained"
     text = f"""\
 # {rows.num_rows:,} rows of {plan.data.name}, learned by {plan.model.source}.
@@ -367,10 +368,6 @@ def _scalar(word: str) -> str:
 
 def _size(billions: float) -> str:
     return f"{billions:.2g}B" if billions >= 0.95 else f"{1000 * billions:.3g}M"
-
-
-def _why_adapter(plan: _Plan) -> str:
-    return f"all {_size(plan.billions)} weights with their optimizer do not fit this machine's memory"
 
 
 def _batch(plan: _Plan) -> str:

@@ -68,15 +68,15 @@ def _find(source: Source, product: Product, index: Index) -> Artifact:
                 f"{source} is an adapter, {champion.folder.name}, of {base.stage}-{base.version}, not a model; promote "
                 "what a stage of `kind: merge` makes of it, or name it as `adapter`, with its `base`"
             )
-        found = [one for one in artifacts if f"{one.record.kind}/{one.record.version}" == key]
+        matches = [one for one in artifacts if f"{one.record.kind}/{one.record.version}" == key]
     else:
         of_recipe = [one for one in artifacts if source.hub == "store" or one.record.recipe == ADOPTED_RECIPE]
-        found = [one for one in of_recipe if source.name in (one.record.stage, one.folder.name)]
+        matches = [one for one in of_recipe if source.name in (one.record.stage, one.folder.name)]
         artifacts = of_recipe
-    if not found:
+    if not matches:
         known = {one.record.stage for one in artifacts}
         raise RecipeError(f"looking for {source}: the store has no such {product}{closest(source.name, known)}")
-    return max(found, key=lambda one: one.record.finished)
+    return max(matches, key=lambda artifact: artifact.record.finished)
 
 
 def _champion(uri: str) -> str:

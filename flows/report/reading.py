@@ -94,15 +94,15 @@ def _spans(record: RefreshRecord) -> Iterator[Span]:
     """Yield the attempts of the latest try; one that still runs has no length yet."""
     attempts = [one for one in record.attempts.values() if one.started_ms >= record.started_ms]
     begin_ms = min((one.started_ms for one in attempts), default=0)
-    for one in attempts:
+    for attempt in attempts:
         yield Span(
-            stage=one.stage,
-            number=one.number,
-            outcome=one.outcome or "running",
-            start_s=(one.started_ms - begin_ms) / 1000,
-            seconds=_milliseconds(one) / 1000,
-            num_devices=one.num_devices,
-            retried=one.retried,
+            stage=attempt.stage,
+            number=attempt.number,
+            outcome=attempt.outcome or "running",
+            start_s=(attempt.started_ms - begin_ms) / 1000,
+            seconds=_milliseconds(attempt) / 1000,
+            num_devices=attempt.num_devices,
+            retried=attempt.retried,
         )
 
 

@@ -49,31 +49,32 @@ def _publications(record: RefreshRecord) -> Iterator[str]:
             yield f"It is published at {tags['published_to']}."
 
 
-def _promotion(one: Promotion, scores: Sequence[Score]) -> str:
-    if one.outcome == "promoted":
-        text = f"The candidate is the new champion of {one.name}"
-    elif one.outcome == "already champion":
-        text = f"The champion of {one.name} stays what it was: the candidate is the very same model"
+def _promotion(promotion: Promotion, scores: Sequence[Score]) -> str:
+    name = promotion.name
+    if promotion.outcome == "promoted":
+        text = f"The candidate is the new champion of {name}"
+    elif promotion.outcome == "already champion":
+        text = f"The champion of {name} stays what it was: the candidate is the very same model"
     else:
-        text = f"The champion of {one.name} stays what it was: the candidate missed {'; '.join(one.missed)}"
-    if one.differences:
-        text += f"; against {one.against}, " + ", ".join(map(_difference, one.differences[:2]))
+        text = f"The champion of {name} stays what it was: the candidate missed {'; '.join(promotion.missed)}"
+    if promotion.differences:
+        text += f"; against {promotion.against}, " + ", ".join(map(_difference, promotion.differences[:2]))
     elif scores:
         text += f"; its score is {_score(scores[-1])}, and there was nothing to compare it with"
     return f"{text}."
 
 
-def _difference(one: ScoreDifference) -> str:
-    if one.nothing_solved:
-        return f"{one.name}: neither solved any of {one.nothing_solved} samples, so nothing says which is better"
-    low, high = one.interval
+def _difference(score: ScoreDifference) -> str:
+    if score.nothing_solved:
+        return f"{score.name}: neither solved any of {score.nothing_solved} samples, so nothing says which is better"
+    low, high = score.interval
     clear = "no clear difference" if low <= 0 <= high else "a clear difference"
-    return f"{one.name} {one.difference:+.4g} (95% interval {low:+.4g} to {high:+.4g}: {clear})"
+    return f"{score.name} {score.difference:+.4g} (95% interval {low:+.4g} to {high:+.4g}: {clear})"
 
 
-def _score(one: Score) -> str:
-    error = "" if one.standard_error is None else f" ± {one.standard_error:.2g}"
-    return f"{one.name} {one.value:.4g}{error} ({one.stage})"
+def _score(score: Score) -> str:
+    error = "" if score.standard_error is None else f" ± {score.standard_error:.2g}"
+    return f"{score.name} {score.value:.4g}{error} ({score.stage})"
 
 
 def warnings_of(record: RefreshRecord) -> list[str]:

@@ -23,7 +23,7 @@ from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_recipe
 from flows.running.runner import Built, Observer, run_stage
 from flows.running.validation import COMES_FROM, input_of
-from flows.store.record import Artifact, Index
+from flows.store.record import Index
 from flows.store.store import Store
 from stages.core.contract import Execution, StageInput
 from stages.core.errors import RecipeError, StoreError
@@ -104,7 +104,8 @@ def _built(name: str, planned: Plan, request: LookRequest, index: Index, store: 
     stage = planned.stages[name]
     artifact = index.find(stage.kind, stage.version) if stage.action == "cached" else None
     if artifact:
-        return _of(artifact)
+        record = artifact.record
+        return Built(record.stage, record.kind, record.version, "cached", 0.0, artifact.folder, record)
     download = stage.config if isinstance(stage.config, DownloadConfig) else None
     if download and download.product != "adapter" and (request.downloads or _is_at_hand(download)):
         return run_stage(stage, {}, store, observer)
@@ -116,11 +117,6 @@ def _built(name: str, planned: Plan, request: LookRequest, index: Index, store: 
         f"looking at the data of {request.stage}: it needs {name}{source}, and {why}; {remedy} "
         f"`lifecycle run {request.recipe} --until {name}{options}`"
     )
-
-
-def _of(artifact: Artifact) -> Built:
-    record = artifact.record
-    return Built(record.stage, record.kind, record.version, "cached", 0.0, artifact.folder, record)
 
 
 def _is_at_hand(config: DownloadConfig) -> bool:

@@ -40,7 +40,12 @@ class LiveServers:
 
         A stage whose server is gone starts one of its own.
         """
-        self._stop([name for name in self._names() if not (self.serve([name]) and self._is_wanted(name, built))])
+
+        def is_usable(name: str) -> bool:
+            users = (self._upstream[stage] for stage in self._users(name))
+            return self.serve([name]) and any(all(stage in built for stage in upstream) for upstream in users)
+
+        self._stop([name for name in self._names() if not is_usable(name)])
 
     def stop_all(self) -> None:
         """Stop every server; return when no process of theirs is left."""
@@ -55,12 +60,6 @@ class LiveServers:
 
     def _users(self, name: str) -> list[str]:
         return [stage for stage in self._pending.copy() if name in self._upstream[stage]]
-
-    def _is_wanted(self, name: str, built: Collection[str]) -> bool:
-        return any(self._ready(user, built) for user in self._users(name))
-
-    def _ready(self, stage: str, built: Collection[str]) -> bool:
-        return all(upstream in built for upstream in self._upstream[stage])
 
     def _stop(self, names: Collection[str]) -> None:
         for name in names:

@@ -230,12 +230,12 @@ def _resolve_inputs(planned: PlannedStage, upstream: Mapping[str, Built]) -> Res
     return ResolvedInputs(
         inputs={name: upstream[name].artifact for name in planned.ancestors},
         leases={name: server.lease for name, server in servers.items() if server and server.alive()},
-        upstream={field: _entry(upstream[stage]) for field, stage in planned.config.references().items()},
+        upstream={
+            field: UpstreamEntry(stage=built.name, kind=built.kind, version=built.version, digest=built.record.digest)
+            for field, stage in planned.config.references().items()
+            for built in [upstream[stage]]
+        },
     )
-
-
-def _entry(built: Built) -> UpstreamEntry:
-    return UpstreamEntry(stage=built.name, kind=built.kind, version=built.version, digest=built.record.digest)
 
 
 @dataclass

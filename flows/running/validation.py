@@ -40,7 +40,8 @@ def input_findings(
     folder: for the work of the check; removed afterwards. Raises what `watch` raises when the check itself fails or is
     stopped.
     """
-    waiting = [stage for stage in stages.values() if stage.config.HAS_CHECK and _will_run(stage, built)]
+    will_run = [stage for stage in stages.values() if stage.action == "run" and stage.name not in built]
+    waiting = [stage for stage in will_run if stage.config.HAS_CHECK]
     inputs = [one for stage in waiting if (one := input_of(stage, stages, built, store, folder))]
 
     def environment(stage_input: StageInput) -> list[tuple[str, str]]:
@@ -53,10 +54,6 @@ def input_findings(
             yield _run(config, store, folder, launch, stop)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _will_run(stage: PlannedStage, built: Mapping[str, Built]) -> bool:
-    return stage.action == "run" and stage.name not in built
 
 
 def _run(config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop: threading.Event) -> Findings:

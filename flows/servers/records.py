@@ -101,12 +101,12 @@ def server_heartbeat() -> Heartbeat:
 def _read() -> ServerRecords:
     path = _file()
     try:
-        found = ServerRecords.model_validate_json(path.read_text())
+        records = ServerRecords.model_validate_json(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         return ServerRecords()
     except ValidationError as error:
         raise StoreError(f"reading {path}: {error}; remove it, and stop servers left over by hand") from error
-    return found if found.home is None or found.home.is_here() else ServerRecords(is_copy=True)
+    return records if records.home is None or records.home.is_here() else ServerRecords(is_copy=True)
 
 
 def _file() -> Path:

@@ -90,7 +90,8 @@ class Reaper:
             flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),
             flow_run_filter=FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=list(STARTING)))),
         )
-        missing = {run.id for run in found if run.work_pool_name == WORK_POOL and not _has_process(run)}
+        taken = [run for run in found if run.work_pool_name == WORK_POOL]
+        missing = {run.id for run in taken if not marked_processes(f"{FLOW_RUN_VARIABLE}={run.id}")}
         now_s = time.monotonic()
         self._missing_since_s = {run: self._missing_since_s.get(run, now_s) for run in missing}
         return [run for run, since_s in self._missing_since_s.items() if now_s - since_s >= START_TIMEOUT_S]
@@ -105,10 +106,6 @@ class Reaper:
             flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])), flow_run_filter=crashed
         )
         return (one for one in found if not one.run_count and one.id not in self._announced)
-
-
-def _has_process(flow_run: FlowRun) -> bool:
-    return bool(marked_processes(f"{FLOW_RUN_VARIABLE}={flow_run.id}"))
 
 
 def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:

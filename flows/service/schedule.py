@@ -98,8 +98,8 @@ def schedules() -> list[Schedule]:
     """Return all schedules, by name. Raises `ServerError` when Prefect does not answer."""
     with prefect_client() as client:
         tagged = DeploymentFilter(tags=DeploymentFilterTags(all_=[SCHEDULE_TAG]))
-        found = client.read_deployments(deployment_filter=tagged)
-        return sorted((_describe(client, one) for one in found), key=lambda one: one.name)
+        deployments = client.read_deployments(deployment_filter=tagged)
+        return sorted((_describe(client, one) for one in deployments), key=lambda schedule: schedule.name)
 
 
 def pause(name: str) -> Schedule:
@@ -149,7 +149,7 @@ def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
                 f"scheduling {name}: `{cron}` has the range `{first}-{last}`, which runs backwards; {remedy}"
             )
     try:
-        found = CronSchedule(cron=cron, timezone=timezone)
+        checked = CronSchedule(cron=cron, timezone=timezone)
     except ValidationError as error:
         raise RecipeError(f"scheduling {name}: `{cron}` is no cron expression; {expected}") from error
     try:
@@ -157,7 +157,7 @@ def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
     except ValueError as error:
         remedy = "no year has such a day; change the day of month or the month"
         raise RecipeError(f"scheduling {name}: `{cron}` is never due: {remedy}") from error
-    return found
+    return checked
 
 
 def _runs_backwards(first: str, last: str) -> bool:
@@ -169,12 +169,12 @@ def _runs_backwards(first: str, last: str) -> bool:
 
 
 def _find_or_explain(client: SyncPrefectClient, name: str) -> DeploymentResponse:
-    found = find_deployment(client, name)
-    if found is None or SCHEDULE_TAG not in found.tags:
+    deployment = find_deployment(client, name)
+    if deployment is None or SCHEDULE_TAG not in deployment.tags:
         tagged = DeploymentFilter(tags=DeploymentFilterTags(all_=[SCHEDULE_TAG]))
         known = [one.name for one in client.read_deployments(deployment_filter=tagged)]
         raise RecipeError(f"no recipe called `{name}` is scheduled{closest(name, known)}")
-    return found
+    return deployment
 
 
 def _planned(client: SyncPrefectClient, deployment_id: UUID) -> Schedule:

@@ -93,14 +93,14 @@ def read_policy() -> Policy | None:
 
 def _problems(error: ValidationError) -> list[str]:
     problems = {}
-    for one in error.errors():
-        path = [str(part) for part in one["loc"]]
+    for details in error.errors():
+        path = [str(part) for part in details["loc"]]
         field = next(field for end in range(len(path), -1, -1) if (field := ".".join(path[:end])) in ALLOWED)
-        if one["type"] == "extra_forbidden":
-            found = f"there is no field {quoted(path[-1], LONGEST_VALUE)}"
-        elif one["type"] == "missing":
-            found = f"`{path[-1]}` is missing"
+        if details["type"] == "extra_forbidden":
+            finding = f"there is no field {quoted(path[-1], LONGEST_VALUE)}"
+        elif details["type"] == "missing":
+            finding = f"`{path[-1]}` is missing"
         else:
-            found = f"found {quoted(one['input'], LONGEST_VALUE)}"
-        problems[field] = f"{field or 'the file'}: {found}; expected {ALLOWED[field]}"
+            finding = f"found {quoted(details['input'], LONGEST_VALUE)}"
+        problems[field] = f"{field or 'the file'}: {finding}; expected {ALLOWED[field]}"
     return list(problems.values())

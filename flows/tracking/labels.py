@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from flows.planning.plan import PlannedStage
-from stages.core.contract import Execution
 from stages.core.redaction import redact
 from stages.kinds.download.config import DownloadConfig
 
@@ -35,8 +34,9 @@ def tags_of(planned: PlannedStage) -> dict[str, str]:
         "stage": planned.name,
         "kind": planned.kind,
         "version": planned.version,
-        **{f"upstream.{field}": str(version) for field, version in _upstream(planned).items()},
-        **_launch_tags(planned.config.execution),
+        **{f"upstream.{field}": str(version) for field, version in _mapping(planned.identity.get("upstream")).items()},
+        "launcher": planned.config.execution.launcher,
+        "nodes": str(planned.config.execution.nodes),
     }
     if "engine" in config:
         tags["engine"] = str(config["engine"])
@@ -61,14 +61,6 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif value is not None:
             flat[f"{prefix}{name}"] = str(value)
     return flat
-
-
-def _launch_tags(execution: Execution) -> dict[str, str]:
-    return {"launcher": execution.launcher, "nodes": str(execution.nodes)}
-
-
-def _upstream(planned: PlannedStage) -> dict[str, Any]:
-    return _mapping(planned.identity.get("upstream"))
 
 
 def _mapping(value: Any) -> dict[str, Any]:
