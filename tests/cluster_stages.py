@@ -23,13 +23,13 @@ SOURCES = ("base", "problems")
 
 
 def messages(folder: Path) -> str:
-    """What a stage and its launcher told people."""
+    """Return the messages that a stage and its launcher reported."""
     lines = (folder / "events.jsonl").read_text().splitlines()
     return "\n".join(json.loads(line)["message"] for line in lines)
 
 
 class Refresh:
-    """What a recipe comes to. `artifacts` are those of `train_stage.make_artifacts`."""
+    """Outcome of a recipe. artifacts: those of `train_stage.make_artifacts`."""
 
     def __init__(self, folder: Path, artifacts: dict[str, Path], execution: dict[str, Any], **fields: Any) -> None:
         self.store = Store(folder / "store")

@@ -23,7 +23,7 @@ SCORE = "sums.exact_match"
 
 
 def write_evaluation(folder: Path, answers: Sequence[float], *, prompt: str = "plain", version: float = 1.0) -> None:
-    """What an evaluate stage leaves: task `sums`, one document an answer, which is right (1) or wrong (0)."""
+    """Write the files of an evaluate stage: task `sums`, a document for each answer, right (1) or wrong (0)."""
     rows = [
         {
             "doc_id": number,
@@ -52,7 +52,7 @@ def write_evaluation(folder: Path, answers: Sequence[float], *, prompt: str = "p
 def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, Built]) -> None:
     """The `config.json` of an evaluation."""
     inputs = {name: upstream[name].artifact for name in planned.ancestors}
-    told = StageInput(
+    stage_input = StageInput(
         name=planned.name,
         kind=planned.kind,
         version=planned.version,
@@ -61,7 +61,7 @@ def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, B
         outside=planned.identity["outside"],
         cache=folder,
     )
-    (folder / "config.json").write_text(told.model_dump_json())
+    (folder / "config.json").write_text(stage_input.model_dump_json())
 
 
 def write_model(folder: Path, content: str) -> None:

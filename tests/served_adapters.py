@@ -33,7 +33,7 @@ def make_adapter(base: Path, artifact: Path, *modules: str, rank: int = 8, seed:
 
 
 def write_record(model: Any, artifact: Path) -> None:
-    """What training writes: of each document its tokens, its targets and their log-probability."""
+    """Write the record of a training: tokens, targets and their log-probability, by document."""
     documents = []
     for tokens in DOCUMENTS:
         targets = [-100, *tokens[2:]]

@@ -88,9 +88,9 @@ def write_tasks(folder: Path, num_generations: int = 120, num_choices: int = 12)
 def write_work(work: Path, kind: str, config: dict[str, Any], inputs: dict[str, Path], **more: Any) -> Path:
     """The work folder of a stage named like its kind; a folder that is there keeps its scratch."""
     work.mkdir(exist_ok=True)
-    told = {"name": kind, "kind": kind, "version": "0123456789ab", "config": {"kind": kind, **config}, **more}
-    told |= {"inputs": {name: str(path) for name, path in inputs.items()}, "cache": str(work.parent / "cache")}
-    (work / "config.json").write_text(json.dumps(told))
+    stage_input = {"name": kind, "kind": kind, "version": "0123456789ab", "config": {"kind": kind, **config}, **more}
+    stage_input |= {"inputs": {name: str(path) for name, path in inputs.items()}, "cache": str(work.parent / "cache")}
+    (work / "config.json").write_text(json.dumps(stage_input))
     for name in ("result.json", "error.json"):
         (work / name).unlink(missing_ok=True)
     return work

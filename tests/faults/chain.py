@@ -22,14 +22,18 @@ STAGES = ("base", "rows", "sft", "awq", "scores")
 
 def run_stage_process(work: Path) -> None:
     """Hash on from what the inputs hold, with a checkpoint after each step; ranks other than 0 follow it."""
-    told = json.loads((work / "config.json").read_text())
+    stage_input = json.loads((work / "config.json").read_text())
     checkpoint = work / "scratch" / "checkpoint.json"
     if os.environ.get("RANK", "0") != "0":
         while not (work / "result.json").exists():
             time.sleep(0.05)
         return
-    contents = [path.read_text() for name in sorted(told["inputs"]) for path in _contents(Path(told["inputs"][name]))]
-    start = {"step": 0, "hash": hashlib.sha256("".join([told["kind"], *contents]).encode()).hexdigest()}
+    contents = [
+        path.read_text()
+        for name in sorted(stage_input["inputs"])
+        for path in _contents(Path(stage_input["inputs"][name]))
+    ]
+    start = {"step": 0, "hash": hashlib.sha256("".join([stage_input["kind"], *contents]).encode()).hexdigest()}
     state = json.loads(checkpoint.read_text()) if checkpoint.exists() else start
     first_step = state["step"]
     checkpoint.parent.mkdir(exist_ok=True)
@@ -41,7 +45,9 @@ def run_stage_process(work: Path) -> None:
         partial = checkpoint.with_suffix(".partial")
         partial.write_text(json.dumps(state))
         partial.replace(checkpoint)
-    folder = work / ("data" if told["name"] == "rows" else "model" if told["name"] != "scores" else "scores")
+    folder = work / (
+        "data" if stage_input["name"] == "rows" else "model" if stage_input["name"] != "scores" else "scores"
+    )
     folder.mkdir()
     (folder / "content").write_text(state["hash"])
     if folder.name == "data":  # a plan reads the first rows of a dataset that is there
@@ -106,7 +112,7 @@ def start(root: Path, ranks: int = 1) -> subprocess.Popen[str]:
 
 
 def finish(refresh: subprocess.Popen[str]) -> dict[str, dict[str, object]]:
-    """What became of its stages, when it has ended well."""
+    """Return the outcome of its stages, once it has ended well."""
     said, errors = refresh.communicate(timeout=300)
     assert refresh.returncode == 0, errors
     return json.loads(said)

@@ -1,4 +1,4 @@
-"""Every fault test leaves nothing behind, and may say how fast its fault was found and mended: `make faults`."""
+"""Fixtures of the fault tests: nothing may be left behind, and recovery times are collected for `make faults`."""
 
 import sys
 import time
@@ -23,7 +23,7 @@ def leftovers(tmp_path_factory: pytest.TempPathFactory) -> Leftovers:
 
 @pytest.fixture(scope="module", autouse=True)
 def marked(leftovers: Leftovers) -> Iterator[None]:
-    """What fault tests start is marked; what other tests of this process share with each other is not."""
+    """Mark the processes that fault tests start; those that other tests of this process share are not marked."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in leftovers.environment().items():
             patch.setenv(name, value)

@@ -31,7 +31,7 @@ def small_disk(folder: Path, size_mib: int) -> Iterator[None]:
 
 
 def fill_last_block(file: Path) -> None:
-    """What a full disk still has room for: the rest of the block in which a file ends. Adds empty lines."""
+    """Add empty lines to a file until its last block is full: a full disk still has room there."""
     with file.open("ab", buffering=0) as stream, contextlib.suppress(OSError):
         while True:
             stream.write(b"\n")

@@ -1,4 +1,4 @@
-"""The table of `make faults`: what happened to which stage, how fast it was found and mended, and what was lost."""
+"""Table of `make faults`: each fault and stage, how fast the fault was found and recovered from, and what was lost."""
 
 import time
 from collections.abc import Iterator, Sequence

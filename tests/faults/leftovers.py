@@ -1,8 +1,8 @@
-"""What a fault may leave behind: processes, shared memory, held locks, temporary files. Looked for after every test.
+"""Leftovers of a fault: processes, shared memory, held locks, temporary files. Checked after every test.
 
-Every process that a fault test starts inherits a mark in its environment, and a TMPDIR of the session. Where the
-kernel allows it (root), the session gets a /dev/shm of its own, in which whatever is left must come from the tests;
-elsewhere new files there count that no living process has open.
+Every process that a fault test starts inherits a mark in its environment, and a TMPDIR of the session. Where the kernel
+allows it (root), the session gets a /dev/shm of its own, so that everything left there comes from the tests; elsewhere
+new files there count that no living process has open.
 """
 
 import ctypes
@@ -18,11 +18,11 @@ MARK_VARIABLE = "FAULT_TESTS"
 SHARED_MEMORY = Path("/dev/shm")
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x0002_0000, 0x4000, 0x4_0000
 DAEMONS = ("slurmd", "slurmctld", "slurmstepd", "munged", "postgres")
-"""Programs that fixtures of a whole module start, and that tests may start anew."""
+"""Programs that fixtures of a whole module start, and that tests may restart."""
 
 
 class Leftovers:
-    """What there is now, by kind; the difference to an earlier look is what a test has left."""
+    """Everything that exists now, by kind; the difference to an earlier look is what a test has left."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -32,7 +32,7 @@ class Leftovers:
         self.has_own_shared_memory = _mount_own_shared_memory()
 
     def environment(self) -> dict[str, str]:
-        """What every process must be started with."""
+        """Return the environment with which every process must be started."""
         return {MARK_VARIABLE: self._mark.partition("=")[2], "TMPDIR": str(self._temporary)}
 
     def look(self) -> dict[str, set[str]]:
@@ -65,7 +65,7 @@ class Leftovers:
 
 
 def new(before: dict[str, set[str]], after: dict[str, set[str]]) -> list[str]:
-    """What was not there before, a line each."""
+    """Return what did not exist before, a line each."""
     return [f"{kind}: {thing}" for kind, things in after.items() for thing in sorted(things - before[kind])]
 
 

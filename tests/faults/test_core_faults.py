@@ -88,7 +88,7 @@ def test_the_next_attempt_ends_what_two_deaths_at_once_left_behind(store, fault)
     os.kill(flow.pid, signal.SIGKILL)
     flow.wait(tiny.PATIENCE_S)
     tiny.eventually(lambda: supervisor not in living_processes(), "the supervisor lives")
-    assert tiny.processes_of(store), "nobody was there to end the children in other sessions"
+    assert tiny.processes_of(store), "no process was there to end the children in other sessions"
     with fault.timed("recovered"):
         tiny.build(store, "ok")
     assert tiny.processes_of(store) == []
@@ -169,9 +169,9 @@ def test_a_server_goes_on_after_its_artifact_is_committed_until_it_is_stopped(st
     served = built["serve"]
     assert served.state == "built"
     assert served.server.alive()
-    told = json.loads((built["scores"].artifact / "config.json").read_text())
-    assert told["leases"]["serve"]["url"] == "http://127.0.0.1:1"
-    assert set(told["inputs"]) == {"serve", "base"}
+    stage_input = json.loads((built["scores"].artifact / "config.json").read_text())
+    assert stage_input["leases"]["serve"]["url"] == "http://127.0.0.1:1"
+    assert set(stage_input["inputs"]) == {"serve", "base"}
     served.server.stop()
     assert not served.server.alive()
     assert tiny.processes_of(store) == []

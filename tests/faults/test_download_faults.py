@@ -30,8 +30,8 @@ def hub() -> Iterator[HubServer]:
 
 def start_stage(work: Path, hub: HubServer, source: str = "hf://org/tiny", **environment: str) -> subprocess.Popen[str]:
     config = {"kind": "download", "model": source}
-    told = {"name": "base", "kind": "download", "version": "0" * 12, "inputs": {}, "cache": str(work / "cache")}
-    (work / "config.json").write_text(json.dumps({**told, "config": config}))
+    stage_input = {"name": "base", "kind": "download", "version": "0" * 12, "inputs": {}, "cache": str(work / "cache")}
+    (work / "config.json").write_text(json.dumps({**stage_input, "config": config}))
     addresses = {"HF_ENDPOINT": hub.url, "MODELSCOPE_ENDPOINT": hub.url}
     return subprocess.Popen(
         [sys.executable, "-m", "stages", str(work)],

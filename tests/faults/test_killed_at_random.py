@@ -103,7 +103,7 @@ def recipe(home):
 
 @pytest.fixture(scope="module")
 def undisturbed(home, recipe):
-    """What a refresh printed that nothing happens to, and what it made."""
+    """Return the output of a refresh without faults, and its artifacts."""
     said = finished(start(home, recipe))
     assert said, (home.folder.parent / "refresh.log").read_text()[-4000:]
     return said, made(home, said)
@@ -123,7 +123,7 @@ def forget(home: Home) -> None:
 
 
 def finished(refresh: subprocess.Popen[str]) -> dict[str, Any] | None:
-    """What a refresh printed; None for one that did not end well."""
+    """Return the output of a refresh; None for one that did not end well."""
     said, _ = refresh.communicate(timeout=TIMEOUT_S)
     return json.loads(said) if refresh.returncode == 0 else None
 

@@ -1,4 +1,4 @@
-"""What cannot be quantized, or not be served afterwards, is told before anything slow is imported."""
+"""Models that cannot be quantized, or not be served afterwards, are refused before anything slow is imported."""
 
 import json
 import subprocess
@@ -51,11 +51,11 @@ def run(tmp_path, model):
         work = tmp_path / "work"
         work.mkdir()
         config = {"kind": "quantize", "model": "m", "method": "awq", "group_size": 32, "calibration": {"dataset": "d"}}
-        told = StageInput(
+        stage_input = StageInput(
             name="awq", kind="quantize", version="0" * 12, config={**config, **fields}, cache=tmp_path / "cache",
             inputs={"m": model.parent, "d": tmp_path / "rows"},
         )  # fmt: skip
-        (work / "config.json").write_text(told.model_dump_json())
+        (work / "config.json").write_text(stage_input.model_dump_json())
         done = subprocess.run([sys.executable, "-c", RUN, work], capture_output=True, text=True, check=True, timeout=60)
         assert done.stdout.endswith("imported:\n"), done.stdout
         return done.stdout

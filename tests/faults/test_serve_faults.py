@@ -57,7 +57,7 @@ def serve_work(root: Path, name: str, **serving: Any) -> Path:
 
 
 def runtime(root: Path) -> Path:
-    """Where the servers of serve stages have their temporary files."""
+    """Return the folder of the temporary files of serve stages' servers."""
     return root / "cache" / "servers"
 
 
@@ -77,7 +77,7 @@ def processes_by_role(folder: Path) -> dict[str, int]:
 
 
 def port_of(stage: int) -> int:
-    """Where its proxy listens."""
+    """Return the port of its proxy."""
     (address,) = listening_addresses([stage])
     return int(address.rpartition(":")[2])
 
@@ -89,7 +89,7 @@ def failure_of(work: Path, process: subprocess.Popen[bytes]) -> tuple[int, str]:
 
 
 def has_died(work: Path) -> bool:
-    """What the stage says of its server: whether it was killed."""
+    """Return whether the stage reports that its server was killed."""
     return json.loads((work / "error.json").read_text())["died"]
 
 
@@ -236,7 +236,7 @@ def test_an_evaluation_goes_on_where_it_was_whoever_is_killed(
 
 
 def evaluation_work(root: Path) -> Path:
-    """The work folder for the next attempt, which has told nothing yet."""
+    """Make the work folder for the next attempt, which has reported nothing yet."""
     config = {
         "model": "sft",
         "serving": SERVING,
@@ -269,8 +269,8 @@ def disturb_evaluation(work: Path, victim: str, fault: Fault) -> tuple[int, int]
 
 
 def answers_and_requests(work: Path) -> tuple[int, int]:
-    """What the attempt has told of its progress."""
+    """Return the numbers of answers and requests that the attempt has reported."""
     events = work / "events.jsonl"
-    told = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-    last = next((event for event in reversed(told) if event["event"] == "progress"), {"done": 0, "total": 0})
+    rows_so_far = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    last = next((event for event in reversed(rows_so_far) if event["event"] == "progress"), {"done": 0, "total": 0})
     return int(last["done"]), int(last["total"])

@@ -1,4 +1,4 @@
-"""Servers and refreshes that die: training goes on, nothing is lost, nothing is told twice, nothing stays behind."""
+"""Servers and refreshes that die: training goes on, nothing is lost, reported twice or left behind."""
 
 import json
 import os
@@ -61,16 +61,16 @@ def kill_server(home, name):
 def test_a_refresh_outlives_a_server_that_dies_in_each_of_its_stages(restarted, fault, server, name):
     fault.name, fault.stage = f"SIGKILL of {name} server", "each"
 
-    def mend():
+    def undo():
         assert restarted.lifecycle("up").returncode == 0
 
     with fault.timed("recovered"):
-        done = disturb_every_stage(restarted, f"without-{server}", lambda: kill_server(restarted, server), mend)
+        done = disturb_every_stage(restarted, f"without-{server}", lambda: kill_server(restarted, server), undo)
     check_nothing_was_lost(restarted, f"without-{server}", done)
 
 
 def is_served(home, name):
-    """Whether a server answers at the address that others know; it may have to be waited for."""
+    """Return whether a server answers at its known address, waiting for it if necessary."""
     path = {"prefect": "/api/health"}.get(name, "/health")
     with suppress(OSError), urllib.request.urlopen(home.address(name) + path, timeout=PATIENCE_S) as answer:
         return answer.status == 200
@@ -108,7 +108,10 @@ def test_a_killed_supervisor_is_started_again_by_the_worker_and_keeps_what_lives
 
 @contextmanager
 def in_foreground(home, manager):
-    """`lifecycle up --foreground`, once it has told systemd, whose socket `manager` is, that it is ready."""
+    """Start `lifecycle up --foreground`, and wait until it reports to systemd that it is ready.
+
+    manager: the socket of systemd.
+    """
     environment = {**home.environment, "NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "60000000"}
     with subprocess.Popen([LIFECYCLE, "up", "--foreground"], env=environment, stdout=subprocess.DEVNULL) as process:
         try:

@@ -56,7 +56,7 @@ def work_of(store: Store, file: str) -> Path:
 
 
 def in_the_background(store: Store, mode: str, environment: dict[str, str], **options) -> tuple[list, threading.Thread]:
-    """Build in a thread; the list gets what came of it."""
+    """Build in a thread; the list gets the outcome."""
     outcome: list = []
 
     def build() -> None:

@@ -1,4 +1,4 @@
-"""How a stage ended is told as the error that it is, and a store that is damaged or shut is not used in silence."""
+"""Each way for a stage to end raises its own error, and a damaged or locked store is never used silently."""
 
 import os
 import subprocess

@@ -24,7 +24,7 @@ def refresh(root: Path) -> dict[str, dict[str, object]]:
 
 
 def refusal(root: Path) -> str:
-    """What a refresh says that cannot work."""
+    """Return the error of a refresh that cannot work."""
     process = chain.start(root)
     _, errors = process.communicate(timeout=tiny.PATIENCE_S)
     assert process.returncode != 0
@@ -151,8 +151,8 @@ def test_a_disk_that_a_model_does_not_fit_on_is_named_in_one_message(tmp_path, f
         (planned,) = tiny.planned_stages(store, {"base": {"kind": "download", "model": "builtin/qwen3-1m"}}).values()
         with fault.timed("detected"), pytest.raises(ResourceError) as error:
             run_stage(planned, {}, store, tiny.Notes())
-    told = r"running .*: the disk of \S+ is full \(\d\.\d MiB are free now\); free some space, .*`lifecycle gc`.*"
-    assert re.match(told, str(error.value)), error.value
+    expected = r"running .*: the disk of \S+ is full \(\d\.\d MiB are free now\); free some space, .*`lifecycle gc`.*"
+    assert re.match(expected, str(error.value)), error.value
     assert str(error.value).count("is full") == 1
 
 

@@ -138,7 +138,7 @@ def test_a_rank_that_stops_in_the_reference_pass_ends_the_run_which_says_where_i
     stopped = ranks_of(process)[1]
     os.kill(stopped, signal.SIGSTOP)
     with fault.timed("detected"):
-        tiny.eventually((work / "error.json").exists, "the other rank waits for ever")
+        tiny.eventually((work / "error.json").exists, "the other rank waits forever")
     os.kill(stopped, signal.SIGCONT)  # SIGTERM ends it now; it would be killed in 30 s
     assert process.wait(timeout=120) != 0
     failure = json.loads((work / "error.json").read_text())

@@ -33,11 +33,11 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(4 * 3600)]
 
 @pytest.fixture
 def year(tmp_path):
-    told, disk = [], tmp_path / "disk"
+    notified, disk = [], tmp_path / "disk"
     clock = Clock(tmp_path, START)
-    with small_disk(disk, DISK_MIB), receiving(told) as webhook:
+    with small_disk(disk, DISK_MIB), receiving(notified) as webhook:
         home = YearHome(disk / "home", clock)
-        year = Year(home, clock, told, Asker(free_port(), NAME), SEED, KEEP, events(NUM_NIGHTS))
+        year = Year(home, clock, notified, Asker(free_port(), NAME), SEED, KEEP, events(NUM_NIGHTS))
         home.prepare()
         use(year, EARLIER[0])
         home.begin(webhook, KEEP)

@@ -78,7 +78,7 @@ def wait():
 
 
 def wait_for_release():
-    """Until told to go on."""
+    """Wait until the test releases the stage."""
     scratch = WORK / "scratch"
     scratch.mkdir(exist_ok=True)
     (scratch / "ready").touch()

@@ -1,4 +1,4 @@
-"""What must hold at the end of the year. Messages name the night, the seed, and what was found."""
+"""Checks of what must hold at the end of the year. Messages name the night, the seed, and the finding."""
 
 import json
 import time
@@ -9,9 +9,9 @@ from year_operator import NAME, ZONE, YearHome
 from year_world import Asked
 
 NEW_CHAMPION_S = 120.0
-"""After a promotion was told, until its model answers."""
+"""Seconds from the notification of a promotion until the new model answers."""
 LONGEST_END_S = 30.0
-"""Of the service, once it is told to end."""
+"""Seconds that the service may take to end once it is asked to."""
 ANSWERED = 0.999
 GROWTH = 1.1
 CHAMPION_BYTES = 300_000
@@ -21,28 +21,31 @@ COMMANDS = (["plan", "{recipe}"], ["runs"], ["show", "{refresh}"], ["report"])
 
 
 def check_nights(year: Year) -> None:
-    """There was one a day, each was told of, and one that nothing happened to ended as its rows say."""
+    """Check that each day had a night, each was notified, and undisturbed ones ended as their rows decide."""
     local = [night.due.astimezone(ZoneInfo(ZONE)) for night in year.nights]
     for before, after, night in zip(local, local[1:], year.nights[1:], strict=False):
         days = (after.date() - before.date()).days
         is_next = days == 1 or (days > 1 and "absence" in night.events)
         assert is_next, f"seed {year.seed}, {night.said}: {before} was followed by {after}"
     for night in year.nights:
-        assert night.told, f"seed {year.seed}, {night.said}: nobody was told"
+        assert night.notified, f"seed {year.seed}, {night.said}: no notification came"
         was_spared = not night.kill or night.kill.at_s is None or night.kill.kind != "flow"
         if was_spared and not night.events:
-            states = [one.state for one in night.told]
+            states = [one.state for one in night.notified]
             expected = expected_state(year.home, night.number)
             assert states == [expected], f"seed {year.seed}, {night.said}; expected {expected}"
 
 
 def check_requests(year: Year) -> None:
-    """Nearly all were answered, none by a version that nobody asked for, or that was champion no more."""
+    """Check that nearly all requests were answered, none by a version that was not champion then."""
     asked = year.asker.asked
     kills_s = [night.kill.at_s for night in year.nights if night.kill and night.kill.at_s]
 
     def was_cut(one: Asked) -> bool:
-        """By a kill, or by a restart, which waits for answers, but resets what nobody has taken yet."""
+        """Return whether a kill or a restart cut the request.
+
+        A restart waits for answers, but resets connections that were not accepted yet.
+        """
         is_of_kill = any(one.began_s <= kill_s <= one.ended_s for kill_s in kills_s)
         return one.was_cut and (
             is_of_kill or any(end_s <= one.ended_s <= end_s + LONGEST_END_S for end_s in year.unit.restarts_s)
@@ -67,7 +70,7 @@ def check_requests(year: Year) -> None:
     for night in year.nights:
         if "restore" in night.events:
             champion = None
-        promotions = [told for told in night.told if told.state == "Promoted"]
+        promotions = [notified for notified in night.notified if notified.state == "Promoted"]
         if promotions:
             champion = expected_text(year.home, night.number), promotions[-1].at_s
         for one in answered:
@@ -77,7 +80,7 @@ def check_requests(year: Year) -> None:
 
 
 def check_artifacts(year: Year) -> None:
-    """What is in the store is whole, and each model is the one that the rows of its night make."""
+    """Check that artifacts are complete, and each model is the one that the rows of its night make."""
     verified = json.loads(year.home.does("verify", "--json"))
     assert not verified["damaged"], f"seed {year.seed}: {verified}"
     made = {expected_text(year.home, night.number) for night in year.nights}
@@ -90,9 +93,9 @@ def check_artifacts(year: Year) -> None:
 
 
 def check_growth(year: Year) -> None:
-    """Prefect's database has stopped growing; all else grows by what is kept of each champion for ever.
+    """Check that Prefect's database stopped growing, and all else grows only by what is kept of each champion.
 
-    In the last quarter of the year against the one before.
+    Compares the last quarter of the year with the one before.
     """
     before, last = (year.nights[len(year.nights) * part // 4 :][: len(year.nights) // 4] for part in (2, 3))
     for folder in ("prefect", "mlflow", "ledger"):
@@ -136,7 +139,7 @@ def check_against_fresh(year: Year) -> None:
 
 
 def digests_of(home: YearHome) -> dict[str, str]:
-    """Of each artifact of the recipe, by kind, stage and version."""
+    """Return the digest of each artifact of the recipe, by kind, stage and version."""
     records = [json.loads(path.read_text()) for path in home.folder.glob("store/*/*/record.json")]
     return {f"{one['kind']} {one['stage']} {one['version']}": one["digest"] for one in records}
 

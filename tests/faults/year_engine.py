@@ -30,7 +30,7 @@ def install(folder: Path) -> Path:
 
 
 def says(weights: bytes) -> str:
-    """What a model answers."""
+    """Return the answer of a model."""
     return hashlib.sha256(weights).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What the operator of the home does in the year, and what befalls the machine: by night, before the refresh is due."""
+"""Events of the year: deeds of the operator and accidents of the machine, by night, before the refresh is due."""
 
 import json
 import shutil
@@ -108,7 +108,10 @@ def restore(year: Year) -> None:
 
 
 def stay_away(year: Year) -> None:
-    """Nobody is there for a month at least, until shortly before the clocks are set back; the champion is served."""
+    """Leave the home alone for a month at least, until shortly before the clocks are set back.
+
+    The champion is served meanwhile.
+    """
     year.home.does("down")
     year.clock.set(max(year.clock.now() + MONTH, AUTUMN - timedelta(days=4)))
     year.home.does("up")

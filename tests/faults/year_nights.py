@@ -1,4 +1,4 @@
-"""The nights of the year, one after the other: what is due, who dies, what is told, and what the champion answers."""
+"""Nights of the year, one after the other: due refreshes, kills, notifications, and the champion's answers."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from year_clock import Clock
 from year_kills import Kill, carry_out, draw
 from year_operator import YearHome, until
 from year_stand_in.stages.__main__ import right_answers, trained
-from year_world import Asker, Told, Unit
+from year_world import Asker, Notification, Unit
 
 TOLD_TIMEOUT_S = 300.0
 TIDY_EVERY = 5
@@ -25,13 +25,13 @@ TIDY_EVERY = 5
 
 @dataclass
 class Night:
-    """When it was due, what was done to it, how it was told, and when it began and ended (of the monotonic clock)."""
+    """Record of a night: when it was due, its faults, its notifications, begin and end (monotonic clock)."""
 
     number: int
     due: datetime
     began_s: float
     events: list[str]
-    told: list[Told] = field(default_factory=list)
+    notified: list[Notification] = field(default_factory=list)
     kill: Kill | None = None
     ended_s: float = 0.0
     sizes: dict[str, int] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Night:
         """For messages: which night, what happened in it, how it ended."""
         killed = [f"SIGKILL of {self.kill.kind}"] if self.kill and self.kill.at_s else []
         what = ", ".join([*self.events, *killed]) or "undisturbed"
-        return f"night {self.number} ({self.due:%Y-%m-%d}, {what}): {', '.join(one.state for one in self.told)}"
+        return f"night {self.number} ({self.due:%Y-%m-%d}, {what}): {', '.join(one.state for one in self.notified)}"
 
 
 @dataclass
@@ -55,17 +55,19 @@ class Life:
 
 @dataclass
 class Year:
-    """What a year is made of.
+    """State of a year.
 
-    keep: what the home's retention policy says. events: number of a night → name and deed of what is done before it; a
-    deed that goes on in the night returns its thread. unit: keeps the champion served. kinds: of processes that are
-    killed. lives: of the home, the last of which goes on; a backup that is restored begins another. chains: versions
-    and digests of what the real stages made.
+    keep: the home's retention policy.
+    events: number of a night → name and deed before it; a deed that goes on in the night returns its thread.
+    unit: keeps the champion served.
+    kinds: of processes that are killed.
+    lives: of the home, the last of which goes on; a restored backup begins another.
+    chains: versions and digests of the real stages' artifacts.
     """
 
     home: YearHome
     clock: Clock
-    told: list[Told]
+    notified: list[Notification]
     asker: Asker
     seed: int
     keep: dict[str, Any]
@@ -101,24 +103,24 @@ class Year:
         due = home.next_due()
         night = Night(number, due.astimezone(UTC), time.monotonic(), events)
         self.nights.append(night)
-        known = len(self.told)
+        known = len(self.notified)
         self.clock.set(due - timedelta(seconds=1))
         if self.kinds and not events and self.chance.random() < 0.5:
             night.kill = draw(self.chance, number, self.kinds)
             threads.append(carry_out(night.kill, str(home.folder), self.chance))
 
         def ended() -> bool:
-            night.told = self.told[known:]
-            return bool(night.told) and home.is_quiet()
+            night.notified = self.notified[known:]
+            return bool(night.notified) and home.is_quiet()
 
         def it_is_over() -> str:
-            return f"seed {self.seed}, {night.said}: it is told, and over: {', '.join(home.unfinished())}"
+            return f"seed {self.seed}, {night.said}: it is notified, and over: {', '.join(home.unfinished())}"
 
         until(ended, it_is_over, TOLD_TIMEOUT_S)
         for thread in threads:
             thread.join()
             until(home.is_quiet, it_is_over)
-        night.told = self.told[known:]
+        night.notified = self.notified[known:]
         night.ended_s = time.monotonic()
         night.sizes = sizes(home.folder)
         self.lives[-1].versions |= until(self.versions, f"seed {self.seed}, {night.said}: MLflow answers")
@@ -148,11 +150,11 @@ def rows_of(folder: Path, night: int) -> bytes:
 
 
 def expected_text(home: YearHome, night: int) -> str:
-    """What a model that was trained in this night answers: a function of base and rows alone."""
+    """Return the answer of a model trained in this night: a function of base and rows alone."""
     base = (home.folder.parent / "base" / "model.safetensors").read_bytes()
     return year_engine.says(trained(base, rows_of(home.rows, night)))
 
 
 def expected_state(home: YearHome, night: int) -> str:
-    """How an undisturbed night ends, when there is a good champion."""
+    """Return the state in which an undisturbed night ends, when there is a good champion."""
     return "Promoted" if right_answers(rows_of(home.rows, night)) > 50 else "NotPromoted"

@@ -52,7 +52,7 @@ class YearHome(WorkerHome):
         year_engine.install(self.folder.parent / "vllm")
 
     def begin(self, webhook: str, keep: dict[str, Any]) -> None:
-        """Start the servers, and say what is done each night, who is told, and how much is kept."""
+        """Start the servers, and set the schedule, the notifications and the retention policy."""
         self.folder.mkdir()
         (self.folder / "retention.yaml").write_text(json.dumps({"keep": keep}))
         self.does("up")
@@ -62,7 +62,7 @@ class YearHome(WorkerHome):
         self.does("schedule", str(self.recipe_file), "--cron", CRON, "--timezone", ZONE)
 
     def does(self, *arguments: str) -> str:
-        """What a command prints that must work."""
+        """Return the output of a command that must succeed."""
         # Elsewhere than in this repository, where stages find its `stages` before those on their PYTHONPATH.
         command = [LIFECYCLE, *arguments]
         done = subprocess.run(command, env=self.environment, cwd=self.folder.parent, text=True, capture_output=True)
@@ -94,7 +94,7 @@ class YearHome(WorkerHome):
         return datetime.fromisoformat(run["expected_start_time"])
 
     def unfinished(self) -> list[str]:
-        """What of refreshes runs or is about to, as a message may say it."""
+        """Return the refreshes that run or are about to, for a message."""
         soon = (self.clock.now() + timedelta(hours=1)).isoformat()
         busy = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
         due = {"state": {"type": {"any_": ["SCHEDULED"]}}, "next_scheduled_start_time": {"before_": soon}}

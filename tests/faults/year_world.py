@@ -1,4 +1,4 @@
-"""What is around the home in the year: who is told, who keeps services running, and who asks the champion."""
+"""Surroundings of the home in the year: a receiver of notifications, a service manager, clients of the champion."""
 
 import http.client
 import json
@@ -23,8 +23,8 @@ RESTART_S = 1.0
 
 
 @dataclass
-class Told:
-    """A notification: how the refresh ended, and when it was told (of the monotonic clock)."""
+class Notification:
+    """Notification: how the refresh ended, and when the notification came (monotonic clock)."""
 
     refresh: str
     state: str
@@ -33,19 +33,19 @@ class Told:
 
     @property
     def date(self) -> str:
-        """Of the refresh, YYYYMMDD."""
+        """Return the date of the refresh, YYYYMMDD."""
         return self.refresh.split("-")[1]
 
 
 @contextmanager
-def receiving(told: list[Told]) -> Iterator[str]:
-    """The address of a webhook that appends to `told`."""
+def receiving(notified: list[Notification]) -> Iterator[str]:
+    """Run a webhook that appends notifications to a list; give its address."""
 
     class Receiver(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             refresh, _, state = message["subject"].partition(": ")
-            told.append(Told(refresh, state, message["body"], time.monotonic()))
+            notified.append(Notification(refresh, state, message["body"], time.monotonic()))
             self.send_response(200)
             self.end_headers()
 
@@ -100,7 +100,7 @@ class Asked:
 
     @property
     def was_cut(self) -> bool:
-        """Whether the connection broke while the answer was awaited."""
+        """Return whether the connection broke while the answer was awaited."""
         return bool(self.trouble) and self.was_sent and not self.trouble.startswith(("HTTP", "TimeoutError"))
 
 
@@ -176,7 +176,7 @@ def command_of(pid: int) -> list[str]:
 
 
 def kill(pid: int) -> bool:
-    """Whether it was there to be killed."""
+    """Kill a process; return whether it existed."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -27,14 +27,14 @@ def launch(work: Path, config: StageConfig) -> Supervised:
 
 
 def stage(work: Path) -> None:
-    told = StageInput.model_validate_json((work / "config.json").read_bytes())
-    if told.kind == "download":
-        write_model(work, json.dumps(told.config["files"]))
-    elif told.kind == "check":
+    stage_input = StageInput.model_validate_json((work / "config.json").read_bytes())
+    if stage_input.kind == "download":
+        write_model(work, json.dumps(stage_input.config["files"]))
+    elif stage_input.kind == "check":
         (work / "findings.json").write_text("{}")
         (work / "result.json").write_text("{}")
     else:
-        right = told.config["limit"]
+        right = stage_input.config["limit"]
         write_evaluation(work, [1.0] * right + [0.0] * (NUM_DOCUMENTS - right))
 
 

@@ -30,9 +30,9 @@ def main() -> None:
 
 
 def evaluate(work: Path) -> None:
-    told = StageInput.model_validate_json((work / "config.json").read_bytes())
-    assert (told.inputs["champion"] / "model" / "model.safetensors").is_file()
-    write_evaluation(work, [1.0] * RIGHT + [0.0] * (100 - RIGHT), prompt=prompt_of(told.config))
+    stage_input = StageInput.model_validate_json((work / "config.json").read_bytes())
+    assert (stage_input.inputs["champion"] / "model" / "model.safetensors").is_file()
+    write_evaluation(work, [1.0] * RIGHT + [0.0] * (100 - RIGHT), prompt=prompt_of(stage_input.config))
 
 
 if __name__ == "__main__":

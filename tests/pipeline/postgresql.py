@@ -94,7 +94,7 @@ def postgresql(databases: list[str]) -> Iterator[PostgreSql]:
 
 
 def database_environment(cluster: PostgreSql) -> dict[str, str]:
-    """What has our local servers keep everything in its databases `prefect` and `mlflow`."""
+    """Return the variables that make our local servers use its databases `prefect` and `mlflow`."""
     return {
         "PREFECT_API_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{cluster.address}/prefect",
         "MLFLOW_BACKEND_STORE_URI": f"postgresql://{cluster.address}/mlflow",

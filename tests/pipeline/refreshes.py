@@ -66,7 +66,7 @@ class Home:
         return f"http://127.0.0.1:{self.servers()[server]['port']}"
 
     def key(self) -> str:
-        """What servers of this home ask for: NAME:PASSWORD."""
+        """Return the key that servers of this home require: NAME:PASSWORD."""
         return (self.folder / "servers.key").read_text().strip()
 
     def mlflow(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Home:
         ]
 
     def flow_run_state(self, refresh: str) -> str:
-        """What Prefect says of a refresh."""
+        """Return the state that Prefect has of a refresh."""
         (flow_run,) = self.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [refresh]}}})
         return flow_run["state"]["type"]
 
@@ -170,10 +170,10 @@ def every_kind(mode: str, mark: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def disturb_every_stage(home: Home, mark: str, disturb: Callable[[], None], mend: Callable[[], None]) -> dict[str, Any]:
-    """What a refresh printed each of whose stages paused halfway for something to be done to it.
+def disturb_every_stage(home: Home, mark: str, disturb: Callable[[], None], undo: Callable[[], None]) -> dict[str, Any]:
+    """Return the output of a refresh whose stages each pause halfway, to be disturbed.
 
-    It goes on before that is mended.
+    A stage goes on before the disturbance is undone.
     """
     stages = every_kind("pause", mark)
     refresh = home.start(home.recipe(mark, **stages))
@@ -181,7 +181,7 @@ def disturb_every_stage(home: Home, mark: str, disturb: Callable[[], None], mend
         release = home.work(name, "scratch/ready").with_name("release")
         disturb()
         release.touch()
-        mend()
+        undo()
     code, done = finish(refresh)
     assert (code, set(states(done).values())) == (0, {"built"}), done
     return done
@@ -211,7 +211,7 @@ def states(refresh: dict[str, Any]) -> dict[str, str]:
 
 
 def request(url: str, body: Any = None, key: str | None = None, method: str | None = None) -> Any:
-    """What a server answers to a GET, or to a POST of a body."""
+    """Return the answer of a server to a GET, or to a POST of a body."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     if key:

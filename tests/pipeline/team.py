@@ -96,7 +96,7 @@ class Team:
         return f"http://127.0.0.1:{self.ports[name]}"
 
     def _environment(self) -> dict[str, str]:
-        """What the image has, and ports that are not to be this machine's."""
+        """Return the variables of the image, and ports that differ from this machine's."""
         port = {"PREFECT_WORKER_WEBSERVER_PORT": str(self.ports["worker"])}
         return {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "DO_NOT_TRACK": "true", **port}
 

@@ -45,7 +45,7 @@ def artifacts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def half(artifacts, tmp_path_factory):
-    """What SFT made, in bf16."""
+    """Return the adapter of SFT in bf16."""
     folder = shutil.copytree(artifacts["sft"], tmp_path_factory.mktemp("half") / artifacts["sft"].name)
     weights = folder / "model" / "model.safetensors"
     save_file({name: one.bfloat16() for name, one in load_file(weights).items()}, weights, metadata={"format": "pt"})
@@ -69,7 +69,7 @@ def dpo_config(**fields):
 
 
 def merged(inputs, work, **fields):
-    """What the merge stage says of `sft` and `dpo`."""
+    """Return the result of merging `sft` and `dpo`."""
     work.mkdir(parents=True)
     config = MergeConfig.model_validate({"kind": "merge", "model": "sft", "adapter": "dpo", **fields})
     context = StageContext(work, "merged", "0" * 12, inputs, {}, work)
@@ -268,7 +268,7 @@ def test_an_adapter_of_a_base_in_few_bits_is_merged_into_the_base_as_it_was(prec
 
 
 def test_a_layer_that_no_gradient_reaches_is_named(artifacts, tmp_path):
-    """What its values are is of no account: the layer after it multiplies them by next to nothing."""
+    """Its values do not matter: the layer after it multiplies them by next to nothing."""
     base = shutil.copytree(artifacts["sft"], tmp_path / artifacts["sft"].name)
     weights = load_file(base / "model" / "model.safetensors")
     weights["model.layers.1.self_attn.o_proj.weight"].fill_(1e-45)
@@ -336,8 +336,10 @@ def test_an_adapter_whose_change_the_rounding_takes_away_is_refused(dpo, artifac
 
 
 def test_a_refresh_of_another_learning_rate_stores_a_fraction_of_its_base(dpo, artifacts):
-    """What it keeps: the adapter's files, and while it trains its checkpoints. Of the tiny model, adapters of this rank
-    are a seventh; of a large one a thousandth."""
+    """A training keeps the adapter's files and, while it runs, checkpoints.
+
+    Of the tiny model, adapters of this rank are a seventh; of a large one a thousandth.
+    """
     base = sum(file.stat().st_size for file in (artifacts["sft"] / "model").rglob("*.safetensors"))
     adapter = (dpo / "adapter" / "adapter_model.safetensors").stat().st_size
     kept = sum(file.stat().st_size for file in dpo.rglob("*") if file.is_file() and "scratch" not in file.parts)

@@ -55,7 +55,7 @@ def evaluations_of_champions(store: Store) -> list[Path]:
     return sorted((store.root / "evaluate").glob("scores-champion-*"))
 
 
-def told(built: Built) -> list[str]:
+def milestones_of(built: Built) -> list[str]:
     return [json.loads(line)["message"] for line in (built.artifact / "events.jsonl").read_text().splitlines()]
 
 
@@ -72,7 +72,8 @@ def test_a_champion_that_was_asked_something_else_is_evaluated_as_the_candidate_
     assert champion and champion.number == "2"
     assert f"sums.exact_match | 100 | 0 | 0.7000 | {RIGHT / 100:.4f}" in (second.artifact / "verdict.md").read_text()
     assert any(
-        "evaluated as the candidate was" in message and "differs in its prompt" in message for message in told(second)
+        "evaluated as the candidate was" in message and "differs in its prompt" in message
+        for message in milestones_of(second)
     )
 
 
@@ -117,7 +118,7 @@ def test_it_is_asked_once_for_all_candidates_that_are_asked_the_same(store):
     ]
     assert outcomes == ["not promoted", "not promoted"]
     assert evaluations_of_champions(store) == [again]
-    assert not any("evaluated the champion in" in message for message in told(also_worse))
+    assert not any("evaluated the champion in" in message for message in milestones_of(also_worse))
 
 
 def test_a_champion_that_was_asked_the_same_is_not_evaluated_again(store):

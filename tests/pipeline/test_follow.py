@@ -43,7 +43,7 @@ QUESTION = {"model": NAME, "prompt": "What is 12 + 34?", "max_tokens": 24, "temp
 LONG = {**QUESTION, "prompt": "What is 12 + 34? " * 9}
 NUM_ASKERS = 3
 NUM_USERS = 4
-"""Of each asker, in turn; as a challenger, version 2 gets half of them."""
+"""Number of users of each client, in turn; as a challenger, version 2 gets half of them."""
 PAUSE_S = 0.1
 """Leaves the next server processor time to start."""
 
@@ -258,7 +258,7 @@ def lose(made: Registration, folder: Path) -> None:
 
 
 def expected_answer(made: Registration) -> str:
-    """What PEFT answers to the question."""
+    """Return PEFT's answer to the question."""
     store = Store(store_root())
     base, adapter = (store.find(*key.split("/")).folder for key in (made.base, made.model))
     tokenizer = AutoTokenizer.from_pretrained(base / "model")

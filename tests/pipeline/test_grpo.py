@@ -132,8 +132,10 @@ def _check_rounds(config: TrainConfig, work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What a recipe says of a vLLM that was started as an error message of ours asks; its head is written out, as vLLM
-    on a CPU does not renew one that is tied."""
+    """Return the config of a vLLM that was started as an error message of ours asks.
+
+    Its head is written out, since vLLM on a CPU does not update a tied one.
+    """
     folder = tmp_path_factory.mktemp("named")
     shutil.copytree(artifacts["base"] / "model", folder / "model")
     prepare_reloads(folder / "model")
@@ -274,7 +276,7 @@ def test_a_server_that_keeps_its_weights_is_an_error(
 
 
 def _check_record(folder: Path, work: Path) -> None:
-    """What was recorded of the first completions is what Transformers gives to them."""
+    """Check that the recorded log-probabilities of the first completions equal those of Transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for one in read_record(work):
         with torch.no_grad():

@@ -30,7 +30,7 @@ def artifacts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def labelled(artifacts, tmp_path_factory):
-    """The artifacts, with each answer of a pair as a row of its own in the place of the pairs."""
+    """Make the artifacts with each answer of a pair as a row of its own instead of the pairs."""
     folder = tmp_path_factory.mktemp("labelled")
     (folder / "data").mkdir()
     for path in (artifacts["preferences"] / "data").iterdir():

@@ -1,4 +1,4 @@
-"""Whoever asked for it is told how refreshes end, by Prefect's automations; the receiver is a real HTTP server."""
+"""Prefect's automations notify channels of how refreshes end; the receiver is a real HTTP server."""
 
 import base64
 import json
@@ -82,8 +82,8 @@ def test_a_webhook_is_told_of_a_failure_and_of_nothing_else(worker_home, receive
 
     assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
     assert json.loads(worker_home.lifecycle("notify", "list", "--json").stdout)["notifications"] == []
-    told = [path for path in worker_home.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-    assert told == []
+    leaks = [path for path in worker_home.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert leaks == []
 
 
 def test_a_webhook_is_told_of_what_prefects_scheduler_began(worker_home, receiver, monkeypatch):

@@ -121,11 +121,11 @@ def quantize(home, name, program=("-m", "stages"), **fields):
     calibration = {"dataset": "rows", "num_samples": 64, "num_evaluation_samples": 64, "sequence_length": 32}
     groups = {"group_size": GROUP_SIZE} if fields["method"] in ("awq", "gptq") else {}
     config = {"kind": "quantize", "model": "model", "calibration": calibration, **groups, **fields}
-    told = StageInput(
+    stage_input = StageInput(
         name=name, kind="quantize", version="0" * 12, config=config, cache=home / "cache",
         inputs={"model": home / "model", "rows": home / "rows"},
     )  # fmt: skip
-    (work / "config.json").write_text(told.model_dump_json())
+    (work / "config.json").write_text(stage_input.model_dump_json())
     with (work / "log").open("w") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run([sys.executable, *program, work], stdout=log, stderr=log, env=environment).returncode

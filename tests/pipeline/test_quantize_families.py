@@ -26,7 +26,7 @@ MIXTURES = ("qwen3_moe", "mixtral", "phimoe", "glm4_moe")
 KL_BOUNDS = {"awq": 0.05, "gptq": 0.05, "int8": 0.002, "fp8": 0.02}
 """Nats per token, of models of random weights."""
 EVERYTHING_BUT = ("embed_tokens", "lm_head", ".gate.weight", ".router.weight")
-"""Of matrices in files, those that are not quantized."""
+"""Matrices of files that are not quantized."""
 
 
 @pytest.fixture(scope="module")

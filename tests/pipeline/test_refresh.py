@@ -83,8 +83,8 @@ def test_the_report_is_at_the_parent_run_and_prefect_links_to_it(home, first):
 
 
 def test_secrets_of_the_environment_are_nowhere_but_in_the_recipe(home, first):
-    told = [path for path in home.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-    assert told == []
+    leaks = [path for path in home.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert leaks == []
 
 
 def test_mlflow_knows_all_although_the_process_that_tells_it_was_killed(home):

@@ -35,11 +35,11 @@ def tags(run):
 def check_attempts(home, name, refresh, expected):
     """MLflow has the attempts of the stage that failed, all under the one run of the refresh, which is finished."""
 
-    def told():
+    def ended_runs():
         runs = home.attempts(f"base-{name}")
         return runs if [run["info"]["status"] for run in runs] == expected else None
 
-    runs = eventually(told)
+    runs = eventually(ended_runs)
     parents = {tags(run)["mlflow.parentRunId"] for run in runs}
     assert [tags(run)["attempt"] for run in runs] == [str(1 + number) for number in range(len(expected))]
     assert {tags(run)["refresh"] for run in runs} == {refresh}

@@ -246,7 +246,7 @@ def test_named_states_are_ends_to_the_automation_against_zombies(worker_home, ni
     runs["Cached"] = worker_home.start_now("mortal")
     worker_home.heartbeat(runs["Cached"])
     worker_home.ended(runs["Cached"])
-    zombie = worker_home.start_now("mortal", state="PENDING")  # which nobody takes up
+    zombie = worker_home.start_now("mortal", state="PENDING")  # which no worker takes
     worker_home.heartbeat(zombie)
     assert worker_home.ended(zombie, num_tries=0)["state"]["name"] == "Crashed"
     assert {worker_home.flow_run(run)["state"]["name"]: run for run in runs.values()} == runs

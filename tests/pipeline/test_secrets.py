@@ -37,7 +37,7 @@ IN_THE_ENVIRONMENT = PLACES[:3]
 
 @pytest.fixture(scope="module")
 def planted():
-    """Where a secret is put → what it is; letters only, so that no encoding changes them."""
+    """Return place of a secret → the secret; letters only, so that no encoding changes them."""
     return {place: f"planted{place.replace('_', '').lower()}{secrets.token_hex(12)}" for place in PLACES}
 
 
@@ -57,7 +57,7 @@ def recipe(home, hub, planted):
     """Stages of every kind that sees a secret, and two that fail while they have one in their hands."""
     rows = home.folder.parent / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{a}+1=", "completion": f"{a + 1}"}) + "\n" for a in range(64)))
-    told = {"OWN_SECRET": planted["OWN_SECRET"], "PYTHONPATH": str(STAND_IN)}
+    planted_variables = {"OWN_SECRET": planted["OWN_SECRET"], "PYTHONPATH": str(STAND_IN)}
     mirror = hub.url.replace("://", f"://me:{planted['MIRROR_PASSWORD']}@")
     stages = {
         "base": {"kind": "download", "model": "hf://org/tiny"},
@@ -80,8 +80,8 @@ def recipe(home, hub, planted):
             "model": f"hf://org/absent@{COMMIT}",
             "execution": {"environment": {"HF_ENDPOINT": mirror}},
         },
-        "explained": model("quote_secret", "explained", **told),
-        "dead": model("print_secret", "dead", **told),
+        "explained": model("quote_secret", "explained", **planted_variables),
+        "dead": model("print_secret", "dead", **planted_variables),
     }
     path = home.folder.parent / "secrets.yaml"
     path.write_text(json.dumps({"name": "secrets", "stages": stages}))
@@ -135,7 +135,7 @@ def seen(tmp_path_factory, hub, planted):
         flow_runs = [home.run_now(name) for name in ("secrets", "bad")]
         shown += [home.lifecycle(*words) for words in (("runs", "--json"), ("show",), ("status",))]
         shown += [home.lifecycle("notify", *words) for words in (("list",), ("test", "webhook"))]
-    # Whoever gives a secret so has shown it already; it is in these command lines, and must get no further.
+    # A secret given in this way has been shown already; it is in these command lines, and must get no further.
     for override in overrides(planted):
         refused = [home.lifecycle(word, str(path), "--set", override) for word in ("run", "plan")]
         refused.append(home.lifecycle("schedule", str(path), "--cron", "0 3 * * *", "--set", override))
@@ -164,7 +164,7 @@ def overrides(planted):
 
 
 def everything(home):
-    """What Prefect's and MLflow's APIs tell the owner of the key."""
+    """Return the answers of Prefect's and MLflow's APIs to the owner of the key."""
     for kind in ("flow_runs", "task_runs", "deployments", "artifacts", "logs", "events", "automations", "flows"):
         yield home.prefect(f"{kind}/filter", {})
     yield home.prefect("block_documents/filter", {})

@@ -105,7 +105,7 @@ def adopt(folder: Path, base: Path, work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def result(root: Path) -> Iterator[StageResult]:
-    """Of a serve stage, whose server is up."""
+    """Return the result of a serve stage, whose server is up."""
     work = write_work(root / "serve", "serve", CONFIG, {name: root / name for name in NAMES})
     with stage_process(work) as process:
         wait_for(lambda: (work / "result.json").exists() or process.poll() is not None, what="the lease")
@@ -117,7 +117,7 @@ def result(root: Path) -> Iterator[StageResult]:
 
 @pytest.fixture(scope="module")
 def client(result: StageResult) -> Client:
-    """Of the base; `replace(client, model=…)` asks an adapter."""
+    """Return a client of the base; `replace(client, model=…)` asks an adapter."""
     assert result.lease
     return Client(result.lease.url, API_KEY, "sft")
 
@@ -207,10 +207,16 @@ def test_the_base_is_asked_among_requests_to_all_adapters_and_stays_the_base(
 
 def evaluate(root: Path, result: StageResult, work: str, **config: Any) -> StageResult:
     assert result.lease
-    told = {"tasks": ["sums"], "task_folder": str(root / "tasks"), "limit": 6, "apply_chat_template": True, **config}
+    stage_config = {
+        "tasks": ["sums"],
+        "task_folder": str(root / "tasks"),
+        "limit": 6,
+        "apply_chat_template": True,
+        **config,
+    }
     inputs = {"serve": root / "serve", **{name: root / name for name in NAMES}}
     lease = {"serve": result.lease.model_dump()}
-    return run_to_the_end(write_work(root / work, "evaluate", told, inputs, leases=lease))
+    return run_to_the_end(write_work(root / work, "evaluate", stage_config, inputs, leases=lease))
 
 
 def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageResult, references: Any) -> None:
@@ -238,7 +244,7 @@ def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageR
 
 
 def promote(root: Path, work: Path, most: float) -> Verdict:
-    """What the promote stage says of `narrow`, by its evaluation and its server."""
+    """Return the promote stage's verdict on `narrow`, by its evaluation and its server."""
     (root / "narrow" / "result.json").write_text(StageResult().model_dump_json())
     (work / CHAMPION_FILE).write_text(Standing(champion=None).model_dump_json())
     config = PromoteConfig.model_validate(

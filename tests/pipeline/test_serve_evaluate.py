@@ -100,8 +100,10 @@ def evaluation(root: Path, *tasks: str, **config: Any) -> dict[str, Any]:
 
 
 def evaluate_leased(root: Path, served: Served, work: str, *tasks: str, **config: Any) -> StageResult:
-    told = {"model": "serve", **evaluation(root, *tasks, **config)}
-    return run_to_the_end(write_work(root / work, "evaluate", told, {"serve": served.work}, leases=served.lease))
+    stage_config = {"model": "serve", **evaluation(root, *tasks, **config)}
+    return run_to_the_end(
+        write_work(root / work, "evaluate", stage_config, {"serve": served.work}, leases=served.lease)
+    )
 
 
 def generate(root: Path, served: Served, work: str, **config: Any) -> tuple[StageResult, list[dict[str, Any]]]:
@@ -232,7 +234,7 @@ def test_the_same_seeds_give_the_same_completions(root: Path, served: Served) ->
 def test_a_judge_programs_and_formulas_score_the_same_completions(
     root: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a few letters each, so that some are programs and some are numbers; the sum is weighted."""
+    """Completions have a few letters each, so that some are programs and some numbers; the sum is weighted."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with judge_server() as judge:
         rewards = {
@@ -270,7 +272,7 @@ def test_a_judge_programs_and_formulas_score_the_same_completions(
 
 
 def runs(code: str) -> float:
-    """Whether these few letters are a program that ends well."""
+    """Return whether these few letters are a program that ends well."""
     try:
         exec(compile(code, "a few letters", "exec"), {})
     except Exception:
@@ -297,15 +299,15 @@ def test_choices_are_scored_by_the_log_probabilities_of_transformers(
 
 
 def test_a_killed_evaluation_continues_where_it_was(root: Path, served: Served) -> None:
-    told = {"model": "serve", **evaluation(root, "sums", execution={"concurrent_requests": 2})}
-    work = write_work(root / "killed", "evaluate", told, {"serve": served.work}, leases=served.lease)
+    stage_config = {"model": "serve", **evaluation(root, "sums", execution={"concurrent_requests": 2})}
+    work = write_work(root / "killed", "evaluate", stage_config, {"serve": served.work}, leases=served.lease)
     before = served.client.counter(ANSWERED)
     with stage_process(work):
         wait_for(lambda: served.client.counter(ANSWERED) >= before + 40, what="the 40th answer")
     answered = served.client.counter(ANSWERED) - before
     assert answered < 120
 
-    write_work(work, "evaluate", told, {"serve": served.work}, leases=served.lease)
+    write_work(work, "evaluate", stage_config, {"serve": served.work}, leases=served.lease)
     run_to_the_end(work)
 
     asked_again = served.client.counter(ANSWERED) - before - answered - 1  # one for the check of the lease
@@ -314,9 +316,9 @@ def test_a_killed_evaluation_continues_where_it_was(root: Path, served: Served) 
 
 
 def test_without_a_lease_the_same_server_is_started_again(root: Path, served: Served) -> None:
-    told = {"model": "serve", **evaluation(root, "sums", limit=20)}
+    stage_config = {"model": "serve", **evaluation(root, "sums", limit=20)}
 
-    alone = run_to_the_end(write_work(root / "alone", "evaluate", told, {"serve": served.work}))
+    alone = run_to_the_end(write_work(root / "alone", "evaluate", stage_config, {"serve": served.work}))
 
     leased = evaluate_leased(root, served, "leased", "sums", limit=20)
     assert alone.metrics == leased.metrics

@@ -1,4 +1,4 @@
-"""What the quantizer writes of a mixture of experts is served by the real vLLM as Transformers reads it."""
+"""The real vLLM serves a quantized mixture of experts with the values that Transformers reads."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""Who gets into the local servers: whoever has the home's key, from the servers' own pages or no page at all."""
+"""The local servers admit requests with the home's key, from their own pages or no page."""
 
 import base64
 import http.client
@@ -104,7 +104,7 @@ def test_no_spelling_of_a_path_leads_past_the_key(home, server, path):
 
 
 def test_prefects_api_is_described_to_nobody_without_the_key(home):
-    """What is left describes its pages' server, and is made at once."""
+    """The remaining route describes its pages' server, and is made at once."""
     status, text = ask(home, "prefect", path="/openapi.json", key=False)
     assert (status, set(json.loads(text)["paths"])) == (200, {"/ui-settings"})
     assert ask(home, "prefect", path="/api/openapi.json", key=False)[0] == 401

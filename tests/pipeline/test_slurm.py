@@ -1,4 +1,4 @@
-"""Training as a Slurm job of two nodes is the training of two local processes, whoever cancels it in between."""
+"""Training as a Slurm job of two nodes equals the training of two local processes, also when cancelled in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The servers of a team, as `deploy/compose.yaml` has them: whoever has the key gets in, from elsewhere too."""
+"""The servers of a team, as in `deploy/compose.yaml`, admit requests with the key, also from elsewhere."""
 
 import json
 import shutil

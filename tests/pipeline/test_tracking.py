@@ -1,4 +1,4 @@
-"""What is shipped to MLflow: everything, once, whatever dies in between. A real MLflow on sqlite."""
+"""Shipping to MLflow: everything, once, even if processes die in between. A real MLflow on sqlite."""
 
 import json
 

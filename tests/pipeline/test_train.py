@@ -158,7 +158,7 @@ def test_it_takes_little_time_to_the_first_step(artifacts, tmp_path):
 
 
 def processor_s_to_first_step(work, artifacts):
-    """What a stage takes of the processor, from its start to the end of its first step."""
+    """Return the processor seconds of a stage from its start to the end of its first step."""
     config = make_config(steps=1)
     make_context(work, artifacts, config)
     with start(work, config) as process:

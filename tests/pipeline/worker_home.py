@@ -21,7 +21,7 @@ NIGHTLY = "0 3 * * *"
 
 class WorkerHome(Home):
     def write(self, name: str, stages: dict[str, dict[str, Any]], **fields: Any) -> Path:
-        """A recipe whose stages are stand-ins, whoever starts them."""
+        """Write a recipe whose stages are stand-ins, for any starter."""
         for stage in stages.values():
             stage["execution"]["environment"]["PYTHONPATH"] = str(STAND_IN)
         path = self.folder.parent / f"{name}.yaml"
@@ -50,7 +50,7 @@ class WorkerHome(Home):
         return self.prefect(f"deployments/name/refresh/{name}")
 
     def start_now(self, name: str, state: str = "SCHEDULED", **parameters: Any) -> str:
-        """What the form in Prefect's UI does: run a deployment now, with other parameters; returns the flow run."""
+        """Run a deployment now with other parameters, as the form in Prefect's UI does; return the flow run."""
         deployment = self.deployment(name)
         body = {"parameters": {**deployment["parameters"], **parameters}, "state": {"type": state}}
         return self.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
@@ -82,7 +82,7 @@ class WorkerHome(Home):
         return runs
 
     def press_retry(self, flow_run: str) -> None:
-        """What Prefect's Retry button does."""
+        """Do what Prefect's Retry button does."""
         state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retried from the UI"}
         answer = self.prefect(f"flow_runs/{flow_run}/set_state", {"state": state})
         assert answer["status"] == "ACCEPT", answer
@@ -101,7 +101,7 @@ class WorkerHome(Home):
         return self.prefect(f"flow_runs/{flow_run}")
 
     def logs(self, flow_run: str) -> str:
-        """What a flow run told Prefect."""
+        """Return the log messages of a flow run in Prefect."""
         wanted = {"logs": {"flow_run_id": {"any_": [flow_run]}}}
         return "\n".join(line["message"] for line in self.prefect("logs/filter", wanted))
 
@@ -119,7 +119,7 @@ class WorkerHome(Home):
         return self.ended(self.start_now(name, **parameters))
 
     def states(self, flow_run: dict[str, Any]) -> dict[str, str]:
-        """Of the stages of a refresh, as recorded."""
+        """Return the recorded states of the stages of a refresh."""
         return {name: entry.state for name, entry in self.record(flow_run).stages.items()}
 
     def task_states(self, flow_run: dict[str, Any]) -> dict[str, tuple[str, str]]:

@@ -66,12 +66,12 @@ def evaluate(work: Path, inputs: dict[str, Path]) -> None:
 
 def main() -> None:
     work = Path(sys.argv[1])
-    told = json.loads((work / "config.json").read_text())
-    inputs = {name: Path(folder) for name, folder in told["inputs"].items()}
-    if told["kind"] == "check":
+    stage_input = json.loads((work / "config.json").read_text())
+    inputs = {name: Path(folder) for name, folder in stage_input["inputs"].items()}
+    if stage_input["kind"] == "check":
         (work / "findings.json").write_text("{}")
         (work / "result.json").write_text("{}")
-    elif told["kind"] == "train":
+    elif stage_input["kind"] == "train":
         train(work, inputs)
         (work / "result.json").write_text("{}")
     else:

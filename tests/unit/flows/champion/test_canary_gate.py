@@ -1,4 +1,4 @@
-"""What a served challenger may be worse in, and by how much."""
+"""The canary gate bounds how much worse a challenger's errors and latency may be than the champion's."""
 
 import pytest
 

@@ -27,7 +27,7 @@ if "serve" in sys.orig_argv:
     from tests.tiny_engine import TinyEngine
     registry.ENGINES["tiny"], registry.DEFAULT_ENGINE = TinyEngine(), "tiny"
 """
-"""What Python runs at its start: the command is served by Tiny, too."""
+"""Code that Python runs at its start, so that the command is served by Tiny, too."""
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def canary(*arguments):
 
 
 def test_a_challenger_is_named_shown_withdrawn_and_promoted(registry):
-    """What the champion was made of is in no store, so showing it fails; the aliases are moved before."""
+    """The champion's artifacts are in no store, so showing it fails, but only after the aliases are moved."""
     first = make_champion(registry, "a" * 12)
     second = registry.register(Registration(name=NAME, model="train/b", digest="b", evaluations=()))
     canary(second.number)

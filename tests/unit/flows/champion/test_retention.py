@@ -26,7 +26,7 @@ def home(tmp_path, monkeypatch):
 
 
 def ledger_with(name, days_ago, versions=(), *, recipe="nightly", ended=True, flow_run=None):
-    """Of a refresh that began `days_ago`. versions: of its stages by name, all of kind train."""
+    """Make the ledger of a refresh that began `days_ago`. versions: of its stages by name, all of kind train."""
     ledger = ledger_of(name)
     events = [
         RefreshBegan(

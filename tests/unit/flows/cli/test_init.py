@@ -125,7 +125,7 @@ def init(lifecycle, tmp_path, rows, *options, name="My rows.v2.jsonl"):
 
 
 def read_by_training(tmp_path, recipe, stage, model):
-    """What `lifecycle data` shows of a stage, without its processes."""
+    """Return the view of `lifecycle data` for a stage, made in this process."""
     config = load_recipe(recipe).stages[stage]
     source = load_recipe(recipe).stages["rows"].source.name
     artifact = tmp_path / "artifact"

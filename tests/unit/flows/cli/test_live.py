@@ -1,4 +1,4 @@
-"""What a terminal shows of a running stage, and what a file gets instead."""
+"""A terminal shows a live table of running stages; a file gets lines instead."""
 
 import io
 import json
@@ -30,7 +30,7 @@ def test_utilization_is_a_percentage_and_large_numbers_have_no_fraction():
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """Of a refresh whose only stage has failed: its error has two lines, its metrics are wider than a terminal."""
+    """Return a refresh whose only stage has failed, with an error of two lines and metrics wider than a terminal."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     ledger = ledger_of("nightly-1")
     ledger.append(
@@ -55,7 +55,7 @@ def record(tmp_path, monkeypatch):
 
 
 def screen_of(written: str) -> list[str]:
-    """What a terminal shows after that, with what has scrolled out of sight above it."""
+    """Return the screen of a terminal after that output, with what has scrolled out of sight above it."""
     lines, row, column = [""], 0, 0
     for match in SEQUENCE.finditer(written):
         parameter, command, character = match.groups()
@@ -114,7 +114,7 @@ class Terminal:
     def _piece(self) -> str:
         try:
             return os.read(self._master, 65536).decode(errors="replace")
-        except OSError:  # nobody has it open any more
+        except OSError:  # no process has it open any more
             return ""
 
 

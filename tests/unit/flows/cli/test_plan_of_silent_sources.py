@@ -1,4 +1,4 @@
-"""A plan waits for nobody: it is there within 2 s, and says which versions are not known, and why."""
+"""A plan is ready within 2 s whether or not sources answer, and names unknown versions with the reason."""
 
 import socket
 import time
@@ -32,7 +32,7 @@ def silent():
 
 @pytest.fixture
 def refusing():
-    """Address of a port that refuses connections: it is taken, and nobody listens."""
+    """Return an address that refuses connections: its port is bound, but does not listen."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"

@@ -13,7 +13,7 @@ from stages.core.errors import ResourceError
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 RECIPE = "stages:\n  rows: {kind: download, dataset: builtin/addition}\n"
 HOMES = ("/sys/lifecycle", "/dev/null/home")
-"""Where not even root may make a folder; and below what is none."""
+"""Paths at which not even root may make a folder, and one below a file."""
 
 
 @pytest.mark.parametrize("home", HOMES)

@@ -1,4 +1,4 @@
-"""How a stage died is told from what it left behind."""
+"""The files and exit code that a stage leaves decide the error that is raised for it."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def write(folder, files, kills, limit):
 
 @pytest.fixture
 def here(tmp_path):
-    """What is found for a process with these lines in /proc/self/cgroup."""
+    """Return the memory cgroup that is found for a process with these lines in /proc/self/cgroup."""
 
     def find(lines):
         (tmp_path / "proc/self").mkdir(parents=True)

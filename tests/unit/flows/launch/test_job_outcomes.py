@@ -1,4 +1,4 @@
-"""What clusters say of a job that ended, and what that means for the stage."""
+"""The states that clusters report of jobs decide what happens to the stage."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the local launcher starts, and in which environment."""
+"""The local launcher starts a stage's processes, with its environment."""
 
 import os
 import sys

@@ -140,7 +140,7 @@ def test_pods_of_several_nodes_are_reached_by_one_another_alone(kind):
 
 
 def test_a_refresh_may_make_and_remove_all_that_its_jobs_consist_of():
-    """What RBAC calls the kinds is in their addresses."""
+    """RBAC's names of the kinds are in their addresses."""
     roles = yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "rbac.yaml").read_text())
     (rules,) = [role["rules"] for role in roles if role["kind"] == "Role"]
     may = {
@@ -265,9 +265,9 @@ time.sleep(600)
 """Answers one request, in two parts; like vLLM, it ends at once when it is asked to."""
 
 
-def end_as_kubelet_does(container, process, told):
-    """Of each container in a thread of its own: what is to be done before, then SIGTERM."""
-    subprocess.run(told(container["lifecycle"]["preStop"]["exec"]["command"]), check=True)
+def end_as_kubelet_does(container, process, in_container):
+    """End each container in a thread of its own: run its preStop command, then send SIGTERM."""
+    subprocess.run(in_container(container["lifecycle"]["preStop"]["exec"]["command"]), check=True)
     process.send_signal(signal.SIGTERM)
 
 
@@ -277,12 +277,12 @@ def test_a_pod_that_is_rolled_over_answers_what_it_was_asked(tmp_path):
     here = {"/run/engine": str(tmp_path), "python": sys.executable, "8000": str(port), "10": "1"}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_API_KEY": "key"}
 
-    def told(command):
+    def in_container(command):
         return [here.get(word, word).replace("/run/engine", here["/run/engine"]) for word in command]
 
     start = engine["command"][: engine["command"].index("vllm")]
-    commands = {"engine": told([*start, "python", "-c", ENGINE, "/run/engine/engine.sock"])}
-    commands["proxy"] = told(proxy["command"])
+    commands = {"engine": in_container([*start, "python", "-c", ENGINE, "/run/engine/engine.sock"])}
+    commands["proxy"] = in_container(proxy["command"])
     processes = {name: subprocess.Popen(command, env=environment) for name, command in commands.items()}
     try:
         wait_for(lambda: (tmp_path / "ready").exists() and accepts(port), 60)
@@ -291,7 +291,7 @@ def test_a_pod_that_is_rolled_over_answers_what_it_was_asked(tmp_path):
             parts = answer.iter_raw()
             assert next(parts) == b"begin"
             ending = [
-                threading.Thread(target=end_as_kubelet_does, args=(container, processes[name], told))
+                threading.Thread(target=end_as_kubelet_does, args=(container, processes[name], in_container))
                 for name, container in (("engine", engine), ("proxy", proxy))
             ]
             for thread in ending:

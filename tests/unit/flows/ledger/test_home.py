@@ -1,4 +1,4 @@
-"""Where the home is: named, in the current folder, or above it in the same project."""
+"""The home is the named folder, that of the current folder, or one above it in the same project."""
 
 import os
 

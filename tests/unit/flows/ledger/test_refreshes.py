@@ -1,4 +1,4 @@
-"""What a ledger says after a crash, a full disk, a retry; which refreshes run, and what a retry asks for."""
+"""Ledgers are readable after a crash, a full disk and a retry, and show which refreshes run and what a retry builds."""
 
 import os
 import shutil

@@ -50,7 +50,7 @@ def rows(tmp_path, lifecycle):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         (lambda rows: write_rows(rows / "train.jsonl", 350), "train.jsonl 300 → 350 rows"),
         (lambda rows: write_rows(rows / "train.jsonl", 300, "Other"), "train.jsonl other rows, 300 rows"),
@@ -59,11 +59,11 @@ def rows(tmp_path, lifecycle):
         (lambda rows: (rows / "prices.csv").write_text("a,b\n1,2\n"), "prices.csv 2 → 1 rows"),
     ],
 )
-def test_files_that_changed_are_named_instead_of_two_hashes(lifecycle, rows, change, told):
+def test_files_that_changed_are_named_instead_of_two_hashes(lifecycle, rows, change, expected):
     change(rows)
     code, said = lifecycle("plan", rows.parent / "recipe.yaml")
     assert code == 0
-    assert f": files of file://{rows}: {told}\n" in said
+    assert f": files of file://{rows}: {expected}\n" in said
     assert "content of revision" not in said
 
 

@@ -1,4 +1,4 @@
-"""An evaluation is warned of training rows that nobody compared with its tasks: by the records of what it stands on."""
+"""An evaluation is warned of training rows that were not compared with its tasks, by the records of its artifacts."""
 
 import json
 
@@ -33,7 +33,7 @@ def curated(*datasets, **fields):
 
 @pytest.fixture
 def warnings(tmp_path, store, build):
-    """Of the stage `scores`, with everything beneath it in the store."""
+    """Return the warnings for the stage `scores`, with everything beneath it in the store."""
 
     def ask(tree, hashes=None):
         tree = {name: config for name, config in tree.items() if name != "awq"}

@@ -43,7 +43,7 @@ def loaded(*overrides: str, visible: str | None = None) -> Recipe:
 
 
 def planned(recipe: Recipe) -> Plan:
-    """That stage alone."""
+    """Return a plan of that stage alone."""
     found = plan(recipe, {stage: {"revision": "recorded"} for stage in recipe.stages}, Index(()))
     return replace(found, stages={"grpo": found.stages["grpo"]})
 

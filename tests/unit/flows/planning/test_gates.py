@@ -30,7 +30,7 @@ def plan(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gates", "told"),
+    ("gates", "expected"),
     [
         ({"min_scores": {"addition.exact_mach": 0.9}}, "min_scores: no evaluation gives the score addition.exact_mach"),
         ({"max_scores": {"subtraction.exact_match": 1}}, "max_scores: no evaluation gives the score subtraction"),
@@ -45,8 +45,8 @@ def plan(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_scores_that_no_task_gives_and_bounds_that_nothing_meets(plan, gates, told):
-    with pytest.raises(RecipeError, match=f"stages.promote.gates.*{told}|stages.promote.{told}"):
+def test_scores_that_no_task_gives_and_bounds_that_nothing_meets(plan, gates, expected):
+    with pytest.raises(RecipeError, match=f"stages.promote.gates.*{expected}|stages.promote.{expected}"):
         plan(lambda stages: None, gates=gates)
 
 

@@ -1,4 +1,4 @@
-"""What the first rows of a dataset and the headers of a model show is said by the plan, all of it at once."""
+"""A plan reports all problems that the first rows of datasets and the headers of models show."""
 
 import json
 from pathlib import Path

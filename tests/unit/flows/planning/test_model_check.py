@@ -1,4 +1,4 @@
-"""What a model on this machine does not allow is said when a refresh is planned, for every stage at once."""
+"""A plan reports, for every stage at once, what a model on this machine does not allow."""
 
 from __future__ import annotations
 

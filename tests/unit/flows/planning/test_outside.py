@@ -1,4 +1,4 @@
-"""What lies outside the store counts by its content, not by its place."""
+"""Files outside the store count by their content, not by their path."""
 
 import shutil
 import socket

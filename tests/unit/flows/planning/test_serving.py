@@ -11,7 +11,7 @@ from stages.core.errors import RecipeError
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 POSITIONS = 2048
-"""Of `builtin/qwen3-1m`."""
+"""Longest text of `builtin/qwen3-1m`, in tokens."""
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def test_the_host_of_a_clusters_node_is_not_this_machines(plan):
 
 @pytest.mark.parametrize("stage", ["serve", "scores"])
 def test_more_tokens_than_the_model_has_positions(plan, stage):
-    told = rf"stages\.{stage}\.serving\.max_model_len: {POSITIONS + 1}, but the model has {POSITIONS} positions"
-    with pytest.raises(RecipeError, match=told):
+    message = rf"stages\.{stage}\.serving\.max_model_len: {POSITIONS + 1}, but the model has {POSITIONS} positions"
+    with pytest.raises(RecipeError, match=message):
         plan(stage, serving={"max_model_len": POSITIONS + 1})
     assert plan(stage, serving={"max_model_len": POSITIONS})
 
@@ -151,8 +151,8 @@ def test_arguments_that_nobody_could_check_are_named_with_the_reason(plan, tmp_p
 
 @pytest.mark.parametrize("stage", ["serve", "scores"])
 def test_arguments_that_would_open_a_door(plan, stage):
-    told = rf"stages\.{stage}\.serving\.arguments\.api-key: it would open a door"
-    with pytest.raises(RecipeError, match=told):
+    message = rf"stages\.{stage}\.serving\.arguments\.api-key: it would open a door"
+    with pytest.raises(RecipeError, match=message):
         plan(stage, serving={"arguments": {"api_key": "sk-1"}})
 
 

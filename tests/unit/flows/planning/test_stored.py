@@ -1,4 +1,4 @@
-"""What is in the store can be a recipe's source: an artifact, what was adopted, the champion of a name."""
+"""Artifacts in the store can be a recipe's sources: by stage, as adopted, or as the champion of a name."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def find(tmp_path, store):
-    """Where a source lies, and what a plan says of it."""
+    """Return the folder that a source stands for, and the plan's sentence about it."""
 
     def run(source, product="model"):
         recipe = load_stages("next", tmp_path, {"base": {"kind": "download", product: source}})
@@ -45,16 +45,16 @@ def test_an_artifact_is_named_by_its_stage_with_its_version_or_without(find, rec
 
 
 @pytest.mark.parametrize(
-    ("source", "product", "told"),
+    ("source", "product", "expected"),
     [
         ("store://sfd", "model", r"stages\.base\.model: looking for store://sfd: .* no such model; did you mean `sft`"),
         ("store://sft", "dataset", r"stages\.base\.dataset: .* no such dataset; did you mean|; there are: problems"),
         ("adopted:sft", "model", r"looking for adopted:sft: the store has no such model$"),
     ],
 )
-def test_what_the_store_lacks_is_told_with_what_may_be_meant(find, recipe, make_plan, build, source, product, told):
+def test_what_the_store_lacks_is_told_with_what_may_be_meant(find, recipe, make_plan, build, source, product, expected):
     build(make_plan(recipe()))
-    with pytest.raises(RecipeError, match=told):
+    with pytest.raises(RecipeError, match=expected):
         find(source, product)
 
 

@@ -163,7 +163,7 @@ VALUES = (
     ["de"],
     *MAPPINGS,
 )
-"""Of every type that a field may have; a new type of field needs a value here."""
+"""Values of every type that a field may have; a new type of field needs a value here."""
 
 UPSTREAM = {
     "base": "0123456789ab",
@@ -199,7 +199,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def inside(tree: Any, part: str) -> Any:
-    """What a field, a name or the number of an item leads to; nothing where there is none."""
+    """Return what a field, a name or the number of an item leads to, or nothing."""
     if isinstance(tree, list):
         return tree[int(part)] if int(part) < len(tree) else {}
     return tree.get(part) or {}

@@ -1,4 +1,4 @@
-"""What a refresh that publishes means: a promotion stands, whatever becomes of the publication."""
+"""The report's meaning of a refresh that publishes: a promotion stands even if the publication failed."""
 
 from flows.ledger.record import StageEntry
 from flows.report.evaluations import promotions, scores

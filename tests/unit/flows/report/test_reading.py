@@ -1,4 +1,4 @@
-"""What a report says is what the records have; what they lack it says to be unknown."""
+"""A report contains what the records have, and names what they lack as unknown."""
 
 import json
 from dataclasses import replace

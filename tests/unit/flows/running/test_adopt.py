@@ -1,4 +1,4 @@
-"""What is adopted is what a download of the same files would have made."""
+"""Adopting files gives the artifact that a download of the same files would have made."""
 
 import json
 

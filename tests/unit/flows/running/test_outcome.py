@@ -1,4 +1,4 @@
-"""What terminal, Prefect and notifications say of a refresh that ended."""
+"""Terminal, Prefect and notifications show the outcome of a refresh."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the parameters of a deployment may change in a recipe."""
+"""Parameters of a deployment may change only some fields of a recipe."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is wrong with the inputs of later stages is found before any stage trains, by a process like a stage's."""
+"""Problems in the inputs of later stages are found before any stage trains, by a process like a stage's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_rows(folder, rows, split="train"):
 
 @pytest.fixture
 def artifacts(tmp_path):
-    """Of the downloads: a model, and good data."""
+    """Make the artifacts of the downloads: a model, and good data."""
     (tmp_path / "base" / "model").mkdir(parents=True)
     qwen3.make(tmp_path / "base" / "model")
     for name, rows in ROWS.items():

@@ -1,4 +1,4 @@
-"""What a refresh says of itself to those who are notified."""
+"""Notifications contain the verdict, scores and errors of a refresh."""
 
 import json
 

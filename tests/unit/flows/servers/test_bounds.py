@@ -60,7 +60,7 @@ def served(monkeypatch):
 
 
 async def end_of(reader):
-    """What was received until the server closed the connection."""
+    """Return everything that was received until the server closed the connection."""
     with contextlib.suppress(ConnectionError):
         return await reader.read()
     return b""

@@ -1,4 +1,4 @@
-"""Ports of local servers: nobody else gets one between its choice and the first answer of the server."""
+"""Ports of local servers are held from their choice to the first answer of the server."""
 
 import socket
 import subprocess

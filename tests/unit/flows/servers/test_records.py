@@ -33,7 +33,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def record():
-    """What a server that is this process has; changes are to its identity."""
+    """Return the record of a server that is this process. changes: to its identity."""
     return lambda **changes: ServerRecord(
         process=ProcessIdentity.own().model_copy(update=changes), port=4200, token="0" * 32
     )
@@ -58,7 +58,7 @@ def test_records_are_void_in_a_copy_of_the_home(record, in_copy):
 
 
 def test_a_copy_is_settled_only_when_that_is_said(record, in_copy):
-    """What dies between the start of the servers and the pause of the schedules has to do it again."""
+    """A command that dies between starting the servers and pausing the schedules leaves the pausing to the next one."""
     write_records({})
     in_copy()
     assert local.down() == []

@@ -199,7 +199,7 @@ def test_systemd_is_told_when_all_answer_that_the_supervisor_lives_and_when_it_s
         pid, _ = ask(port)
         assert b"NOTIFY_SOCKET" not in Path(f"/proc/{pid}/environ").read_bytes()
 
-        process.send_signal(signal.SIGSTOP)  # it hangs: systemd must not be told that it lives
+        process.send_signal(signal.SIGSTOP)  # it hangs: systemd must get no sign of life
         receiver.settimeout(2.0)
         with pytest.raises(TimeoutError):
             while True:

@@ -1,4 +1,4 @@
-"""What a killed worker left in its folder."""
+"""The worker removes working directories that a killed worker left in its folder."""
 
 import subprocess
 

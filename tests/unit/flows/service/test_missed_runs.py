@@ -1,4 +1,4 @@
-"""Of the runs that a schedule has missed only the latest is begun."""
+"""The worker begins only the latest of the runs that a schedule has missed."""
 
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4

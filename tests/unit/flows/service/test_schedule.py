@@ -1,4 +1,4 @@
-"""What may be scheduled, and when; no server is asked."""
+"""Schedules are checked before a server is asked."""
 
 import re
 

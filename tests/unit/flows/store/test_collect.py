@@ -119,9 +119,9 @@ def test_what_unfinished_work_builds_on_stays(store, recipe, make_plan, build):
     shutil.rmtree(old["awq"].folder)
     assert [one.path for one in find_garbage(store)] == [old["sft"].folder]
     work = store.make_folder(store.work_folder("quantize", "awq", "a" * 12))
-    told = {"name": "awq", "kind": "quantize", "version": "a" * 12, "config": {}, "cache": "/", "inputs": {}}
-    told["inputs"] = {"sft": str(old["sft"].folder)}
-    (work / "config.json").write_text(json.dumps(told))
+    stage_input = {"name": "awq", "kind": "quantize", "version": "a" * 12, "config": {}, "cache": "/", "inputs": {}}
+    stage_input["inputs"] = {"sft": str(old["sft"].folder)}
+    (work / "config.json").write_text(json.dumps(stage_input))
     assert find_garbage(store) == []
 
 

@@ -1,4 +1,4 @@
-"""What the accelerator benchmark wrote is fitted to as runs of MLflow are."""
+"""Calibration uses the accelerator benchmark's file like runs of MLflow."""
 
 from __future__ import annotations
 

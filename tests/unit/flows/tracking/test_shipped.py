@@ -1,4 +1,4 @@
-"""What MLflow itself has of a refresh that was shipped: whole curves, and pages that open on the runs."""
+"""MLflow has whole curves of a shipped refresh, and pages that open on the runs."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def test_the_run_of_a_refresh_has_the_whole_curve_of_a_stage_that_was_resumed(tm
 
 
 def test_the_experiment_has_a_view_of_its_runs_which_a_person_may_change(client):
-    """What MLflow's pages make of these tags was seen in a browser; here is read that they ask for them."""
+    """The rendering of these tags was checked in a browser; here only the tags are checked."""
     import mlflow
 
     from flows.tracking.pages import RUNS_LINK

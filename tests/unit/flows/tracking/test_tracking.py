@@ -1,4 +1,4 @@
-"""What MLflow is told: metrics of `metrics.jsonl` in batches, parameters and tags without secrets."""
+"""MLflow gets the metrics of `metrics.jsonl` in batches, and parameters and tags without secrets."""
 
 import json
 from dataclasses import replace
