@@ -140,6 +140,7 @@ class Follower:
 
         MLflow reports every few seconds.
         """
+        # The order matters: deaths and finished starts decide what the aliases still lack, and that what to start.
         self._see_deaths()
         self._see_what_was_started()
         has_aliases = self._see_aliases()

@@ -241,6 +241,7 @@ class Registry:
 
     def _move(self, name: str, champion: str, previous: str | None) -> None:
         with _explained(f"making version {champion} champion of {name}"):
+            # `previous` first: a crash between the two leaves the old champion, and both aliases on it, for `repair`.
             if previous:
                 self._client.set_registered_model_alias(name, PREVIOUS, previous)
             self._client.set_registered_model_alias(name, CHAMPION, champion)

@@ -79,6 +79,7 @@ class Agent:
                 self.folder.beat()
             end = self.folder.end(job_id)
             num_ticks_finished += bool(end and end.exit_code is not None)
+            # Looking costs the cluster's controller, so until the processes have ended it is rare.
             if num_ticks_finished or tick % TICKS_PER_LOOK == 0:
                 ended = self._look(job_id)
                 if ended:

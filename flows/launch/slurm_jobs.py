@@ -93,13 +93,13 @@ def sbatch_arguments(order: JobOrder, folder: JobFolder) -> list[str]:
     options = {
         "job-name": order.job,
         "chdir": str(order.work),
-        "output": str(order.work / LOG_FILE).replace("%", "%%"),
-        "open-mode": "append",
+        "output": str(order.work / LOG_FILE).replace("%", "%%"),  # sbatch expands % in file names
+        "open-mode": "append",  # a requeued job continues the log
         "export": "NONE",
         "nodes": order.nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": asked.cpus_per_node or order.cores_per_node,
-        "signal": f"B:TERM@{asked.warning_s}",
+        "signal": f"B:TERM@{asked.warning_s}",  # B: to the batch step alone, which ends the stage in order
         "partition": asked.partition,
         "account": asked.account,
         "qos": asked.qos,

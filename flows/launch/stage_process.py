@@ -58,7 +58,7 @@ def watch(
     log_begin: as for `failure_of`.
     """
     memory_kills = MemoryKills.here()
-    num_kills = memory_kills.count()
+    num_kills = memory_kills.count()  # kills of earlier stages do not count
     try:
         result = _result_while_running(process, planned, work, tick, stop)
         if result:

@@ -121,6 +121,7 @@ def _plan_of(
     unasked: list[str] = []
     with problems.noted():
         unasked = check_serving(recipe, chosen, configs, at_once=may_be_unreachable)
+    # Before `plan`, since versions contain the chosen layouts.
     with problems.noted():
         recipe, choices = choose_layouts(recipe, chosen, configs, unreachable, failed)
         notes += map(str, choices)

@@ -131,6 +131,7 @@ def run_stage(
         return built
     with store.lock(planned.kind, planned.resume_key, _Waiting(planned, observer, stop)):
         started_s = time.monotonic()
+        # Looked up again under the lock: another process may have built it, or died while committing it.
         store.recover(planned.kind, planned.version)
         if built := _find_cached(planned, resolved_inputs, store, started_s):
             if not is_pending(built.artifact):

@@ -67,6 +67,7 @@ def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs
     store.make_folder(work)
     with store.explained(f"prepare {work}"):
         _remove_all_but(work, KEPT)
+        # Without a token yet: if this process dies before the stage starts, the next attempt still knows the content.
         note_attempt(work, resolved_inputs, None)
         write_atomically(work / "config.json", stage_input(store, planned, resolved_inputs).model_dump_json(indent=2))
         return any((work / SCRATCH_FOLDER).glob("*"))

@@ -114,6 +114,7 @@ def up(*, worker: bool = False) -> Endpoints:
         ours = [program for program in SERVERS if program.name not in named]
         _refuse_elsewhere({program.name: records[program.name] for program in ours if program.name in records})
         former = records.get(WORKER.name)
+        # A worker whose home was moved runs refreshes at the old path: it is replaced, even if only servers are wanted.
         worker = worker or bool(former and former.process.alive() and not former.knows_home)
         is_copy = is_unsettled_copy()
         if is_copy:

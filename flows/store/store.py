@@ -127,9 +127,11 @@ class Store:
             shutil.rmtree(work / LAUNCH_FOLDER, ignore_errors=True)
             (work / ATTEMPT_FILE).unlink(missing_ok=True)
             self.make_folder(folder.parent)
+            # An older artifact of this version goes first: a rename onto a folder that is not empty fails.
             replaced = [self._to_trash(old) for old in folder.parent.glob(f"*-{record.version}")]
             work.rename(folder)
             _sync(folder.parent)
+            # Only now is it an artifact. After a crash before this line, `recover` does it.
             _finish_commit(folder)
             for old in replaced:
                 remove_tree(old)

@@ -91,6 +91,7 @@ class Shipper:
         """
         if self.shipped.has_all_of(self.ledger):
             return True
+        # The size is read first: an event that is appended in between makes `has_all_of` false, and is shipped later.
         size, record = self.ledger.size(), self.ledger.read()
         parent = self._parent_run(record)
         done = [self._ship_attempt(attempt, parent) for attempt in record.attempts.values()]
@@ -186,6 +187,7 @@ class Shipper:
         logged = known_steps(file, attempt.first_byte)
         for batch in batches(file, known.next_byte, attempt.last_byte, METRICS_PER_BATCH):
             log_metrics(self.client, known.run_id, [row for row in batch.rows if row.step > logged.get(row.name, -1)])
+            # Saved after each batch: a kill repeats one batch at most, and MLflow drops equal values.
             known = self._save_attempt(attempt, known.model_copy(update={"next_byte": batch.next_byte}))
         return known
 

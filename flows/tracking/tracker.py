@@ -47,7 +47,7 @@ class Tracker:
         if self._process and self._process.poll():
             self.start(self._environment)
         if self._process and self._process.stdin:
-            self._process.stdin.close()
+            self._process.stdin.close()  # by its end the shipper sees that the refresh is over
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
