@@ -36,7 +36,7 @@ WATCH_INTERVAL_S = 0.4
 UNWELL = (502, 503)
 """Bad answers of `/health`: of our proxy when the engine does not answer, of vLLM when its engine process ended."""
 MAX_UNWELL = 2
-"""Number of such answers in a row after which the engine counts as dead; its processes may end seconds later."""
+"""Bad health answers in a row after which an engine counts as dead; its processes may end seconds later."""
 BUSY_S = 30.0
 """Seconds after which an engine that did not answer is known to be busy or dead."""
 T = TypeVar("T")

@@ -23,7 +23,7 @@ COLUMNS = {
     "micro_batch_size": "mbs",
     "recompute": "recompute",
 }
-"""Field → heading."""
+"""Headings of the table by field of the layout."""
 MEMORY_GROUPS = {
     "states": ("weights", "gradients", "optimizer"),
     "activ.": ("activations", "workspace"),

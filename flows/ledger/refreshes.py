@@ -156,7 +156,7 @@ class RunningRefreshes:
 
 
 def close_interrupted() -> list[str]:
-    """Record of refreshes whose process died that they failed; return their ids.
+    """Record the failure of refreshes whose process died; return their ids.
 
     In a copy of a home, also of those that run in its original; no process is signalled. Call it before another attempt
     appends to the `metrics.jsonl` of the same work folder: it records where the dead attempt's part ends.

@@ -107,7 +107,7 @@ def check_first_inputs(recipe: Recipe, will_run: Collection[str], outside: Outsi
 
 
 def _adapter(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, index: Index) -> Iterator[str]:
-    """Yield the layers that the adapter names and the model lacks."""
+    """Yield the layers that an adapter's config names and the model lacks."""
     folder = _folder(recipe, download_of(recipe, name), outside, index) if config.adapter else None
     try:
         if config.adapter and folder and (folder / CONFIG_FILE).is_file():
@@ -117,7 +117,7 @@ def _adapter(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, i
 
 
 def _rows(recipe: Recipe, config: TrainConfig, outside: Outside, index: Index) -> Iterator[str]:
-    """Yield what the first rows of each dataset show."""
+    """Yield the problems that the first rows of each dataset show."""
     for place, part in config.data.parts.items():
         folder = _folder(recipe, part.dataset_stage, outside, index)
         for field, split in (("dataset", part.split), ("evaluation_split", part.evaluation_split)):

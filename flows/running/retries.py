@@ -9,7 +9,7 @@ from stages.core.errors import LifecycleError, TransientError
 
 
 class Retries:
-    """Decider, once for each attempt. Called by the thread of the stage; stages share nothing here.
+    """Decisions about retries, one for each attempt. Called by the thread of the stage; stages share nothing here.
 
     A transient error is tried again `execution.retries` times. So is a death, as long as attempts make progress: a
     stage that dies twice without a newer checkpoint in between would die again. All other errors would only repeat.

@@ -47,7 +47,7 @@ def content_policy(hosts: Iterable[str]) -> bytes:
 
 
 class Guard:
-    """ASGI application in front of another one.
+    """ASGI application that checks requests and passes good ones to another application.
 
     hosts: names of the server, as browsers and clients use them: `NAME:PORT`.
     password: required on every path except that of health, by basic authentication; None when the application does so.

@@ -109,7 +109,7 @@ class Reaper:
 
 
 def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
-    """Flow runs that run, says Prefect, and that are refreshes of this home."""
+    """Yield the flow runs that Prefect shows as running and that are refreshes of this home."""
     running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
     found = client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name, COMPARE])),
@@ -119,7 +119,7 @@ def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
 
 
 def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
-    """Leave the flow run alone while its process lives, and when it has begun another try."""
+    """Set the final state of a flow run, unless its process lives or it has begun another try."""
     record = ledger_of(flow_run.name).read()
     if record.is_copied:  # what Prefect says of it here was put right when the servers of the copy first started
         return

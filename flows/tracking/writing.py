@@ -69,7 +69,7 @@ def log_datasets(client: MlflowClient, run: str, datasets: Iterable[ReadDataset]
 
 
 def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]) -> None:
-    """Upload those files of a folder that exist, and its plots; files of JSON lines once more as a table.
+    """Upload a folder's files, as far as they exist, and its plots; files of JSON lines once more as tables.
 
     MLflow's own `log_table` needs pandas, and appends to what an earlier try has logged.
     """
