@@ -192,7 +192,7 @@ def serve(
     made the challenger.
     """
     if (sample_requests is None) != (samples is None):
-        raise click.UsageError("--sample-requests and --samples belong together: the share, and the folder")
+        raise click.UsageError("--sample-requests and --samples are given together: the share, and the folder")
     if canary_gate and not canary:
         raise click.UsageError("--canary-gate judges a challenger: expected --canary, too")
     if follow and descriptor is None:
