@@ -22,8 +22,7 @@ from flows.ledger.home import store_root
 from flows.store.store import Store
 from stages.core.supervisor import descendants
 from stages.serving import registry as engines
-from stages.serving.listening import listening
-from stages.serving.proxy import Proxy
+from stages.serving.proxy import Proxy, listening
 from stages.serving.server import listening_socket
 from stages.serving.waiting import WaitingRoom
 from tests.hub_repository import model_files

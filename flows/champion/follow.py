@@ -38,8 +38,7 @@ from flows.champion.serving import Serving, Start, end_dead, end_serving, in_bac
 from stages.core.errors import LifecycleError
 from stages.serving.backend import Canary
 from stages.serving.lines import say
-from stages.serving.listening import listening
-from stages.serving.proxy import API_KEY_VARIABLE, Proxy, Sampler
+from stages.serving.proxy import API_KEY_VARIABLE, Proxy, Sampler, listening
 from stages.serving.server import reachable
 from stages.serving.tally import Tally
 from stages.serving.waiting import WaitingRoom

@@ -16,8 +16,7 @@ import threading
 from pathlib import Path
 
 from stages.serving.backend import Backend, EngineAddress
-from stages.serving.listening import listening
-from stages.serving.proxy import API_KEY_VARIABLE, Proxy
+from stages.serving.proxy import API_KEY_VARIABLE, Proxy, listening
 from stages.serving.waiting import WaitingRoom
 
 LOCK_NAME = "proxy.lock"

@@ -24,8 +24,7 @@ from stages.serving.backend import Backend, EngineAddress
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServeExecution
 from stages.serving.engine import Engine, LaunchSpec
-from stages.serving.listening import MAX_CONNECTIONS, listening
-from stages.serving.proxy import API_KEY_VARIABLE, Proxy
+from stages.serving.proxy import API_KEY_VARIABLE, MAX_CONNECTIONS, Proxy, listening
 from stages.serving.registry import check_weight_files, engine_of
 from stages.serving.tally import ServedVersion
 

@@ -26,8 +26,7 @@ from typing import Any
 
 from stages.serving.backend import Backend, EngineAddress
 from stages.serving.config import ServeExecution, ServingConfig
-from stages.serving.listening import listening
-from stages.serving.proxy import Proxy
+from stages.serving.proxy import Proxy, listening
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import listening_socket, started_server
 from stages.serving.tally import ServedVersion

@@ -13,8 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stages.serving.backend import Backend, Canary, EngineAddress, Naming
-from stages.serving.listening import listening
-from stages.serving.proxy import Proxy
+from stages.serving.proxy import Proxy, listening
 from stages.serving.samples import Samples
 from stages.serving.server import listening_socket
 from stages.serving.tally import ServedVersion

@@ -10,8 +10,7 @@ import pytest
 
 from stages.serving import engine_connections
 from stages.serving.backend import Backend, EngineAddress
-from stages.serving.listening import listening
-from stages.serving.proxy import Proxy
+from stages.serving.proxy import Proxy, listening
 from stages.serving.server import listening_socket
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"

@@ -18,11 +18,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from stages.serving import listening as listening_module
+from stages.serving import proxy as listening_module
 from stages.serving import proxy as proxy_module
 from stages.serving.backend import Backend, EngineAddress, Naming
-from stages.serving.listening import listening
-from stages.serving.proxy import ROUTES, Proxy
+from stages.serving.proxy import ROUTES, Proxy, listening
 from stages.serving.tally import ServedVersion
 
 PATIENCE_S = 30.0

@@ -13,8 +13,7 @@ import pytest
 
 from stages.serving import waiting
 from stages.serving.backend import Backend, EngineAddress
-from stages.serving.listening import listening
-from stages.serving.proxy import Proxy
+from stages.serving.proxy import Proxy, listening
 from stages.serving.server import listening_socket
 from stages.serving.tally import ServedVersion
 from stages.serving.waiting import WaitingRoom
