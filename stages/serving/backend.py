@@ -1,7 +1,7 @@
-"""What stands behind the proxy: an engine, or a model in it, and which of two gets a request.
+"""Backends of the proxy: an engine, or a model in it, and the choice between two of them for a request.
 
-A canary gets a share of the requests by a hash of whose they are, so that nobody is answered by one version now and by
-another later. Without knowing anything of them, the proxy cannot do better than the client's address.
+A canary gets a share of the requests by a hash of their session, user or address, so that no one is answered by one
+version now and by another later. Without a session or a user, the client's address is all that the proxy knows.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ SESSION_HEADER = "X-Session-Id"
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine listens: on a Unix socket in a private folder, or on a port of the loopback. named: URL, without
-    `/v1`, of one that others started."""
+    """Address where an engine listens: a Unix socket in a private folder, or a port of the loopback.
+
+    named: URL, without `/v1`, of an engine that others started.
+    """
 
     socket: Path | None = None
     port: int | None = None
     named: str | None = None
 
     def connector(self) -> aiohttp.BaseConnector:
-        """Return what connects to it. A connection that the engine is about to close would lose a request: none is
-        used again.
-        """
+        """Return a connector for one request: a kept connection that the engine is about to close would lose it."""
         if self.socket:
             return aiohttp.UnixConnector(str(self.socket), limit=0, force_close=True)
         return aiohttp.TCPConnector(limit=0, force_close=True)
@@ -49,7 +49,7 @@ class EngineAddress:
 def post_to_engine(
     address: EngineAddress, expected: Expected, route: str, bodies: Iterable[dict[str, Any]]
 ) -> list[Answer]:
-    """Post to an engine where it listens, with the key of `expected`; returns the answers in order.
+    """Post to an engine at its own address, with the key of `expected`; returns the answers in order.
 
     Raises as `ask_aiohttp` does.
     """
@@ -65,17 +65,18 @@ def post_to_engine(
 
 @dataclass(frozen=True)
 class Naming:
-    """The name of the one model that people may ask for, and what the engine calls it, which has others too."""
+    """Public name of one model, and its name in the engine, which has other models too."""
 
     public: str
     inside: str
 
 
 class Backend:
-    """An engine behind the proxy, or a model in it, and how many requests it has.
+    """An engine behind the proxy, or a model in it, with the number of its requests.
 
-    naming: None for an engine whose names are those that people ask for. version: None where nobody compares any;
-    requests pass unread then. is_gone: whether its engine has ended; it is asked nothing any more.
+    naming: None for an engine whose names are public.
+    version: None if no versions are compared; requests then pass unread.
+    is_gone: True once its engine has ended; it is not asked any more.
     """
 
     def __init__(self, address: EngineAddress, naming: Naming | None = None, version: ServedVersion | None = None):
@@ -90,20 +91,20 @@ class Backend:
 
 @dataclass(frozen=True)
 class Canary:
-    """Who gets a share of the requests, 0 to 1."""
+    """A backend that gets a share of the requests, 0 to 1."""
 
     backend: Backend
     share: float
 
     def takes(self, key: str) -> bool:
-        """Whether the requests of this key are its: always the same ones, and others of another version."""
+        """Return whether it gets the requests of this key: always the same keys, and others for another version."""
         version = self.backend.version
         digest = hashlib.sha256(f"{version.version if version else ''}\n{key}".encode("utf-8", "surrogatepass"))
         return int.from_bytes(digest.digest()[:8]) < self.share * 2**64
 
 
 def sticky_key(request: web.BaseRequest, asked: dict[str, Any] | None) -> str:
-    """Whose request it is: of a session, else of what OpenAI's API calls the user, else of an address."""
+    """Return a key of the request's origin: its session, else the user of OpenAI's API, else its address."""
     if session := request.headers.get(SESSION_HEADER):
         return f"session {session}"
     user = asked.get("user") if asked else None

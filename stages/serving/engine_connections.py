@@ -1,4 +1,4 @@
-"""HTTP/1.1 to an engine, as little of it as the proxy needs. aiohttp's client took a third of the proxy's time."""
+"""Client of HTTP/1.1 for engines, with only what the proxy needs: aiohttp's took a third of the proxy's time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from stages.serving.backend import EngineAddress
 
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 2.0
-"""Engines close connections that are idle for longer: uvicorn, which most of them use, after 5 s."""
+"""Longest idle time after which a connection is used again.
+
+Engines close connections that are idle for longer: uvicorn, which most of them use, after 5 s.
+"""
 MAX_HEAD_BYTES = 64 * 2**10
 MAX_UNREAD_BYTES = 256 * 2**10
-"""Of an answer: when its client reads more slowly than the engine writes, the engine has to wait."""
+"""Largest unread part of an answer: if its client reads more slowly than the engine writes, the engine waits."""
 
 
 class NotConnectedError(Exception):
@@ -26,18 +29,18 @@ class NotConnectedError(Exception):
 
 
 class ServerDisconnectedError(Exception):
-    """An engine closed its connection before the answer was whole, or sent something else than HTTP."""
+    """An engine closed its connection before the answer was complete, or sent something else than HTTP."""
 
 
 class EngineConnections:
-    """Connections to one engine, which are used again. In one event loop."""
+    """Connections to one engine, which are reused. For one event loop."""
 
     def __init__(self, address: EngineAddress):
         self._address = address
         self._idle: deque[tuple[EngineConnection, float]] = deque()
 
     async def ask(self, method: str, target: str, headers: bytes, body: bytes = b"") -> EngineConnection:
-        """Send a request, and return its connection once the answer's headers are there; to be left as a context.
+        """Send a request; returns its connection once the answer's headers have arrived. Use it as a context.
 
         headers: their lines, without the host and the body's length.
 
@@ -61,7 +64,7 @@ class EngineConnections:
             return await new.ask(request)
 
     def keep(self, connection: EngineConnection) -> None:
-        """Keep a connection whose answer is whole for another request."""
+        """Keep a connection whose answer is complete for another request."""
         now_s = time.monotonic()
         self._idle.append((connection, now_s))
         while self._idle[0][1] + KEEP_ALIVE_S < now_s:
@@ -95,9 +98,12 @@ class EngineConnections:
 
 
 class EngineConnection(asyncio.Protocol):
-    """A connection to an engine, with the latest answer. As a context, it is kept if that is whole, else closed.
+    """A connection to an engine, with the latest answer.
 
-    status: of the answer; 0 until its headers are there. is_whole: whether the engine has sent all of it.
+    As a context, it is kept if the answer is complete, else closed.
+
+    status: of the answer; 0 until its headers have arrived.
+    is_whole: whether the engine has sent all of it.
     """
 
     status: int
@@ -113,7 +119,7 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether neither side has closed it."""
+        """True while neither side has closed it."""
         return not self._transport.is_closing()
 
     @property
@@ -122,7 +128,7 @@ class EngineConnection(asyncio.Protocol):
         return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
     async def ask(self, request: bytes) -> Self:
-        """Send a request; return once the answer's headers are there. Raises ServerDisconnectedError."""
+        """Send a request; returns once the answer's headers have arrived. Raises ServerDisconnectedError."""
         self.status, self.reason, self.headers = 0, "", CIMultiDict()
         self.is_whole = self._is_kept_alive = False
         self._parts: list[bytes] = []
@@ -138,7 +144,7 @@ class EngineConnection(asyncio.Protocol):
         return self
 
     async def part(self) -> bytes:
-        """Wait for the next part of the body: what has arrived of it. The last, after which it is whole, may be empty.
+        """Wait for the next part of the body, as much as has arrived; the last part may be empty.
 
         Raises ServerDisconnectedError.
         """
@@ -152,7 +158,7 @@ class EngineConnection(asyncio.Protocol):
         return part
 
     def close(self) -> None:
-        """Close it at once, which ends the engine's work on an answer."""
+        """Close the connection at once, which ends the engine's work on an answer."""
         self._transport.abort()
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""A request and its answer, read as they pass through the proxy: tokens, finish reasons, and what was said.
+"""An exchange: a request and its answer, read as they pass through the proxy, for tokens, finish reasons and content.
 
-An engine counts the tokens of a stream only if it is asked to. So it always is, and who did not ask for that last
-event does not get it. Nothing else is changed.
+An engine counts the tokens of a stream only if it is asked to. So it always is, and a client that did not ask for that
+last event does not get it. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 from pydantic_core import from_json
 
 MAX_ANSWER_BYTES = 32 * 2**20
-"""A longer answer, or event of a stream, passes unread."""
+"""Largest answer, or event of a stream, that is read; a longer one passes unread."""
 CLIENT_CLOSED = 499
-"""As nginx calls the status of a request whose client went away."""
+"""Status of a request whose client went away, as in nginx."""
 MAX_COUNT = 2**53
 END_BYTES = 3
-"""Of an event's end, without its last."""
+"""Length of an event's end, without its last byte."""
 END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
 ENDS_OF_EVENTS = (b"\n\n", b"\n\r\n")
 DATA = b"data:"
 COUNTED = re.compile(rb'"(?:usage|finish_reason)"\s*+:\s*+(?!null)')
-"""In an event that says how many tokens there were, or why a choice ended. Within a text, the quotes are escaped."""
+"""Pattern of an event with token counts or a finish reason. Within a text, the quotes are escaped."""
 
 
 @dataclass
 class Choice:
-    """One of the answers to a request; the parts of a stream are put together."""
+    """One answer to a request; the parts of a stream are joined."""
 
     content: str = ""
     reasoning: str = ""
@@ -39,7 +39,7 @@ class Choice:
     finish_reason: str | None = None
 
     def add(self, message: dict[str, Any]) -> None:
-        """A message, or what a stream adds to it."""
+        """Add a message, or a stream's addition to it."""
         self.content += message.get("content") or ""
         self.reasoning += message.get("reasoning_content") or ""
         for position, call in enumerate(message.get("tool_calls") or ()):
@@ -51,7 +51,7 @@ class Choice:
 
     @property
     def message(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+        """Message in the form of OpenAI's API."""
         calls = [
             {
                 "type": "function",
@@ -69,10 +69,11 @@ class Choice:
 
 
 class Exchange:
-    """What becomes known of a request while its answer passes.
+    """Facts about a request that are read while its answer passes.
 
-    status: of the answer, once it is whole; 502 if the engine broke it off. asked: the request's JSON object.
-    keeps_content: whether `choices` are to hold what was said; else most events of a stream pass unread.
+    status: of the answer, once it is complete; 502 if the engine broke it off.
+    asked: the request's JSON object.
+    keeps_content: whether `choices` get the text; else most events of a stream pass unread.
     """
 
     def __init__(self, asked: dict[str, Any], *, keeps_content: bool = False):
@@ -92,7 +93,7 @@ class Exchange:
 
     @property
     def body(self) -> bytes:
-        """What the engine is asked."""
+        """Body of the request to the engine."""
         if not self._adds_usage:
             return json.dumps(self.asked).encode()
         options = {**(self.asked.get("stream_options") or {}), "include_usage": True}
@@ -100,11 +101,11 @@ class Exchange:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of the choices that came to an end."""
+        """Finish reasons of the choices that ended."""
         return [choice.finish_reason for choice in self.choices.values() if choice.finish_reason]
 
     def begin(self, status: int, content_type: str, encoding: str | None) -> None:
-        """To be called once the answer's headers are there."""
+        """Take the answer's status and headers. Call it once they have arrived."""
         self._answer_status = status
         if status >= 400:
             self.status = status
@@ -112,7 +113,7 @@ class Exchange:
         self._is_read = status == 200 and not encoding
 
     def passed(self, chunk: bytes) -> bytes:
-        """Read some bytes of the answer; returns those that the client gets now."""
+        """Read some bytes of the answer; returns the bytes that the client gets now."""
         if not self._is_read:
             return chunk
         if self._reads_events and not self._held and chunk.endswith(ENDS_OF_EVENTS) and not self._counts(chunk):
@@ -126,19 +127,19 @@ class Exchange:
         return out
 
     def end(self) -> bytes:
-        """To be called when the answer is whole; returns what was held back of it."""
+        """Finish reading. Call it when the answer is complete; returns the bytes that were held back."""
         self.status = self._answer_status
         if self._is_read and not self._reads_events:
             self._read(_object(bytes(self._held)))
         return self._unread()
 
     def _unread(self) -> bytes:
-        """What is held, and did not pass yet."""
+        """Return and clear the bytes that are held and did not pass yet."""
         held, self._held = bytes(self._held), bytearray()
         return held if self._reads_events else b""
 
     def _events(self, start: int) -> Iterator[bytes]:
-        """Take the whole events from what is held; none ends before `start`."""
+        """Take the complete events from the held bytes; none ends before `start`."""
         while end := END_OF_EVENT.search(self._held, start):
             start = 0
             event = bytes(self._held[: end.end()])
@@ -150,11 +151,11 @@ class Exchange:
                 yield event
 
     def _counts(self, events: bytes) -> bool:
-        """Whether there is anything to read in events of a stream."""
+        """Return whether there is anything to read in events of a stream."""
         return self.keeps_content or COUNTED.search(events) is not None
 
     def _read(self, content: dict[str, Any]) -> None:
-        """An answer, or an event of one. One that is not as expected teaches nothing, and passes all the same."""
+        """Read an answer, or one event. One of unexpected form is ignored, and passes all the same."""
         with suppress(TypeError, ValueError, AttributeError, OverflowError):
             usage = content.get("usage") or {}
             self.prompt_tokens = _count(usage.get("prompt_tokens")) or self.prompt_tokens
@@ -167,12 +168,15 @@ class Exchange:
 
 
 def _count(value: object) -> int:
-    """Return a number of tokens; 0 for what is none, which the sums could not hold."""
+    """Return a number of tokens; 0 for an invalid one, which would spoil the sums."""
     return value if type(value) is int and 0 <= value <= MAX_COUNT else 0
 
 
 def json_object(body: bytes) -> dict[str, Any] | None:
-    """Parse a JSON object; None for another body, NaN, lone surrogates and more than 200 levels, which some refuse."""
+    """Parse a JSON object; None for another body, and for NaN, lone surrogates and more than 200 levels.
+
+    Some parsers refuse those.
+    """
     try:
         content = from_json(body, allow_inf_nan=False)
     except ValueError:

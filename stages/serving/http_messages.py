@@ -22,22 +22,25 @@ NOT_PASSED_ON = frozenset(
         *("host", "date", "server", "origin", "expect"),
     }
 )
-"""Headers of one connection (RFC 9110, section 7.6.1), and of one server: without an origin, engines allow none."""
+"""Headers of one connection (RFC 9110, section 7.6.1), and of one server.
+
+`Origin` is among them since the proxy stands in for the client: an engine would check it against its allowed origins.
+"""
 NOT_SENT = frozenset(name.encode() for name in ("content-length", *NOT_PASSED_ON))
 
 
 def passed(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """Those that are for the other side."""
+    """Return the headers of an answer that are passed on to the client."""
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_PASSED_ON)
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Write the headers of a request that are for the other side, but for the length: it may have another body."""
+    """Write the headers of a request that are passed on; without the length, as the body may differ."""
     return b"".join(b"%b: %b\r\n" % header for header in headers if header[0].lower() not in NOT_SENT)
 
 
 async def body_of(request: web.BaseRequest, max_bytes: int) -> bytes | None:
-    """What was sent; None when it is too much."""
+    """Read a request's body; None if it is too large."""
     parts, size = [], 0
     async for part in request.content.iter_any():
         size += len(part)
@@ -48,6 +51,6 @@ async def body_of(request: web.BaseRequest, max_bytes: int) -> bytes | None:
 
 
 def error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    """As OpenAI's clients expect errors."""
+    """Return an error in the form that OpenAI's clients expect."""
     content: dict[str, Any] = {"error": {"message": message, "type": "ProxyError", "code": status}}
     return web.json_response(content, status=status, headers=headers)

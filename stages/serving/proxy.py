@@ -1,13 +1,14 @@
-"""The proxy in front of every server: the only door to an engine, whichever it is.
+"""The proxy in front of every server, the only way to an engine, and the thread in which it listens.
 
 Engines guard some of their routes with a key, and leave others open: vLLM's own key guards `/v1` only. So an engine
-listens where only the proxy is (`EngineAddress`), and the proxy, on the address that people are given, asks for the key
-on every path, passes on the routes of `ROUTES` alone, and bounds the size, the number and the time of requests.
-Answers pass as they are made. The engine behind it may be exchanged while requests are under way, or the model in it:
-people go on asking by the same name (`Naming`). A share of the requests may go to another one, a canary.
+listens where only the proxy is (`EngineAddress`), and the proxy, on the public address, asks for the key on every path,
+passes on the routes of `ROUTES` alone, and bounds the size, the number and the time of requests. Answers pass as they
+are made. The engine behind it may be exchanged while requests are under way, or the model in it: the public name stays
+(`Naming`). A share of the requests may go to another engine or model, a canary.
 
-It and its neighbours import nothing but their HTTP libraries, pydantic and Prometheus' client: in Kubernetes it runs
-in the engine's image (`proxy_program.py`).
+It runs in a thread, so that whatever ends this process ends the proxy, and no process, port or socket is left. It and
+its neighbours import nothing but their HTTP libraries, pydantic and Prometheus' client: in Kubernetes it runs in the
+engine's image (`proxy_program.py`).
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ ROUTES = {
     METRICS: "GET",
     VERSIONS: "GET",
 }
-"""Path → method. What else an engine answers (vLLM: `/collective_rpc`, `/tokenize`, …) never leaves its socket."""
+"""Path → method. An engine's other routes (vLLM: `/collective_rpc`, `/tokenize`, …) are not passed on."""
 MAX_BODY_BYTES = 32 * 2**20
 MAX_REQUESTS = 1024
-"""Under way at a time."""
+"""Largest number of requests under way."""
 API_KEY_VARIABLE = "VLLM_API_KEY"
 BODY_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 3600.0
@@ -68,33 +69,33 @@ HEALTH_TIMEOUT_S = 5.0
 VERSION_HEADER = "X-Lifecycle-Version"
 OF_ENGINE = Expected("the model server", 32 * 2**20, METRICS_TIMEOUT_S)
 TEXT_FORMAT = "text/plain; version=0.0.4"
-"""Of Prometheus; engines would answer to some in another."""
+"""Format of Prometheus' metrics; engines may answer some clients in another."""
 ERROR_EVENT = b'data: {"error"'
-"""What a stream begins with when vLLM's process that computes has ended."""
+"""Beginning of a stream after the end of vLLM's process that computes."""
 MAX_CONNECTIONS = 2048
 FILES_AT_A_TIME = 65_536
 IDLE_TIMEOUT_S = 60.0
-"""A connection that sends nothing, or no whole request, is closed."""
+"""Longest time for which a connection may send nothing, or no whole request."""
 LINGER_S = 2.0
-"""What a refused client goes on sending is read so long, or it might not see why it was refused."""
+"""Time for which a refused client's further data are read; else it might not see why it was refused."""
 
 
 class BrokenStreamError(Exception):
-    """An answer began with the error of an engine that ends."""
+    """An answer that began with the error of an engine that ends."""
 
 
 class Sampler(Protocol):
-    """Takes a share of the conversations."""
+    """Protocol of a sampler, which takes a share of the conversations."""
 
     def draws(self) -> bool:
-        """Whether the next one is to be taken."""
+        """Return whether to take the next conversation."""
 
     def take(self, exchange: Exchange, version: str) -> None:
-        """Take one that was answered whole, by that version. Returns at once."""
+        """Take a complete conversation, with the version that answered. Returns at once."""
 
 
 class Proxy:
-    """Answers requests, in the thread of one event loop; the other methods may be called from any thread."""
+    """HTTP proxy of an engine. It answers in one event loop's thread; other methods may be called from any thread."""
 
     def __init__(
         self,
@@ -103,7 +104,11 @@ class Proxy:
         sampler: Sampler | None = None,
         waiting: WaitingRoom | None = None,
     ):
-        """waiting: where requests wait for the next engine when one is gone; None where there will be none."""
+        """Prepare to answer.
+
+        sampler: takes conversations for a dataset.
+        waiting: where requests wait for the next engine when one is gone; None where there will be none.
+        """
         self.tallies, self.tallies_of_canary = Tallies(), Tallies()  # since this began, since the latest canary did
         self._backend = backend
         self._canary: Canary | None = None
@@ -115,9 +120,9 @@ class Proxy:
         self._connections: dict[Backend, EngineConnections] = {}
 
     def switch(self, backend: Backend) -> Backend:
-        """Send requests to another engine or model from now on; returns the one before, which may still have some.
+        """Send requests to another engine or model from now on; returns the former one, which may still have requests.
 
-        One that was a canary is none any more.
+        A canary that becomes the backend is no canary any more.
         """
         with self._lock:
             before, self._backend = self._backend, backend
@@ -128,7 +133,7 @@ class Proxy:
         return before
 
     def set_canary(self, canary: Canary | None) -> None:
-        """Send a share of the requests elsewhere from now on, or none. One that was before may still have some."""
+        """Send a share of the requests to a canary from now on, or to none. The former one may still have requests."""
         with self._lock:
             self._canary = canary
             self.tallies_of_canary = Tallies()
@@ -148,7 +153,7 @@ class Proxy:
             if body is None:
                 return error(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
             try:
-                # Of the whole answer: a client that stops reading would hold it for ever.
+                # This bounds the whole answer: else a client that stops reading would keep it open endlessly.
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
                     return await self._answered(request, body)
             except TimeoutError:
@@ -159,12 +164,12 @@ class Proxy:
             self._num_requests -= 1
 
     async def close(self) -> None:
-        """Close what is open to engines."""
+        """Close the idle connections to engines."""
         for connections in self._connections.values():
             connections.close()
 
     def side_by_side(self) -> dict[str, Any]:
-        """Who is served to whom, and what each version that was served has answered so far."""
+        """Return the champion, the challenger with its share, and the counts of each version that was served."""
         with self._lock:
             champion, canary = self._backend.version, self._canary
         challenger = canary.backend.version if canary else None
@@ -176,8 +181,8 @@ class Proxy:
         }
 
     def _refusal(self, request: web.BaseRequest) -> web.Response | None:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._bearer):
+        authorization = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(authorization, self._bearer):
             return error(401, "the API key is missing or wrong; send it as a bearer token")
         path = _path(request)
         if path not in ROUTES:
@@ -239,7 +244,7 @@ class Proxy:
         return backend is not self._backend
 
     async def _is_healthy(self, backend: Backend) -> bool:
-        """Ask an engine, but one that is known to be gone: another one may listen there by now."""
+        """Ask an engine for its health. One that is known to be gone is not asked: another may listen there by now."""
         if backend.is_gone:
             return False
         headers = header_lines([(b"Authorization", self._bearer)])
@@ -250,14 +255,14 @@ class Proxy:
         return False
 
     async def _is_left(self, backend: Backend) -> bool:
-        """Whether another engine is to answer, since one that answered with an error is a challenger's, or ends."""
+        """Return whether another engine should answer: an error came from a challenger, or from an engine that ends."""
         is_challenger = backend is not self._backend
         return is_challenger or (self._waiting is not None and not await self._is_healthy(backend))
 
     async def _observed(
         self, request: web.BaseRequest, body: bytes, asked: dict[str, Any] | None, backend: Backend
     ) -> web.StreamResponse:
-        """Pass a request on, and count what becomes of it."""
+        """Pass a request on, and count its outcome."""
         is_post = request.method == "POST"
         if is_post and (naming := backend.naming):
             if asked is None or asked.get("model") != naming.public:
@@ -281,7 +286,7 @@ class Proxy:
     async def _passed_on(
         self, request: web.BaseRequest, body: bytes, backend: Backend, exchange: Exchange | None = None
     ) -> web.StreamResponse:
-        """Raises EngineGoneError while the client has got nothing yet."""
+        """Pass a request on. Raises EngineGoneError while the client has got nothing yet."""
         response: web.StreamResponse | None = None
         try:
             connections, headers = self._connections_to(backend), header_lines(request.raw_headers)
@@ -313,7 +318,7 @@ class Proxy:
         backend: Backend,
         exchange: Exchange | None,
     ) -> None:
-        """Send each part of an answer as it comes, the last together with the end."""
+        """Send each part of an answer as it arrives, the last together with the end."""
         part, is_last = b"", False
         while not is_last:
             chunk = await answer.part()
@@ -330,7 +335,7 @@ class Proxy:
         await response.write_eof(part)
 
     async def _metrics(self) -> str:
-        """Our own counts, and the metrics of every engine that is asked, each line with its version."""
+        """Return our own counts, and the metrics of every engine, each line with its version."""
         with self._lock:
             backends = [self._backend, *([self._canary.backend] if self._canary else [])]
         by_address: dict[EngineAddress, list[ServedVersion]] = {}
@@ -339,8 +344,8 @@ class Proxy:
                 by_address.setdefault(backend.address, []).append(backend.version)
         engines = []
         for address, versions in by_address.items():  # adapters share an engine, which counts them together
-            backend = next(one for one in backends if one.address == address)
-            together = ServedVersion(versions[0].model, ",".join(one.version for one in versions))
+            backend = next(backend for backend in backends if backend.address == address)
+            together = ServedVersion(versions[0].model, ",".join(served.version for served in versions))
             engines.append((together, await self._metrics_of(backend)))
         return labelled(engines) + self.tallies.as_text()
 
@@ -363,12 +368,12 @@ class Proxy:
 
 
 def _path(request: web.BaseRequest) -> str:
-    """As it is passed on: an engine may decode it in another way."""
+    """Return the raw path: an engine may decode it differently."""
     return request.raw_path.partition("?")[0]
 
 
 def _begun(answer: EngineConnection, version: ServedVersion | None) -> web.StreamResponse:
-    """Status and headers of an engine's answer."""
+    """Return a response with the status and headers of an engine's answer."""
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed(answer.headers))
     if version:
         response.headers[VERSION_HEADER] = version.version
@@ -386,7 +391,7 @@ async def _whole(answer: EngineConnection) -> bytes:
 
 
 async def _models(answer: EngineConnection, naming: Naming) -> web.Response:
-    """Answer with the list of models as people may know it."""
+    """Answer with the list of models under their public names."""
     try:
         listed = OF_ENGINE.parsed(await _whole(answer), Models[dict[str, Any]]).data
     except ServerError as wrong:
@@ -397,8 +402,10 @@ async def _models(answer: EngineConnection, naming: Naming) -> web.Response:
 
 @contextmanager
 def listening(proxy: Proxy, public: socket.socket, last_answers_s: float = 1.0) -> Iterator[None]:
-    """Answer on `public`, a listening socket, which is closed in the end; then, answers under way get some more
-    seconds."""
+    """Answer on `public`, a listening socket, in a thread; in the end, the socket is closed.
+
+    last_answers_s: time in the end for answers under way.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < FILES_AT_A_TIME:  # usually 1,024; a request takes two
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, FILES_AT_A_TIME), hard))
@@ -439,7 +446,7 @@ async def _answer_until(
 
 
 class _Connection(web.RequestHandler):
-    """Refuses what is no HTTP without its text: a malformed line may hold a key, and aiohttp logs it."""
+    """Connection that refuses other data than HTTP, without logging its text as aiohttp does: it may hold a key."""
 
     def handle_error(
         self,
@@ -457,7 +464,10 @@ class _Connection(web.RequestHandler):
 
 
 class _BoundedServer(web.Server):
-    """Closes connections that are too many. Not before they are made: of many at once, none would count yet."""
+    """Server that closes connections beyond the limit.
+
+    Only once they are made: of many at the same time, none would count yet.
+    """
 
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)

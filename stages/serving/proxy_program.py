@@ -1,8 +1,8 @@
-"""The proxy as a program, for the pod of a server: `python -m stages.serving.proxy_program SOCKET PORT`.
+"""Program that runs the proxy in the pod of a server: `python -m stages.serving.proxy_program SOCKET PORT`.
 
-It answers on every address of the pod, until SIGTERM; the engine listens on SOCKET. While kubelet starts that again,
-requests wait. The API key is VLLM_API_KEY. Beside the socket it holds a lock to its end, by which others know when the
-engine is not needed any more.
+It answers on every address of the pod, until SIGTERM; the engine listens on SOCKET. While kubelet restarts the engine,
+requests wait. The API key is VLLM_API_KEY. It holds a lock beside the socket until it ends, by which others know when
+the engine is not needed any more.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from stages.serving.waiting import WaitingRoom
 
 LOCK_NAME = "proxy.lock"
 LAST_ANSWERS_TIMEOUT_S = 600.0
-"""Long answers take minutes; without any under way, it ends at once."""
+"""Time for answers under way after SIGTERM: long ones take minutes. Without any, it ends at once."""
 
 
 def main() -> None:
-    """Answer until SIGTERM; then, answers under way are given to the end."""
+    """Answer until SIGTERM; answers under way then are completed."""
     engine = Backend(EngineAddress(Path(sys.argv[1])))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

@@ -1,7 +1,7 @@
-"""Counts what the proxy has answered, by version: for Prometheus, and for people who compare two versions.
+"""Counts of the proxy's answers by version, for Prometheus, and for people who compare two versions.
 
-Lines of the engines' own metrics get the same two labels, `lifecycle_model` and `lifecycle_version`, so that a panel
-of one dashboard shows a champion and its challenger, whichever engine serves them.
+Lines of the engines' own metrics get the same two labels, `lifecycle_model` and `lifecycle_version`, so that a panel of
+one dashboard shows a champion and its challenger, whichever engine serves them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from stages.serving.exchange import Exchange
 LABELS = ("lifecycle_model", "lifecycle_version")
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
 NUM_LATENCIES = 10_000
-"""The latest, of which the quantiles are."""
+"""Number of the latest answers from which quantiles are computed."""
 SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?P<brace>\{)?")
 COMMENT = re.compile(r"# (?:HELP|TYPE) (?P<name>\S+)")
 
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """Of a registered model, or of an artifact."""
+    """Version of a registered model, or of an artifact."""
 
     model: str
     version: str
@@ -38,7 +38,10 @@ class ServedVersion:
 
 @dataclass
 class Tally:
-    """Of one version. latencies_s: of answers without error, from a request's arrival to the answer's last byte."""
+    """Counts of one version.
+
+    latencies_s: of answers without error, from a request's arrival to the answer's last byte.
+    """
 
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
@@ -54,11 +57,11 @@ class Tally:
 
     @property
     def num_errors(self) -> int:
-        """Those that the server is to blame for."""
+        """Number of errors of the server (5xx)."""
         return sum(count for (_, status), count in [*self.statuses.items()] if status >= 500)
 
     def count(self, route: str, exchange: Exchange, seconds: float) -> None:
-        """Add a request and its answer."""
+        """Count a request and its answer."""
         self.statuses[route, exchange.status] += 1
         self.finish_reasons.update(exchange.finish_reasons)
         self.prompt_tokens += exchange.prompt_tokens
@@ -69,7 +72,7 @@ class Tally:
             self.latencies_s.append(seconds)
 
     def latency_s(self, percent: int) -> float | None:
-        """A percentile of the latest answers; None of less than two."""
+        """Return a percentile of the latest answers; None for fewer than two."""
         latencies_s = [*self.latencies_s]
         if len(latencies_s) < 2:
             return None
@@ -77,7 +80,7 @@ class Tally:
 
 
 class Tallies(Collector):
-    """Of all versions that were served."""
+    """Counts of all versions that were served."""
 
     def __init__(self) -> None:
         self._tallies: dict[ServedVersion, Tally] = {}
@@ -85,11 +88,11 @@ class Tallies(Collector):
         self._registry.register(self)
 
     def of(self, version: ServedVersion) -> Tally:
-        """That of a version, which is empty at first."""
+        """Return the counts of a version, which are empty at first."""
         return self._tallies.setdefault(version, Tally())
 
     def side_by_side(self) -> list[dict[str, Any]]:
-        """Of each version, what people compare. Durations in seconds."""
+        """Return the figures of each version that people compare. Durations in seconds."""
         return [
             {
                 "model": version.model,
@@ -106,7 +109,7 @@ class Tallies(Collector):
         ]
 
     def as_text(self) -> str:
-        """In Prometheus' text format."""
+        """Return the counts in Prometheus' text format."""
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterable[Metric]:
@@ -141,8 +144,10 @@ def _cumulative(buckets: Counter[float]) -> Iterator[tuple[str, float]]:
 
 
 def labelled(engines: Iterable[tuple[ServedVersion, str]]) -> str:
-    """Metrics of several engines as one text, each line with its version. Families are kept together, as the format
-    asks: of each, the comments of the first engine that has it, and the samples of all.
+    """Join the metrics of several engines to one text, each line with its version.
+
+    Families are kept together, as the format requires: of each, the comments of the first engine that has it, and the
+    samples of all.
     """
     comments: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}

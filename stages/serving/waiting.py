@@ -1,7 +1,7 @@
-"""Requests that wait while no engine answers, as they do while the engine of a champion is started again.
+"""Requests that wait while no engine answers, as they do while a champion's engine is started again.
 
-They wait for a bounded time, with bodies of a bounded size together. A request of whose answer nothing was sent is
-asked again of the next engine; not endlessly, since it may be what the engines die of.
+They wait for a bounded time, with bodies of a bounded size together. A request of whose answer nothing was sent is sent
+to the next engine; not endlessly, since it may be what the engines die of.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from stages.serving.http_messages import error
 MAX_WAIT_S = 120.0
 MAX_WAITING_BYTES = 256 * 2**20
 MAX_ENGINES = 3
-"""Engines that may die while they have the same request."""
+"""Number of engines that may die while they have the same request."""
 RETRY_AFTER_S = 10
 LOOK_INTERVAL_S = 1.0
 PAUSE_S = 0.1
 
 
 class EngineGoneError(Exception):
-    """No answer of an engine has begun, so another one may be asked. was_sent: whether it may have got the request."""
+    """An engine ended before its answer began, so another one may be asked.
+
+    was_sent: whether it may have got the request.
+    """
 
     def __init__(self, message: str, *, was_sent: bool = True):
         super().__init__(message)
@@ -33,7 +36,7 @@ class EngineGoneError(Exception):
 
 
 class WaitingRoom:
-    """Bounds what all waiting requests hold, and wakes them. In one event loop, but for `wake`."""
+    """Waiting requests, their total size, and the event that wakes them. For one event loop, but for `wake`."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -41,12 +44,12 @@ class WaitingRoom:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def visit(self, num_bytes: int) -> Visit:
-        """Return what a request waits by. num_bytes: of its body."""
+        """Return the waiting of one request. num_bytes: size of its body."""
         self._loop = asyncio.get_running_loop()
         return Visit(self, num_bytes)
 
     def wake(self) -> None:
-        """Have all waiting requests look whether there is another engine. May be called from any thread."""
+        """Make all waiting requests look for another engine. May be called from any thread."""
         if self._loop:
             self._loop.call_soon_threadsafe(self._wake)
 
@@ -56,7 +59,7 @@ class WaitingRoom:
 
 
 class Visit:
-    """A request's patience, which is one for all the engines that it is asked of."""
+    """The waiting of one request, with one limit of time for all engines that it is sent to."""
 
     def __init__(self, room: WaitingRoom, num_bytes: int):
         self._room = room
@@ -67,10 +70,11 @@ class Visit:
     async def wait(
         self, gone: EngineGoneError, is_replaced: Callable[[], bool], is_healthy: Callable[[], Awaitable[bool]]
     ) -> web.Response | None:
-        """Wait until an engine may be asked again; returns the error to answer with when that is not to be.
+        """Wait until an engine may be asked again; returns an error to answer with if that does not happen.
 
-        gone: what became of the engine that was asked. is_replaced: whether there is another one by now. is_healthy:
-        whether that one itself answers: after all, or again.
+        gone: why the engine that was asked did not answer.
+        is_replaced: returns whether there is another engine by now.
+        is_healthy: returns whether that engine itself answers, after all or again.
         """
         self._num_engines += gone.was_sent
         if self._num_engines >= MAX_ENGINES:
@@ -100,5 +104,5 @@ class Visit:
 
 
 def not_served(why: str) -> web.Response:
-    """Answer that there is no engine now, but will be."""
+    """Return an error that there is no engine now, but will be."""
     return error(503, why, {"Retry-After": str(RETRY_AFTER_S)})
