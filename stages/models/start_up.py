@@ -16,7 +16,7 @@ AUTO_FACTORY = "transformers.models.auto.auto_factory"
 
 def hide_unused_packages() -> None:
     """Have Transformers take scikit-learn, SciPy and torchao for missing, so that models do not import them, for over a
-    second each.
+    second each; and do without the docstrings that it writes for models, up to a second.
 
     It uses them for assisted generation, for losses of object detection and for weights that torchao has quantized.
     Everybody else finds them as before.
@@ -27,18 +27,18 @@ def hide_unused_packages() -> None:
         ("torchao", import_utils.is_torchao_available),
     ):
         _remember_missing(name, is_available)
+    utils.auto_docstring = _undocumented
+    _import_names_of_models()
 
 
 def start_training_quickly() -> None:
-    """Hide unused packages, accelerate among them, and do without the docstrings that Transformers gives to models.
+    """Hide unused packages, accelerate among them.
 
     Transformers uses accelerate to spread a model over devices by `device_map`, which training does itself; PEFT finds
-    it as before. Together they are a third of what a training of few steps takes.
+    it as before. Together this is a third of what a training of few steps takes.
     """
     hide_unused_packages()
     _remember_missing("accelerate", import_utils.is_accelerate_available)
-    utils.auto_docstring = _undocumented
-    _import_names_of_models()
 
 
 def _import_names_of_models() -> None:
