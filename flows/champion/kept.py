@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from flows.champion import champions
-from flows.servers.supervisor import DESCRIPTOR, Kept, keep
+from flows.servers.kept_commands import DESCRIPTOR, Kept
+from flows.servers.supervisor import keep
 from stages.core.supervisor import TOKEN_VARIABLE
 from stages.serving.config import ServeExecution
 from stages.serving.proxy import API_KEY_VARIABLE

@@ -27,7 +27,9 @@ from flows.ledger.home import home
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import RunningRefreshes
 from flows.servers import copied, supervisor
+from flows.servers.kept_commands import Kept, Plan
 from flows.servers.key import KEY_FILE_VARIABLE, USER, client_settings, key_file, make_key
+from flows.servers.lock import Lock
 from flows.servers.ports import listener
 from flows.servers.programs import (
     KEY_VARIABLE,
@@ -40,7 +42,6 @@ from flows.servers.programs import (
     ServerProgram,
 )
 from flows.servers.records import ServerRecord, host_of, is_unsettled_copy, read_records, write_records
-from flows.servers.supervisor import Kept, Lock, Plan
 from stages.core.errors import ServerError
 from stages.core.lines import say
 from stages.core.redaction import quoted

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.servers.supervisor import DESCRIPTOR
+from flows.servers.kept_commands import DESCRIPTOR
 
 LOOPBACK = "127.0.0.1"
 NO_TELEMETRY = {

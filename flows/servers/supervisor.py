@@ -1,191 +1,44 @@
-"""Keeps commands alive: the local servers and the worker of a home, or the proxy of a served champion.
+"""Program that keeps commands alive: the servers and the worker of a home, or the proxy of a served champion.
 
     python -m flows.servers.supervisor DESCRIPTOR
 
 DESCRIPTOR is a file in memory that holds a `Plan` as JSON: environments hold secrets, which must lie on no disk. The
 supervisor imports the standard library alone, since it stays for as long as the machine runs.
 
-It holds the listening socket of each command (`Kept`). When a command dies, clients wait in the socket's queue until
-its successor answers, instead of being refused. A command that lives, but does not answer, is killed.
+It holds the listening socket of each command (`kept_commands.py`). When a command dies, clients wait in the socket's
+queue until its successor answers, instead of being refused. A command that lives, but does not answer, is killed.
 
-The supervisor of a home holds a lock (`Lock`) that the kernel releases when it dies; `lifecycle up` and `down` ask it
-to hand over what it keeps, and to end. `keep` turns a process into the supervisor of one command.
+The supervisor of a home holds a lock (`lock.py`) that the kernel releases when it dies; `lifecycle up` and `down` ask
+it to hand over what it keeps, and to end. `keep` turns a process into the supervisor of one command.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import json
 import os
 import selectors
-import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import NoReturn
 
-from stages.core.supervisor import (
-    TOKEN_VARIABLE,
-    die_with_parent,
-    end_processes,
-    marked_processes,
-    send,
-    started_ticks,
-)
+from flows.servers.kept_commands import SYSTEMD_VARIABLES, Kept, Plan
+from flows.servers.lock import Holder, is_of_this_user, supervisor_folder, this_machine
+from flows.servers.logs import open_log, rotate, say
+from stages.core.supervisor import TOKEN_VARIABLE, end_processes, send
 
-DESCRIPTOR = "{descriptor}"
-"""In a command, stands for the number of the descriptor of the listening socket."""
 LOOK_EVERY_S = 1.0
 MAX_FAILURES = 6
 """Questions in a row without a good answer. Seconds alone would kill what is well after the supervisor was held up."""
 ANSWER_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 0.2
-START_TIMEOUT_S = 300.0
 LIVED_S = 60.0
 """A command that has lived so long, and answered, has not died again and again."""
 LONGEST_PAUSE_S = 60.0
-HAND_OVER_TIMEOUT_S = 5.0
-LOG_BYTES, NUM_LOGS = 10 * 2**20, 5
-SYSTEMD_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-
-
-@dataclass
-class Kept:
-    """A command that is kept alive, with its listening socket.
-
-    command: `{descriptor}` in it becomes the number of the inherited descriptor of the socket, which listens already.
-    environment: the whole environment, with a token of its own as TOKEN_VARIABLE.
-    folder: where the command runs; empty: where the supervisor does.
-    port: where it is asked for `health_path`: any HTTP answer below 500 counts as alive.
-    needs: name of another command. While that does not answer, or is not kept here, an answer of 500 and above counts
-        as alive, too: the worker says 503 while Prefect is away.
-    hung_after_s: seconds without an answer after which a command that has answered once is killed; it is asked six
-        times in them.
-    start_timeout_s: seconds until its first answer.
-    log: file for stdout and stderr, which grows and is rotated; empty: those of the supervisor.
-    spares_children: whether processes that the command started outlive its death and go on.
-    dies_with_us: whether the kernel kills the command when the supervisor dies.
-    descriptor: its listening socket in this process; None: none yet.
-    pid, started_ticks: its living process, as `/proc` shows it; None: it is to be started.
-    deaths: how often it died in a row.
-    """
-
-    name: str
-    command: list[str]
-    environment: dict[str, str]
-    port: int
-    health_path: str
-    folder: str = ""
-    needs: str = ""
-    hung_after_s: float = 60.0
-    start_timeout_s: float = START_TIMEOUT_S
-    log: str = ""
-    host: str = "127.0.0.1"
-    spares_children: bool = False
-    dies_with_us: bool = False
-    descriptor: int | None = None
-    pid: int | None = None
-    started_ticks: int | None = None
-    deaths: int = 0
-
-    def start(self) -> None:
-        """Start it. Raises OSError."""
-        if self.descriptor is None:
-            self.descriptor = socket.create_server((self.host, self.port), backlog=2048).detach()
-        with self._output() as output:
-            process = subprocess.Popen(
-                [part.replace(DESCRIPTOR, str(self.descriptor)) for part in self.command],
-                pass_fds=(self.descriptor,),
-                env={name: value for name, value in self.environment.items() if name not in SYSTEMD_VARIABLES},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if self.log else None,
-                cwd=self.folder or None,
-                start_new_session=True,
-                preexec_fn=die_with_parent if self.dies_with_us else None,
-            )
-        process.returncode = 0  # it is waited for by number, whoever started it
-        self.pid, self.started_ticks = process.pid, started_ticks(process.pid)
-
-    def alive(self) -> bool:
-        """Whether its process runs."""
-        ticks = started_ticks(self.pid) if self.pid else None
-        return ticks is not None and ticks == self.started_ticks
-
-    def kill(self) -> None:
-        """SIGKILL to its process, if it runs."""
-        if self.pid and self.alive():
-            os.kill(self.pid, signal.SIGKILL)
-
-    def relatives(self) -> list[int]:
-        """Processes left by it that must end before it starts again: of one that spares its children, itself alone."""
-        marked = marked_processes(self.environment[TOKEN_VARIABLE])
-        return [pid for pid in marked if not self.spares_children or self._runs(pid)]
-
-    def _runs(self, pid: int) -> bool:
-        """Whether a process runs this command: the worker that a dead supervisor started last is on no record."""
-        fixed = [part for part in self.command if DESCRIPTOR not in part]
-        with contextlib.suppress(OSError):
-            return set(fixed) <= set(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
-        return False
-
-    @contextlib.contextmanager
-    def _output(self) -> Iterator[int]:
-        if not self.log:
-            yield sys.stdout.fileno()
-            return
-        with open_log(Path(self.log)) as log:
-            log.write(f"--- {_now()} {self.name} starts\n".encode())
-            log.flush()
-            yield log.fileno()
-
-
-@dataclass
-class Plan:
-    """All that a supervisor keeps.
-
-    home: of the servers that it keeps; empty: it keeps a command in the foreground, as `keep` says.
-    lock: the descriptor of the home's lock.
-    """
-
-    kept: list[Kept] = field(default_factory=list)
-    home: str = ""
-    lock: int | None = None
-
-    def descriptors(self) -> list[int]:
-        """What a process needs to go on with it."""
-        sockets = [one.descriptor for one in self.kept]
-        return [descriptor for descriptor in (self.lock, *sockets) if descriptor is not None]
-
-    def release(self) -> None:
-        """Close the lock, and with it all that it kept from others."""
-        if self.lock is not None:
-            os.close(self.lock)
-            self.lock = None
-
-    def in_memory(self) -> int:
-        """A descriptor from which it can be read, and which no other program sees."""
-        descriptor = os.memfd_create("plan")
-        with open(descriptor, "w", encoding="utf-8", closefd=False) as stream:
-            json.dump(asdict(self), stream)
-        return descriptor
-
-    @classmethod
-    def read(cls, descriptor: int) -> Plan:
-        """What `in_memory` has written; the descriptor is closed."""
-        with open(descriptor, encoding="utf-8") as stream:
-            stream.seek(0)
-            content = json.load(stream)
-        return cls(**{**content, "kept": [Kept(**one) for one in content["kept"]]})
 
 
 def keep(kept: Kept, public: socket.socket) -> NoReturn:
@@ -211,7 +64,7 @@ def become(plan: Plan) -> NoReturn:
 
 def start(plan: Plan) -> None:
     """Start the supervisor of a home beside this process, whose end it does not notice."""
-    folder = _folder(plan.home)
+    folder = supervisor_folder(plan.home)
     plan_descriptor = plan.in_memory()
     hidden = (*SYSTEMD_VARIABLES, TOKEN_VARIABLE)
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -234,164 +87,16 @@ def start(plan: Plan) -> None:
 _COMMAND = [sys.executable, "-m", "flows.servers.supervisor"]
 
 
-# ---------------------------------------------------------------------------------------- one supervisor of a home
-
-
-def _folder(home: str | Path) -> Path:
-    """Where the lock and the log of a home's supervisor are."""
-    return Path(home) / "supervisor"
-
-
-class Lock:
-    """The lock of a home's supervisor. In it is where the one that holds it is found."""
-
-    def __init__(self, home: Path):
-        self.path = _folder(home) / "lock"
-
-    def holder(self) -> int | None:
-        """Process id of the supervisor that runs, on this machine; None when none does."""
-        try:
-            with self.path.open("rb") as stream:
-                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return None
-        except BlockingIOError:
-            found = self._holder()
-            return found.pid if found else None
-        return None
-
-    def take(self) -> Plan | None:
-        """The lock, and what the supervisor kept that held it, if one did: it ends. One that hangs is killed.
-
-        None when it is held elsewhere: on another machine, or in another container.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if self._acquire(descriptor, 0.0):
-            return Plan(lock=descriptor)
-        handed = Plan()
-        if holder := self._holder():
-            try:
-                handed = _ask_to_hand_over(holder.address)
-            except OSError:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(holder.pid, signal.SIGKILL)
-        if self._acquire(descriptor, HAND_OVER_TIMEOUT_S):
-            handed.lock = descriptor
-            return handed
-        os.close(descriptor)
-        return None
-
-    def _acquire(self, descriptor: int, patience_s: float) -> bool:
-        end_s = time.monotonic() + patience_s + 0.2  # a look by `holder` takes it for a moment
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.ftruncate(descriptor, 0)  # in a copied home, the supervisor of the original is named there
-                return True
-            if time.monotonic() > end_s:
-                return False
-            time.sleep(0.02)
-
-    def _holder(self) -> _Holder | None:
-        """Who holds it, if that is a process of ours to see."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            holder = _Holder(**json.loads(self.path.read_text()))
-            command = Path(f"/proc/{holder.pid}/cmdline").read_bytes()
-            if holder.machine == _machine() and b"flows.servers.supervisor" in command:
-                return holder
-        return None
-
-
-@dataclass
-class _Holder:
-    """Content of the lock's file: where a supervisor is found. address: of its socket, abstract, in hex."""
-
-    pid: int
-    address: str
-    machine: str
-
-    def note(self, lock: int) -> None:
-        """Write it to the file of a lock that is held."""
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, json.dumps(asdict(self)).encode(), 0)
-
-
-def _machine() -> str:
-    """Tells machines apart that share a home, and containers, each with processes of its own."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
-
-
-def _ask_to_hand_over(address: str) -> Plan:
-    """The plan of a supervisor, with its sockets, after which it ends. Raises OSError."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(HAND_OVER_TIMEOUT_S)
-        connection.connect(bytes.fromhex(address))
-        if not _is_ours(connection):
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "a process of another user")
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 64)
-    if not descriptors:
-        raise ConnectionResetError(errno.ECONNRESET, "handed nothing over")
-    plan = Plan.read(descriptors[0])
-    sockets = iter(descriptors[1:])
-    for one in plan.kept:
-        if one.descriptor is not None:
-            one.descriptor = next(sockets)
-    plan.lock = None
-    return plan
-
-
-def _is_ours(connection: socket.socket) -> bool:
-    """Whether the process at the other end is this user's."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
-
-
-# ------------------------------------------------------------------------------------------------------------- logs
-
-
-def open_log(path: Path) -> BinaryIO:
-    """A log to append to, which was rotated if it was long."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rotate(path)
-    return path.open("ab")
-
-
-def rotate(path: Path) -> None:
-    """Move a log of more than 10 MiB to `.1`, `.1` to `.2` and so on; the fifth is dropped.
-
-    It is copied and cut, since a program may be writing to it: it appends, and goes on at the new end. Lines that it
-    writes between the two are lost.
-    """
-    with contextlib.suppress(OSError):  # a full disk, say: the log stays, and so does the program
-        if path.stat().st_size <= LOG_BYTES:
-            return
-        former = [path.with_name(f"{path.name}.{number}") for number in range(1, NUM_LOGS)]
-        for older, old in reversed(list(zip(former[1:], former[:-1], strict=True))):
-            if old.exists():
-                old.replace(older)
-        try:
-            shutil.copyfile(path, former[0])
-        except OSError:
-            former[0].unlink(missing_ok=True)
-            raise
-        os.truncate(path, 0)
-
-
-# ---------------------------------------------------------------------------------------------------------- systemd
-
-
 def notify(state: str) -> None:
-    """Say something to systemd, where it started this process as a service of `Type=notify`."""
+    """Send a state to systemd if it started this process as a service of `Type=notify`."""
     if address := os.environ.get("NOTIFY_SOCKET"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
             connection.settimeout(0.2)  # its queue is full, should systemd be held up
             connection.sendto(state.encode(), f"\0{address[1:]}" if address[0] == "@" else address)
 
 
-# ------------------------------------------------------------------------------------------------------ the program
 class Supervisor:
-    """Keeps what a plan says, until it is stopped or hands over."""
+    """Event loop that keeps the commands of a plan alive until it is stopped or hands them over."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -406,7 +111,7 @@ class Supervisor:
             self._listen_to_successor(plan.lock)
 
     def run(self) -> int:
-        """Returns the exit code to end with."""
+        """Run until the end; return the exit code to end with."""
         while not self.num_stop_requests:
             for one in self.running:
                 one.look()
@@ -414,7 +119,7 @@ class Supervisor:
                 self.is_ready = True
                 notify("READY=1")
             if self.plan.home:
-                rotate(_folder(self.plan.home) / "server.log")
+                rotate(supervisor_folder(self.plan.home) / "server.log")
             elif failed := [one.exit_code for one in self.running if one.kept.deaths and not one.has_ever_answered]:
                 return _shell_code(failed[0])
             self._wait(min([LOOK_EVERY_S, *(one.pause_s() for one in self.running)]))
@@ -424,15 +129,15 @@ class Supervisor:
         return self._stop_home() if self.plan.home else self._stop_commands()
 
     def finds_home(self) -> bool:
-        """Whether the home is where it was; it may have been moved, and another one, such as its copy, be there now."""
+        """Return whether the home is still where it was. Another one, such as its copy, may be there now."""
         return _inode(self.plan.home) == self._home_inode
 
     def answers(self, name: str) -> bool:
-        """Whether a command of this name is kept here, and answered when it was asked last."""
+        """Return whether a command of this name is kept here and gave a good answer the last time."""
         return any(one.answers for one in self.running if one.kept.name == name)
 
     def record(self, kept: Kept) -> None:
-        """Have the home's records say which process it is, and how often it died in a row."""
+        """Write the process of a command, and how often it died in a row, into the home's records."""
         if self.plan.home and self.finds_home():
             arguments = [kept.name, str(kept.pid or 0), str(kept.deaths)]
             # In a process of its own: records are read and written by a library of 15 MB.
@@ -446,7 +151,7 @@ class Supervisor:
         return {**inherited, "LIFECYCLE_HOME": self.plan.home}
 
     def _wait(self, timeout_s: float) -> None:
-        """Sleep until there is something to do. systemd is told each time that we live."""
+        """Sleep until there is something to do, then inform systemd's watchdog that this process lives."""
         for key, _ in self.selector.select(timeout_s):
             key.data()
         if "WATCHDOG_USEC" in os.environ:
@@ -467,13 +172,13 @@ class Supervisor:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind("")  # the kernel picks an abstract address: no file that would be left
         listener.listen()
-        _Holder(os.getpid(), listener.getsockname().hex(), _machine()).note(lock)
+        Holder(os.getpid(), listener.getsockname().hex(), this_machine()).note(lock)
         self.selector.register(listener, selectors.EVENT_READ, lambda: self._hand_over(listener))
 
     def _hand_over(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
-            if not _is_ours(connection):
+            if not is_of_this_user(connection):
                 return
             sockets = [one.descriptor for one in self.plan.kept if one.descriptor is not None]
             with contextlib.suppress(OSError):
@@ -484,7 +189,7 @@ class Supervisor:
                     self.plan.release()
 
     def _stop_home(self) -> int:
-        """What `lifecycle down` does; it asks us to hand over first."""
+        """Run `lifecycle down`, which first asks this process to hand over."""
         command = [sys.executable, "-c", "from flows.cli.main import main; main(['down'])"]
         stopping = subprocess.Popen(command, env=self._environment())
         while stopping.poll() is None:
@@ -503,7 +208,7 @@ class Supervisor:
 
 
 class _Running:
-    """A command that is kept, and what is known of its process.
+    """State of a kept command and its process.
 
     has_answered: since it was started last.
     """
@@ -520,7 +225,7 @@ class _Running:
         self._start_at_s: float | None = None if kept.pid else self._began_s
 
     def look(self) -> None:
-        """Do what is to be done now."""
+        """Start it, ask it, kill it or note its death, if that is due now."""
         now_s = time.monotonic()
         if self._start_at_s is not None:
             if now_s >= self._start_at_s:
@@ -541,13 +246,13 @@ class _Running:
             rotate(Path(self.kept.log))
 
     def pause_s(self) -> float:
-        """Seconds until there is something to do."""
+        """Return the seconds until `look` has something to do."""
         if self._start_at_s is not None:
             return max(0.0, self._start_at_s - time.monotonic())
         return min(LOOK_EVERY_S, self._interval_s)
 
     def is_alive(self) -> bool:
-        """Whether its process runs; reaps it."""
+        """Return whether its process runs; reap it if it has ended."""
         if self.kept.alive():
             return True
         if self.kept.pid:
@@ -593,7 +298,7 @@ class _Running:
             self._supervisor.record(self.kept)
 
     def _ask(self, now_s: float) -> None:
-        """Ask whether it is healthy, and wait for the answer in the supervisor's loop."""
+        """Send a health check; the supervisor's loop takes the answer."""
         if self._connection and now_s - self._asked_s > min(ANSWER_TIMEOUT_S, self._interval_s):
             self._stop_asking()
             self._note_answer(b"")
@@ -636,16 +341,6 @@ class _Running:
             self._connection = None
 
 
-def say(text: str) -> None:
-    """Write a line to the log; a full disk ends nothing."""
-    with contextlib.suppress(OSError):
-        print(f"{_now()} {text}", flush=True)
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(" ", "seconds")
-
-
 def _in_words(exit_code: int | None) -> str:
     if exit_code is None:
         return "has died"
@@ -663,7 +358,7 @@ def _shell_code(exit_code: int | None) -> int:
 
 
 def main() -> None:
-    """Keep what the plan says; with --detach, in a process of its own, whose parent is none of ours."""
+    """Keep the commands of the plan alive; with --detach, in a new process that is no child of the caller."""
     plan = Plan.read(int(sys.argv[1]))
     for descriptor in plan.descriptors():
         os.set_inheritable(descriptor, False)

@@ -11,7 +11,7 @@ import os
 import uuid
 from pathlib import Path
 
-from flows.servers.supervisor import Lock
+from flows.servers.lock import Lock
 from stages.core.supervisor import living_processes, marked_processes
 
 MARK_VARIABLE = "FAULT_TESTS"

@@ -28,7 +28,7 @@ from refreshes import (
 )
 from worker_home import STAND_IN
 
-from flows.servers.supervisor import Lock
+from flows.servers.lock import Lock
 from stages.core.errors import RefreshStoppedError, ResourceError, ServerError
 from stages.core.supervisor import marked_processes, started_ticks
 

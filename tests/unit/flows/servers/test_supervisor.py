@@ -17,10 +17,13 @@ from pathlib import Path
 import pytest
 
 from flows.ledger.process_identity import ProcessIdentity
-from flows.servers import local, supervisor
+from flows.servers import local, logs, supervisor
+from flows.servers import lock as lock_module
+from flows.servers.kept_commands import DESCRIPTOR, Kept, Plan
+from flows.servers.lock import Lock
+from flows.servers.logs import rotate
 from flows.servers.ports import listener
 from flows.servers.records import ServerRecord, write_records
-from flows.servers.supervisor import Kept, Lock, Plan, rotate
 from stages.core.supervisor import TOKEN_VARIABLE, marked_processes, started_ticks
 
 PATIENCE_S = 20.0
@@ -40,7 +43,8 @@ server.serve_forever()
 FAILING = "raise SystemExit(5)"
 KEEPER = """
 import socket, sys, json
-from flows.servers.supervisor import Kept, keep
+from flows.servers.kept_commands import Kept
+from flows.servers.supervisor import keep
 keep(Kept(**json.load(sys.stdin)), socket.socket(fileno=int(sys.argv[1])))
 """
 
@@ -65,7 +69,7 @@ def ask(port):
 
 
 def kept(folder, port, program=SERVER, **fields):
-    command = [sys.executable, "-c", program, supervisor.DESCRIPTOR]
+    command = [sys.executable, "-c", program, DESCRIPTOR]
     environment = {**os.environ, "KEY": "secret", TOKEN_VARIABLE: os.urandom(16).hex()}
     return Kept("server", command, environment, port, "/", folder=str(folder), **fields)
 
@@ -237,7 +241,7 @@ def supervised(tmp_path):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(supervisor, "HAND_OVER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(lock_module, "HAND_OVER_TIMEOUT_S", 0.5)
 
 
 def test_a_supervisor_hands_over_what_it_keeps_and_the_successor_adopts_it(tmp_path):
@@ -336,7 +340,7 @@ def test_status_says_that_a_server_dies_again_and_again_and_its_last_words(tmp_p
 
 
 def test_a_log_is_rotated_while_a_program_writes_to_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "LOG_BYTES", 1000)
+    monkeypatch.setattr(logs, "LOG_BYTES", 1000)
     log = tmp_path / "server.log"
     with log.open("ab", buffering=0) as program:
         for number in range(7):

@@ -1,0 +1,155 @@
+"""Commands that a supervisor keeps alive, and the plan of them, which passes from one supervisor to the next.
+
+Of the standard library alone, as the supervisor is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from flows.servers.logs import now, open_log
+from stages.core.supervisor import TOKEN_VARIABLE, die_with_parent, marked_processes, started_ticks
+
+DESCRIPTOR = "{descriptor}"
+"""In a command, stands for the number of the descriptor of the listening socket."""
+START_TIMEOUT_S = 300.0
+SYSTEMD_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+
+
+@dataclass
+class Kept:
+    """Command that is kept alive, with its listening socket.
+
+    command: `{descriptor}` in it becomes the number of the inherited descriptor of the socket, which listens already.
+    environment: the whole environment, with a token of its own as TOKEN_VARIABLE.
+    folder: where the command runs; empty: where the supervisor does.
+    port: where it is asked for `health_path`: any HTTP answer below 500 counts as alive.
+    needs: name of another command. While that does not answer, or is not kept here, an answer of 500 and above counts
+        as alive, too: the worker says 503 while Prefect is away.
+    hung_after_s: seconds without an answer after which a command that has answered once is killed; it is asked six
+        times in them.
+    start_timeout_s: seconds until its first answer.
+    log: file for stdout and stderr, which grows and is rotated; empty: those of the supervisor.
+    spares_children: whether processes that the command started outlive its death and go on.
+    dies_with_us: whether the kernel kills the command when the supervisor dies.
+    descriptor: its listening socket in this process; None: none yet.
+    pid, started_ticks: its living process, as `/proc` shows it; None: it is to be started.
+    deaths: how often it died in a row.
+    """
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    port: int
+    health_path: str
+    folder: str = ""
+    needs: str = ""
+    hung_after_s: float = 60.0
+    start_timeout_s: float = START_TIMEOUT_S
+    log: str = ""
+    host: str = "127.0.0.1"
+    spares_children: bool = False
+    dies_with_us: bool = False
+    descriptor: int | None = None
+    pid: int | None = None
+    started_ticks: int | None = None
+    deaths: int = 0
+
+    def start(self) -> None:
+        """Start it. Raises OSError."""
+        if self.descriptor is None:
+            self.descriptor = socket.create_server((self.host, self.port), backlog=2048).detach()
+        with self._output() as output:
+            process = subprocess.Popen(
+                [part.replace(DESCRIPTOR, str(self.descriptor)) for part in self.command],
+                pass_fds=(self.descriptor,),
+                env={name: value for name, value in self.environment.items() if name not in SYSTEMD_VARIABLES},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if self.log else None,
+                cwd=self.folder or None,
+                start_new_session=True,
+                preexec_fn=die_with_parent if self.dies_with_us else None,
+            )
+        process.returncode = 0  # it is waited for by number, whoever started it
+        self.pid, self.started_ticks = process.pid, started_ticks(process.pid)
+
+    def alive(self) -> bool:
+        """Return whether its process runs."""
+        ticks = started_ticks(self.pid) if self.pid else None
+        return ticks is not None and ticks == self.started_ticks
+
+    def kill(self) -> None:
+        """Send SIGKILL to its process if it runs."""
+        if self.pid and self.alive():
+            os.kill(self.pid, signal.SIGKILL)
+
+    def relatives(self) -> list[int]:
+        """Return its processes that must end before it starts again. Spared children are left out."""
+        marked = marked_processes(self.environment[TOKEN_VARIABLE])
+        return [pid for pid in marked if not self.spares_children or self._runs(pid)]
+
+    def _runs(self, pid: int) -> bool:
+        """Return whether a process runs this command. A worker that a dead supervisor started last has no record."""
+        fixed = [part for part in self.command if DESCRIPTOR not in part]
+        with contextlib.suppress(OSError):
+            return set(fixed) <= set(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+        return False
+
+    @contextlib.contextmanager
+    def _output(self) -> Iterator[int]:
+        if not self.log:
+            yield sys.stdout.fileno()
+            return
+        with open_log(Path(self.log)) as log:
+            log.write(f"--- {now()} {self.name} starts\n".encode())
+            log.flush()
+            yield log.fileno()
+
+
+@dataclass
+class Plan:
+    """Commands that a supervisor keeps alive, with their sockets, and the lock of its home.
+
+    home: of the servers that it keeps; empty: it keeps a command in the foreground, as `keep` says.
+    lock: the descriptor of the home's lock.
+    """
+
+    kept: list[Kept] = field(default_factory=list)
+    home: str = ""
+    lock: int | None = None
+
+    def descriptors(self) -> list[int]:
+        """Return the open descriptors that a process must inherit to go on with the plan."""
+        sockets = [one.descriptor for one in self.kept]
+        return [descriptor for descriptor in (self.lock, *sockets) if descriptor is not None]
+
+    def release(self) -> None:
+        """Close the lock, so that another process can take it."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+    def in_memory(self) -> int:
+        """Write the plan to a file in memory, which no other program sees; return its descriptor."""
+        descriptor = os.memfd_create("plan")
+        with open(descriptor, "w", encoding="utf-8", closefd=False) as stream:
+            json.dump(asdict(self), stream)
+        return descriptor
+
+    @classmethod
+    def read(cls, descriptor: int) -> Plan:
+        """Read what `in_memory` has written, and close the descriptor."""
+        with open(descriptor, encoding="utf-8") as stream:
+            stream.seek(0)
+            content = json.load(stream)
+        return cls(**{**content, "kept": [Kept(**one) for one in content["kept"]]})

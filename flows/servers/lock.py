@@ -1,0 +1,130 @@
+"""Lock of a home's supervisor. A process that takes it over gets the sockets and processes that its holder kept."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from flows.servers.kept_commands import Plan
+
+HAND_OVER_TIMEOUT_S = 5.0
+
+
+def supervisor_folder(home: str | Path) -> Path:
+    """Return the folder of the lock and the log of a home's supervisor."""
+    return Path(home) / "supervisor"
+
+
+class Lock:
+    """Lock file of a home's supervisor. Its content says where its holder is found (`Holder`)."""
+
+    def __init__(self, home: Path):
+        self.path = supervisor_folder(home) / "lock"
+
+    def holder(self) -> int | None:
+        """Return the process id of the supervisor that runs on this machine; None when none does."""
+        try:
+            with self.path.open("rb") as stream:
+                fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            found = self._holder()
+            return found.pid if found else None
+        return None
+
+    def take(self) -> Plan | None:
+        """Take the lock; return a plan with it, and with the commands that the former holder kept.
+
+        The holder hands them over and ends; one that hangs is killed. None when the lock is held on another machine or
+        in another container.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if self._acquire(descriptor, 0.0):
+            return Plan(lock=descriptor)
+        handed = Plan()
+        if holder := self._holder():
+            try:
+                handed = _ask_to_hand_over(holder.address)
+            except OSError:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(holder.pid, signal.SIGKILL)
+        if self._acquire(descriptor, HAND_OVER_TIMEOUT_S):
+            handed.lock = descriptor
+            return handed
+        os.close(descriptor)
+        return None
+
+    def _acquire(self, descriptor: int, patience_s: float) -> bool:
+        end_s = time.monotonic() + patience_s + 0.2  # a look by `holder` takes it for a moment
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(descriptor, 0)  # in a copied home, the supervisor of the original is named there
+                return True
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(0.02)
+
+    def _holder(self) -> Holder | None:
+        """Return the holder if it is a supervisor that can be seen from here."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            holder = Holder(**json.loads(self.path.read_text()))
+            command = Path(f"/proc/{holder.pid}/cmdline").read_bytes()
+            if holder.machine == this_machine() and b"flows.servers.supervisor" in command:
+                return holder
+        return None
+
+
+@dataclass
+class Holder:
+    """Content of the lock's file: process and address of a supervisor. address: its abstract socket's name in hex."""
+
+    pid: int
+    address: str
+    machine: str
+
+    def note(self, lock: int) -> None:
+        """Write it to the file of a lock that is held."""
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps(asdict(self)).encode(), 0)
+
+
+def this_machine() -> str:
+    """Return a name of this machine and container; others that share the home have processes of their own."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _ask_to_hand_over(address: str) -> Plan:
+    """Ask a supervisor for its plan and sockets, after which it ends. Raises OSError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(HAND_OVER_TIMEOUT_S)
+        connection.connect(bytes.fromhex(address))
+        if not is_of_this_user(connection):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "a process of another user")
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 64)
+    if not descriptors:
+        raise ConnectionResetError(errno.ECONNRESET, "handed nothing over")
+    plan = Plan.read(descriptors[0])
+    sockets = iter(descriptors[1:])
+    for one in plan.kept:
+        if one.descriptor is not None:
+            one.descriptor = next(sockets)
+    plan.lock = None
+    return plan
+
+
+def is_of_this_user(connection: socket.socket) -> bool:
+    """Return whether the process at the other end belongs to this user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
