@@ -31,6 +31,7 @@ def own_folder() -> Iterator[Path]:
         folder = TemporaryDirectory(prefix=PREFIX, dir=servers, ignore_cleanup_errors=True)
         lock = (Path(folder.name) / LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
+    # The lock is closed first, and the folder removed after it: in between, another process may remove it, too.
     with folder, lock:
         yield Path(folder.name)
 

@@ -88,6 +88,7 @@ def start_engine(
         else:
             server.check()
         died = _watched(server, stack)
+        # From here on the engine lives as long as the `Serving`; any error above has ended it.
         return Serving(version, server, stack.pop_all(), _backend(server, version), died)
 
 

@@ -106,12 +106,14 @@ def fit(observations: Sequence[Observation], start: Hardware) -> Calibration:
     values = {name: getattr(start.efficiency, name) for name in CONSTANTS} | {LATENCY: start.intra_node_latency_s}
     names = list(values)
     widest = math.log(WIDEST_FACTOR)
+    # A share of a peak is at most 1; the small number keeps the start within its bounds.
     upper = [min(widest, math.log(1 / values[name]) + 1e-9) if name in SHARES else widest for name in names]
 
     def residuals(logs: Sequence[float]) -> list[float]:
         hardware = with_constants(
             start, {name: values[name] * math.exp(log) for name, log in zip(names, logs, strict=True)}
         )
+        # The logarithms of the factors are residuals themselves: the prior that holds constants near their start.
         return [*(error for one in observations for error in errors(one, hardware)), *logs]
 
     solution = least_squares(residuals, [0.0] * len(names), bounds=([-widest] * len(names), upper))

@@ -101,7 +101,7 @@ def _train_job(order: JobOrder) -> Manifest:
     """
     pod = pod_spec(order, {})
     (container,) = pod.pop("containers")
-    unpatchable = ("enableServiceLinks", "automountServiceAccountToken")
+    unpatchable = ("enableServiceLinks", "automountServiceAccountToken")  # a runtime patch has no such fields
     pod = {name: value for name, value in pod.items() if name not in unpatchable}
     patched = {name: container[name] for name in ("volumeMounts", "securityContext")}
     pod["containers"] = [{"name": TRAINER_CONTAINER, **patched}]

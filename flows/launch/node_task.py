@@ -57,6 +57,7 @@ def main() -> int:
 
 def _wait(process: Supervised, folder: JobFolder, order: JobOrder, stop: threading.Event) -> int | None:
     """Return the exit code of the stage's processes, or None when they had to be stopped."""
+    # After a node was lost, the job may have been started elsewhere: two starts must not write to one work folder.
     owner, pulse = folder.owner(), Pulse(folder, order.heartbeat_patience_s)
     while (code := process.poll()) is None:
         if pulse.is_lost():

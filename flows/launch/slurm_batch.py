@@ -49,6 +49,7 @@ def main() -> int:
         stop.wait(POLL_INTERVAL_S)
     if code is None:
         _end(step)
+    # No exit code means that the stage was interrupted: the agent submits another job.
     folder.write_end(JobEnd(job_id=job_id, exit_code=code))
     return 128 + signal.SIGTERM if code is None else code
 

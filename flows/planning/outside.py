@@ -52,6 +52,7 @@ def resolve_outside(
     for name, config in sorted(sound.items(), key=lambda one: _lies_here(one[1])):  # meanwhile hubs answer
         answers = sources if isinstance(config, DownloadConfig) else others
         answers.ask(name, partial(config.resolve_outside, one_attempt_s), here=_lies_here(config))
+    # A path that several stages name is hashed once.
     for path in {path for config in sound.values() for path in config.outside_paths().values()}:
         hashes.ask(str(path), partial(hash_path, path, one_attempt_s), here=True)
     outside: Outside = {name: {} for name in chosen}

@@ -161,6 +161,7 @@ def _decide_built(
     if artifact.damage:
         damage = "; ".join(artifact.damage)
         return Decision("run", f"damaged on disk ({damage}), so it would stop here; `--force {name}` builds it again")
+    # An upstream stage that runs may produce the same content again; then this one is found cached at its turn.
     uncertain = [stage for stage in references.values() if planned[stage].action == "run"]
     if uncertain:
         return Decision("run", f"only if the content of {uncertain[0]} changes, which runs before it")

@@ -103,6 +103,7 @@ def _walked(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list
     """
     parts, models, is_entry = [], [model], False
     for part in map(str, location):
+        # After a field that is a mapping or a list, the next part is a name or an index of the recipe, and no field.
         fields = [] if is_entry else [one.model_fields[part].annotation for one in models if part in one.model_fields]
         chosen = [] if fields or is_entry else [one for one in models if part in _names(one)]
         if fields:

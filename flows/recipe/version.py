@@ -81,6 +81,7 @@ def differences(old: Identity, new: Identity) -> list[Difference]:
 def _document(
     config: StageConfig, fields: dict[str, JsonValue], upstream: Mapping[str, str], outside: Mapping[str, JsonValue]
 ) -> Identity:
+    # Upstream stages count by field path and version, so that renaming a stage changes no version.
     return {
         "kind": config.kind,
         "stage_version": config.STAGE_VERSION,

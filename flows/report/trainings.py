@@ -117,7 +117,7 @@ def _thinned(curve: Curve, most: int) -> Curve:
     """Return the curve with every n-th point, and the last."""
     every = math.ceil(len(curve.steps) / most)
     last = len(curve.steps) - 1
-    kept = [*range(0, last, every), last]
+    kept = [*range(0, last, every), last]  # the last step is the result
     return curve.model_copy(
         update={
             "steps": tuple(curve.steps[place] for place in kept),

@@ -76,7 +76,7 @@ class RefreshRun:
         # A promotion reads what its server measured, and asks it nothing; the device may be needed meanwhile.
         asking = (stage for stage in self.plan.stages.values() if stage.config.product != "verdict")
         self.servers = LiveServers({stage.name: stage.upstream for stage in asking})
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # stages append events from threads of their own
         self._started_s = time.monotonic()
         earlier = self.ledger.read() if self.ledger.exists() else None
         home().mkdir(parents=True, exist_ok=True)
@@ -194,6 +194,7 @@ class RefreshRun:
                     self.append(end_of(attempt, "killed", error="how it ended could not be recorded"))
             self.append(self._concluded(self._end()))
             if self.comparison:
+                # A comparison is not shipped while it runs, since the shipper would disturb the measurements.
                 self.tracker.close()
                 self.tracker.start({})
                 self.tracker.close(COMPARISON_CLOSE_TIMEOUT_S)

@@ -33,6 +33,7 @@ class Slots:
         if wanted > self.count:
             raise ValueError(f"{wanted} slots wanted, there are {self.count}")
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Two requests that each held half of the slots would deadlock, so only one at a time collects.
         turnstile = self._lock("turnstile", waiting)
         held: dict[int, IO[str]] = {}
         try:

@@ -106,7 +106,7 @@ def main() -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     if options.descriptor is not None:
         server_heartbeat().start()
-    # Not the loop that uvicorn picks, uvloop where it is installed: nobody tries Prefect and MLflow on that.
+    # Not the loop that uvicorn picks, uvloop where it is installed: Prefect and MLflow are not tested on that.
     server = uvicorn.Server(uvicorn.Config(application, access_log=False, http=BoundedProtocol, loop="asyncio"))
     server.run(sockets=[public])
     sys.exit(0 if server.started else 1)

@@ -361,7 +361,7 @@ def _start(
     try:
         for program in programs:
             records[program.name] = _launch(program, records.get(program.name), settings, kept)
-            write_records(records)
+            write_records(records)  # at once: if this process dies now, `down` still finds the server
         for program in programs:
             _await(program, records[program.name])
     except BaseException:

@@ -94,7 +94,7 @@ def find_garbage(
     locked = {folder for folder in work if store.is_locked(folder.parent.name, folder.name[-RESUME_KEY_LENGTH:])}
     abandoned = {folder for folder in work if _used_s(folder) <= before_s and folder not in locked}
     in_use = {path for folder in work if folder not in abandoned for path in _inputs(folder)}
-    kept = needed(index, protected, in_use)
+    kept = needed(index, protected, in_use)  # inputs of work that may be continued are needed, too
     superseded = [artifact for artifact in index.artifacts if artifact not in kept]
     rooms = (*store.root.glob(".cache/*/*"), *rooms)
     unused_s = min(before_s, refreshing_since_s)

@@ -55,6 +55,7 @@ def batches(file: Path, first_byte: int, last_byte: int | None, largest: int) ->
             if not line.endswith(b"\n") or (last_byte is not None and position >= last_byte):
                 break
             more = metric_rows(line)
+            # A line is never split, so that `next_byte` is the beginning of a line.
             if rows and len(rows) + len(more) > largest:
                 yield MetricBatch(rows, position)
                 rows = []
