@@ -24,41 +24,45 @@ Factors = list[tuple["Tensor", "Tensor"]]
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is on disk. `factors`: layer's name in the Transformers model → (A [rank, in], B [out, rank])."""
+    """LoRA adapter as it is on disk.
+
+    factors: name of a layer in the Transformers model → (A [rank, in], B [out, rank]).
+    """
 
     base: str
-    """Artifact that it was trained on: stage and version."""
+    """Artifact of the base that it was trained on: stage and version."""
     factors: Mapping[str, tuple[Tensor, Tensor]]
     scaling: float
     is_transposed: bool
-    """Whether the base's weights are [in, out], as those of GPT-2."""
+    """True if the base's weights are [in, out], as those of GPT-2."""
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
-    """With DoRA, layer's name → length of each row of its merged weight [out]."""
+    """With DoRA, name of a layer → length of each row of its merged weight [out]."""
     saved: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name of a weight → what stands in its place."""
+    """Name of a weight → the weight that replaces it (`modules_to_save`)."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Layer, of those whose factors change no linear layer → name of the parameter that they change. All experts of a
-    layer are one parameter: then A is [experts, rank, in] and B [experts, out, rank]."""
+    """Layer whose factors change a parameter and no linear layer → name of the parameter. All experts of a layer are
+    one parameter: then A is [experts, rank, in] and B [experts, out, rank].
+    """
     scalings: Mapping[str, float] = field(default_factory=dict)
-    """Layer → its own scaling, where it has one."""
+    """Layer → scaling of its own, where it has one."""
 
     @property
     def rank(self) -> int:
-        """Rows of A, of the layer that has most."""
+        """Largest rank of a layer."""
         return max(a.shape[-2] for a, _ in self.factors.values())
 
     @property
     def has_own_ranks(self) -> bool:
-        """Whether linear layers have several ranks."""
+        """Return whether linear layers have several ranks."""
         return len({len(a) for layer, (a, _) in self.factors.items() if layer not in self.parameters}) > 1
 
     def scaling_of(self, layer: str) -> float:
-        """How often B A x counts there."""
+        """Return the factor of B A x in a layer."""
         return self.scalings.get(layer, self.scaling)
 
     @property
     def weights(self) -> set[str]:
-        """Names of the base's weights that merging changes, but for `parameters` (`experts.py`)."""
+        """Names of the base's weights that merging changes, except `parameters` (`effect.py`)."""
         return {*(f"{layer}.weight" for layer in self.layers), *self.saved}
 
     @property
@@ -68,19 +72,18 @@ class Adapter:
 
     @property
     def is_sum(self) -> bool:
-        """Whether all that it does is to add scaling B A x to what linear layers give: it has no DoRA, no modules in
-        place of others, and nothing on parameters."""
+        """Return whether it only adds scaling B A x to linear layers: no DoRA, saved modules or parameters."""
         return not self.magnitudes and not self.saved and not self.parameters
 
     def shape_of(self, name: str) -> list[int]:
-        """Of one of `weights`."""
+        """Return the shape of one of `weights`."""
         if name in self.saved:
             return list(self.saved[name].shape)
         a, b = self.factors[name.removesuffix(".weight")]
         return [a.shape[1], b.shape[0]] if self.is_transposed else [b.shape[0], a.shape[1]]
 
     def change(self, layer: str) -> Tensor:
-        """fp32: the product of the layer's factors, in its weight's shape; without DoRA, what the adapter adds.
+        """Return the scaled product of a layer's factors in its weight's shape, fp32; without DoRA, what is added.
 
         Of experts: [experts, out, in].
         """
@@ -89,7 +92,7 @@ class Adapter:
         return product.T if self.is_transposed else product
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """fp32: what one of `weights` is with the adapter in it. Raises ModelError for a weight of another shape."""
+        """Return one of `weights` with the adapter merged, fp32. Raises ModelError for a weight of another shape."""
         layer = name.removesuffix(".weight")
         change = self.saved[name].float() if name in self.saved else self.change(layer)
         if change.shape != weight.shape:
@@ -110,10 +113,11 @@ class Adapter:
 def of_unchanged_base(
     parameters: Mapping[str, Tensor], config: Mapping[str, Any], initial: Mapping[str, Tensor], merged: Adapter | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Parameters and PEFT's config of one adapter of the base as it is in its folder.
+    """Return parameters and PEFT's config of one adapter of the unchanged base.
 
-    parameters: what was learned, `LAYER.lora_A.default.weight` → tensor; initial: what was taken out of the base, by
-    the same names; merged: an adapter that was merged into it.
+    - parameters: what was learned, `LAYER.lora_A.default.weight` → tensor
+    - initial: what was taken out of the base, by the same names
+    - merged: an adapter that was merged into the base
     """
     learned = {name.removesuffix(A_END) for name in parameters if name.endswith(A_END)}
     before = set(merged.factors) if merged else set()
@@ -138,7 +142,7 @@ def of_unchanged_base(
 
 
 def _added_up(parts: Factors, rank: int) -> tuple[Tensor, Tensor]:
-    """fp32 A [rank, in] and B [out, rank] whose product is the sum of the parts'."""
+    """Return fp32 A [rank, in] and B [out, rank] whose product is the sum of the parts' products."""
     import torch
     from torch.nn import functional
 

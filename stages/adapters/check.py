@@ -1,4 +1,4 @@
-"""Whether a model can have an adapter, of a recipe or of a file: found in seconds, without a weight being read or made.
+"""Checks of an adapter on a model built without weights, in seconds.
 
 The model is built of its config on the meta device; names of weights are those in the headers of its files.
 """
@@ -34,7 +34,7 @@ def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
 
 
 def model_without_weights(folder: Path, *, trust_remote_code: bool) -> Any:
-    """On the meta device. Raises what Transformers raises for a config of which it can make no model."""
+    """Return a model on the meta device, built from its config. Raises what Transformers raises."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

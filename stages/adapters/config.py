@@ -1,4 +1,4 @@
-"""What a recipe may say of an adapter: low-rank weights that learn beside a frozen base (LoRA, Hu et al. 2021)."""
+"""Recipe options of adapters: low-rank weights that learn beside a frozen base (LoRA, Hu et al. 2021)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", 
 
 
 class AdapterConfig(StrictModel):
-    """Fields are named and meant as PEFT means them: a layer W x becomes W x + (alpha / rank) B A dropout(x)."""
+    """Adapter options, named as in PEFT: a layer W x becomes W x + (alpha / rank) B A dropout(x)."""
 
     type: Literal["lora"] = "lora"
     rank: PositiveInt = Field(16, description="Rows of A and columns of B.")
-    alpha: PositiveFp32 = Field(32, description="B A x counts alpha / rank times.")
-    dropout: NonNegativeFp32 = Field(0.0, lt=1, description="Of what enters A; each process draws its own.")
+    alpha: PositiveFp32 = Field(32, description="B A x is scaled by alpha / rank.")
+    dropout: NonNegativeFp32 = Field(0.0, lt=1, description="Dropout of the input of A; each process draws its own.")
     target_modules: Literal["all-linear"] | tuple[str, ...] | str = Field(
         "all-linear",
         description="Layers that learn. all-linear: all but the head, as PEFT has it (where it knows the mixture of "
@@ -46,16 +46,16 @@ class AdapterConfig(StrictModel):
     layers_to_transform: tuple[NonNegativeInt, ...] | None = Field(
         None, min_length=1, description="Numbers of the transformer layers that learn; default: all."
     )
-    use_rslora: bool = Field(False, description="B A x counts alpha / √rank times (Kalajdzievski 2023).")
+    use_rslora: bool = Field(False, description="B A x is scaled by alpha / √rank (Kalajdzievski 2023).")
     use_dora: Annotated[bool, AddedLater()] = Field(
         False, description="The length of each row of W + B A learns apart from its direction (Liu et al. 2024)."
     )
     init: Annotated[Initialization, AddedLater()] = Field(
         "default",
-        description="What A and B start from. default: A random, B 0. pissa: the largest singular vectors of W, which "
+        description="Initial A and B. default: A random, B 0. pissa: the largest singular vectors of W, which "
         "are taken out of it (Meng et al. 2024); pissa_niter_16: found in 16 quick rounds. olora: its QR "
         "decomposition. eva: A the directions in which the inputs of training rows vary most, in which layers share "
-        "their ranks (Paischer et al. 2024). What is written is a plain LoRA of the unchanged base.",
+        "their ranks (Paischer et al. 2024). A plain LoRA of the unchanged base is written.",
     )
     eva_rho: Annotated[PositiveFp32, AddedLater()] = Field(
         2.0, ge=1, description="With `init: eva`, a layer's rank is at most so many times `rank`; 1: all have `rank`."
@@ -68,33 +68,33 @@ class AdapterConfig(StrictModel):
     )
     base_precision: Annotated[BasePrecision | None, AddedLater()] = Field(
         None,
-        description="What the frozen model is kept in; default: what it is computed in. nf4 (QLoRA, 4.13 bits a "
-        "weight) and int8 are of its linear layers; merged, served and evaluated is the model as it was.",
+        description="Precision of the frozen model in training; default: as it is computed. nf4 (QLoRA, 4.13 bits a "
+        "weight) and int8 apply to its linear layers; the unquantized model is merged, served and evaluated.",
     )
     stack: Annotated[Literal["merge"] | None, AddedLater()] = Field(
         None,
-        description="Where `model` is an adapter: merge it, and let a new one learn beside that; default: go on with "
-        "it. One adapter of the base is written, whose rank is the sum.",
+        description="merge, where `model` is an adapter: train a new one on the merged model, and write the sum "
+        "as one adapter of the base, whose rank is the sum; default: train the adapter further.",
     )
 
     @property
     def changes_base(self) -> bool:
-        """Whether what A and B start from is taken out of the base while it trains."""
+        """Return whether the initial A and B are taken out of the base while it trains."""
         return self.init not in ("default", "eva")
 
     @property
     def starts_from_weights(self) -> bool:
-        """Whether it is made of whole weights of the base, or changes them, before anything learns."""
+        """Return whether it needs the base's whole weights, or changes them, before training starts."""
         return self.init != "default" or self.use_dora or self.stack is not None
 
     @property
     def highest_rank(self) -> int:
-        """That a layer may get."""
+        """Highest rank that a layer may get."""
         return round(self.rank * self.eva_rho) if self.init == "eva" else self.rank
 
     @property
     def for_planner(self) -> LowRank:
-        """What decides memory and time."""
+        """Fields that decide memory and time, for the planner."""
         return LowRank(**{one.name: getattr(self, one.name) for one in fields(LowRank)})
 
     @field_validator("target_modules")
@@ -149,7 +149,7 @@ class AdapterConfig(StrictModel):
 
     @property
     def not_on_parameters(self) -> list[str]:
-        """What it says that parameters cannot have: their adapter is added to the weight, before there is an input."""
+        """Options that adapters on parameters cannot have: they are added to the weight, before there is an input."""
         found = {
             "dropout": self.dropout > 0,
             "use_dora": self.use_dora,

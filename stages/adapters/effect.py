@@ -22,14 +22,14 @@ from stages.models.weight_files import weight_paths
 
 NUM_NAMED = 5
 KEPT_CHANGES = 2
-"""Parameters whose changes are in memory at a time: files hold gate, up and down of an expert side by side."""
+"""Number of parameters whose changes are in memory: files hold gate, up and down of an expert side by side."""
 
 
 class ChangedParameters:
-    """What an adapter makes of parameters, by the names of the weights in the model's files."""
+    """Adapter's changes of parameters, by the names of the weights in the model's files."""
 
     def __init__(self, adapter: Adapter, causal_lm: Any) -> None:
-        """Raises ModelError when the model does not have one of them."""
+        """Map the adapter's parameters to weights in files. Raises ModelError for parameters that the model lacks."""
         self._adapter = adapter
         self._causal_lm = causal_lm
         shapes = {name: tuple(one.shape) for name, one in causal_lm.named_parameters()}
@@ -47,7 +47,7 @@ class ChangedParameters:
         self._changes = lru_cache(KEPT_CHANGES)(self._changes_of)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """fp32: what the weight `name` of a file is with the adapter in it. Raises ModelError for another shape."""
+        """Return a weight of a file with the adapter merged, fp32. Raises ModelError for another shape."""
         change = self._changes(self.layers[name])[name]
         if change.shape != weight.shape:
             raise ModelError(
@@ -66,12 +66,12 @@ class ChangedParameters:
 
 
 def stored_names(causal_lm: Any, parameter: str, shape: tuple[int, ...]) -> list[str]:
-    """What the weights that a parameter of the model is made of are called in its files."""
+    """Return the names, in a model's files, of the weights that make up one of its parameters."""
     return list(revert_weight_conversion(causal_lm, {parameter: torch.empty(shape, device="meta")}))
 
 
 Changing = Mapping[str, Adapter | ChangedParameters]
-"""Name of a weight in the files of a model → what changes it."""
+"""Name of a weight in a model's files → adapter or parameters that change it."""
 
 
 def changing(adapter: Adapter, parameters: ChangedParameters | None) -> Changing:
@@ -105,7 +105,7 @@ def idle_layers(adapter: Adapter) -> list[str]:
 
 
 def idle_experts(adapter: Adapter) -> str | None:
-    """A sentence on experts whose adapter adds nothing: no token came to them. None where there are none."""
+    """Return a sentence about experts whose adapters add nothing, since no token was routed to them; else None."""
     counts = [
         (b.flatten(1).any(1).logical_not().sum().item(), len(b)) for _, b in adapter.factors.values() if b.ndim > 2
     ]
@@ -119,12 +119,12 @@ def idle_experts(adapter: Adapter) -> str | None:
 
 
 def of_each_expert(factor: Tensor, num_experts: int, name: str) -> Tensor:
-    """PEFT's A [experts × rank, in] or B [out, rank × experts] → [experts, rank, in] or [experts, out, rank]."""
+    """Return PEFT's A [experts × rank, in] or B [out, rank × experts] as [experts, rank, in] or [experts, out, rank]"""
     if name == "A":
         return factor.unflatten(0, (num_experts, -1))
     return factor.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
 
 
 def experts_together(factors: Tensor, name: str) -> Tensor:
-    """The other way round."""
+    """Return factors of each expert in PEFT's form, the inverse of `of_each_expert`."""
     return factors.flatten(0, 1) if name == "A" else factors.permute(1, 2, 0).flatten(1)

@@ -1,4 +1,4 @@
-"""An adapter's folder, in PEFT's format: `adapter_model.safetensors`, `adapter_config.json`, and the tokenizer.
+"""Adapter folder in PEFT's format: `adapter_model.safetensors`, `adapter_config.json` and the tokenizer.
 
 Names in the file are those of the Transformers model, between `base_model.model.` and `.lora_A.weight`; DoRA's lengths
 of rows are `.lora_magnitude_vector`, modules that learned as a whole have the names of their weights. Adapters on
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 MAGNITUDE = ".lora_magnitude_vector"
 NUM_NAMED = 5
 PATTERNS_LIMIT_S = 20.0
-"""For all patterns of an adapter and all its layers: EVA writes a pattern for each layer."""
+"""Time limit for all patterns of an adapter and all its layers: EVA writes a pattern for each layer."""
 INNER = ".base_layer"
-"""What PEFT puts behind the name of a module for all but the outmost adapter on its parameters."""
+"""Suffix that PEFT adds to a module's name for all but the outermost adapter on its parameters."""
 COMPANIONS = ("tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges", "trained_on")
 UNKNOWN = {"bias": "none", "lora_bias": False}
-"""Fields of PEFT's config that `merged` would get wrong, and the values at which it does not."""
+"""Fields of PEFT's config that `merged` does not support, with the values at which they change nothing."""
 
 
 def write_adapter(
@@ -95,7 +95,7 @@ def copy_companions(source: Path, folder: Path) -> None:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """The adapter in `folder`. Raises ModelError for files that are damaged, or hold what cannot be merged."""
+    """Return the adapter in `folder`. Raises ModelError for damaged files and for content that cannot be merged."""
     config, tensors = _read(folder)
     layers = {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}
     magnitudes = {f"{layer}{MAGNITUDE}" for layer in layers if config.get("use_dora")}
@@ -131,12 +131,12 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def _modules_of(name: str) -> list[str]:
-    """Names of all modules that a weight is in, the outermost first."""
+    """Return the names of all modules that a weight is in, the outermost first."""
     return list(accumulate(name.split(".")[:-1], "{}.{}".format))
 
 
 def _read(folder: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """PEFT's config and all tensors. Raises ModelError for what is no LoRA, or one with what `merged` gets wrong."""
+    """Return PEFT's config and all tensors. Raises ModelError unless it is a LoRA that `merged` supports."""
     from safetensors.torch import load_file
 
     config = read_headers(folder).config
@@ -207,7 +207,7 @@ def check_weights(adapter: Adapter, base: Path) -> None:
 
 
 def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Layer in the file → parameter that its factors are for."""
+    """Return layer in the file → parameter that its factors change."""
     modules: dict[str, list[str]] = {}
     for name in config.get("target_parameters") or ():
         modules.setdefault(name.rpartition(".")[0], []).append(name)
@@ -236,7 +236,7 @@ def _ranks_and_scalings(
             if not values:
                 return [default] * len(ordered)
             try:
-                # As PEFT has it, which would try a pattern that takes for ever.
+                # PEFT's own rule; PEFT itself would try an exponential pattern without a time limit.
                 numbers = patterns.first_matches([rf"(.*\.)?({key})$" for key in values], ordered, "match")
             except (PatternError, TimeoutError) as error:
                 reason = str(error) or f"takes over {PATTERNS_LIMIT_S:g} s, or too much memory"
@@ -252,7 +252,7 @@ def _ranks_and_scalings(
 
 
 def _each_expert(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """A [experts, rank, in] and B [experts, out, rank]; of a parameter without experts, as they are."""
+    """Return A [experts, rank, in] and B [experts, out, rank]; unchanged for a parameter without experts."""
     if len(a) == rank:
         return a, b
     if len(a) % rank:

@@ -29,12 +29,17 @@ NUM_NAMED = 5
 VALUE_CHARACTERS = 60
 MOST_ALPHA = 1e9
 CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` of adapters that fit a changed base only."""
+"""Prefixes of `init_lora_weights` of adapters that fit a changed base only."""
 
 
 @dataclass(frozen=True)
 class AdapterHeaders:
-    """`config`: PEFT's. `ranks`: adapted layer → rows of its A. `others`: tensors that are neither an A nor a B."""
+    """Config and tensor headers of an adapter.
+
+    - config: PEFT's config
+    - ranks: adapted layer → rows of its A
+    - others: tensors that are neither an A nor a B
+    """
 
     config: Mapping[str, Any]
     ranks: Mapping[str, int]
@@ -42,13 +47,16 @@ class AdapterHeaders:
 
     @property
     def base(self) -> str:
-        """What it was trained on; of adapters that were trained here, the name of the base's artifact."""
+        """Name of the base that it was trained on; for adapters trained here, the base's artifact."""
         return str(self.config.get("base_model_name_or_path") or "")
 
 
 def read_headers(folder: Path) -> AdapterHeaders:
-    """Raises ModelError for files that are missing or damaged, for fields and tensors that no LoRA has, and for an
-    adapter without layers."""
+    """Read config and headers of an adapter.
+
+    Raises ModelError for files that are missing or damaged, for fields and tensors that no LoRA has, and for an adapter
+    without layers.
+    """
     try:
         config = read_json_object(folder / CONFIG_FILE)
         tensors = {one.name.removeprefix(PREFIX): one for one in read_tensors(folder / WEIGHTS_FILE)}
@@ -100,9 +108,9 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "target_parameters": (_are_names, NAMES),
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), (_is_flag, FLAG)),
 }
-"""Field of PEFT's config that is read here → whether a value can be one, and what is expected."""
+"""Field of PEFT's config that is read here → check of a value, and what is expected."""
 REQUIRED = ("r", "lora_alpha")
-"""PEFT would take defaults for these, which the adapter need not have been trained with."""
+"""Fields without which PEFT would use defaults that the adapter may not have been trained with."""
 
 
 def _check_fields(config: Mapping[str, Any], file: Path) -> None:
@@ -146,7 +154,7 @@ def _check_tensors(tensors: Mapping[str, StoredTensor], file: Path) -> None:
 
 
 def write_idle_adapter(source: Path, folder: Path) -> None:
-    """Into `folder`: the adapter in `source` with 0 for every B. Raises ModelError for damaged files."""
+    """Write the adapter in `source` to `folder` with 0 for every B. Raises ModelError for damaged files."""
     tensors = read_tensors(source / WEIGHTS_FILE)
     folder.mkdir(parents=True)
     for name in (CONFIG_FILE, WEIGHTS_FILE):

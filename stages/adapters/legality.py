@@ -1,4 +1,4 @@
-"""What an engine cannot do of what a recipe says of an adapter. Pure; needs no torch."""
+"""Adapter options that a training engine does not support. Pure; needs no torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MEGATRON_HONOURS = {
     "use_rslora",
     "loraplus_lr_ratio",
 }
-"""All others must be as they are by default: what is not known here is refused, never left out without a word."""
+"""Options that Megatron supports. All others must have their defaults: they are refused, never silently left out."""
 
 
 def adapter_errors(engine: EngineName, adapter: AdapterConfig) -> Iterator[str]:
-    """A sentence for each option that the engine does not honour; FSDP2 honours all."""
+    """Yield a sentence for each option that the engine does not support; FSDP2 supports all."""
     if engine != "megatron":
         return
     default = type(adapter)()

@@ -34,7 +34,7 @@ from stages.models.kept_precision import dtype_of_weights
 from stages.models.start_up import hide_torchao_from_adapters
 
 ADAPTER_NAME = "default"
-"""PEFT's name for an adapter that has none; part of the names of its parameters."""
+"""PEFT's name for an adapter without a name; part of the names of its parameters."""
 MAX_NAMED = 12
 
 
@@ -81,7 +81,7 @@ def add_adapter(
 
 
 def read_start(folder: Path, base: Path) -> Adapter:
-    """The adapter in `folder`, to train on the model folder `base`. Raises ModelError when it belongs to another."""
+    """Return the adapter in `folder` to train on the model folder `base`. Raises ModelError if it has another base."""
     adapter = read_adapter(folder)
     if adapter.base != base.parent.name:
         raise ModelError(
@@ -130,7 +130,7 @@ def merge_into(causal_lm: Any, adapter: Adapter) -> None:
 
 
 def _parameters(adapter: Adapter) -> dict[str, Tensor]:
-    """By the names that PEFT gives them in a model."""
+    """Return the adapter's tensors by their names in a model adapted by PEFT."""
     parameters = dict(adapter.saved)
     for layer, (a, b) in adapter.factors.items():
         if a.ndim > 2:  # of experts, as PEFT has them
@@ -164,7 +164,7 @@ def adapted_layers(causal_lm: nn.Module) -> dict[str, LoraLinear | ParamWrapper]
 
 
 def adapted_parameters(causal_lm: nn.Module) -> dict[str, str]:
-    """Of `adapted_layers`, those whose parameters have an adapter → name of the parameter in the unadapted model."""
+    """Return layers of `adapted_layers` with adapted parameters → name of the parameter in the unadapted model."""
     return {
         name: f"{name.replace(INNER, '')}.{module.parameter_name}"
         for name, module in adapted_layers(causal_lm).items()
@@ -184,7 +184,7 @@ def num_experts_of_factors(causal_lm: nn.Module) -> dict[str, int]:
 
 
 def changed_weights(causal_lm: nn.Module) -> list[str]:
-    """Names of all weights that are others once the adapter is merged; parameters' as the model's files have them."""
+    """Return the names of all weights that merging changes; of parameters, the names in the model's files."""
     learning = [name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad]
     saved = [name for name in learning if ".lora_" not in name]
     layers, parameters = adapted_layers(causal_lm), adapted_parameters(causal_lm)
@@ -224,7 +224,7 @@ def _lora_config(config: AdapterConfig, targets: PeftTargets, *, is_transposed: 
 
 
 def _let_saved_modules_learn(causal_lm: Any, config: AdapterConfig) -> None:
-    """PEFT would train a copy beside each frozen module; trained in its place the file is the same."""
+    """Train saved modules in place; PEFT would train a copy beside each frozen module, and write the same file."""
     wrapped = {name: one for name, one in causal_lm.named_modules() if isinstance(one, ModulesToSaveWrapper)}
     edges = [causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
     is_tied = len({id(getattr(edge, "original_module", edge).weight) for edge in edges}) == 1
@@ -267,8 +267,10 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
 
 
 def _is_product(layer: nn.Module) -> bool:
-    """Whether a layer gives numbers to which those of an adapter can be added: not those that the router of Llama 4,
-    which is a linear layer to Python and PEFT, makes of them."""
+    """Return whether a layer's output is a tensor to which an adapter's output can be added.
+
+    The router of Llama 4 is a linear layer to Python and PEFT, but returns something else.
+    """
     if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
         return True
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What an adapter names and a model lacks, by the headers of the model's files: milliseconds, without torch.
+"""Check of an adapter's layer names against the headers of a model's files: milliseconds, without torch.
 
 Only of dense models whose files name modules as Transformers does; of all others the check of inputs builds the model.
 """

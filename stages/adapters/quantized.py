@@ -1,4 +1,4 @@
-"""A frozen base in 4 or 8 bits, under adapters that learn (QLoRA, Dettmers et al. 2023).
+"""Frozen base in 4 or 8 bits, under adapters that learn (QLoRA, Dettmers et al. 2023).
 
 Codes and scales are frozen parameters of bytes whose rows stand alone, so that FSDP2 shards them by rows as it does
 weights; it casts floating-point parameters to the dtype of computation, bytes it leaves alone. The weight itself is
@@ -25,14 +25,14 @@ NF4_LEVELS = (
 # fmt: on
 """Quantiles of the normal distribution (Dettmers et al. 2023, appendix E)."""
 BLOCK = 64
-"""Weights along a row that share a scale, in NF4."""
+"""Number of weights along a row that share a scale, in NF4."""
 SMALLEST = 1e-12
-"""Stands in for the scale of a row of zeros."""
+"""Replacement for the scale of a row of zeros."""
 NUM_NAMED = 5
 
 
 class QuantizedLinear(nn.Module):
-    """x W + b of a frozen W [out, in] that is kept as bytes."""
+    """Linear layer x W + b with a frozen W [out, in] that is kept as bytes."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """fp32 [out, in], made of the bytes."""
+        """Weight, fp32 [out, in], decoded from the bytes."""
         raise NotImplementedError
 
     def quantized(self, rows: Tensor) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ class QuantizedLinear(nn.Module):
 
 
 class Int8Linear(QuantizedLinear):
-    """Each row in 255 even steps between minus and plus its largest weight."""
+    """Frozen linear layer in int8: each row in 255 even steps between minus and plus its largest weight."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__(base)
@@ -71,7 +71,8 @@ class Int8Linear(QuantizedLinear):
 
 
 class Nf4Linear(QuantizedLinear):
-    """Blocks of 64 in NF4, whose scales are kept in 8 bits relative to the row's largest (double quantization).
+    """Frozen linear layer in NF4: blocks of 64, with scales in 8 bits relative to the row's largest (double
+    quantization).
 
     Relative scales are kept as their square roots, so that small ones beside an outlier keep their digits, too.
     """
@@ -100,7 +101,7 @@ class Nf4Linear(QuantizedLinear):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Keeps no weight for the backward pass."""
+    """Product with a frozen weight that is decoded again in the backward pass instead of kept."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, layer: QuantizedLinear) -> Tensor:

@@ -1,6 +1,6 @@
-"""Which layers an adapter goes on: what a recipe names, as PEFT takes it, or the names that the model has instead.
+"""Layers that an adapter goes on: a recipe's names as PEFT takes them, or the names that the model has.
 
-PEFT itself leaves out without a word what it does not find, as long as something else is found. Of the mixtures of
+PEFT itself silently leaves out what it does not find, as long as something else is found. Of the mixtures of
 experts that it knows it takes names of experts' projections and routers, and `all-linear`, for the parameters that
 these are in Transformers, in all layers: which of them a recipe means is found here.
 """
@@ -23,14 +23,14 @@ from stages.core.errors import ModelError
 
 NUM_NAMED = 5
 LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-"""At the start of a module's name, as PEFT finds it: the first number is the layer's, a later one an expert's."""
+"""Pattern of a layer's number at the start of a module's name, as PEFT finds it; a later number is an expert's."""
 
 
 @dataclass(frozen=True)
 class PeftTargets:
     """PEFT's `target_modules`, `target_parameters`, `rank_pattern` and `alpha_pattern`.
 
-    `parameters`: whole names; of those of one module, the first is the inmost when PEFT wraps them.
+    parameters: whole names; of those of one module, the first is the innermost when PEFT wraps them.
     """
 
     modules: list[str] | str
@@ -40,8 +40,10 @@ class PeftTargets:
 
 
 def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
-    """What a recipe's adapter is to PEFT. Raises ModelError for what a field names that is not in the model, which has
-    no adapter, and for what parameters cannot have.
+    """Return the PEFT targets of a recipe's adapter.
+
+    Raises ModelError for names that the model, which has no adapter yet, lacks, and for options that adapters on
+    parameters cannot have.
     """
     known = _as_peft_knows_it(causal_lm, config)
     parameters = _chosen_parameters(causal_lm, config, known.target_parameters or ())
@@ -59,7 +61,7 @@ def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
 
 
 def targets_of_ranks(ranks: Mapping[str, int], config: AdapterConfig) -> PeftTargets:
-    """Linear layers with ranks of their own, none where that is 0; a rank counts as much in each of them."""
+    """Return linear layers with ranks of their own, none where that is 0; each rank has the same scaling."""
     own = {name: rank for name, rank in ranks.items() if rank not in (0, config.rank)}
     alphas = {name: config.alpha * rank / config.rank for name, rank in own.items()}
     return PeftTargets([name for name, rank in ranks.items() if rank], [], own, alphas)
@@ -81,9 +83,11 @@ def _as_peft_knows_it(causal_lm: Any, config: AdapterConfig) -> LoraConfig:
 
 
 def _modules(causal_lm: Any, config: AdapterConfig, linear: list[str], known: LoraConfig) -> list[str] | str:
-    """PEFT takes numbers of layers only beside names: then `all-linear` and patterns become the names of their layers.
+    """Return `target_modules`. PEFT takes layer numbers only beside names, so `all-linear` and patterns become names
+    then.
 
-    So do patterns where PEFT would take what they match in one layer for all layers: where it knows the mixture.
+    Patterns also become names where PEFT knows the mixture of experts: it would apply a match in one layer to all
+    layers.
     """
     targets, layers = config.target_modules, config.layers_to_transform
     names = None if isinstance(known.target_modules, str) else set(known.target_modules or ())
@@ -118,7 +122,7 @@ def _chosen_parameters(causal_lm: Any, config: AdapterConfig, ends: Collection[s
 
 
 def layer_number(module: str) -> int | None:
-    """Of the transformer layer that a module is part of, by its name; None for one that is part of none."""
+    """Return the number of the transformer layer that a module is in, by its name; None outside of layers."""
     found = LAYER_NUMBER.match(module)
     return int(found[1]) if found else None
 
@@ -165,7 +169,7 @@ def _not_there(causal_lm: nn.Module, config: AdapterConfig, linear: list[str], k
 
 
 def _unmatched(ends: Collection[str], names: Collection[str]) -> str:
-    """Those of `ends` that no name is or ends with, after a dot."""
+    """Return the `ends` that no name equals or ends with after a dot."""
     return ", ".join(end for end in ends if not any(_is_named(name, [end]) for name in names))
 
 

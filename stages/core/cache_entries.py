@@ -1,4 +1,4 @@
-"""What is kept in caches, and when it was used last: the modification time of an entry, which `lifecycle gc` goes by.
+"""Entries of caches and their last use: the modification time of an entry, which `lifecycle gc` goes by.
 
 Whoever reads an entry calls `note_use`. The time of reading says nothing: many file systems do not keep it (`noatime`).
 
@@ -13,9 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 FOLDERS_BELOW_ROOM = {"datasets": 2, "evalscope": 0}
-"""Room → levels of folders down to its entries, of those whose layout is another program's; otherwise 1.
+"""Room → levels of folders down to its entries, for rooms with another program's layout; otherwise 1.
 
-Of Hugging Face's `datasets`, an entry is a configuration (`json/default-<hash>`); EvalScope's own are one together.
+In the room of Hugging Face's `datasets` an entry is a configuration (`json/default-<hash>`); EvalScope's entries are
+one together.
 """
 
 

@@ -1,4 +1,4 @@
-"""What a recipe may ask of a cluster for one stage: the `slurm` and `kubernetes` blocks of `execution`."""
+"""Recipe options of clusters: the `slurm` and `kubernetes` blocks of `execution`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OURS = frozenset(
         "wrap",
     }
 )
-"""Options of sbatch that the launcher sets itself, or cannot do with."""
+"""Options of sbatch that the launcher sets itself or that would break it."""
 
 
 def _check_option(option: str) -> str:
@@ -36,7 +36,7 @@ SecretKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[-._a
 
 
 class SlurmOptions(StrictModel):
-    """What the job asks of Slurm; what is not said is the cluster's default."""
+    """Resources of a stage's Slurm job; unset options have the cluster's defaults."""
 
     partition: str | None = Field(None, description="As `sbatch --partition`.")
     account: str | None = Field(None, description="As `sbatch --account`.")
@@ -48,17 +48,19 @@ class SlurmOptions(StrictModel):
     gpus_per_node: PositiveInt | None = Field(None, description="GPUs on each node.")
     cpus_per_node: PositiveInt | None = Field(None, description="Default: threads × processes of a node.")
     memory_gib_per_node: PositiveFloat | None = Field(None, description="Memory on each node.")
-    warning_s: PositiveInt = Field(60, description="How long before its time limit a job is asked to end.")
+    warning_s: PositiveInt = Field(60, description="Seconds before its time limit at which a job is asked to end.")
     options: list[SbatchOption] = Field(default_factory=list, description="Further options, as in --constraint=h100.")
 
 
 class KubernetesOptions(StrictModel):
-    """What the pods of a stage ask of Kubernetes."""
+    """Resources and settings of a stage's pods in Kubernetes."""
 
     image: str | None = Field(None, description="Required: the pipeline's image, best with its digest.")
     store_claim: KubernetesName = Field("llm-lifecycle-home", description="PersistentVolumeClaim of LIFECYCLE_HOME.")
     namespace: KubernetesName = Field("default", description="Where pods run.")
-    service_account: KubernetesName = Field("llm-lifecycle-stage", description="Of the pods; it needs no rights.")
+    service_account: KubernetesName = Field(
+        "llm-lifecycle-stage", description="Service account of the pods; it needs no rights."
+    )
     job: Literal["train_job", "indexed_job"] = Field(
         "train_job", description="Training over several nodes: a TrainJob of Kubeflow Trainer, or an indexed Job."
     )

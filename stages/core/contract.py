@@ -1,4 +1,4 @@
-"""What a stage is: what the recipe may say of it, and what its process reads and writes.
+"""Contract of a stage: its config in a recipe, and the files that its process reads and writes.
 
 Every stage kind subclasses `StageConfig` (in `stages/kinds/<kind>/config.py`, light: pydantic and the standard library
 only) and has a function `run(config, context) -> StageResult` (in `stages/kinds/<kind>/run.py`). The orchestrator
@@ -53,10 +53,10 @@ ServableReference = Annotated[str, Reference(("model", "adapter", "server"))]
 ServerReference = Annotated[str, Reference(("server",))]
 ScoresReference = Annotated[str, Reference(("scores",))]
 NetworkInterface = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$")]
-"""As Linux names them."""
+"""Name of a network interface as Linux allows it."""
 T = TypeVar("T")
 MAKE_ABSOLUTE = "make_absolute"
-"""Key in the context of a validation: the function that makes a relative path absolute, when a recipe is read."""
+"""Key in the validation context: a function that makes a relative path absolute when a recipe is read."""
 
 
 def _made_absolute(path: Path, info: ValidationInfo) -> Path:
@@ -66,26 +66,28 @@ def _made_absolute(path: Path, info: ValidationInfo) -> Path:
 
 OutsidePath = Annotated[Path, OutsideInput(), AfterValidator(_made_absolute)]
 LINE_EVERY_S = 60.0
-"""Between lines on progress in a stage's log."""
+"""Seconds between lines on progress in a stage's log."""
 FINDING = "finding"
 """Tag of an artifact that its own stage refuses: `ERROR_CLASS: MESSAGE`."""
 
 
 class Execution(StrictModel):
-    """Where a stage runs and how often it is tried: never part of its identity."""
+    """Execution options of a stage, such as where it runs and how often it is tried; never part of its identity."""
 
-    launcher: Literal["local", "slurm", "kubernetes"] = Field("local", description="What starts the processes.")
+    launcher: Literal["local", "slurm", "kubernetes"] = Field("local", description="Program that starts the processes.")
     nodes: PositiveInt = Field(1, description="Machines; more than one only for training on a cluster.")
     network_interface: NetworkInterface | None = Field(
-        None, description="Of each of several nodes, such as ib0: the processes speak on it alone."
+        None, description="Network interface of each of several nodes, such as ib0; processes use no other."
     )
     threads: PositiveInt | None = Field(None, description="Threads of each process; default: the cores shared evenly.")
     slots: PositiveInt | None = Field(None, description="Device slots held while the stage runs; default: its devices.")
     timeout_s: Seconds | None = Field(None, description="The stage is stopped after this many seconds.")
     retries: int = Field(
-        2, ge=0, le=1000, description="How often a transient error, or the death of a process, is tried again."
+        2, ge=0, le=1000, description="Number of retries after a transient error or the death of a process."
     )
-    environment: dict[str, str] = Field(default_factory=dict, description="Added to the process's environment.")
+    environment: dict[str, str] = Field(
+        default_factory=dict, description="Variables added to the process's environment."
+    )
     slurm: SlurmOptions = Field(SlurmOptions(), description="Only with `launcher: slurm`.")
     kubernetes: KubernetesOptions = Field(KubernetesOptions(), description="Only with `launcher: kubernetes`.")
 
@@ -103,14 +105,14 @@ class Execution(StrictModel):
 
 
 class StageConfig(StrictModel, ABC):
-    """What a recipe says of one stage. All of it is identity, except `execution`."""
+    """Config of a stage. All of it is identity, except `execution`."""
 
     STAGE_VERSION: ClassVar[int]
-    """Raised when the same config would give another artifact than before."""
+    """Version of the stage's code; raised when the same config would give another artifact than before."""
     HAS_CHECK: ClassVar[bool] = False
-    """Whether `stages/kinds/<kind>/check.py` finds what is wrong with its inputs before it is its turn."""
+    """True if `stages/kinds/<kind>/check.py` checks the stage's inputs before it runs."""
     LESS_MEMORY: ClassVar[str] = "raise its execution.slots, so that less runs beside it"
-    """What to change where the kernel kills it for lack of memory."""
+    """Advice when the kernel kills the stage for lack of memory."""
 
     kind: str
     execution: Execution = Execution()
@@ -118,16 +120,16 @@ class StageConfig(StrictModel, ABC):
     @property
     @abstractmethod
     def product(self) -> Product:
-        """What stages that refer to this one may use it as."""
+        """Product of the stage, as other stages may use it."""
 
     @property
     def own_chat_template(self) -> Path | None:
-        """What the model that it makes is used with, where that is not the template of the model it starts from."""
+        """Chat template of the model that the stage makes, where it differs from that of the model it starts from."""
         return None
 
     @property
     def processes(self) -> int:
-        """Processes to start on each node."""
+        """Number of processes on each node."""
         return 1
 
     @property
@@ -136,7 +138,7 @@ class StageConfig(StrictModel, ABC):
         return self.processes
 
     def identity(self) -> dict[str, JsonValue]:
-        """The config with defaults filled in, without `execution`, references, outside paths and unset later fields.
+        """Return the config with defaults, without `execution`, references, outside paths and unset later fields.
 
         The versions of the referenced stages and the contents of the paths stand in for references and paths.
         """
@@ -151,78 +153,82 @@ class StageConfig(StrictModel, ABC):
         return 0
 
     def resume_identity(self) -> dict[str, JsonValue]:
-        """The part of the identity that an interrupted attempt must share for its scratch folder to be of use."""
+        """Return the part of the identity that an interrupted attempt must share to reuse its scratch folder."""
         return self.identity()
 
     def references(self) -> dict[str, str]:
-        """Dotted field path → name of the stage that it refers to."""
+        """Return dotted field path → name of the stage that it refers to."""
         return {path: str(value) for path, value in marked_values(self, Reference)}
 
     def outside_paths(self) -> dict[str, Path]:
-        """Dotted field path → path outside the store."""
+        """Return dotted field path → path outside the store."""
         return {path: Path(value) for path, value in marked_values(self, OutsideInput)}
 
     ASKS_ALL_STAGES: ClassVar[bool] = False
-    """Whether `completed_among` looks at stages that this one does not refer to."""
+    """True if `completed_among` looks at stages that this one does not refer to."""
 
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
-        """This config with what follows from the other stages of its recipe filled in."""
+        """Return this config completed with facts from the other stages of its recipe."""
         return self
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """What is wrong between this stage and the others of its recipe, beyond what `Reference` says; one a line."""
+        """Yield problems between this stage and the others of its recipe, beyond what `Reference` checks; one line
+        each.
+        """
         return iter(())
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
-        """Dotted path of each field that does nothing beside what the others say, set or not, and why it does not."""
+        """Yield dotted path and reason of each field that has no effect given the other fields, set or not."""
         if self.execution.launcher != "slurm":
             yield "execution.slurm", f"the launcher is {self.execution.launcher}"
         if self.execution.launcher != "kubernetes" and self.product != "server":  # `lifecycle render` is of servers
             yield "execution.kubernetes", f"the launcher is {self.execution.launcher}"
 
     def custom_code(self) -> tuple[str, ...]:
-        """Code from outside that the stage runs or keeps since the recipe says so, such as `serving.trust_…`."""
+        """Return options that make the stage run or keep code from outside, such as `serving.trust_…`."""
         trusted = (path for path, value in values_named(self, "trust_remote_code") if value)
         return tuple(f"{path}: Python files that come with the model" for path in trusted)
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """What else outside the store decides the content: resolved revisions, versions of programs.
+        """Return facts outside the store that decide the content: resolved revisions, versions of programs.
 
-        May ask the network; limit_s: once, for this long. Raises a `StageError` that says what could not be resolved.
+        May ask the network; with limit_s once, for this long. Raises a `LifecycleError` for what cannot be resolved.
         """
         return {}
 
 
 def base_of(name: str, stages: Mapping[str, StageConfig]) -> str:
-    """The stage whose model an adapter belongs to, perhaps by way of adapters that it went on from; a model's own."""
+    """Return the stage whose model an adapter belongs to, maybe through adapters that it continues; else the model's
+    own.
+    """
     while stages[name].product == "adapter":
         name = nearest_base(stages[name].references())
     return name
 
 
 def nearest_base(by_field: Mapping[str, T]) -> T:
-    """Of what an adapter refers to, by field: its base, or where that is not named, what it was trained on."""
+    """Return the field of an adapter's nearest reference: its base, or else the stage that it was trained on."""
     return by_field.get("base") or by_field["model"]
 
 
 class Lease(StrictModel):
-    """A server that a serve stage keeps up for the stages of the same refresh. Its API key is in the environment."""
+    """Server that a serve stage keeps running for the stages of the same refresh. Its API key is in the environment."""
 
     url: str
     pid: int
 
 
 class Trial(StrictModel):
-    """A stage run to be measured: its first steps, as they would be, but nothing is saved and no artifact comes of it.
+    """Trial run of a stage for measurements: its first steps, without saving anything or making an artifact.
 
-    No part of a config: a recipe cannot ask for it, so it can enter no version and no store.
+    Not part of a config: a recipe cannot ask for it, so it can enter no version and no store.
     """
 
-    steps: PositiveInt = Field(description="Steps to do, however many the config has.")
+    steps: PositiveInt = Field(description="Number of steps, whatever the config says.")
 
 
 class StageInput(StrictModel):
-    """`config.json`: everything a stage process is given."""
+    """Content of `config.json`: everything that a stage process gets."""
 
     name: str
     kind: str
@@ -231,15 +237,15 @@ class StageInput(StrictModel):
     inputs: dict[str, Path] = Field(description="stage name → folder of its artifact")
     leases: dict[str, Lease] = Field(default_factory=dict, description="stage name → its running server")
     outside: dict[str, JsonValue] = Field(
-        default_factory=dict, description="what `resolve_outside` gave when the version was computed"
+        default_factory=dict, description="result of `resolve_outside` when the version was computed"
     )
     trial: Trial | None = Field(None, description="set when the stage is only to be measured")
-    warnings: tuple[str, ...] = Field((), description="what the flow knows of the inputs; the stage warns of it")
-    cache: Path = Field(description="kept between runs; entries are keyed by content and written atomically")
+    warnings: tuple[str, ...] = Field((), description="warnings of the flow about the inputs, repeated by the stage")
+    cache: Path = Field(description="folder kept between runs; entries are keyed by content and written atomically")
 
 
 class StageEvent(StrictModel):
-    """A line of `events.jsonl`."""
+    """Line of `events.jsonl`."""
 
     time_ms: int
     event: Literal["progress", "milestone", "warning"]
@@ -250,10 +256,11 @@ class StageEvent(StrictModel):
 
 
 class StageResult(StrictModel):
-    """`result.json`. Metrics and tags go to MLflow; `files` are uploaded there, paths relative to the work folder.
+    """Content of `result.json`.
 
-    The first few metrics are what a person is shown of the stage.
-    With a `lease` the artifact is complete although the process goes on, as a server, until it is stopped.
+    Metrics and tags go to MLflow; `files` are uploaded there, with paths relative to the work folder. The first few
+    metrics are shown to people. With a `lease` the artifact is complete although the process goes on, as a server,
+    until it is stopped.
     """
 
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -278,11 +285,11 @@ def finding_of(tags: Mapping[str, str]) -> LifecycleError | None:
 
 
 class StageFailure(StrictModel):
-    """`error.json`."""
+    """Content of `error.json`."""
 
     error: str = Field(description="name of the error class")
     message: str
-    died: bool = Field(False, description="as of `LifecycleError`")
+    died: bool = Field(False, description="`died` of the `LifecycleError`")
 
     @classmethod
     def of(cls, error: Exception) -> StageFailure:
@@ -296,7 +303,7 @@ class ProgressLines:
     """Lines on a stage's progress for its log, at most one a minute."""
 
     began: tuple[float, float] | None = None
-    """Time in seconds, and what was done then: a resumed attempt does not begin at 0."""
+    """Time in seconds and amount done at the beginning: a resumed attempt does not begin at 0."""
     last_line_s: float = 0.0
 
     def line(self, now_s: float, done: float, total: float, unit: str, message: str) -> str | None:
@@ -317,7 +324,7 @@ class ProgressLines:
 
 @dataclass(frozen=True)
 class StageContext:
-    """A stage process's view of its work folder. Only rank 0 of several processes writes the shared files."""
+    """Work folder as a stage process sees it. Only rank 0 of several processes writes the shared files."""
 
     work: Path
     name: str
@@ -332,7 +339,7 @@ class StageContext:
 
     @property
     def scratch(self) -> Path:
-        """Kept across retries of this stage, gone when its artifact is committed."""
+        """Folder that is kept across retries of this stage, and removed when its artifact is committed."""
         folder = self.work / "scratch"
         folder.mkdir(exist_ok=True)
         return folder
@@ -349,15 +356,15 @@ class StageContext:
             print(line, flush=True)
 
     def doing(self, message: str) -> None:
-        """Tell what the stage is at, where nobody knows how long that takes; shown in place of progress."""
+        """Report the current activity where its duration is unknown; shown instead of progress."""
         self._event("progress", message)
 
     def milestone(self, message: str) -> None:
-        """Tell what a person who watches the refresh wants to know."""
+        """Report an event that people who watch the refresh want to know."""
         self._event("milestone", message)
 
     def warn(self, message: str) -> None:
-        """Tell what is not an error, but should be looked at."""
+        """Report a warning: not an error, but something to look at."""
         self._event("warning", message)
 
     def refuse(self, finding: LifecycleError) -> None:
@@ -385,5 +392,5 @@ class StageContext:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, or the only process of its stage."""
+    """Return whether this is rank 0, or the only process of its stage."""
     return os.environ.get("RANK", "0") == "0"

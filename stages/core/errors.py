@@ -1,4 +1,4 @@
-"""The error classes: one exit code each, the same for a stage process and for `lifecycle`.
+"""Error classes: one exit code each, the same for a stage process and for `lifecycle`.
 
 A message says what was being done, what was found, what was expected, and what to do next. These are the errors of
 the outside world (a user, a file, a server); a bug of ours is any other exception and exits with `INTERNAL_ERROR`.
@@ -24,7 +24,7 @@ class LifecycleError(Exception):
     exit_code = INTERNAL_ERROR
 
     def __init__(self, message: str = "", *, died: bool = False) -> None:
-        """died: a signal that nobody asked for ended a process of the stage, or a server that the stage started."""
+        """Redact the message. died: a signal that no one requested ended a process of the stage, or its server."""
         super().__init__(redact(message))
         self.died = died
 

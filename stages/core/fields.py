@@ -1,4 +1,4 @@
-"""Marks on the fields of a config, which say what a field's value is part of; and how to find them."""
+"""Marks on the fields of a config, such as references and outside inputs, and how to find them."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ def _as_split(name: str) -> str:
 
 
 SplitName = Annotated[str, Field(min_length=1), AfterValidator(_as_split)]
-"""Not blank, nor `.`, which would be all files of a dataset."""
+"""Name of a split: not blank, nor `.`, which would be all files of a dataset."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Marks a field that names another stage, which must produce one of `products`."""
+    """Mark of a field that names another stage, which must produce one of `products`."""
 
     products: tuple[Product, ...]
 
 
 @dataclass(frozen=True)
 class OutsideInput:
-    """Marks a path outside the store: its content is identity, where it lies is not."""
+    """Mark of a path outside the store: its content is identity, its location is not."""
 
 
 @dataclass(frozen=True)
 class SourceText:
-    """Marks a text that says where a model or a dataset comes from: a hub's name for it, or `file://` and a path."""
+    """Mark of a text that names the source of a model or dataset: a hub's name for it, or `file://` and a path."""
 
 
 @dataclass(frozen=True)
 class AddedLater:
-    """Marks an optional field whose default does what was done before there was the field.
+    """Mark of an optional field whose default means what was done before the field existed.
 
-    At its default it is no part of the identity: artifacts that exist keep their versions.
+    At its default it is no part of the identity: existing artifacts keep their versions.
     """
 
 
 def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of every non-None field, at any depth, that is annotated with a `marker` instance.
+    """Yield dotted path and value of every non-None field, at any depth, that is annotated with a `marker` instance.
 
-    Of a tuple, each item: `evaluations.0`.
+    Each item of a tuple has a path: `evaluations.0`.
     """
     marked = marked_fields(type(model), marker)
     for name, value in vars(model).items():
@@ -70,7 +70,7 @@ def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[
 
 
 def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of every field of this name, at any depth."""
+    """Yield dotted path and value of every field of this name, at any depth."""
     for name, value in vars(model).items():
         if name == field:
             yield f"{prefix}{name}", value
@@ -80,7 +80,7 @@ def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tup
 
 
 def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of fields marked `AddedLater` that have their default, at any depth."""
+    """Yield dotted paths of fields marked `AddedLater` that have their default, at any depth."""
     marked = marked_fields(type(model), AddedLater)
     fields = type(model).model_fields
     for name, value in vars(model).items():
@@ -92,7 +92,7 @@ def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
 
 
 def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
-    """The model that a field's value is, or those that it holds; each with the beginning of its fields' paths."""
+    """Yield the models in a field's value, each with the prefix of its fields' paths."""
     if isinstance(value, BaseModel):
         yield f"{path}.", value
     elif isinstance(value, dict):
@@ -103,12 +103,12 @@ def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
 
 @functools.cache  # a recipe's identity asks for them at every field, again and again
 def marked_fields(model: type[BaseModel], marker: type) -> frozenset[str]:
-    """Names of the fields that are annotated with a `marker` instance."""
+    """Return the names of the fields that are annotated with a `marker` instance."""
     return frozenset(name for name, field in model.model_fields.items() if find_marker(field, marker))
 
 
 def find_marker(field: Any, marker: type) -> Any | None:
-    """The `marker` instance in a pydantic field's annotation (also inside `X | None`), or None."""
+    """Return the `marker` instance in a pydantic field's annotation (also inside `X | None`), or None."""
     candidates: list[Any] = [*field.metadata]
     todo = [field.annotation]
     while todo:
@@ -119,7 +119,7 @@ def find_marker(field: Any, marker: type) -> Any | None:
 
 
 def without(tree: dict[str, Any], paths: set[str], prefix: str = "") -> dict[str, Any]:
-    """A dumped config without the fields at these dotted paths."""
+    """Return a dumped config without the fields at these dotted paths."""
     return {
         key: _without(value, paths, f"{prefix}{key}.")
         for key, value in tree.items()

@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, and files of JSON lines, which grow."""
+"""Files that are written atomically, and files of JSON lines, which grow."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """The value of each line of a file in UTF-8. Raises OSError or ValueError for what cannot be read."""
+    """Return the value of each line of a file in UTF-8. Raises OSError or ValueError for unreadable content."""
     # Lines of text would also end at U+2028 and U+0085, which JSON writes as they are.
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def remove_cut_off_line(path: Path) -> None:
-    """What a killed process was writing would spoil the next line."""
+    """Remove an unfinished last line, which a killed process left and which would spoil the next one."""
     if path.is_file():
         content = path.read_bytes()
         with path.open("r+b") as stream:

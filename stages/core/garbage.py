@@ -1,4 +1,4 @@
-"""Python's search for garbage, in processes that import half a million objects, nearly all of which stay."""
+"""Rarer garbage collection for processes that import half a million objects, nearly all of which stay."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import atexit
 import gc
 
 OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""Python's own 700 suit small programs: looking through what imports make again and again takes a tenth of a start."""
+"""Threshold of allocations for a collection. Python's 700 suit small programs: looking through imported objects again
+and again takes a tenth of a start.
+"""
 
 
 def collect_rarely() -> None:

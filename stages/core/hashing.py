@@ -1,4 +1,4 @@
-"""sha256 of files that may be large: several at once, heard by Ctrl-C, with progress, and each only once.
+"""sha256 of large files: several at once, interrupted by Ctrl-C, with progress, and each only once.
 
 What a file hashed to is kept in `<LIFECYCLE_HOME>/cache/hashes.sqlite`, by its path, size, times and inode. A file
 that changed within the last seconds is not kept: a file system's clock may be too coarse to tell its next change.
@@ -23,7 +23,7 @@ from stages.core.lines import say
 
 CHUNK_BYTES = 1 << 20
 MIN_CACHED_BYTES = 1 << 20
-"""Smaller files are read as fast as they are looked up."""
+"""Smallest file whose hash is cached; smaller ones are read as fast as they are looked up."""
 SETTLED_S = 2
 THREADS = 4
 REPORT_INTERVAL_S = 5
@@ -61,7 +61,7 @@ def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> 
 
 
 class _Job:
-    """Hashes several files, from several threads, until it is stopped."""
+    """Hashing of several files, from several threads, that can be stopped."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
@@ -74,7 +74,7 @@ class _Job:
         self._stopped.set()
 
     def hash(self, path: Path) -> str:
-        """Hex digest; of a stopped job, no matter what."""
+        """Return the hex digest; meaningless once the job was stopped."""
         found = path.stat()
         if found.st_size < MIN_CACHED_BYTES:
             return self._read(path)
@@ -122,7 +122,7 @@ def _keep(key: str, digest: str) -> None:
 
 @contextmanager
 def _database() -> Iterator[sqlite3.Connection | None]:
-    """None where the home cannot be written: then files are hashed again each time, and that is all."""
+    """Return the database of known hashes; None where the home cannot be written, so files are hashed each time."""
     file = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).absolute() / "cache" / "hashes.sqlite"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ Interval = tuple[float, float]
 
 QUANTILE_95 = statistics.NormalDist().inv_cdf(0.975)
 SAME_ERROR = 1e-6
-"""Relative difference of two standard errors that is rounding."""
+"""Relative difference of two standard errors that counts as rounding."""
 
 
 def wilson(share: float, num_samples: int) -> Interval:
@@ -76,7 +76,7 @@ def score_interval(value: float, standard_error: float, num_samples: int | None)
 
 
 NUM_CUT = "num_answers_cut"
-"""Metric of an evaluation: answers that ended at the most tokens that they may have, where some did."""
+"""Metric of an evaluation: number of answers that were cut at the largest number of tokens, where some were."""
 
 
 def zero_score_warning(name: str, evaluation: str, num_samples: int, num_cut: int) -> str:

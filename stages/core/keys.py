@@ -1,4 +1,4 @@
-"""Keys of servers that others run: a recipe names the environment variable that holds one."""
+"""API keys of servers that others run: a recipe names the environment variable that holds one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from stages.core.errors import RecipeError
 
 
 def key_in(variable: str | None, field: str) -> str:
-    """The key that the environment variable holds; empty where a server asks for none.
+    """Return the key in the environment variable; empty where the server needs none.
 
-    field: of the recipe, which names the variable. Raises RecipeError where that is not set.
+    field: field of the recipe that names the variable. Raises RecipeError where the variable is not set.
     """
     if not variable:
         return ""

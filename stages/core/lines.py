@@ -1,4 +1,4 @@
-"""Lines for people: at a terminal as they are; elsewhere, where they are read later, each begins with its time.
+"""Lines for people: unsafe characters are escaped; elsewhere than at a terminal each begins with its time.
 
 A text from outside (a row, a model's answer, a name on a hub) may hold control characters and marks that turn the
 writing direction. A terminal would obey them: they could hide or replace what stands beside them.
@@ -11,7 +11,7 @@ import time
 from typing import Any, TextIO
 
 UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and newline, marks of the writing direction, and lone surrogates, which have no UTF-8."""
+"""Control characters except tab and newline, marks of the writing direction, and surrogates, which have no UTF-8."""
 
 
 def visible(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Types of numbers in recipes: those that are computed with in fp32, where none may become 0 or infinite; durations."""
+"""Types of numbers in recipes: floats that fp32 can hold, so that none becomes 0 or infinite; durations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 SMALLEST = 2.0**-126
-"""That fp32 holds with all its digits."""
+"""Smallest normal fp32 number."""
 LARGEST = (2 - 2.0**-23) * 2.0**127
 
 
@@ -23,17 +23,17 @@ def _as_held(value: float) -> float:
 
 
 HELD_IN_FP32 = AfterValidator(_as_held)
-"""Last in a type: what stands behind it enters no JSON schema."""
+"""Check that fp32 can hold a number; put last in a type, since what follows it enters no JSON schema."""
 PositiveFp32 = Annotated[float, Field(gt=0, allow_inf_nan=False), HELD_IN_FP32]
 NonNegativeFp32 = Annotated[float, Field(ge=0, allow_inf_nan=False), HELD_IN_FP32]
 
 NatsPerToken = Annotated[float, Field(gt=0, le=12)]
-"""How far predictions may be apart. Even guesses among 160,000 tokens are 12 from certainty: a gate that allows more
-lets everything pass.
+"""Bound on differences of predictions, in nats per token. Even guesses among 160,000 tokens are 12 from certainty: a
+gate that allows more lets everything pass.
 """
 
 Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
-"""Three years at most: system calls take no length of time."""
+"""Duration of three years at most, since system calls do not accept any number of seconds."""
 
 
 def counted(number: int, noun: str) -> str:

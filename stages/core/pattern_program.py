@@ -1,8 +1,8 @@
-"""Tries regular expressions on texts: `python -m stages.core.pattern_program CPU_SECONDS`, which `patterns.py` asks.
+"""Program that tries regular expressions on texts: `python -m stages.core.pattern_program CPU_SECONDS`.
 
-By `regex` instead of `re`: it has the same expressions, and most of those that take `re` for ever take it no time. By
-`re` where a library will do so later. The expression and the search for it may take any time, the expression alone any
-memory (`(?:(?:a{1000}){1000}){1000}`).
+Uses `regex` instead of `re`: it has the same expressions, and most of those that are exponential in `re` take it no
+time. Uses `re` where a library will do so later. The expression and the search for it may take any time, the expression
+alone any memory (`(?:(?:a{1000}){1000}){1000}`).
 """
 
 from __future__ import annotations

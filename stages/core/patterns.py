@@ -1,4 +1,4 @@
-"""Try regular expressions from outside (a recipe, an adapter) on texts, within limits of time and memory."""
+"""Regular expressions from outside (a recipe, an adapter), tried on texts within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, Self
 from stages.core.program import Program, ProgramError
 
 LIMIT_S = 2.0
-"""Some patterns take time that grows exponentially with the text."""
+"""CPU time for one pattern; some take time that grows exponentially with the text."""
 GRACE_S = 2.0
 NAMES = (
     "model.layers.31.self_attn.q_proj",
@@ -17,18 +17,18 @@ NAMES = (
     "model.language_model.layers.31.linear_attn.in_proj_qkvz",
     "lm_head",
 )
-"""Modules of models, as patterns of a recipe choose among them."""
+"""Names of models' modules, on which patterns of a recipe are tried."""
 
 
 class PatternError(ValueError):
-    """A text that is no regular expression; says why."""
+    """Raised for a text that is no regular expression, with the reason."""
 
 
 class Patterns:
-    """A process that tries patterns; started when the first one is tried, ended with the block that it is used in."""
+    """Process that tries patterns; started for the first one, ended with the `with` block."""
 
     def __init__(self, limit_s: float) -> None:
-        """limit_s: CPU time of one call."""
+        """Create the client without starting the process. limit_s: CPU time of one call."""
         self._limit_s = limit_s
         self._program = Program("stages.core.pattern_program", str(limit_s))
 

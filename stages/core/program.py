@@ -1,4 +1,4 @@
-"""Start a program of ours in a process of its own and ask it, within limits: for work on what others wrote.
+"""Client of a program in a process of its own, which works on untrusted input within limits.
 
 Code, patterns, formulas and templates from outside may take any time and any memory. They are worked on by a *program*:
 a module that calls `program_loop.answer_questions`. This is the asking side:
@@ -30,11 +30,11 @@ from stages.core.program_loop import LIFELINE
 from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes
 
 START_TIMEOUT_S = 300.0
-"""For what a program imports, on a busy machine."""
+"""Time limit for a program's imports, on a busy machine."""
 GRACE_S = 5.0
 MAX_ANSWER_BYTES = 256 << 20
 PIECE_BYTES = 1 << 16
-"""What a pipe holds."""
+"""Capacity of a pipe."""
 LONGEST_POLL_S = 1000.0
 
 NOWHERE = Path("/nonexistent")
@@ -45,7 +45,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=s
 
 
 class ProgramError(Exception):
-    """An error that a program's function raised for a question; the program can be asked again.
+    """Error that a program's function raised for a question; the program can be asked again.
 
     kind: name of its class, such as `MemoryError`.
     """
@@ -56,17 +56,20 @@ class ProgramError(Exception):
 
 
 class ProgramEndedError(Exception):
-    """The program ended, or was ended because it wrote no answer that can be read."""
+    """Raised when the program ended, or was ended since its answer cannot be read."""
 
 
 class Program:
-    """A program that runs when it is needed; ended by `close`, with the block that it is used in, or with the object.
+    """Client of a program that is started when it is needed, and ended by `close`, its `with` block or its deletion.
 
     For one thread at a time.
     """
 
     def __init__(self, module: str, *arguments: str, needs_home: bool = False) -> None:
-        """Does not start it yet. needs_home: give it an empty folder, which this process removes when it ends well."""
+        """Create the client without starting the program.
+
+        needs_home: whether it gets an empty folder, which this process removes when it ends normally.
+        """
         self._needs_home = needs_home
         self._command = [sys.executable, "-m", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None

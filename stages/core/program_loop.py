@@ -1,4 +1,4 @@
-"""Answers questions of another process within limits: what a program of ours runs, `program.py` starts and asks.
+"""Loop of a program that answers another process within limits; `program.py` starts and asks it.
 
 A program is a module with a main function that calls `answer_questions`. Standard library only, and little of it, so
 that a program is started in some 20 ms and has the memory that it may take for its own work.
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 LIFELINE = "PROGRAM_LIFELINE"
 """Variable with the number of the read end of a pipe, whose other end only the asking process holds."""
 AGAIN_S = 0.1
-"""CPU seconds between the signals that follow the first one: what caught it in passing is interrupted again."""
+"""CPU seconds between further signals after the first one, in case something caught it."""
 
 Answered = TypeVar("Answered")
 
@@ -27,11 +27,11 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class TimeLimitError(BaseException):
-    """The CPU time of a piece of work is spent. No `Exception`: libraries catch those, and go on."""
+    """Raised when the CPU time of a piece of work is spent. No `Exception`: libraries catch those and continue."""
 
 
 class RefusedError(Exception):
-    """An answer that is a refusal: its text goes to the asking process as it is, without the name of a class."""
+    """Raised for a refusal: its text goes to the asking process unchanged, without the name of a class."""
 
 
 def within(cpu_s: float, work: Callable[..., Answered], *arguments: Any) -> Answered:
@@ -56,10 +56,13 @@ def answer_questions(
 ) -> None:
     """Answer each line of JSON on the standard input with one, until the input or the asking process ends.
 
-    begin: imports what is needed, and returns the function from a question to its answer, both of which are JSON. Its
-    own end, or its error, is the first answer. memory_bytes: address space that this process may have from then on.
-    cpu_s: CPU time for a question. An error, MemoryError and RecursionError as well, is answered with its class and
-    its text; this process lives on. What is printed goes to the standard error.
+    - begin: imports what is needed, and returns the function from a question to its answer, both of which are JSON. Its
+    end, or its error, is the first answer
+    - memory_bytes: address space that this process may have from then on
+    - cpu_s: CPU time for a question
+
+    An error, MemoryError and RecursionError as well, is answered with its class and its text; this process continues.
+    Text printed to the standard output goes to the standard error.
     """
     _end_with_asking_process()
     answers = os.dup(1)

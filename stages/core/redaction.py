@@ -1,5 +1,7 @@
-"""Takes secrets out of texts: values of environment variables that are named like secrets, passwords in URLs, and what
-has the shape that known services give to their keys.
+"""Redaction of secrets in texts.
+
+Secrets are values of environment variables that are named like secrets, passwords in URLs, and texts in the form of
+known services' keys.
 
 A secret reaches a stage only through its environment. Messages are redacted where they are made; logs, which many
 programs write, when their stage has ended. A text of any length takes time in proportion to it. Standard library only.
@@ -16,15 +18,16 @@ from urllib.parse import quote, unquote
 
 REPLACEMENT = "***"
 MIN_CHARACTERS = 4
-"""Shorter values are no secrets, and are found everywhere."""
+"""Shortest secret; shorter values are no secrets, and occur everywhere."""
 MIN_CHARACTERS_ANYWHERE = 8
-"""Shorter secrets are taken out where they stand alone only: `main` is not looked for in `remainder`."""
+"""Shortest secret that is redacted within words; shorter ones must stand alone, so `main` does not match `remainder`.
+"""
 
 _SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PWD|_PASS|KEY|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE
 )
 _SWITCHES = frozenset({"true", "false", "none", "null"})
-"""What HF_HUB_DISABLE_IMPLICIT_TOKEN and its like are set to."""
+"""Values of switches such as HF_HUB_DISABLE_IMPLICIT_TOKEN."""
 # Begins at `://` instead of the scheme, and stops at `/`: no character is looked at from two places where it may begin,
 # so the time is linear. The last `@` ends the password: a URL's host has none.
 _URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)([^/\s\"<>]+)@")  # of one slash where a path was made of it
@@ -33,40 +36,40 @@ _KNOWN_SHAPE = re.compile(
     r"|sk-(?:(?:ant|or|proj)-|(?=[\w-]*\d))[\w-]{20,}|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{35}|xox[abeprs]-[\w-]{10,}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})"
 )
-"""Keys of Hugging Face, GitHub, GitLab, npm, OpenAI and its like, Amazon, Google, Slack; JSON web tokens."""
+"""Keys of Hugging Face, GitHub, GitLab, npm, OpenAI and the like, Amazon, Google, Slack; JSON web tokens."""
 _WEBHOOK = re.compile(r"(hooks\.slack\.com/(?:services|workflows)/|discord(?:app)?\.com/api/webhooks/)[\w/-]{6,}")
-"""An address that is a key: who knows it may post."""
+"""Webhook addresses, which anyone who knows them can post to."""
 _JSON_STRING = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*(?:"|$)(\s*:)?', re.MULTILINE)
-"""A string, and the colon that makes it a key; the last one of a line that a crash has torn may lack its end."""
+"""JSON string with the colon that makes it a key; the last one of a torn line may lack its end."""
 _WINDOW_CHARACTERS = 64 * 1024
-"""How much of a text is redacted before it is cut: a text from outside may have any length."""
+"""Characters of a text that are redacted before it is cut, since a text from outside may have any length."""
 _CUT_URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)[^/\s\"<>@]*$")
-"""A URL's password whose `@` may lie behind the window."""
+"""Password in a URL whose `@` may lie beyond the window."""
 _TEXT_SUFFIXES = (".txt", ".log", ".json", ".jsonl")
 _JSON_SUFFIXES = (".json", ".jsonl")
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable is named like a secret."""
+    """Return whether a variable is named like a secret."""
     return bool(_SECRET_NAME.search(name))
 
 
 def holds_url_password(text: str) -> bool:
-    """Whether a URL in `text` has a password."""
+    """Return whether a URL in `text` has a password."""
     return bool(_URL_PASSWORD.search(text))
 
 
 def secrets_in(environment: Mapping[str, str]) -> set[str]:
-    """Values of variables that are named like secrets, and the passwords in URLs of all others."""
+    """Return values of variables that are named like secrets, and passwords in URLs of all others."""
     named = {value.strip() for name, value in environment.items() if is_secret_name(name)}
     passwords = {password for value in environment.values() for _, password in _URL_PASSWORD.findall(value)}
     return {one for one in named | passwords if len(one) >= MIN_CHARACTERS and one.lower() not in _SWITCHES}
 
 
 def redact(text: str, secrets: Iterable[str] | None = None) -> str:
-    """`text` without the secrets (default: those of this process's environment), any URL's password, and known keys.
+    """Return `text` without the secrets (default: of this process's environment), URLs' passwords, and known keys.
 
-    A secret is found as it is, and as JSON, Python or a URL spell it.
+    A secret is found in plain form, and as JSON, Python or a URL spell it.
     """
     return _without(text, _spellings(secrets_in(os.environ) if secrets is None else secrets))
 
@@ -114,7 +117,7 @@ def redact_files(folder: Path, secrets: Iterable[str]) -> None:
 
 
 def _spellings(secrets: Iterable[str]) -> list[str]:
-    """Every way in which a secret may be written, the longest first."""
+    """Return all spellings of a secret, the longest first."""
     spellings: set[str] = set()
     for one in secrets:
         spellings |= {one, unquote(one), quote(one.encode(errors="surrogateescape"), safe=""), repr(one)[1:-1]}

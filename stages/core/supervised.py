@@ -1,4 +1,4 @@
-"""Start a command under the supervisor: the starting side of `supervisor.py`.
+"""Start of a command under the supervisor: the starting side of `supervisor.py`.
 
 Whatever happens (the command ends, the supervisor is killed, this process is killed), no descendant of the command
 stays behind: the supervisor ends them when this process is gone, this process ends them when the supervisor is gone.
@@ -35,11 +35,12 @@ def was_killed(exit_code: int) -> bool:
 
 
 class Supervised:
-    """A running command. `token` marks its processes; keep it to find stragglers after this process has died.
+    """Running command under the supervisor.
 
-    output: where stdout and stderr go; the caller may close it at once.
-    environment: the whole environment of the command.
-    grace_s: seconds between SIGTERM and SIGKILL when it is stopped.
+    - token: marks its processes; keep it to find stragglers after this process has died
+    - output: receives stdout and stderr; the caller may close it at once
+    - environment: the whole environment of the command
+    - grace_s: seconds between SIGTERM and SIGKILL when it is stopped
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Supervised:
         return code
 
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Return whether it still runs."""
         return self.poll() is None
 
     def stop(self) -> None:

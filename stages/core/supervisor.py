@@ -30,7 +30,7 @@ TOKEN_VARIABLE = "LIFECYCLE_STAGE_TOKEN"  # noqa: S105 (marks processes, no secr
 PROC = Path("/proc")
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 (where POSIX shared memory lies)
 SAMPLE_INTERVALS_S = (0.5, 5.0)
-"""Between looks at what the descendants have mapped: most of it is made in the first seconds."""
+"""Intervals between samples of the descendants' shared memory: most of it is mapped in the first seconds."""
 SAMPLES_PER_AGE = 20
 CLEANING_S = 2.0
 EXEC_LOOKS, EXEC_LOOK_S = 50, 0.001
@@ -45,7 +45,7 @@ def die_with_parent() -> None:
 
 
 def living_processes() -> dict[int, tuple[int, int]]:
-    """pid → (parent's pid, session id) of every process that is not a zombie."""
+    """Return pid → (parent's pid, session id) of every process that is not a zombie."""
     processes = {}
     for pid in _pids():
         with contextlib.suppress(OSError):
@@ -65,19 +65,19 @@ def started_ticks(pid: int) -> int | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Living children of a process, their children, and so on."""
+    """Return living children of a process, their children, and so on."""
     return _descendants_of([pid], living_processes())
 
 
 def marked_processes(token: str, session: int | None = None) -> list[int]:
-    """Living processes with `token` in their environment, or in `session`, and the descendants of these."""
+    """Return living processes with `token` in their environment, or in `session`, and their descendants."""
     living = living_processes()
     roots = [pid for pid, (_, its_session) in living.items() if its_session == session or _has_token(pid, token)]
     return sorted({*roots, *_descendants_of(roots, living)} - {os.getpid()})
 
 
 def kill_until_gone(find: Callable[[], list[int]], patience_s: float = 10.0) -> None:
-    """SIGKILL what `find` returns until it returns nothing: a process may fork while the others are being killed."""
+    """Send SIGKILL to what `find` returns until it returns nothing: a process may fork while others are killed."""
     deadline_s = time.monotonic() + patience_s
     while (pids := find()) and time.monotonic() < deadline_s:
         send(signal.SIGKILL, pids)
@@ -112,7 +112,7 @@ def send(number: int, pids: Iterable[int]) -> None:
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Files of /dev/shm that these processes have mapped.
+    """Return the files of /dev/shm that these processes have mapped.
 
     By inode: glibc maps a new semaphore under a passing name before it links it to its own.
     """
@@ -167,7 +167,7 @@ def _has_token(pid: int, token: str) -> bool:
 
 
 def _cleans_up(pid: int) -> bool:
-    """Whether this is Python's resource tracker, which unlinks what processes share by name once they have ended."""
+    """Return whether this is Python's resource tracker, which unlinks shared names of processes that have ended."""
     try:
         return b"multiprocessing.resource_tracker" in (PROC / str(pid) / "cmdline").read_bytes()
     except OSError:
@@ -178,7 +178,7 @@ def _cleans_up(pid: int) -> bool:
 
 
 class Supervisor:
-    """Runs one command to its end, or until it is stopped or its lifeline breaks."""
+    """Supervisor of one command, until it ends, is stopped or its lifeline breaks."""
 
     def __init__(self, lifeline: int, grace_s: float, command: list[str]):
         self.lifeline = lifeline
@@ -191,7 +191,7 @@ class Supervisor:
         self.child = self._start(command)
 
     def run(self) -> int:
-        """Returns the exit code to end with. No descendant is left by then."""
+        """Return the exit code to end with, once no descendant is left."""
         began_s = time.monotonic()
         shortest_s, longest_s = SAMPLE_INTERVALS_S
         while self.status is None and not self.stop_requested:
@@ -201,7 +201,7 @@ class Supervisor:
         return 128 + signal.SIGTERM if self.status is None else self.status
 
     def _listen(self) -> int:
-        """Signals interrupt `_wait` through a pipe; those that ask us to end are remembered."""
+        """Have signals interrupt `_wait` through a pipe; requests to end are remembered."""
         readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writable)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -245,7 +245,7 @@ class Supervisor:
                     self.status = code if code >= 0 else 128 - code
 
     def _end_descendants(self) -> None:
-        """SIGTERM, some grace, SIGKILL."""
+        """End descendants with SIGTERM, and after the grace period with SIGKILL."""
         left = functools.partial(descendants, os.getpid())
         self.shared_memory |= shared_memory_of(left())
         send(signal.SIGTERM, left())

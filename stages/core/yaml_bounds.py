@@ -1,4 +1,4 @@
-"""Bounds of YAML text, looked at while it is read and before anything is built of it: size, depth, aliases.
+"""Bounds of YAML text, checked on its events before anything is built from it: size, depth, aliases.
 
 PyYAML builds nodes by recursion, and merges (`<<`) by copying: text of a few bytes may end the process or fill the
 memory. Its events come one after the other, so that reading them takes time in proportion to the text.
@@ -23,7 +23,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 @dataclass
 class _Collection:
-    """A mapping or list whose end has not come yet; `num_values` counts itself and what is in it, but for keys."""
+    """Mapping or list whose end was not read yet. num_values: counts itself and its content, without keys."""
 
     anchor: str | None
     is_mapping: bool
@@ -31,7 +31,7 @@ class _Collection:
     height: int = 1
     num_children: int = 0
     place: str = ""
-    """The last key of a mapping, or how many items of a list were read."""
+    """Last key of a mapping, or number of list items read."""
 
     def add(self, num_values: int, height: int, text: str | None) -> None:
         """Count a child; `text` is that of a plain value."""
@@ -47,7 +47,7 @@ class _Collection:
 
 
 class _Reader:
-    """Counts what the events of one text stand for."""
+    """Counter of what the events of one text stand for."""
 
     def __init__(self) -> None:
         self._open = [_Collection(None, is_mapping=False)]
@@ -56,12 +56,12 @@ class _Reader:
 
     @property
     def path(self) -> str:
-        """Dotted path of the value that is read; of a long key, its beginning."""
+        """Dotted path of the value at hand; long keys are cut."""
         return ".".join((one.place or "0")[:60] for one in self._open[1:])
 
     @property
     def num_values(self) -> int:
-        """Values of the whole text, aliases written out."""
+        """Number of values in the whole text, aliases written out."""
         return self._open[0].num_values - 1
 
     def read(self, event: Any) -> None:
@@ -104,9 +104,9 @@ class _Reader:
 
 
 def check_bounds(text: str, loader: Any) -> None:
-    """Raises `RecipeError` for text that is not valid YAML, too long, too deep, or stands for too much.
+    """Raise `RecipeError` for text that is not valid YAML, too long, too deep, or expands to too many values.
 
-    Errors say in which line, and in which field.
+    Errors name line and field.
     """
     if len(text) > MAX_BYTES:
         raise RecipeError(f"it is longer than {MAX_BYTES:,} characters, which nothing in a recipe or a task is")
@@ -127,8 +127,9 @@ def check_bounds(text: str, loader: Any) -> None:
 
 
 def _check_escapes(text: str, loader: Any) -> None:
-    """Halves of a character are found by what they are replaced with: the parser says of them neither field nor line
-    when all text is in one line, as JSON is.
+    """Raise RecipeError for surrogates in escapes, with their field and line.
+
+    They are found by their replacements: for text in one line, as JSON is, the parser itself names neither.
     """
     whole = _SURROGATE.sub(lambda _: r"\ufffd", text)
     reader = _Reader()

@@ -1,4 +1,4 @@
-"""What one forward pass sees: a micro-batch of packed documents. Knows nothing of files, losses or parallelism."""
+"""Micro-batch of packed documents, as one forward pass and a loss get it; independent of files and parallelism."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Candidates:
     log_probabilities: torch.Tensor
     """float32 [rows, sequence, k], in nats."""
     is_whole_vocabulary: bool = False
-    """Whether the candidates are the whole vocabulary."""
+    """True if the candidates are the whole vocabulary."""
 
     def to(self, device: torch.device | str) -> Candidates:
         """Return a copy on `device`."""

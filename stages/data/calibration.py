@@ -1,4 +1,4 @@
-"""A dataset → a few tokenized documents that show a quantizer what a model sees: whole, without packing."""
+"""Calibration samples of a dataset for a quantizer: a few whole tokenized documents, without packing."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class DataConfig(StrictModel):
 
     @property
     def is_mixture(self) -> bool:
-        """Whether there are several datasets."""
+        """Return whether there are several datasets."""
         return len(self.parts) > 1
 
     @property
@@ -199,7 +199,7 @@ class DataConfig(StrictModel):
 
     @property
     def holds_out(self) -> bool:
-        """Whether some rows are held out for evaluation."""
+        """Return whether some rows are held out for evaluation."""
         return any(part.evaluation_split or part.evaluation_fraction for part in self.parts.values())
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Packed, tokenized documents on disk (memory-mapped) → batches. How they came there is `prepare`'s business.
+"""Packed, tokenized documents on disk (memory-mapped) → batches. `prepare` writes these folders.
 
 A folder holds flat arrays: `tokens.bin` (int32) and `loss.bin` (bool: the token is learned) of all documents one after
 the other, `document_starts.bin` and `row_starts.bin` (int64, one more than there are documents and rows: where each

@@ -1,4 +1,4 @@
-"""Rows of a dataset, in any of the formats that people have → the documents to learn from, or why a row is a bad one.
+"""Row formats of datasets: rows → the documents to learn from, or the reason why a row is bad.
 
 `FORMATS` is the one table of formats: rows are read by it, `lifecycle init` asks it, and the page on recipes shows
 it. Where some of `prompt`, `completion`, `chosen`, `rejected` are messages and others strings, the strings are messages

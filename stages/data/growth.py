@@ -1,4 +1,4 @@
-"""How long a tokenizer makes texts, found out before it does: it comes with a model, and is data of others.
+"""Bounds on how long a tokenizer makes texts, since it comes with a model and is untrusted.
 
 Forty steps of a normalizer that double a letter fill any memory. What a step can do at most follows from its kind.
 Where all steps together could do too much, short slices of a text go through them one by one, and are measured.

@@ -1,4 +1,4 @@
-"""Several datasets as one: `MixedDataset`, and the order in which a mixture visits its rows."""
+"""Mixture of several datasets as one `MixedDataset`, and the order in which training visits its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells who a person is, by its form: found in every text of a row, and written over with its kind.
+"""Detection of personal data in texts by its form, and masking with its kind (`[EMAIL]`, `[PHONE]`, …).
 
 Regular expressions, with the check digits that numbers have. The libraries for this (presidio, scrubadub) bring
 language models or are no longer kept; names and addresses, which only those find, are not looked for here.

@@ -1,4 +1,4 @@
-"""A preference row → the chosen and the rejected document; a pair that teaches nothing, or the wrong, is a bad row."""
+"""Preference rows → the chosen and the rejected document; pairs that teach nothing are bad rows."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class ProvedTemplate:
 
     @property
     def wrote_date(self) -> bool:
-        """Whether the date was written into a text since `forget_date`."""
+        """Return whether the date was written into a text since `forget_date`."""
         return self._sandbox.wrote_date
 
     def documents(self, conversation: Conversation, *, together: bool) -> list[Document]:
@@ -272,7 +272,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _refuse, "strftime_now": self._strftime_now}
         self.today = today
         self.wrote_date = False
-        """Whether a rendering asked for the date."""
+        """True if a rendering asked for the date."""
         self._marked: list[Span] = []
         self._num_characters = 0
         self._template = self.from_string(source)

@@ -1,4 +1,4 @@
-"""What only all rows together show: repeated rows, rows that contradict each other, rows that are held out as well.
+"""Checks over all rows of a dataset: repeated rows, contradicting rows, rows that are held out as well.
 
 Of each row, 16 bytes are kept, of a pair or a labelled answer 24: on disk, and compared by shares that fit in memory,
 however many there are.

@@ -1,4 +1,4 @@
-"""Renders conversations with chat templates from outside: a program with Jinja alone, asked by `templates`.
+"""Program that renders conversations with chat templates, within limits; it imports Jinja alone.
 
 A question has many conversations; each has limits of its own. Where one is beyond them in Python, its answer says so.
 One that is beyond them within a single step of C (`tojson` of lists that share lists, a power of huge integers) ends

@@ -1,4 +1,4 @@
-"""Chat templates, which come with models and are code of others: each is asked in a process of its own, within limits.
+"""Chat templates, untrusted code that comes with models: rendered in a process of its own, within limits.
 
 There (`template_program`) a conversation becomes its text, and which characters of it the assistant said is proved
 (`proved_template`). One process answers for all templates of this one, many conversations at a time.
@@ -56,9 +56,9 @@ class Rendered:
     text: str
     spans: tuple[Span, ...]
     is_plain: bool = False
-    """Whether no template rendered it, so that the tokenizer's own special tokens go around it."""
+    """True if no template rendered it, so that the tokenizer's own special tokens go around it."""
     is_shielded: bool = False
-    """Whether `SpecialTokens` shields special tokens within it."""
+    """True if `SpecialTokens` shields special tokens within it."""
 
 
 class ChatTemplate:
@@ -92,7 +92,7 @@ class ChatTemplate:
         self.num_dropped_thoughts = 0
         """Number of turns that were learned without the thoughts that the data have for them."""
         self.wrote_date = False
-        """Whether the date was written into a text since `forget`."""
+        """True if the date was written into a text since `forget`."""
         self.cpu_s = 0.0
         """CPU time of the rendering process so far."""
         for answer in self._answers([]):

@@ -73,7 +73,7 @@ class DocumentTokenizer:
         self._content = SpecialTokens(self._backend, special_tokens_in_content)
         self._growth = Growth.of(self._backend)
         self.teaches_to_stop: bool | None = None
-        """Whether the assistant's turns end with a special token; None before the first conversation was rendered."""
+        """True if the assistant's turns end with a special token; None before the first conversation was rendered."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process, which loads the template from the folder again."""

@@ -1,4 +1,4 @@
-"""Asks for what may be long in coming: files of this machine to be hashed, hubs that may not answer.
+"""Slow questions under one time limit: hashes of local files, answers of hubs.
 
 With a limit, what takes longer is left behind in its thread: it holds up neither the caller nor the end of the process.
 """
@@ -14,15 +14,15 @@ from typing import Generic, TypeVar
 from stages.core.errors import TransientError
 
 PLANNING_LIMIT_S = 0.8
-"""For all that a plan asks for. A plan is there within 2 s."""
+"""Time limit for all questions of a plan, which takes at most 2 s."""
 PLANNING_ATTEMPT_S = 0.6
-"""For one attempt: what gives up by itself says why."""
+"""Time limit for one attempt; shorter, so that an attempt fails by itself and says why."""
 
 Answer = TypeVar("Answer")
 
 
 class Answers(Generic[Answer]):
-    """What was asked for, several at once, under one limit. limit_s: None waits as long as it takes."""
+    """Answers to several questions asked at once, under one time limit. limit_s: None waits as long as it takes."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
@@ -41,7 +41,7 @@ class Answers(Generic[Answer]):
             threading.Thread(target=_run, args=(work, future), daemon=True).start()
 
     def of(self, name: str) -> Answer:
-        """What the work came to. Raises what it raised, and TransientError when the time is over."""
+        """Return the result of a question. Raises what the work raised, and TransientError when the time is over."""
         left_s = None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
         try:
             return self._asked[name].result(left_s)

@@ -1,4 +1,4 @@
-"""What every delivery needs: a folder for what arrives, room on the disk, and progress in bytes per second."""
+"""Helpers of all downloads: a folder for arriving files, checks of disk space, progress in bytes per second."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL_FILE_BYTES = 16 * MIB
 
 
 class Progress:
-    """Counts bytes towards a total; may be called from several threads."""
+    """Progress in bytes towards a total; may be called from several threads."""
 
     def __init__(self, context: StageContext, total_bytes: int) -> None:
         self._context = context

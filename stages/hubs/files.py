@@ -1,4 +1,4 @@
-"""`file://`: a folder or a single file of this machine, copied. No link is followed out of it."""
+"""Hub of local files (`file://`): a folder or a file is copied. No link is followed out of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stages.hubs.selection import select_files
 
 
 class Files:
-    """Copies from this machine; a revision is a hash over the names and contents of the files that are taken."""
+    """Hub of local files: copies them; a revision is a hash over the names and contents of the files taken."""
 
     def resolve_revision(self, request: Request) -> str:
         files = requested_files(request)
@@ -95,7 +95,7 @@ def _walk(folder: Path) -> dict[str, Path]:
 
 
 def _check_link(link: Path, folder: Path) -> None:
-    """A link to a file of the folder is as good as a copy; one to a folder would be left out, or never end."""
+    """Raise DownloadError for a link out of the folder, and for one to a folder, which would be lost or never end."""
     if not Path(os.path.realpath(link)).is_relative_to(folder.resolve()):
         raise DownloadError(f"{link} is a link that leads out of {folder}; put a copy there (`cp -rL`)")
     if link.is_dir() or not link.exists():
@@ -104,7 +104,7 @@ def _check_link(link: Path, folder: Path) -> None:
 
 
 def _check_readable_file(file: Path, source: Path) -> None:
-    """A pipe or a device would be read forever; a name that is not UTF-8 can stand in no record."""
+    """Raise DownloadError for a pipe or a device, which would be read forever, and for names that are not UTF-8."""
     if os.fsencode(file).decode("utf-8", "replace") != str(file):
         raise DownloadError(f"the name of the file {os.fsencode(file)!r} is not UTF-8; rename it")
     if not stat.S_ISREG(file.stat().st_mode):
@@ -114,7 +114,7 @@ def _check_readable_file(file: Path, source: Path) -> None:
 
 
 def hash_files(files: dict[str, Path]) -> str:
-    """One hash over names and contents; several files are read at once."""
+    """Return one hash over names and contents; several files are read at once."""
     with ThreadPoolExecutor() as pool:
         digests = pool.map(digest_of, files.values())
     return content_hash(zip(files, (digest.hex for digest in digests), strict=True))

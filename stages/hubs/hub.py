@@ -22,14 +22,14 @@ Product = Literal["model", "dataset"]
 
 
 class Hub(Protocol):
-    """Where models and datasets come from.
+    """Hub of models and datasets.
 
-    Every method may ask the network, and raises DownloadError for what does not exist or may not be read, ModelError or
-    DataError for what is no usable model or dataset, TransientError when the hub does not answer.
+    Every method may ask the network. Raises DownloadError for what does not exist or may not be read, ModelError or
+    DataError for an unusable model or dataset, TransientError when the hub does not answer.
     """
 
     def resolve_revision(self, request: Request) -> str:
-        """What the source holds now, as one string that changes if and only if its content does."""
+        """Return the source's current revision, which changes if and only if its content does."""
 
     def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
         """Put the requested files of a resolved revision into `folder`, which does not exist yet, verified.
@@ -39,11 +39,11 @@ class Hub(Protocol):
         """
 
     def read_file(self, source: Source, revision: str, name: str) -> str | None:
-        """The text of one small file of a resolved revision; None where there is no such file."""
+        """Return the text of a small file of a resolved revision; None where there is no such file."""
 
 
 class StreamingHub(Hub, Protocol):
-    """A hub whose files can be read where they are."""
+    """Hub whose files can be read remotely, without a download."""
 
     def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
         """Name → pointer of each requested file of a resolved revision."""
@@ -51,9 +51,10 @@ class StreamingHub(Hub, Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """Which files of a source to take. patterns: globs; None takes what a model or a dataset is made of.
+    """Request for files of a source.
 
-    limit_s: of a question that is to be answered at once, or not at all: one attempt gets this long.
+    - patterns: globs; None takes the usual files of a model or a dataset
+    - limit_s: time limit of a single attempt, for questions that must be answered at once
     """
 
     source: Source
@@ -64,11 +65,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Source:
-    """A model or dataset of a hub.
+    """Source of a model or dataset.
 
-    hub: its name in the registry. name: what the hub knows it by (`org/name`, a path, a builtin's name). place: where
-    it comes from, without what a resolved revision says better: part of the identity. revision: branch, tag or commit;
-    None is the hub's default branch.
+    - hub: its name in the registry
+    - name: the hub's name for it (`org/name`, a path, a builtin's name)
+    - place: the part of the identity that a resolved revision does not cover
+    - revision: branch, tag or commit; None is the hub's default branch
     """
 
     hub: str
@@ -78,19 +80,19 @@ class Source:
     revision: str | None = None
 
     def __str__(self) -> str:
-        """As a recipe writes it."""
+        """Return the source as a recipe writes it."""
         if self.place.endswith("://"):
             return f"{self.place}{self.name}"
         return f"{self.place}@{self.revision}" if self.revision else self.place
 
 
 def repository(hub: str, product: Product, name: str, revision: str | None = None) -> Source:
-    """A repository of a model hub."""
+    """Return the source of a repository of a model hub."""
     return Source(hub, product, name, f"{hub}://{'datasets/' if product == 'dataset' else ''}{name}", revision)
 
 
 def parse_repository(hub: str, rest: str, product: Product) -> Source:
-    """`[datasets/]org/name[@revision]`."""
+    """Parse `[datasets/]org/name[@revision]`."""
     is_dataset = rest.startswith("datasets/")
     match = _REPOSITORY.fullmatch(rest.removeprefix("datasets/"))
     if match is None or is_dataset != (product == "dataset"):
@@ -99,14 +101,14 @@ def parse_repository(hub: str, rest: str, product: Product) -> Source:
 
 
 def parse_path(hub: str, rest: str, product: Product) -> Source:
-    """A path, absolute or relative to the recipe. Its content is what counts, so the place is any."""
+    """Parse a path, absolute or relative to the recipe. Its content is identity, so the place is left out."""
     if not rest:
         raise ValueError(f"{hub}:// needs a path, absolute or relative to the recipe")
     return Source(hub, product, rest, f"{hub}://")
 
 
 def parse_object(hub: str, rest: str, product: Product) -> Source:
-    """A bucket, and the path of an object or of the folder of several. Their content counts, so the place is any."""
+    """Parse a bucket with the path of an object or a prefix. Its content is identity, so the place is left out."""
     name = rest.rstrip("/")
     if not re.fullmatch(r"[a-z0-9][\w.-]+(/[^/]+)*", name) or {".", ".."} & set(name.split("/")):
         raise ValueError(f"{hub}://{rest} is no bucket, nor a path in one")
@@ -114,7 +116,7 @@ def parse_object(hub: str, rest: str, product: Product) -> Source:
 
 
 def parse_stored(hub: str, rest: str, product: Product) -> Source:
-    """The name of a stage, with its version or without; of an adopted artifact, its name."""
+    """Parse the name of a stage, maybe with its version, or of an adopted artifact."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", rest):
         raise ValueError(f"{rest!r} is no name of an artifact")
     place = {"store": "store://", "adopted": "adopted:"}[hub]
@@ -122,7 +124,7 @@ def parse_stored(hub: str, rest: str, product: Product) -> Source:
 
 
 def parse_champion(hub: str, rest: str, product: Product) -> Source:
-    """`NAME@ALIAS` of a registered model."""
+    """Parse `NAME@ALIAS` of a registered model."""
     if product != "model" or not re.fullmatch(r"[^/@]+@[^/@]+", rest):
         raise ValueError(f"models:/{rest} is no registered {product}")
     return Source(hub, product, rest, f"models:/{rest}")

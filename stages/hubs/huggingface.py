@@ -1,4 +1,4 @@
-"""The Hugging Face hub (`hf://`): a repository's commit, and its files with sizes, digests and addresses.
+"""Hugging Face hub (`hf://`): a repository's commit, and its files with sizes, digests and addresses.
 
 Respects HF_ENDPOINT (a mirror) and HF_TOKEN; a token that `hf auth login` left on disk is not used. The hub is asked
 by our own reader, which bounds and types its answers; huggingface_hub knows what a refusal means.
@@ -34,13 +34,13 @@ Shape = TypeVar("Shape")
 
 
 class _Lfs(AnswerModel):
-    """Where the content of a large file is: in the hub's storage, by its hash."""
+    """Hash of a large file's content in the hub's storage."""
 
     sha256: Sha256
 
 
 class _File(AnswerModel):
-    """A file of a repository. blobId: git's, of a small file's content."""
+    """File of a repository. blobId: git's id of a small file's content."""
 
     rfilename: str
     size: FileSize | None = None
@@ -49,32 +49,32 @@ class _File(AnswerModel):
 
 
 class _Commit(AnswerModel):
-    """The commit that a revision points to."""
+    """Commit of a revision."""
 
     sha: Sha1
 
 
 class _Listing(_Commit):
-    """A commit with its files."""
+    """Commit with its files."""
 
     siblings: list[_File]
 
 
 class _Reference(AnswerModel):
-    """A branch or a tag."""
+    """Branch or tag."""
 
     name: str
 
 
 class _References(AnswerModel):
-    """The branches and tags of a repository."""
+    """Branches and tags of a repository."""
 
     branches: list[_Reference] = Field(default_factory=list)
     tags: list[_Reference] = Field(default_factory=list)
 
 
 class HuggingFace(RepositoryHub):
-    """A revision is the commit that the source's revision, or the default branch, points to."""
+    """Hugging Face hub; a revision is the commit of the source's revision, or of the default branch."""
 
     def resolve_revision(self, request: Request) -> str:
         source = request.source
@@ -105,7 +105,7 @@ HUB = HuggingFace()
 
 
 def _remote_file(source: Source, revision: str, file: _File) -> RemoteFile:
-    """Large files carry a sha256, small ones the id of their git blob."""
+    """Return a listed file with its digest: a sha256 for large files, the id of the git blob for small ones."""
     if file.lfs:
         digest = Digest("sha256", file.lfs.sha256)
     elif file.blobId:

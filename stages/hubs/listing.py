@@ -22,7 +22,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 MAX_PART_BYTES = 240
 """Longest name of a folder or file: file systems take 255 bytes, and `.partial` or `.pointer` follows."""
 MAX_NAME_BYTES = 2000
-"""Longest name with its folders: a path may have 4,096 bytes, and it lies below folders of ours."""
+"""Longest name with its folders: a path may have 4,096 bytes, and it lies below our own folders."""
 PARTIAL_SUFFIX = ".partial"
 """End of the name of a file that is arriving."""
 QUOTED_CHARACTERS = 200
@@ -92,7 +92,7 @@ def _problem(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Digest:
-    """What the content of a file must hash to. Git blobs are hashed with a header that holds their size."""
+    """Expected digest of a file's content. Git blobs are hashed with a header that holds their size."""
 
     algorithm: Literal["sha256", "git-blob-sha1"]
     hex: str
@@ -113,6 +113,6 @@ def digest_of(path: Path, algorithm: Literal["sha256", "git-blob-sha1"] = "sha25
 
 
 def content_hash(digests: Iterable[tuple[str, str]]) -> str:
-    """One sha256 over the names and the sha256 of several files, in any order."""
+    """Return one sha256 over the names and the sha256 of several files, in any order."""
     lines = "".join(f"{sha256} {name}\n" for name, sha256 in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The ModelScope hub (`modelscope://`): a repository's files with sizes, digests and addresses.
+"""ModelScope hub (`modelscope://`): a repository's files with sizes, digests and addresses.
 
 Respects MODELSCOPE_ENDPOINT and MODELSCOPE_API_TOKEN. The hub does not reliably give the commit of a branch, but the
 sha256 of every file: a hash over those is what a revision is pinned to.
@@ -26,14 +26,14 @@ TOKEN_VARIABLE = "MODELSCOPE_API_TOKEN"  # noqa: S105 - the name of a variable
 DEFAULT_REVISION = "master"
 FOLDER = "tree"
 PAGE_FILES = 200
-"""Of a dataset, which is listed page by page."""
+"""Files per page of a dataset's list."""
 MAX_REQUESTS = 5000
-"""For one list: a hub could have pages without end."""
+"""Largest number of requests for one list, since a hub could return pages without end."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class _Entry(AnswerModel):
-    """A file or a folder."""
+    """File or folder."""
 
     path: str = Field(alias="Path")
     kind: str = Field("blob", alias="Type")
@@ -42,19 +42,19 @@ class _Entry(AnswerModel):
 
 
 class _Files(AnswerModel):
-    """A list of files. None for an empty one."""
+    """List of files; None if it is empty."""
 
     files: list[_Entry] | None = Field(alias="Files")
 
 
 class _Listing(AnswerModel):
-    """The hub's answer."""
+    """Answer with a list of files."""
 
     data: _Files = Field(alias="Data")
 
 
 class ModelScope(RepositoryHub):
-    """A revision is a hash over the contents that the source's branch or tag holds."""
+    """ModelScope hub; a revision is a hash over the contents of the source's branch or tag."""
 
     def resolve_revision(self, request: Request) -> str:
         return _list_now(request.source, request.limit_s).revision
@@ -85,7 +85,7 @@ def _list_now(source: Source, limit_s: float | None = None) -> Snapshot:
 
 
 class _Lister:
-    """Asks for the list of files, in as many requests as the hub needs for it."""
+    """Reader of a list of files, in as many requests as the hub needs."""
 
     def __init__(
         self, source: Source, endpoint: str, branch: str, headers: dict[str, str], limit_s: float | None

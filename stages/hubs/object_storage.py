@@ -1,4 +1,4 @@
-"""The hub of object storage (`s3://`, `gs://`, `az://`): objects copied into the store, pinned by their ETags."""
+"""Hub of object storage (`s3://`, `gs://`, `az://`): objects are copied, and pinned by their ETags."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from stages.remote.pointers import Pointer
 
 NUM_CONNECTIONS = 4
 CHUNK_BYTES = 8 << 20
-"""Of one request."""
+"""Bytes per request."""
 
 
 class ObjectStorage:
-    """A revision is a hash over the names, sizes and ETags of the objects that are taken."""
+    """Hub of object storage; a revision is a hash over the names, sizes and ETags of the objects taken."""
 
     def resolve_revision(self, request: Request) -> str:
         if request.limit_s is not None:
@@ -86,7 +86,7 @@ def _check_unchanged(request: Request, objects: dict[str, StoredObject], revisio
 
 
 def _copy_all(bucket: Bucket, objects: dict[str, StoredObject], folder: Path, progress: Progress) -> None:
-    """Several at once. When one fails, the others stop where they are."""
+    """Copy several objects at once. When one fails, the others stop."""
     stop = Event()
 
     def copy(name: str) -> None:
@@ -102,7 +102,7 @@ def _copy_all(bucket: Bucket, objects: dict[str, StoredObject], folder: Path, pr
 
 
 def _copy(bucket: Bucket, source: StoredObject, target: Path, progress: Progress, stop: Event) -> None:
-    """What is missing of an object. Raises DownloadError for one that has another size than it had."""
+    """Receive the missing bytes of an object. Raises DownloadError if it does not have the listed size."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
         full_disk_named(f"receiving {source.path}", target),

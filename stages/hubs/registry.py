@@ -1,4 +1,4 @@
-"""The hubs there are. A new hub is a module that holds `HUB`, and one line here.
+"""Registry of hubs. A new hub is a module that holds `HUB`, and one line here.
 
 Light, since every recipe is read with it: a hub's module is imported when its first source is asked for.
 """
@@ -29,9 +29,14 @@ from stages.models.model_config import CONFIG_FILE
 
 @dataclass(frozen=True)
 class HubEntry:
-    """How a hub's sources begin, what follows (`form`, for messages), who parses that, and the hub's module.
+    """Entry of a hub in the registry.
 
-    streams: whether its files can be read where they are."""
+    - prefix: beginning of its sources
+    - form: the rest of a source, for messages
+    - parse: parser of that rest
+    - module: module that holds `HUB`
+    - streams: whether its files can be read remotely
+    """
 
     prefix: str
     form: str
@@ -58,7 +63,7 @@ HUBS: dict[str, HubEntry] = {
 
 
 def parse_source(text: str, product: Product) -> Source:
-    """The source that a recipe's `model` or `dataset` names. Raises ValueError with what is allowed."""
+    """Return the source that a recipe's `model` or `dataset` names. Raises ValueError with the valid forms."""
     for name, entry in HUBS.items():
         if text.startswith(entry.prefix):
             try:
@@ -69,7 +74,7 @@ def parse_source(text: str, product: Product) -> Source:
 
 
 def forms(product: Product) -> str:
-    """How sources are written, in words."""
+    """Return the forms of sources, in words."""
     datasets = "datasets/" if product == "dataset" else ""
     entries = [entry for entry in HUBS.values() if product in entry.products]
     written = [f"{entry.prefix}{entry.form.format(datasets=datasets)}" for entry in entries]
@@ -77,26 +82,26 @@ def forms(product: Product) -> str:
 
 
 def streaming_prefixes() -> str:
-    """Of the sources whose files can be read where they are, in words."""
+    """Return the prefixes of sources whose files can be read remotely, in words."""
     return ", ".join(entry.prefix for entry in HUBS.values() if entry.streams)
 
 
 def streaming_hub_of(source: Source) -> StreamingHub:
-    """The hub of a source whose files can be read where they are."""
+    """Return the hub of a source whose files can be read remotely."""
     hub: StreamingHub = importlib.import_module(HUBS[source.hub].module).HUB
     return hub
 
 
 def hub_of(source: Source) -> Hub:
-    """The hub that a source lies on."""
+    """Return the hub of a source."""
     hub: Hub = importlib.import_module(HUBS[source.hub].module).HUB
     return hub
 
 
 def read_model_config(source: Source, revision: str) -> dict[str, Any]:
-    """The `config.json` of a model at a resolved revision, without downloading the model.
+    """Return the `config.json` of a model at a resolved revision, without downloading the model.
 
-    Raises DownloadError when the hub does not give it, ModelError when the source has none that can be read.
+    Raises DownloadError when the hub does not return it, ModelError when the source has none that can be read.
     """
     try:
         text = hub_of(source).read_file(source, revision, CONFIG_FILE)

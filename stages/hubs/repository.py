@@ -46,16 +46,16 @@ from stages.remote.http_answers import Answer, Expected, ask_httpx, httpx_client
 
 NUM_CONNECTIONS = 4
 MAX_SHOWN_CHARACTERS = 200
-"""Of a file's name in a message."""
+"""Characters of a file's name in a message."""
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 ANSWER_LIMIT_S = 120.0
 READ_LIMIT_S, CONNECT_LIMIT_S = 30.0, 10.0
 LISTING_BYTES = 256 << 20
-"""Largest list of files: those of a million files are smaller."""
+"""Largest list of files; lists of a million files are smaller."""
 
 
 class RepositoryHub(ABC):
-    """A hub that lists a repository's files at a revision."""
+    """Hub that lists a repository's files at a revision."""
 
     @abstractmethod
     def resolve_revision(self, request: Request) -> str: ...
@@ -129,7 +129,7 @@ def ask_hub(
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file as the hub lists it."""
+    """File as the hub lists it."""
 
     name: str
     size_bytes: int
@@ -139,7 +139,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The files of a repository at one revision. `headers` may hold a token: it is never printed."""
+    """Files of a repository at one revision. headers: may hold a token and are never printed."""
 
     source: str
     revision: str
@@ -153,10 +153,10 @@ class Snapshot:
 
 
 class Fetcher:
-    """Fetches the files of one snapshot into one folder."""
+    """Downloader of the files of one snapshot into one folder."""
 
     def __init__(self, snapshot: Snapshot, folder: Path, report: Callable[[int], None]) -> None:
-        """`report` is called, from several threads, with the bytes received, negative when they are thrown away."""
+        """Take the files. `report` gets received bytes from several threads; negative numbers are discarded bytes."""
         self._snapshot = snapshot
         self._folder = folder
         self._report = report
@@ -219,7 +219,7 @@ class Fetcher:
                 backoff.wait(busy)
 
     def _receive(self, file: RemoteFile, partial: Path, backoff: RetryBackoff) -> None:
-        """One request for what is missing of a file."""
+        """Send one request for the missing bytes of a file."""
         num_there = partial.stat().st_size if partial.exists() else 0
         if partial.exists() and num_there == file.size_bytes:
             return
@@ -262,4 +262,4 @@ class Fetcher:
 
 
 class StoppedError(Exception):
-    """Another file failed, so this one need not go on."""
+    """Raised in a download when another file failed."""

@@ -1,4 +1,4 @@
-"""Which files of a repository or folder are taken: pure, names in → names out.
+"""Selection of the files of a repository or folder that are downloaded: pure, names in → names out.
 
 A model: its JSON, tokenizer, licence and safetensors; never pickles, and Python only when the recipe trusts it.
 A dataset: JSONL, JSON and CSV, maybe compressed (`.gz`, `.zst`), and Parquet; never loading scripts.
@@ -59,7 +59,10 @@ def _refuse_pickles_only(names: list[str], source: Source) -> None:
 
 
 def _is_model_file(name: str, names: list[str]) -> bool:
-    """Only at the top: folders hold the same weights again in other formats (`onnx/`, `original/`)."""
+    """Return whether a file belongs to a model. Only the top folder counts: others hold the weights in other formats.
+
+    Such folders are `onnx/` and `original/`.
+    """
     if PurePosixPath(name).parent != PurePosixPath("."):
         return False
     if name.endswith(".safetensors"):
@@ -69,7 +72,7 @@ def _is_model_file(name: str, names: list[str]) -> bool:
 
 
 def _select_dataset_files(request: Request, names: list[str]) -> list[str]:
-    """The data files with their card and licence."""
+    """Return the data files with their card and licence."""
     data = [
         name
         for name in names

@@ -1,7 +1,7 @@
-"""`store://`, `adopted:` and `models:/`: what is in the store already.
+"""Hub of artifacts that are in the store already (`store://`, `adopted:`, `models:/`).
 
 Which folder they mean is found when a refresh is planned (`flows/planning/stored.py`), and from then on they are
-`file://` sources; nobody else asks this hub.
+`file://` sources; nothing else asks this hub.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stages.hubs.hub import Request, Source
 
 
 class Stored:
-    """Refuses by name."""
+    """Hub that refuses every request, naming the source."""
 
     def resolve_revision(self, request: Request) -> str:
         _refuse(request.source)

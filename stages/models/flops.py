@@ -25,7 +25,7 @@ TRAINING_OVER_FORWARD = 3
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Layers of equal attention: the sum of their heads × (query-key width + value width), and their window."""
+    """Attention layers of equal work: the sum of heads × (query-key width + value width), and their window."""
 
     width: int
     window_tokens: int | None
@@ -33,18 +33,20 @@ class AttentionWork:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What decides the FLOPs of a model."""
+    """Sizes of a model that decide its FLOPs."""
 
     layer_parameters: float
-    """Parameters outside the head that a token is multiplied by (of routed experts: the mean share)."""
+    """Parameters outside the head that a token is multiplied by; of routed experts the share that a token uses."""
     head_parameters: int
     attention: tuple[AttentionWork, ...]
     frozen_layer_parameters: float = 0
-    """Of `layer_parameters`, those that do not learn."""
+    """Frozen part of `layer_parameters`."""
     is_head_frozen: bool = False
 
     def forward(self, document_lengths: Iterable[int], num_targets: int) -> float:
-        """FLOPs of a forward pass over documents of these lengths (without padding), `num_targets` with logits."""
+        """Return the FLOPs of a forward pass over documents of these lengths (without padding), with `num_targets`
+        logits.
+        """
         lengths = list(document_lengths)
         products = 2 * (self.layer_parameters * sum(lengths) + self.head_parameters * num_targets)
         scores = sum(
@@ -53,7 +55,7 @@ class ModelFlops:
         return products + scores
 
     def training(self, document_lengths: Iterable[int], num_targets: int) -> float:
-        """FLOPs of a forward and a backward pass."""
+        """Return the FLOPs of a forward and a backward pass."""
         lengths = list(document_lengths)
         frozen = self.frozen_layer_parameters * sum(lengths)
         frozen += self.head_parameters * num_targets if self.is_head_frozen else 0
@@ -61,14 +63,15 @@ class ModelFlops:
 
 
 def attended_pairs(num_tokens: int, window_tokens: int | None = None) -> int:
-    """Pairs of a token and one it attends to, itself included, under a causal mask with an optional window."""
+    """Count pairs of a token and one it attends to, itself included, under a causal mask with an optional window."""
     window = num_tokens if window_tokens is None else min(window_tokens, num_tokens)
     return window * (window + 1) // 2 + (num_tokens - window) * window
 
 
 def model_flops_utilization(flops: float, seconds: float, peak_flops_per_s: float, num_devices: int = 1) -> float:
-    """Model FLOPs done, over those that the devices could have done at their dense peak in that time; at most 1.
+    """Return the model FLOPs done, divided by those of the devices' dense peak in that time; at most 1.
 
-    Where the peak was measured, on a machine that others used too, a step may exceed it: then it was the peak.
+    A measured peak may be exceeded where the machine was shared during its measurement; then this step's rate is the
+    peak.
     """
     return min(1.0, flops / (seconds * peak_flops_per_s * num_devices))

@@ -1,4 +1,4 @@
-"""Reads a JSON object from a file or a text that somebody else wrote, or says in one sentence why it is none."""
+"""Readers of JSON objects from outside, with errors of one sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stages.core.errors import ModelError
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Raises ModelError for a file that cannot be read, is no UTF-8 (Transformers reads no other) or no object."""
+    """Return the JSON object in a file. Raises ModelError if it is unreadable, not UTF-8, or no object."""
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, ValueError) as error:
@@ -19,7 +19,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(text: str, where: str) -> dict[str, Any]:
-    """The object in a text that was read from `where`. Raises ModelError when it is none."""
+    """Return the JSON object in a text that was read from `where`. Raises ModelError when it is none."""
     try:
         content = json.loads(text)
     except ValueError as error:

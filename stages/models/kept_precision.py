@@ -1,4 +1,4 @@
-"""Which weights of a model stay in fp32 when all others are stored, loaded or computed in half precision.
+"""Weights that stay in fp32 when the others are stored, loaded or computed in half precision.
 
 Transformers says so of each architecture (`_keep_in_fp32_modules`, of those that overflow in fp16, and
 `_keep_in_fp32_modules_strict`), or builds them so (LFM2-MoE, Hunyuan-MoE). DeepSeek-V3's router, for one, adds a bias
@@ -29,7 +29,7 @@ def dtype_of_weights(causal_lm: Any, dtype: torch.dtype) -> Callable[[str], torc
 
 
 def _built_in_fp32(causal_lm: Any, dtype: torch.dtype) -> set[str]:
-    """Names of weights that the architecture's own code makes in fp32, whatever dtype the model is to have."""
+    """Return the names of weights that the architecture's own code makes in fp32, whatever dtype is asked for."""
     if dtype == torch.float32:
         return set()
     own_class: Any = next(one for one in type(causal_lm).__mro__ if one.__module__.startswith("transformers."))
@@ -39,9 +39,9 @@ def _built_in_fp32(causal_lm: Any, dtype: torch.dtype) -> set[str]:
 
 
 def modules_kept_in_fp32(causal_lm: Any, dtype: torch.dtype) -> list[nn.Module]:
-    """The largest modules whose parameters are all to be computed in fp32 while the others are in `dtype`.
+    """Return the largest modules whose parameters are all computed in fp32 while the others are in `dtype`.
 
-    Raises ModelError when such a parameter has no module to itself: FSDP2 casts the parameters of a module alike.
+    Raises ModelError when such a parameter shares a module with others: FSDP2 casts all parameters of a module.
     """
     dtype_of = dtype_of_weights(causal_lm, dtype)
     kept = {name for name, _ in causal_lm.named_parameters() if dtype_of(name) != dtype}

@@ -30,7 +30,7 @@ def _mixture(base: ModelShape, experts: int, active: int, width: int) -> ModelSh
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int) -> ModelShape:
-    """A GPT of the kind of Megatron's papers: LayerNorm, GELU, tied embeddings."""
+    """Return the shape of a GPT as in Megatron's papers: LayerNorm, GELU, tied embeddings."""
     return ModelShape(
         layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, family="gpt2", tied_embeddings=True,
         gated_ffn=False, qkv_bias=True, output_bias=True, ffn_bias=True, norm_bias=True,
@@ -75,11 +75,11 @@ KNOWN = {
     "nemotron4 15b": replace(_llama(32, 6144, 48, 8, 24576, 256000), gated_ffn=False),
     "nemotron4 340b": replace(_llama(96, 18432, 96, 8, 73728, 256000), gated_ffn=False),
 }
-"""Words of a name → shape."""
+"""Shapes by the words of a model's name."""
 
 
 def known_model(name: str) -> ModelShape | None:
-    """The shape whose words are all in `name` (`LLAMA3.1_405B`, `Qwen3_30B_a3B`), the one with most of them."""
+    """Return the shape with the most words, all of them in `name` (`LLAMA3.1_405B`, `Qwen3_30B_a3B`); else None."""
     words = _words(name)
     matches = [known for known in KNOWN if set(known.split()) <= words]
     return KNOWN[max(matches, key=len)] if matches else None

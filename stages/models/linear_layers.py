@@ -21,7 +21,7 @@ from stages.models.shape import ModelShape
 
 
 class Place(Enum):
-    """Where a linear layer is: those of one place have the same input, and are one matrix in Megatron."""
+    """Place of a linear layer: layers of one place have the same input, and are one matrix in Megatron."""
 
     INTO_ATTENTION = "into attention"
     OUT_OF_ATTENTION = "out of attention"
@@ -30,13 +30,13 @@ class Place(Enum):
 
     @property
     def cuts_inputs(self) -> bool:
-        """Whether tensor parallelism cuts the inputs rather than the outputs."""
+        """Return whether tensor parallelism cuts the inputs rather than the outputs."""
         return self in (Place.OUT_OF_ATTENTION, Place.OUT_OF_FFN)
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of the Transformers model."""
+    """Linear layer of the Transformers model."""
 
     name: str
     place: Place
@@ -46,7 +46,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class StackedParameter:
-    """A parameter of a mixture of experts: one matrix [outputs, inputs] of each expert, or the router's one."""
+    """Parameter of a mixture of experts: one matrix [outputs, inputs] per expert, or the router's one."""
 
     name: str
     place: Place
@@ -58,7 +58,7 @@ class StackedParameter:
 
 @dataclass(frozen=True)
 class _Names:
-    """What a family of models calls its modules; those of a layer follow its number."""
+    """Names of a model family's modules; those of a layer follow the layer's number."""
 
     layer: str
     places: dict[Place, tuple[str, ...]]
@@ -129,11 +129,11 @@ _FAMILIES = {
         "transformer.norm_f",
     ),
 }
-"""Those whose names are not Llama's."""
+"""Module names of the families that differ from Llama's."""
 
 
 def linear_layers(shape: ModelShape, layer: int) -> tuple[Linear, ...]:
-    """Those of a layer, by the names of the Transformers model."""
+    """Return the linear layers of one transformer layer, by the names of the Transformers model."""
     names = _FAMILIES.get(shape.family, _LLAMA)
     hidden, queries, kv, ffn = shape.hidden_size, shape.query_width, shape.kv_width, shape.ffn_size
     attention = {Place.INTO_ATTENTION: (hidden, (queries, kv, kv)), Place.OUT_OF_ATTENTION: (queries, (hidden,))}
@@ -150,7 +150,7 @@ def linear_layers(shape: ModelShape, layer: int) -> tuple[Linear, ...]:
 
 
 def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter, ...]:
-    """Of a layer's experts and router, by the names of the Transformers model; none in a dense layer."""
+    """Return the parameters of a layer's experts and router, by their names in Transformers; none of a dense layer."""
     if not shape.is_mixture(layer):
         return ()
     hidden, width, number = shape.hidden_size, shape.expert_ffn_size, shape.num_experts
@@ -193,16 +193,16 @@ FUSED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-"""Layers of the same input that serving engines load as one matrix."""
+"""Layers with the same input that serving engines load as one matrix."""
 COLUMN_PARALLEL = {name for names in FUSED for name in names} | {"qkv_proj", "gate_up_proj", "fc1", "c_fc"}
 ROW_PARALLEL = {"o_proj", "down_proj", "out_proj", "w2", "fc2", "dense_4h_to_h", "c_proj"}
 
 EXPERTS = r"re:.*\.experts\."
-"""All layers of experts, as a pattern for `matches`."""
+"""Pattern for `matches` of all layers of experts."""
 
 
 class Split(Enum):
-    """What tensor parallelism divides between its ranks."""
+    """Dimension of a weight that tensor parallelism divides between its ranks."""
 
     NOTHING = "nothing"
     OUTPUT = "output"
@@ -211,7 +211,7 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer: `output_size × input_size`, named as the module (without `.weight`)."""
+    """Linear layer of `output_size × input_size`, named as its module (without `.weight`)."""
 
     name: str
     output_size: int
@@ -219,30 +219,32 @@ class Projection:
 
     @property
     def suffix(self) -> str:
-        """The last part of the name, such as `down_proj`."""
+        """Last part of the name, such as `down_proj`."""
         return self.name.rpartition(".")[2]
 
     @property
     def split(self) -> Split:
-        """Column-parallel layers split their output, row-parallel ones their input; others stand whole on each rank."""
+        """Split under tensor parallelism: column-parallel layers split outputs, row-parallel ones inputs, others
+        nothing.
+        """
         if self.suffix in COLUMN_PARALLEL:
             return Split.OUTPUT
         return Split.INPUT if self.suffix in ROW_PARALLEL else Split.NOTHING
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is one expert's of a mixture, which have kernels of their own."""
+        """Return whether it belongs to one expert of a mixture; experts have kernels of their own."""
         return ".experts." in self.name
 
     @property
     def fused_name(self) -> str:
-        """The same for all layers that serving engines load as one matrix with this one."""
+        """Name that is the same for all layers that serving engines load as one matrix with this one."""
         partners = next((names for names in FUSED if self.suffix in names), (self.suffix,))
         return self.name.removesuffix(self.suffix) + "+".join(partners)
 
 
 def read_projections(model_folder: Path) -> list[Projection]:
-    """All linear layers of the model, `lm_head` and routers included, in the order of their names."""
+    """Return all linear layers in a model's files by name, `lm_head` and routers included."""
     projections = []
     for path in sorted(model_folder.glob("*.safetensors")):
         with safe_open(path, framework="np") as weights:
@@ -255,7 +257,9 @@ def read_projections(model_folder: Path) -> list[Projection]:
 
 
 def projections_of(shape: ModelShape) -> list[Projection]:
-    """Linear layers of one dense layer of Llama and its relatives, before there are files; none of other families."""
+    """Return the linear layers of one dense layer by the shape alone, of Llama and its relatives; none of other
+    families.
+    """
     if not shape.gated_ffn or shape.num_layers == shape.num_mixture_layers:
         return []
     hidden, queries, keys = shape.hidden_size, shape.query_width, shape.num_kv_heads * shape.head_dim
@@ -273,7 +277,7 @@ def projections_of(shape: ModelShape) -> list[Projection]:
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a module has one of these names, or matches one of these patterns (`re:` begins a regular expression)."""
+    """Return whether a module has one of these names, or matches one of these patterns (beginning with `re:`)."""
     return any(
         re.match(pattern.removeprefix("re:"), name) if pattern.startswith("re:") else pattern == name
         for pattern in patterns

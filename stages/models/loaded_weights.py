@@ -1,4 +1,4 @@
-"""Whether loaded weights can be trained at all: damage that no header shows."""
+"""Check of loaded weights for NaN and infinity, which no header shows."""
 
 from __future__ import annotations
 

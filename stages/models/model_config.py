@@ -17,9 +17,9 @@ CONFIG_FILE = "config.json"
 ROTARY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 GPT_FAMILIES = ("gpt2", "opt", "bloom", "mpt")
 LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "xglm", "openai-gpt")
-"""Families with a table of positions: a text that is longer cannot be read at all."""
+"""Families with a table of positions, which cannot read longer texts at all."""
 OPT_POSITION_OFFSET = 2
-"""OPT keeps two unused rows in its table of positions."""
+"""Unused rows at the start of OPT's table of positions."""
 
 SPELLINGS = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -30,18 +30,18 @@ SPELLINGS = {
     "num_experts": ("num_local_experts", "num_experts"),
     "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
 }
-"""Fields of the shape → names that configs give them."""
+"""Field of the shape → names that configs use for it."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config, or that of a model folder. Raises ModelError when it is no JSON object."""
+    """Return a config, or that of a model folder. Raises ModelError when it is no JSON object."""
     return read_json_object(path / CONFIG_FILE if path.is_dir() else path)
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
-    """The shape of a model with this config (of a multimodal model: of its text part).
+    """Return the shape of a model with this config; of a multimodal model, that of its text part.
 
-    Raises ModelError for a family that is not known, and for what is missing or makes no sense, by name.
+    Raises ModelError for an unknown family, and for missing or invalid fields, by name.
     """
     text = config.get("text_config")
     fields = {**config, **text} if isinstance(text, Mapping) else config
@@ -55,18 +55,18 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest text that a model with this config was made for; None where it does not say."""
+    """Return the longest text that a model with this config was made for, in tokens; None where it is not given."""
     text = config.get("text_config")
     return _optional({**config, **text} if isinstance(text, Mapping) else config, "max_positions")
 
 
 def rotates_by_length(rope_type: str) -> bool:
-    """Whether rotary frequencies of this kind, in Transformers' words, differ between short and long texts."""
+    """Return whether rotary frequencies of this type (Transformers' name) differ between short and long texts."""
     return "dynamic" in rope_type or rope_type == "longrope"
 
 
 def _rotary(family: str, fields: Mapping[str, Any]) -> ModelShape:
-    """Llama and its relatives: rotary positions, RMSNorm, SwiGLU, grouped queries."""
+    """Return the shape of Llama and its relatives: rotary positions, RMSNorm, SwiGLU, grouped queries."""
     hidden_size, num_heads = _size(fields, "hidden_size"), _size(fields, "num_heads")
     attention_bias = bool(fields.get("attention_bias", False))
     windowed = fields.get("use_sliding_window", family in ("mistral", "mixtral"))
@@ -109,7 +109,10 @@ def _mixture(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt(family: str, fields: Mapping[str, Any]) -> ModelShape:
-    """GPT-2 and its relatives: LayerNorm, two feed-forward matrices, learned positions or ALiBi, tied embeddings."""
+    """Return the shape of GPT-2 and its relatives.
+
+    They have LayerNorm, two feed-forward matrices, learned positions or ALiBi, tied embeddings.
+    """
     hidden_size, num_heads = _size(fields, "hidden_size"), _size(fields, "num_heads")
     has_bias = family != "mpt" or not fields.get("no_bias", True)
     max_positions = _optional(fields, "max_positions")
@@ -146,7 +149,7 @@ def _optional(fields: Mapping[str, Any], name: str) -> int | None:
 
 
 def _required(fields: Mapping[str, Any], spellings: tuple[str, ...]) -> int:
-    """The first of these that the config has, as a positive whole number."""
+    """Return the first of these fields that the config has. Raises ModelError unless it is a positive whole number."""
     spelling = next((spelling for spelling in spellings if fields.get(spelling) is not None), None)
     if spelling is None:
         raise ModelError(f"reading the model's config: {' or '.join(spellings)} is missing")
@@ -166,7 +169,7 @@ def _head_dim(hidden_size: int, num_heads: int) -> int:
 
 
 def _rope_theta(fields: Mapping[str, Any]) -> float:
-    """Transformers 5 keeps it in `rope_parameters`."""
+    """Return the base of rotary frequencies, which Transformers 5 keeps in `rope_parameters`."""
     parameters = fields.get("rope_parameters")
     inner = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
     return float(inner or fields.get("rope_theta") or 10_000.0)

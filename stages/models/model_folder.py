@@ -26,31 +26,31 @@ SIZES = {
     "num_hidden_layers", "n_layer", "n_layers", "hidden_size", "n_embd", "d_model", "num_attention_heads", "n_head",
     "n_heads", "vocab_size",
 }  # fmt: skip
-"""Positive whole numbers in every config that has them."""
+"""Fields that are positive whole numbers in every config that has them."""
 OPTIONAL_SIZES = {
     "num_key_value_heads", "head_dim", "intermediate_size", "ffn_dim", "n_inner", "max_position_embeddings",
     "n_positions",
 }  # fmt: skip
-"""So are these, but null means a default, and some architectures have a list, one for each layer."""
+"""Fields like `SIZES` that may also be null, for a default, or a list with a number for each layer."""
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
-"""So are these, and 0 means that there are none, as in the dense ones of Granite's hybrids."""
+"""Fields like `SIZES` that may also be 0, for no experts, as in dense models of Granite's hybrids."""
 NUMBERS = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"}
-"""Numbers above 0; null means a default."""
+"""Fields that are numbers above 0, or null for a default."""
 ROTARY = ("rope_scaling", "rope_parameters")
 ROTARY_NUMBERS = ("factor", "rope_theta", "original_max_position_embeddings")
 DTYPES = {"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "half", "float", "double"}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NUM_NAMED = 5
 LARGEST_SIZE = 2**53
-"""What is larger is no size of anything, and no floating-point number either."""
+"""Largest size; no floating-point number holds larger ones exactly."""
 GGUF_FILE = "model.gguf"
-"""In a model folder."""
+"""Name of the GGUF file in a model folder."""
 GGUF_MAGIC = b"GGUF"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def check_model_folder(folder: Path) -> list[str]:
-    """What is unusual about the model in `folder`, but no error.
+    """Return warnings about the model in `folder`.
 
     Raises ModelError, naming the file and what to do, unless it is complete and safe and its parts go together.
     """
@@ -100,13 +100,13 @@ def _check_weights(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_count(folder: Path, config: Mapping[str, Any], num_tensors: int) -> None:
-    """A layer has several tensors. Building one of too many that a config asks for takes hours, or all memory."""
+    """Raise ModelError for more layers than tensors in the files: building so many takes hours, or all memory."""
     text = config.get("text_config")
     num_layers = (text if isinstance(text, Mapping) else config).get("num_hidden_layers", 0)
     if num_layers > num_tensors:
         raise ModelError(
             f"{folder}/config.json says num_hidden_layers {num_layers}, but its files hold only {num_tensors} tensors; "
-            "mend the config, or fetch the model again"
+            "correct the config, or fetch the model again"
         )
 
 
@@ -124,12 +124,12 @@ def _why_no_weights(folder: Path, other_files: list[str]) -> str:
 
 
 def files_with_weights(folder: Path) -> list[Path]:
-    """All of a model's or an adapter's folder, whatever their format."""
+    """Return the weight files of a model's or an adapter's folder, in any format."""
     return sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".gguf"))
 
 
 def holds_gguf(folder: Path) -> bool:
-    """Whether the weights of a model folder are in a GGUF file. One beside safetensors is not what is meant."""
+    """Return whether the weights of a model folder are in a GGUF file; one beside safetensors does not count."""
     return (folder / GGUF_FILE).is_file() and not any(folder.glob("*.safetensors"))
 
 
@@ -151,13 +151,13 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         problems.append(f"text_config is {text!r}, expected an object")
     if problems:
         more = f" and {len(problems) - NUM_NAMED} more" if len(problems) > NUM_NAMED else ""
-        raise ModelError(f"{where}: {'; '.join(problems[:NUM_NAMED])}{more}; mend this file or fetch it again")
+        raise ModelError(f"{where}: {'; '.join(problems[:NUM_NAMED])}{more}; correct this file or fetch it again")
 
 
 def check_generation_config(generation: Mapping[str, Any], config: Mapping[str, Any], where: str) -> None:
     """Raise ModelError when the tokens that end an answer are not in the model's vocabulary."""
     if problems := list(_token_ids(generation, vocabulary_size(config))):
-        raise ModelError(f"{where}: {'; '.join(problems)}; mend this file or fetch it again")
+        raise ModelError(f"{where}: {'; '.join(problems)}; correct this file or fetch it again")
 
 
 def check_unquantized(config: Mapping[str, Any], where: str) -> None:
@@ -168,19 +168,21 @@ def check_unquantized(config: Mapping[str, Any], where: str) -> None:
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
-    """Whether the weights are stored as something else than plain floating-point numbers."""
+    """Return whether the weights are stored as something else than plain floating-point numbers."""
     return bool(_quantization(config))
 
 
 def vocabulary_size(config: Mapping[str, Any]) -> int | None:
-    """Rows of the embedding; None where the config does not say."""
+    """Return the number of rows of the embedding; None where the config does not say."""
     text = config.get("text_config")
     size = text.get("vocab_size") if isinstance(text, Mapping) else config.get("vocab_size")
     return size if _is_size(size) else None
 
 
 def code_not_run(config: Mapping[str, Any], *, trusted: bool) -> str | None:
-    """What to say of a model that brings Python files which nobody runs, since the recipe does not trust them."""
+    """Return a warning about a model with Python files of its own that are not run, since the recipe does not trust
+    them.
+    """
     if not config.get("auto_map") or trusted:
         return None
     return (
@@ -190,9 +192,10 @@ def code_not_run(config: Mapping[str, Any], *, trusted: bool) -> str | None:
 
 
 def other_architecture(config: Mapping[str, Any]) -> str | None:
-    """What to say of a model whose class does not go with its type: Transformers goes by one, vLLM by the other.
+    """Return a warning about a class that does not go with the model type: Transformers goes by the type, vLLM by the
+    class.
 
-    Classes are named after their type, but for a few types of many names, which may be warned of without need.
+    Classes are named after their type, except for a few types with many names, for which the warning may be needless.
     """
     model_type, classes = str(config.get("model_type") or ""), config.get("architectures") or []
     family = _letters(model_type.removesuffix("_text"))
@@ -200,12 +203,12 @@ def other_architecture(config: Mapping[str, Any]) -> str | None:
         return None
     return (
         f"model_type is {model_type}, but architectures is {', '.join(classes)}: training goes by model_type, "
-        "and vLLM by architectures; mend the one that is wrong"
+        "and vLLM by architectures; correct the one that is wrong"
     )
 
 
 def check_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """What is unusual about them.
+    """Yield warnings about a tokenizer's files.
 
     Raises ModelError when there are none, one cannot be read, or one has tokens that the model does not.
     """
@@ -272,7 +275,7 @@ def _letters(name: str) -> str:
 
 
 def _quantization(config: Mapping[str, Any]) -> Any:
-    """What a config says of it, of a multimodal model also that of its text part."""
+    """Return the quantization in a config, or in its text part; None without one."""
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, Mapping) else [config]
     found = (part.get(name) for part in parts for name in ("quantization_config", "compression_config"))
@@ -311,7 +314,7 @@ def _dtypes(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rotary(config: Mapping[str, Any]) -> Iterator[str]:
-    """Also what is wrong with the other numbers that must be above 0."""
+    """Yield problems of rotary settings and of other numbers that must be above 0."""
     numbers = {name: config[name] for name in sorted(NUMBERS & config.keys())}
     for name in ROTARY:
         if not isinstance(value := config.get(name) or {}, Mapping):
@@ -339,7 +342,7 @@ def _is_size(value: Any) -> TypeGuard[int]:
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Token → number; of a Unigram model, which lists its tokens in their order, too."""
+    """Return token → number; a Unigram model lists its tokens in order."""
     model = tokenizer.get("model")
     found = model.get("vocab") if isinstance(model, Mapping) else None
     if isinstance(found, list):

@@ -21,14 +21,15 @@ from stages.data.summaries import ToolPrompt
 
 RECORD = "log_probabilities.json"
 RESOLUTION_NATS = 1e-6
-"""Log-probabilities nearer to 0 than this are rounding, in fp32: what they leave to other tokens is not known."""
+"""Log-probabilities nearer to 0 than this are fp32 rounding: the share of other tokens is unknown."""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a model predicts of a document's targets, in their order: log-probabilities in nats, likeliest tokens.
+    """Predictions for a document's targets, in their order.
 
-    greedy: empty where a server does not tell tokens' ids.
+    - log_probabilities: in nats
+    - greedy: the likeliest tokens; empty where a server does not return token ids
     """
 
     log_probabilities: Sequence[float]
@@ -37,10 +38,11 @@ class Predicted:
 
 @dataclass(frozen=True)
 class RecordedDocument:
-    """`targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned.
+    """Document with the predictions that training recorded.
 
-    log_probability: of all targets together. log_probabilities, greedy: of each target, its own and the likeliest token
-    there; empty in records from before they were kept.
+    - targets: `targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned
+    - log_probability: of all targets together, in nats
+    - log_probabilities, greedy: of each target, its own and the likeliest token there; empty in old records
     """
 
     input_ids: list[int]
@@ -55,16 +57,16 @@ class RecordedDocument:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether single tokens' predictions were kept."""
+        """Return whether predictions of single tokens were recorded."""
         return len(self.greedy) == len(self.log_probabilities) == self.num_targets
 
     @property
     def tokens(self) -> list[int]:
-        """The whole document, the last target included."""
+        """All tokens of the document, the last target included."""
         return [*self.input_ids, *(target for target in self.targets[-1:] if target >= 0)]
 
     def recording(self, predicted: Predicted) -> RecordedDocument:
-        """The same document with these predictions."""
+        """Return the same document with these predictions."""
         total = math.fsum(predicted.log_probabilities)
         return RecordedDocument(
             self.input_ids, self.targets, total, list(predicted.log_probabilities), list(predicted.greedy)
@@ -72,7 +74,7 @@ class RecordedDocument:
 
 
 def read_record(artifact: Path) -> list[RecordedDocument]:
-    """What was recorded beside a trained model or adapter. Raises ModelError when nothing was, or it is damaged."""
+    """Return the documents recorded beside a trained model or adapter. Raises ModelError without a readable record."""
     try:
         documents = json.loads((artifact / RECORD).read_text(encoding="utf-8"))["documents"]
         return [RecordedDocument(**one) for one in documents]
@@ -96,7 +98,7 @@ def write_record(
     compute_dtype: str,
     tool_prompts: Sequence[ToolPrompt] = (),
 ) -> None:
-    """compute_dtype: what the log-probabilities were computed in, such as float32."""
+    """Write the record. compute_dtype: dtype of the log-probabilities' computation, such as float32."""
     content = {
         "compute_dtype": compute_dtype,
         "documents": [asdict(one) for one in documents],
@@ -107,12 +109,14 @@ def write_record(
 
 @dataclass(frozen=True)
 class Differences:
-    """From what was recorded. most, mean: of log-probabilities, in nats per target token: of the document that differs
-    most, and over all tokens. kl: nats per token. same_greedy: share of the targets with the same likeliest token.
+    """Differences between predictions now and the recorded ones.
 
-    Of each distribution two probabilities are compared, those of the target and of all other tokens together, so `kl`
-    is a lower bound of KL(recorded ‖ now). None: the record is from before single tokens were kept;
-    same_greedy also where a server tells no ids of the likeliest.
+    - most, mean: of log-probabilities, in nats per target: of the document that differs most, and over all tokens
+    - kl: nats per token; None for records without single tokens
+    - same_greedy: share of the targets with the same likeliest token; None also where a server returns no token ids
+
+    Two probabilities of each distribution are compared, those of the target and of all other tokens together, so `kl`
+    is a lower bound of KL(recorded ‖ now).
     """
 
     most: float
@@ -121,7 +125,7 @@ class Differences:
     same_greedy: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """By the names that they have in MLflow, whichever stage measures them."""
+        """Return the metrics by their names in MLflow, the same for every stage that measures them."""
         of_tokens = {"kl_from_training_nats_per_token": self.kl, "same_greedy_fraction": self.same_greedy}
         return {
             "max_abs_logprob_difference": self.most,
@@ -131,7 +135,7 @@ class Differences:
 
 
 def differences(predicted: Sequence[Predicted], documents: Sequence[RecordedDocument]) -> Differences:
-    """predicted: of each document, by any engine, now."""
+    """Compare predictions for each document, by any engine, with the recorded ones."""
     pairs = list(zip(predicted, documents, strict=True))
     found = [abs(math.fsum(now.log_probabilities) - one.log_probability) for now, one in pairs]
     counts = [one.num_targets for one in documents]
@@ -151,7 +155,9 @@ def differences(predicted: Sequence[Predicted], documents: Sequence[RecordedDocu
 
 
 def _kl_nats(recorded: float, given: float) -> float:
-    """KL of two distributions over two outcomes, of one of which these are the log-probabilities."""
+    """Return the KL divergence of two distributions over two outcomes, given the log-probability of one outcome in
+    each.
+    """
     p, q = min(recorded, -RESOLUTION_NATS), min(given, -RESOLUTION_NATS)
     return math.exp(p) * (p - q) - math.expm1(p) * math.log(math.expm1(p) / math.expm1(q))
 
@@ -175,26 +181,26 @@ def note_trained_on(folder: Path, *, conversations: bool, template_date: date | 
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether a model folder's tokenizer can render conversations."""
+    """Return whether a model folder's tokenizer can render conversations."""
     tokenizer_config = folder / "tokenizer_config.json"
     in_config = tokenizer_config.is_file() and json.loads(tokenizer_config.read_text()).get("chat_template")
     return bool(in_config) or (folder / "chat_template.jinja").is_file()
 
 
 def trained_on_conversations(folder: Path) -> bool | None:
-    """What was noted; None for a model that was trained elsewhere."""
+    """Return whether the model was trained on conversations; None for one that was trained elsewhere."""
     noted = folder / TRAINED_ON_FILE
     return bool(json.loads(noted.read_text())["conversations"]) if noted.is_file() else None
 
 
 def is_asked_as_chat(folder: Path) -> bool:
-    """Whether plain text is asked as by a user of a chat: as the model was trained, else if it has a template."""
+    """Return whether plain text is sent as a user's chat message: as in training, else if there is a chat template."""
     trained = trained_on_conversations(folder)
     return has_chat_template(folder) if trained is None else trained
 
 
 def noted_date(folder: Path) -> date | None:
-    """The date that the chat template is to take for the current one, as in training; None for the default."""
+    """Return the date that the chat template writes, as in training; None for the default."""
     noted = folder / TRAINED_ON_FILE
     found = json.loads(noted.read_text()).get("template_date") if noted.is_file() else None
     return date.fromisoformat(found) if found else None

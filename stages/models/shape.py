@@ -1,4 +1,4 @@
-"""The shape of a decoder-only language model: what decides its parameters, FLOPs and memory. Pure; needs no torch.
+"""Shape of a decoder-only language model: the sizes that decide its parameters, FLOPs and memory. No torch.
 
 Its parameter counts by part equal those of the Transformers model. Reading it from a model's config is for
 `model_config`, which layouts it allows for `legality`, and what a step costs for `planner`.
@@ -16,13 +16,16 @@ from stages.models.flops import AttentionWork, ModelFlops
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1): all heads' queries are made of one
-    short vector, their keys and values of another; beside it queries and keys have a rotary part (one for all keys)."""
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
+
+    All heads' queries are made from one short vector, their keys and values from another; beside it queries and keys
+    have a rotary part (one for all keys).
+    """
 
     query_rank: int
     kv_rank: int
     rotary_dim: int
-    """Of a head, beside its `head_dim`."""
+    """Width of a head's rotary part, in addition to `head_dim`."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +38,20 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    """Width of the dense feed-forward layers (of a mixture without any: of an expert)."""
+    """Width of the dense feed-forward layers; in a mixture without dense layers, of an expert."""
     vocab_size: int
     family: str = "llama"
     """`model_type` of the config."""
     tied_embeddings: bool = False
     gated_ffn: bool = True
-    """Three matrices (SwiGLU) rather than two."""
+    """True if feed-forward layers have three matrices (SwiGLU) rather than two."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of attention's output projection."""
     ffn_bias: bool = False
     qk_norm: bool = False
     norm_bias: bool = False
-    """LayerNorm rather than RMSNorm."""
+    """True if norms have a bias (LayerNorm) or none (RMSNorm)."""
     embedding_norm: bool = False
     num_position_embeddings: int = 0
     """Rows of a learned table of positions; 0 with rotary positions or ALiBi."""
@@ -57,11 +60,11 @@ class ModelShape:
     experts_per_token: int = 0
     expert_ffn_size: int = 0
     router_normalizes: bool = True
-    """Whether the weights of a token's experts add up to one."""
+    """True if the weights of a token's experts add up to one."""
     dense_layers: frozenset[int] = frozenset()
-    """Layers of a mixture-of-experts model that are dense nevertheless."""
+    """Dense layers of a mixture-of-experts model."""
     sliding_window: int | None = None
-    """Tokens that a position attends to, in every layer; None: all before it."""
+    """Number of tokens that a position attends to, in every layer; None: all before it."""
     latent: LatentAttention | None = None
     max_positions: int | None = None
     rope_theta: float | None = None
@@ -69,20 +72,20 @@ class ModelShape:
 
     @classmethod
     def from_json(cls, text: str) -> ModelShape:
-        """What `to_json` wrote."""
+        """Return the shape that `to_json` wrote."""
         return TypeAdapter(cls).validate_json(text)
 
     def to_json(self) -> str:
-        """One line, without what is default."""
+        """Return JSON in one line, without defaults."""
         return TypeAdapter(ModelShape).dump_json(self, exclude_defaults=True).decode()
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether this layer routes tokens to experts."""
+        """Return whether this layer routes tokens to experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def num_mixture_layers(self) -> int:
-        """Layers that route tokens to experts."""
+        """Number of layers that route tokens to experts."""
         return self.num_layers - len(self.dense_layers) if self.num_experts else 0
 
     @property
@@ -97,12 +100,12 @@ class ModelShape:
 
     @property
     def rotary_width(self) -> int:
-        """Of all heads' queries, and of their keys, what latent attention adds to `head_dim`; else 0."""
+        """Width of the rotary parts that latent attention adds to all heads' queries or keys; 0 for other attention."""
         return self.num_heads * self.latent.rotary_dim if self.latent else 0
 
     @property
     def latent_width(self) -> int:
-        """Of what latent attention makes queries, keys and values of; else 0."""
+        """Width of the compressed query, key-value and rotary vectors in multi-head latent attention (MLA); else 0."""
         return self.latent.query_rank + self.latent.kv_rank + self.latent.rotary_dim if self.latent else 0
 
     @property
@@ -156,7 +159,7 @@ class ModelShape:
         return self.hidden_size * (1 + self.norm_bias)
 
     def layer_parameters(self, layer: int) -> int:
-        """Parameters of a layer, all experts included."""
+        """Return the parameters of a layer, all experts included."""
         mixture = self.router_parameters + self.num_experts * self.expert_parameters
         ffn = mixture if self.is_mixture(layer) else self.ffn_parameters
         return self.attention_parameters + ffn + 2 * self.norm_parameters
@@ -169,7 +172,7 @@ class ModelShape:
         return layers + norms + self.embedding_parameters + self.position_parameters + self.head_parameters
 
     def flops(self) -> ModelFlops:
-        """What decides the FLOPs of this model, counted as for a model that is there."""
+        """Return the sizes that decide the FLOPs, equal to those counted on a built model."""
         matrices = 3 if self.gated_ffn else 2
         dense = (self.num_layers - self.num_mixture_layers) * matrices * self.ffn_size
         routed = self.num_mixture_layers * (matrices * self.experts_per_token * self.expert_ffn_size + self.num_experts)

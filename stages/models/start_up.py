@@ -1,4 +1,4 @@
-"""A quicker start of the processes that build models, or only read their tokenizers."""
+"""Faster start of processes that build models or only read their tokenizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def hide_unused_packages() -> None:
     second each; and do without the docstrings that it writes for models, up to a second.
 
     It uses them for assisted generation, for losses of object detection and for weights that torchao has quantized.
-    Everybody else finds them as before.
+    All other code finds them as before.
     """
     for name, is_available in (
         ("sklearn", import_utils.is_sklearn_available),
@@ -67,7 +67,7 @@ def hide_torchao_from_adapters() -> None:
 
 
 def _remember_missing(name: str, is_available: Any) -> None:
-    """is_available: a function that remembers its answer."""
+    """Have a cached availability check (`is_available`) report a package as missing."""
     before = {name: sys.modules[name]} if name in sys.modules else {}
     missing: Any = None  # means: there is no such package
     sys.modules[name] = missing
@@ -107,5 +107,5 @@ def import_tokenizers() -> None:
 
 
 def _undocumented(documented: Any = None, **_: Any) -> Any:
-    """A decorator in the place of `auto_docstring`."""
+    """Return the class without a docstring: a replacement of the decorator `auto_docstring`."""
     return documented if documented is not None else lambda one: one

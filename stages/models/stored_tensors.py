@@ -1,4 +1,4 @@
-"""Reading of checkpoints: their index, which must hold what is to be loaded, and a reader that runs no code of it.
+"""Checkpoint index of torch.distributed.checkpoint, read without running its pickle's code.
 
 torch.distributed.checkpoint keeps the index, `.metadata`, as a pickle, and unpickles it without restriction. It is the
 only pickle that is read here; tensors are read by `torch.load(weights_only=True)`, and objects are not loaded.
@@ -35,11 +35,11 @@ NAMED_IN_INDEX = {
         )
     ),
 }
-"""Classes and functions in the indexes that both engines write, besides torch's dtypes."""
+"""Classes and functions that the indexes of both engines name, in addition to torch's dtypes."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Makes of an index nothing but what indexes consist of: descriptions of tensors and files."""
+    """Unpickler of an index that creates nothing but descriptions of tensors and files."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in NAMED_IN_INDEX:
@@ -51,10 +51,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class CheckpointReader(FileSystemReader):
-    """A reader of a checkpoint's folder that makes nothing of its index but descriptions of tensors."""
+    """Reader of a checkpoint's folder that unpickles nothing but descriptions of tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises ModelError for an index that is damaged, or names what no index of ours does."""
+        """Read the index. Raises ModelError for a damaged one, and for classes that our indexes do not name."""
         index = Path(self.path) / INDEX_FILE
         try:
             with index.open("rb") as file:
@@ -73,7 +73,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Key → shape of every tensor."""
+    """Return key → shape of every tensor."""
     found = CheckpointReader(folder).read_metadata().state_dict_metadata
     return {key: tuple(entry.size) for key, entry in found.items() if hasattr(entry, "size")}
 

@@ -1,4 +1,4 @@
-"""Whether a tokenizer makes tokens of a text that its model has, tried on one sentence before anything slow starts."""
+"""Probe of a model's tokenizer on one sentence, before anything slow starts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from stages.models.model_folder import vocabulary_size
 SENTENCE = "The sum of 27 and 15 is 42, she said. "
 REPETITIONS = 50
 MAX_NORMALIZER_GROWTH = 2.0**20
-"""Some published ones reach a thousand by this count. Beyond it, a text that only servers and benchmarks see could fill
-the memory."""
+"""Largest growth of a text by the normalizer. Some published ones reach a thousand; beyond this bound, a text that only
+servers and benchmarks see could fill the memory.
+"""
 LEAST_SHARE = 0.5
-"""Of the tokens that so many sentences should have, if each had as many as one alone."""
+"""Least share of the tokens of so many sentences, relative to those of one sentence times their number."""
 
 
 def check_tokenizer(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """What is unusual about the tokenizer in a model folder whose `config.json` is given.
+    """Yield warnings about the tokenizer in a model folder whose `config.json` is given.
 
-    Raises ModelError for one that cannot be loaded, drops or truncates what it is given, or knows none of it.
+    Raises ModelError for one that cannot be loaded, drops or truncates text, or knows none of it.
     """
     from transformers import AutoTokenizer
 
@@ -61,5 +62,5 @@ def _problem(tokenizer: Any, once: list[int], often: list[int], size: int | None
 
 
 def _letters(text: str) -> str:
-    """Letters and digits, whatever their case: some tokenizers know one only."""
+    """Return letters and digits without case, since some tokenizers know one case only."""
     return "".join(filter(str.isalnum, text)).casefold()

@@ -1,4 +1,4 @@
-"""The FLOPs of a model that Transformers built, counted on its parameters; the formulas are in `flops`.
+"""FLOPs of a model that Transformers built, counted on its parameters; the formulas are in `flops`.
 
 `ModelShape.flops` says the same from the sizes alone, but only for the families it knows.
 """
@@ -29,7 +29,7 @@ def model_flops(model: Any) -> ModelFlops:
 
 
 def _routed_share(config: Any) -> float:
-    """Share of the routed experts that a token goes through."""
+    """Return the share of the routed experts that a token goes through."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     num_experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     return config.num_experts_per_tok / num_experts if num_experts else 1.0

@@ -1,7 +1,7 @@
-"""The safetensors files of a model folder, by their headers and a few of their bytes (no torch, milliseconds).
+"""Safetensors files of a model folder, read by their headers and a few bytes (no torch, milliseconds).
 
-Refused is what Transformers would load without a word although it cannot be what was trained: files that no index
-lists, weights that are integers or all zero, a head that the config says is the embedding, but is not.
+Refuses weights that Transformers would silently load although they cannot be those that were trained: files that no
+index lists, weights that are integers or all zero, a head that the config says is the embedding, but is not.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 MATRICES = (".weight", "_proj")
-"""How names of what must be numbers with a fraction end; buffers of other names may be counters and masks."""
+"""Endings of names of weights, which must be floating-point; other buffers may be counters and masks."""
 HEADS = ("lm_head.weight", "embed_out.weight")
 NUM_BLOCKS, BLOCK_BYTES = 16, 4096
-"""Of a tensor that is looked into."""
+"""Number and size of the samples of a tensor's bytes."""
 NUM_NAMED = 3
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file."""
+    """Tensor in a safetensors file."""
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the file."""
+    """First byte in the file."""
     end: int
 
     def sample(self) -> bytes:
@@ -54,7 +54,7 @@ class StoredTensor:
         return b"".join(blocks)
 
     def is_zero(self) -> bool:
-        """Whether every element is. Reads all of it only when its first bytes are."""
+        """Return whether every element is zero. Reads the whole tensor only if its first bytes are zero."""
         if self.dtype not in FLOAT_BYTES:
             return False
         import numpy as np  # not when a recipe is read
@@ -65,14 +65,14 @@ class StoredTensor:
 
 
 def weight_paths(folder: Path) -> list[Path]:
-    """The files that Transformers reads: those that the index names, or the single one. Others are not the model's."""
+    """Return the files that Transformers reads: those that the index names, or the single one."""
     index = folder / WEIGHTS_INDEX
     names = set(read_json_object(index)["weight_map"].values()) if index.is_file() else {WEIGHTS_FILE}
     return sorted(folder / name for name in names)
 
 
 def check_index(folder: Path, tensors: Mapping[str, Iterable[StoredTensor]]) -> set[str]:
-    """The files that the index names. Raises ModelError unless it lists exactly the tensors of the folder's files."""
+    """Return the files that the index names. Raises ModelError unless it lists exactly the tensors of these files."""
     index = folder / WEIGHTS_INDEX
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -103,7 +103,7 @@ def check_index(folder: Path, tensors: Mapping[str, Iterable[StoredTensor]]) -> 
 
 
 def read_tensors(path: Path) -> list[StoredTensor]:
-    """What a file holds. Raises ModelError unless its header agrees with its size, or when it is empty."""
+    """Return the tensors in a file. Raises ModelError for an empty file, and for a header that contradicts its size."""
     try:
         with safe_open(path, framework="np"):
             pass
@@ -125,7 +125,7 @@ def read_tensors(path: Path) -> list[StoredTensor]:
 
 
 def check_values(tensors: list[StoredTensor], config: Mapping[str, Any]) -> Iterator[str]:
-    """What is unusual about the weights of a model that is not quantized.
+    """Yield warnings about the weights of a model that is not quantized.
 
     Raises ModelError for integers, for weights that are all zero, and for a tied head that is not the embedding.
     """

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 NUM_CONNECTIONS = 16
 RETRIED_FOR_S = 30.0
-"""Google's library asks again for 15 minutes otherwise."""
+"""Time limit of retries in Google's library, which would take 15 minutes."""
 RETRIED_WITHOUT_CREDENTIALS_S = 5.0
-"""Where no credentials are named, only Google's own machines give some, at once; elsewhere nobody answers."""
+"""The same where no credentials are named: only Google's own machines provide some, at once."""
 DENIED = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|EXPIRED_TOKEN|UNAUTHENTICATED|PERMISSION_DENIED"
     r"|UNAUTHORIZED|FORBIDDEN|\b40[13]\b|[Cc]redential|Authorization|AuthenticationException|Base64",
 )
 NO_TOKEN = re.compile(r"OAuth2 access token")
-"""Google's library, whether there are no credentials, it has no use for them, or who gives tokens does not answer."""
+"""Message of Google's library without a token: no credentials, unusable ones, or no answer from the token server."""
 MISSING = re.compile(r"NO_SUCH_|NOT_FOUND|\b404\b|No such file|does not exist")
 AZURE_ACCOUNT, AZURE_KEY = "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"
 AZURE_SAS_TOKEN = "AZURE_STORAGE_SAS_TOKEN"  # noqa: S105 - the name of a variable
@@ -50,7 +50,7 @@ CREDENTIALS = {
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object: where it lies in the filesystem, how large it is, and what changes when its content does."""
+    """Object with its path in the filesystem, its size, and a tag that changes with its content."""
 
     path: str
     size_bytes: int
@@ -58,10 +58,12 @@ class StoredObject:
 
 
 class Bucket:
-    """What an address names: a bucket, a prefix, or one object."""
+    """Bucket, prefix or single object that an address names."""
 
     def __init__(self, address: str) -> None:
-        """address: `s3://BUCKET/PATH`. Raises DownloadError where the environment does not say enough to ask."""
+        """Open the filesystem of `s3://BUCKET/PATH`. Raises DownloadError where settings are missing in the
+        environment.
+        """
         self.address = address
         provider, _, self.path = address.partition("://")
         with explained(address):
@@ -70,7 +72,7 @@ class Bucket:
     def objects(self) -> dict[str, StoredObject]:
         """Name → object of one object, or of each below the prefix, but hidden ones.
 
-        Raises DownloadError when there is none or they may not be read, TransientError when nobody answers.
+        Raises DownloadError when there is none or they may not be read, TransientError without an answer.
         """
         from pyarrow.fs import FileSelector, FileType
 
@@ -112,8 +114,10 @@ class Bucket:
 
 @contextmanager
 def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
-    """What `open_file` gives. An object that is replaced meanwhile is found out at the end: ranges are asked for by
-    name alone."""
+    """Open an object for `open_file`.
+
+    Ranges are requested by name alone, so an object that is replaced meanwhile is only detected at the end.
+    """
     bucket = Bucket(pointer.address)
     _check(bucket, pointer)
     with explained(pointer.address):
@@ -128,7 +132,7 @@ def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
 
 
 class _ObjectFile(io.RawIOBase):
-    """What pyarrow reads, with its errors explained."""
+    """File of pyarrow whose errors are explained."""
 
     def __init__(self, stream: NativeFile, address: str) -> None:
         self._stream = stream
@@ -152,7 +156,7 @@ class _ObjectFile(io.RawIOBase):
 
 
 def _check(bucket: Bucket, pointer: Pointer) -> None:
-    """Raises DownloadError for an object that is not what it was."""
+    """Raise DownloadError for an object that has changed."""
     with explained(pointer.address):
         now = bucket.look_at(bucket.path)
     if (now.size_bytes, now.tag) != (pointer.size_bytes, pointer.tag):
@@ -199,7 +203,7 @@ def _text(value: str | bytes) -> str:
 
 @contextmanager
 def explained(address: str) -> Iterator[None]:
-    """What a provider's library says, as the error that it means. Raises DownloadError or TransientError."""
+    """Raise errors of a provider's library as DownloadError or TransientError."""
     from pyarrow import ArrowException
 
     try:
@@ -219,14 +223,14 @@ def explained(address: str) -> Iterator[None]:
 
 
 def _is_denied(said: str, address: str) -> bool:
-    """Whether credentials are missing or wrong; not where those that there are could not be shown to anyone."""
+    """Return whether credentials are missing or wrong; false where they could not be checked."""
     if NO_TOKEN.search(said):
         return "UNAVAILABLE" not in said or bool(_missing_credentials(address))
     return bool(DENIED.search(said))
 
 
 def _credentials(address: str) -> str:
-    """What to do about credentials, by which of them there are."""
+    """Return advice about credentials, depending on which are set."""
     if missing := _missing_credentials(address):
         return f"the environment has no {' and no '.join(missing)}; set credentials that may read it"
     return f"the credentials of the environment ({', '.join(_variables(address))}) are not accepted; check them"
@@ -237,7 +241,7 @@ def _missing_credentials(address: str) -> list[str]:
 
 
 def _variables(address: str) -> tuple[str, ...]:
-    """Names of those that hold credentials; a SAS token stands for an account's key."""
+    """Return the names of variables with credentials; a SAS token replaces an account's key."""
     names = CREDENTIALS[address.partition("://")[0]]
     replaced = {AZURE_KEY: AZURE_SAS_TOKEN} if os.environ.get(AZURE_SAS_TOKEN) else {}
     return tuple(replaced.get(name, name) for name in names)

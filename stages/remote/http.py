@@ -44,7 +44,7 @@ def check_status(status: int, headers: Mapping[str, str], doing: str, token_vari
 def check_part(response: httpx.Response, start: int, size_bytes: int, doing: str) -> None:
     """Check, before anything is read, that an answer is a file of `size_bytes` from byte `start` on.
 
-    A whole file may come without a length; whoever reads it counts. Raises DownloadError.
+    A whole file may come without a length; then its reader counts. Raises DownloadError.
     """
     if response.status_code == HTTPStatus.PARTIAL_CONTENT:
         content_range = response.headers.get("content-range", "")
@@ -63,7 +63,7 @@ def check_part(response: httpx.Response, start: int, size_bytes: int, doing: str
 
 
 class BusyError(Exception):
-    """The server may answer when asked again."""
+    """Raised when the server may answer a later attempt."""
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
@@ -71,7 +71,7 @@ class BusyError(Exception):
 
 
 class RetryBackoff:
-    """Counts the failures in a row of one activity."""
+    """Backoff that counts an activity's failures in a row."""
 
     def __init__(self, doing: str, stop: threading.Event | None = None, num_attempts: int = NUM_ATTEMPTS) -> None:
         self._doing = doing
@@ -96,13 +96,13 @@ class RetryBackoff:
 
 
 def busy_from_status(status: int, headers: Mapping[str, str]) -> BusyError | None:
-    """The error of an HTTP status that is worth another attempt."""
+    """Return the error of an HTTP status that is worth another attempt; None for other statuses."""
     if status not in _BUSY_STATUSES:
         return None
     return BusyError(f"the server answered {status}", number_in(headers.get("retry-after", "")))
 
 
 def busy_from_transport(error: Exception) -> BusyError:
-    """The error of a connection that failed or broke."""
+    """Return the error of a connection that failed or broke."""
     cause = shortened(str(error), 200)  # it may quote what the server sent
     return BusyError(f"the connection failed ({type(error).__name__}: {cause})")

@@ -1,4 +1,4 @@
-"""Read the answers of HTTP servers that may lie: bounded in size, time and decompression, of checked types.
+"""Readers of HTTP answers that may lie: bounded in size, time and decompression, with checked types.
 
 In: an `Expected`, which says what may arrive, and a request of httpx, aiohttp or the standard library. Out: an
 `Answer`, whose JSON is checked against a pydantic type. No redirect is followed: a key would go to another host.
@@ -34,9 +34,9 @@ QUOTED_CHARACTERS = 200
 """Length of an answer's beginning in a message."""
 CHUNK_BYTES = 64 * 2**10
 EVENT_BYTES = 2**20
-"""Of one event of a stream: a token or some."""
+"""Largest event of a stream; events hold a token or a few."""
 REFUSAL_BYTES = 64 * 2**10
-"""How much is read of an answer that is an error."""
+"""Number of bytes that are read of an error's body."""
 ACCEPTED = {"Accept-Encoding": "gzip"}
 COMPRESSED = ("gzip", "x-gzip", "deflate")
 EVENT = b"data:"
@@ -53,17 +53,20 @@ def number_in(header: str) -> int | None:
 
 
 class AnswerModel(BaseModel):
-    """An object in an answer: numbers are finite and no texts; fields that are not named are ignored."""
+    """Object in an answer: numbers must be finite and no texts; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Bounds of an answer, and how errors name its server.
+    """Bounds of an answer, and the server's name in errors.
 
-    server: such as `the judge at https://…`. max_bytes: of the body, decompressed. total_s: from the connection to the
-    last byte. error: class of what the server is to blame for. key: sent with the request, and never shown.
+    - server: such as `the judge at https://…`
+    - max_bytes: of the body, decompressed
+    - total_s: from the connection to the last byte
+    - error: class of errors that are the server's fault
+    - key: sent with the request, and never shown
     """
 
     server: str
@@ -98,7 +101,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer. headers: names in lower case."""
+    """Whole answer. headers: names in lower case."""
 
     expected: Expected
     status: int
@@ -110,13 +113,13 @@ class Answer:
         return 200 <= self.status < 300
 
     def check(self) -> Self:
-        """Return the answer of a request that was granted. Raises the room's error for any other status."""
+        """Return the answer of a request that was granted. Raises `Expected.error` for any other status."""
         if self.is_success:
             return self
         raise self.refusal()
 
     def refusal(self) -> LifecycleError:
-        """Return the room's error of a request that was not granted."""
+        """Return `Expected.error` of a request that was not granted."""
         if not 300 <= self.status < 400:
             return self.expected.wrong(f"answered {self.status}", self.body)
         target = quoted(self.headers.get("location", ""), QUOTED_CHARACTERS)
@@ -125,14 +128,14 @@ class Answer:
         )
 
     def parsed(self, shape: type[Shape]) -> Shape:
-        """Return the JSON of a request that was granted. Raises the room's error."""
+        """Return the JSON of a request that was granted. Raises `Expected.error`."""
         return self.expected.parsed(self.check().body, shape)
 
 
 class BodyReader:
-    """Decompresses a body part by part. Raises the room's error when it is larger than expected, or is no gzip.
+    """Decompressing reader of a body, part by part.
 
-    cuts: leave the rest of a larger one instead.
+    Raises `Expected.error` when the body is larger than expected, or is no gzip. cuts: cut a larger body instead.
     """
 
     def __init__(self, expected: Expected, headers: Mapping[str, str], *, cuts: bool = False) -> None:
@@ -166,13 +169,13 @@ class BodyReader:
         return self._num_bytes > self._expected.max_bytes
 
     def end(self) -> None:
-        """Raise the room's error for a body that was cut off."""
+        """Raise `Expected.error` for a body that was cut off."""
         if self._inflate and self._num_bytes and not self._inflate.eof:
             raise self._expected.wrong("answered with broken gzip (its end is missing)")
 
 
 class EventReader(Generic[Shape]):
-    """Parses a stream of server-sent events, each a JSON object, part by part."""
+    """Parser of a stream of server-sent events, each a JSON object, part by part."""
 
     def __init__(self, expected: Expected, headers: Mapping[str, str], shape: type[Shape]) -> None:
         self._expected = expected
@@ -182,7 +185,7 @@ class EventReader(Generic[Shape]):
         self._is_over = False
 
     def add(self, chunk: bytes) -> Iterator[Shape]:
-        """Yield the events that a part completes. Raises the room's error for one of another form."""
+        """Yield the events that a part completes. Raises `Expected.error` for one of another form."""
         lines = self._body.add(chunk).split(b"\n")
         for line in lines[:-1]:
             event, self._line = bytes(self._line + line), bytearray()
@@ -195,13 +198,13 @@ class EventReader(Generic[Shape]):
             raise self._expected.wrong(f"answered with an event of more than {EVENT_BYTES} bytes", bytes(self._line))
 
     def end(self) -> None:
-        """Raise the room's error for a stream that was cut off."""
+        """Raise `Expected.error` for a stream that was cut off."""
         if not self._is_over:
             raise self._expected.wrong(f"broke its answer off (without `{END_OF_EVENTS.decode()}`)")
 
 
 class Deadline:
-    """Shuts down the sockets of a request when its time is over: a limit of each read never ends dribbled bytes.
+    """Time limit of a whole request; it shuts down the sockets, since a limit of each read never ends dribbled bytes.
 
     As a context, it then raises TimeoutError: to some readers, a socket that is shut down is the end of the body.
     """
@@ -244,7 +247,7 @@ class Deadline:
 
 
 class _Parts:
-    """Collects an answer, for readers with and without `await`."""
+    """Collector of an answer, for readers with and without `await`."""
 
     def __init__(self, expected: Expected, status: int, headers: Mapping[str, str]) -> None:
         self._answer = Answer(expected, status, {name.lower(): value for name, value in headers.items()}, b"")
@@ -300,7 +303,7 @@ def opened_directly(
 
 
 def ask_directly(expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None = None) -> Answer:
-    """Ask by the standard library. Raises as `opened_directly` does, the room's error for an answer out of bounds."""
+    """Ask by the standard library. Raises as `opened_directly` does, `Expected.error` for an answer out of bounds."""
     with opened_directly(expected, url, headers, body) as response:
         return read_directly(expected, response)
 
@@ -364,7 +367,7 @@ async def opened_aiohttp(
 async def ask_aiohttp(
     session: aiohttp.ClientSession, expected: Expected, method: str, url: Any, **request: Any
 ) -> Answer:
-    """Ask by aiohttp. Raises as `opened_aiohttp` does, and the room's error for an answer out of bounds."""
+    """Ask by aiohttp. Raises as `opened_aiohttp` does, and `Expected.error` for an answer out of bounds."""
     async with opened_aiohttp(session, expected, method, url, **request) as response:
         return await read_aiohttp(expected, response)
 

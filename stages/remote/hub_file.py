@@ -1,4 +1,4 @@
-"""A file of the Hugging Face hub as one that is read from any place on: a commit's files do not change.
+"""Files of the Hugging Face hub, read from any position; a commit's files do not change.
 
 Not huggingface_hub's filesystem: that asks for each block by itself, which the hub counts against its limit of
 requests, and does not look whether a mirror sends something else than the hub lists.
@@ -28,13 +28,13 @@ TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of a variable
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 SHA256_DIGITS = 64
-"""A tag of so many hex digits is a sha256, a shorter one the id of a git blob."""
+"""Number of hex digits of a sha256; a shorter tag is the id of a git blob."""
 QUOTED_CHARACTERS = 100
 ADDRESS = re.compile(r"hf://datasets/(?P<name>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<file>.+)")
 
 
 def endpoint() -> str:
-    """Address of the hub, or of a mirror."""
+    """Return the address of the hub, or of a mirror."""
     return os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
 
 
@@ -47,14 +47,14 @@ def token_in(variable: str) -> str:
 
 
 def authorization() -> dict[str, str]:
-    """The header that shows the hub the token of the environment, if there is one."""
+    """Return the header with the token of the environment, if there is one."""
     token = token_in(TOKEN_VARIABLE)
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 @contextmanager
 def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
-    """What `open_file` gives."""
+    """Open a file of the hub for `open_file`."""
     from huggingface_hub import hf_hub_url
 
     named = ADDRESS.fullmatch(pointer.address)
@@ -78,7 +78,7 @@ def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
 
 
 class _HubFile(io.RawIOBase):
-    """Reads on in one answer for as long as it is read on, and asks again where that breaks off."""
+    """File that reads one answer for as long as possible, and requests the rest where it breaks off."""
 
     def __init__(self, client: httpx.Client, url: str, pointer: Pointer) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""Pointer files: in the place of a file, where it lies and what it held when it was pinned, as Git LFS has them.
+"""Pointer files, like those of Git LFS: the address of a remote file, and its size and tag when it was pinned.
 
 `train.jsonl.pointer` is opened like `train.jsonl`: what is read of it comes over the network, and nothing of it is
 written to disk. Credentials are the environment's, as they are for downloads.
@@ -19,7 +19,7 @@ from stages.core.strict import StrictModel
 
 SUFFIX = ".pointer"
 BUFFER_BYTES = 1 << 20
-"""Of one request."""
+"""Bytes per request."""
 MODULES = {
     "s3": "stages.remote.buckets",
     "gs": "stages.remote.buckets",
@@ -32,8 +32,11 @@ Opened = Callable[["Pointer"], AbstractContextManager[io.RawIOBase]]
 
 
 class Pointer(StrictModel):
-    """address: `s3://BUCKET/PATH`, or `hf://datasets/org/name@COMMIT/PATH`. tag: changes when the content does: an
-    ETag, the number of a generation, or the digest that a hub lists."""
+    """Pointer to a remote file.
+
+    - address: `s3://BUCKET/PATH`, or `hf://datasets/org/name@COMMIT/PATH`
+    - tag: changes with the content: an ETag, the number of a generation, or the digest that a hub lists
+    """
 
     address: str
     size_bytes: NonNegativeInt
@@ -41,37 +44,37 @@ class Pointer(StrictModel):
 
 
 def write_pointer(path: Path, pointer: Pointer) -> None:
-    """path: of the file that it stands for."""
+    """Write a pointer file. path: path of the file that it stands for."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_name(path.name + SUFFIX).write_text(pointer.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def read_pointer(path: Path) -> Pointer:
-    """Raises ValueError for what is no pointer."""
+    """Return a pointer. Raises ValueError for other content."""
     return Pointer.model_validate_json(path.read_text(encoding="utf-8"))
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether its name says so."""
+    """Return whether a path has the suffix of pointer files."""
     return path.suffix == SUFFIX
 
 
 def without_pointer(path: Path) -> Path:
-    """The path of the file that a pointer stands for; another path as it is."""
+    """Return the path of the file that a pointer stands for; other paths unchanged."""
     return path.with_suffix("") if is_pointer(path) else path
 
 
 def size_bytes(path: Path) -> int:
-    """Of a file, or of what a pointer points to."""
+    """Return the size of a file, or of the file that a pointer stands for."""
     return read_pointer(path).size_bytes if is_pointer(path) else path.stat().st_size
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """A file, or what a pointer points to, which may be read anywhere.
+    """Open a file, or the remote file of a pointer, for reading at any position.
 
-    Raises DownloadError where that is gone, may not be read, or is not what it was, also when it becomes so while it is
-    read; TransientError when nobody answers.
+    Raises DownloadError where the remote file is gone, may not be read, or has changed, also while it is read;
+    TransientError when the server does not answer.
     """
     if not is_pointer(path):
         with path.open("rb") as file:

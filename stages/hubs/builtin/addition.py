@@ -18,7 +18,7 @@ NUM_VALIDATION = 300
 
 @dataclass(frozen=True)
 class Problem:
-    """One sum of two numbers."""
+    """Sum of two numbers."""
 
     first: int
     second: int
@@ -34,7 +34,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Split:
-    """All problems; each is in exactly one of the three."""
+    """Test, validation and training problems; each problem is in exactly one of the three."""
 
     test: list[Problem]
     validation: list[Problem]
@@ -42,7 +42,7 @@ class Split:
 
 
 def split_problems() -> Split:
-    """Every ordered pair of numbers below 100, shuffled by a hash so that no random generator's version matters."""
+    """Return all ordered pairs of numbers below 100, shuffled by a hash, so no random generator's version matters."""
     problems = [Problem(first, second) for first in range(100) for second in range(100)]
     problems.sort(key=lambda problem: hashlib.sha256(problem.question.encode()).digest())
     end_of_validation = NUM_TEST + NUM_VALIDATION
@@ -67,5 +67,5 @@ def _chat(problem: Problem) -> dict[str, object]:
 
 
 def message(role: str, content: str) -> dict[str, str]:
-    """One chat message."""
+    """Return a chat message."""
     return {"role": role, "content": content}

@@ -1,4 +1,4 @@
-"""`builtin/addition-crawled`: problems of `builtin/addition` as rows come in that nobody has looked at yet.
+"""`builtin/addition-crawled`: problems of `builtin/addition` as uncurated rows, with known faults.
 
 Beside `NUM_GOOD` good rows: exact copies, copies that are written otherwise, problems that the task `addition` asks,
 and addresses of people. What a curation should do to each is known, so it can be seen whether it does.

@@ -19,7 +19,7 @@ def make(folder: Path) -> None:
 
 
 def wrong_sums(problem: Problem) -> list[int]:
-    """The slips people make: off by one, off by ten, the carry forgotten, two digits swapped."""
+    """Return sums with common mistakes: off by one, off by ten, the carry forgotten, two digits swapped."""
     right = problem.first + problem.second
     tens = problem.first // 10 + problem.second // 10
     carry_forgotten = 10 * tens + (problem.first % 10 + problem.second % 10) % 10

@@ -1,4 +1,4 @@
-"""The models and datasets that the project makes itself: no network, and the same bytes every time.
+"""Catalog of the models and datasets that the project makes itself: no network, always the same bytes.
 
 Light on purpose: a recipe is checked against this list before anything heavy is imported. A maker is a module with a
 function `make(folder: Path) -> None`.
@@ -14,14 +14,14 @@ from stages.hubs.hub import Product, Source
 
 @dataclass(frozen=True)
 class Builtin:
-    """One thing that the project makes."""
+    """Model or dataset that the project makes itself."""
 
     product: Product
     module: str
     version: int
-    """Raised when the maker would write other content than before."""
+    """Version of the content; raised when the maker would write other content than before."""
     sizes: dict[str, Any] | None = None
-    """Of a model: what its `config.json` will say of its shape, for a layout to be planned before it is made."""
+    """Sizes in a model's `config.json`, for planning a layout before the model is made."""
 
 
 QWEN3_1M: dict[str, Any] = {
@@ -45,7 +45,7 @@ BUILTINS: dict[str, Builtin] = {
 
 
 def parse_builtin(hub: str, rest: str, product: Product) -> Source:
-    """A name of the catalog. Raises ValueError with those that there are."""
+    """Return the source for a name of the catalog. Raises ValueError with the known names."""
     names = sorted(name for name, builtin in BUILTINS.items() if builtin.product == product)
     if rest not in names:
         raise ValueError(f"there is no builtin {product} {rest!r}; there are: {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""`builtin/`: models and datasets that the project makes itself, without a network."""
+"""Hub of models and datasets that the project makes itself (`builtin/`), without a network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stages.hubs.hub import Request, Source
 
 
 class Builtins:
-    """Runs the makers that the catalog names; a revision is a maker's version."""
+    """Hub that runs the makers of the catalog; a revision is a maker's version."""
 
     def resolve_revision(self, request: Request) -> str:
         return str(BUILTINS[request.source.name].version)

@@ -42,7 +42,7 @@ def make(folder: Path) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of exactly `VOCABULARY_SIZE` tokens: bytes, special tokens, merges, and reserved tokens.
+    """Return a byte-level BPE of exactly `VOCABULARY_SIZE` tokens: bytes, special tokens, merges, and reserved tokens.
 
     The reserved ones leave no id that an untrained model could produce and the tokenizer could not decode.
     """
@@ -74,7 +74,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _texts() -> list[str]:
-    """The pieces of training chats between special tokens."""
+    """Return the pieces of training chats between special tokens."""
     pieces = ["\n", "system\n"]
     for problem in split_problems().train:
         pieces += [f"user\n{problem.question}", f"assistant\n{problem.answer}"]
@@ -82,7 +82,7 @@ def _texts() -> list[str]:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 in float32 whose weights depend on `SEED` alone."""
+    """Return a Qwen3 in float32 whose weights depend on `SEED` alone."""
     config = Qwen3Config(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=128,

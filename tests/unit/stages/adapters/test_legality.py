@@ -1,4 +1,4 @@
-"""What Megatron does not honour of an adapter is refused by name, also what was added after it: nothing is left out."""
+"""Adapter options that Megatron does not support are refused by name, later ones too."""
 
 from __future__ import annotations
 

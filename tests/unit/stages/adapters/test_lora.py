@@ -1,4 +1,4 @@
-"""Where an adapter goes, and what is refused, with the names that there are."""
+"""Adapters are put on the layers that a recipe names; wrong names are refused with those that there are."""
 
 import math
 import re

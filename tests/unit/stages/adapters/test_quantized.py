@@ -12,7 +12,7 @@ from stages.core.errors import ModelError
 from tests.unit.stages.adapters.test_lora import SIZES, make_model
 
 ERRORS = {Int8Linear: 0.008, Nf4Linear: 0.1}
-"""Of normally distributed weights, relative; NF4's own is 0.09 at blocks of 64."""
+"""Relative error for normally distributed weights; NF4's own is 0.09 at blocks of 64."""
 
 
 def make_layer(outlier=False):

@@ -48,7 +48,7 @@ def answer(question):
 
 
 def row(seconds):
-    """Whether it took its time within 0.1 s."""
+    """Return whether it took its time within 0.1 s."""
     end_s = time.process_time() + seconds
 
     def work():

@@ -1,4 +1,4 @@
-"""How processes that import much look for garbage."""
+"""Processes that import much collect garbage rarely."""
 
 import subprocess
 import sys

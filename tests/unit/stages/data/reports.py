@@ -1,4 +1,4 @@
-"""What a preparation reports, kept."""
+"""Report of a preparation that keeps its messages."""
 
 
 class Reports:

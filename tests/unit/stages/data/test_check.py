@@ -1,4 +1,4 @@
-"""What a stage would say of its data when its turn comes is said in seconds, also of data that take longer."""
+"""Problems that a stage would find in its data are found in seconds, also in data that take longer."""
 
 from __future__ import annotations
 

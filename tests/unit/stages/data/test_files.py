@@ -1,4 +1,4 @@
-"""Which files make up a split, and what is read from files of each kind, also from broken ones."""
+"""Files of a split are found, and read in every format, also broken ones."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def lines(rows):
 
 
 def texts(batch, read_ids):
-    """What is read and what is learned of each document."""
+    """Return what is read and what is learned of each document."""
     found = []
     for number in range(batch.num_documents):
         mine = batch.document_ids == number

@@ -127,7 +127,7 @@ def test_each_turn_is_learned_once_and_nothing_that_others_say(name, turns):
 
 
 REWRITTEN = re.compile("deepseek|qwq|mistral-0.3|gptoss|nemotron|smollm|granite|lfm2_2_5|llama3_2|gemma4|muse")
-"""What is learned differs from what the template writes by default, or the template writes today's date."""
+"""Templates whose learned text differs from what they write by default, or that write today's date."""
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if not REWRITTEN.match(name)])
@@ -215,7 +215,7 @@ def test_the_row_decides_not_the_thoughts():
 
 
 def num_rendered_messages(chat, num_turns, turns, monkeypatch):
-    """Of one conversation, in all renderings."""
+    """Count the messages of one conversation in all renderings."""
     messages = [message for number in range(num_turns) for message in (user(number), says(number, thinks=True))]
     chat.documents(Conversation(messages[:2]), together=True)  # what is found out of the template once
     rendered = []

@@ -1,4 +1,4 @@
-"""What all rows together show is the same whatever share of them is compared at a time."""
+"""Checks over all rows have the same result whatever share of them is compared at a time."""
 
 from __future__ import annotations
 

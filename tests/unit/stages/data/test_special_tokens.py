@@ -1,4 +1,4 @@
-"""What people wrote never becomes a special token unless the recipe says so; the oracle is Transformers' encoding."""
+"""Texts never become special tokens unless the recipe says so; the oracle is Transformers' encoding."""
 
 from __future__ import annotations
 

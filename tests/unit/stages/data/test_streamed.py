@@ -72,7 +72,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is read at a time, so that a few rows take many."""
+    """Make read sizes small, so that a few rows take many reads."""
     monkeypatch.setattr(piece_source, "PART_BYTES", 3000)
     monkeypatch.setattr(piece_source, "PART_BYTES_ELSEWHERE", 6000)
     monkeypatch.setattr(pointers, "BUFFER_BYTES", 4000)

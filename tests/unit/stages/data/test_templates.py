@@ -1,4 +1,4 @@
-"""Which tokens carry loss under chat templates of several styles, token by token."""
+"""Tokens that carry loss under chat templates of several styles, token by token."""
 
 from __future__ import annotations
 

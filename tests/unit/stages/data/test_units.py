@@ -1,4 +1,4 @@
-"""What happens to over-long rows, and which rows teach nothing."""
+"""Over-long rows are treated by their policy, and rows that teach nothing are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of each cache only the entries go that nothing has used for long, whether or not the disk keeps times of reading."""
+"""Cache entries are removed only if nothing has used them for long, also on disks without times of reading."""
 
 import json
 import os

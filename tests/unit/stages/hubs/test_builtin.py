@@ -1,4 +1,4 @@
-"""What the project makes itself: the same bytes every time, nothing of the test set in any dataset, a usable model."""
+"""Builtin models and datasets: the same bytes every time, no test problem in any dataset, a usable model."""
 
 import json
 from importlib import import_module

@@ -167,7 +167,7 @@ NO_TOKEN = (
     "google::cloud::Status(UNAVAILABLE: Retry policy exhausted, with a last message of Could not create a OAuth2 "
     "access token to authenticate the request. [...] Could not resolve hostname error_info={reason=, metadata={}})"
 )
-"""What Google's library says after a minute on a machine that is not Google's, whether there are credentials or not."""
+"""Message of Google's library after a minute on a machine that is not Google's, with or without credentials."""
 
 
 def test_google_s_library_without_credentials_is_told_from_one_without_a_network(

@@ -106,7 +106,7 @@ def in_layer(name: str) -> str:
 
 
 def dtypes(prefix: str, module: nn.Module) -> dict[str, torch.dtype]:
-    """Of the module's own weights, as its forward sees them."""
+    """Return the dtypes of the module's own weights, as its forward sees them."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return {f"{prefix}.{name}": value.dtype for name, value in own if "inv_freq" not in name}
 

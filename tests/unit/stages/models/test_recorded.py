@@ -1,4 +1,4 @@
-"""What training recorded, beside what a model predicts now: exact where all is kept, less where a record is old."""
+"""Recorded predictions beside those of a model now: exact where all is kept, less where a record is old."""
 
 import json
 

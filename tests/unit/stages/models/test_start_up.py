@@ -1,4 +1,4 @@
-"""What the processes that build models, or read tokenizers only, leave out of their start."""
+"""Packages that processes do not import when they build models or only read tokenizers."""
 
 import subprocess
 import sys
