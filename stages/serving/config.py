@@ -139,20 +139,16 @@ def _undivided(fields: Mapping[str, Any], ranks: int) -> Iterator[tuple[str, str
     keys = fields.get("num_key_value_heads") or queries
     field = "serving.tensor_parallel_size"
     if isinstance(keys, int) and (queries % ranks or (keys % ranks and ranks % keys)):
+        possible = [n for n in range(1, min(queries, 64) + 1) if not queries % n and (not keys % n or not n % keys)]
         yield (
             field,
             f"{ranks} ranks, but the model's {queries} attention heads ({keys} of keys) cannot be divided between "
-            f"them; {_divisors(queries, keys)} can",
+            f"them; {' or '.join(map(str, possible))} can",
         )
     width = fields.get("intermediate_size")
     is_mixture = any(fields.get(name) for name in (*SPELLINGS["num_experts"], "n_routed_experts"))
     if isinstance(width, int) and width % ranks and not is_mixture:
         yield field, f"{ranks} ranks, which do not divide the model's feed-forward width of {width}"
-
-
-def _divisors(queries: int, keys: int) -> str:
-    good = [n for n in range(1, min(queries, 64) + 1) if not queries % n and (not keys % n or not n % keys)]
-    return " or ".join(map(str, good))
 
 
 def _too_little_memory(

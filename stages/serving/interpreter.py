@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, distributions
 from pathlib import Path
 
 from stages.core.errors import ResourceError
@@ -41,16 +42,29 @@ def find_interpreter(package: str, *, title: str, variable: str, environment: st
             f"{title} was not found: {why}; make its environment with `{how}`, or set {variable} to the `python` of an "
             f"environment with the package {package}"
         )
-    version = _read_version(command, package)
-    if version is None:
-        raise ResourceError(f"{command} has no package {package} beside it; make its environment with `{how}`")
-    return command, version
+    try:
+        return command, find_package(command, package).version
+    except PackageNotFoundError:
+        raise ResourceError(
+            f"{command} has no package {package} beside it; make its environment with `{how}`"
+        ) from None
+
+
+@dataclass(frozen=True)
+class InstalledPackage:
+    """A package of another environment. site_packages: folder that it lies in."""
+
+    site_packages: Path
+    version: str
 
 
 @cache
-def _read_version(command: Path, package: str) -> str | None:
-    """Return the package's version from its environment's metadata: importing it could cost seconds."""
+def find_package(command: Path, package: str) -> InstalledPackage:
+    """Find a package by the metadata in the environment of `command`: importing it could cost seconds.
+
+    Raises PackageNotFoundError, which is not cached: the environment may still be made.
+    """
     for folder in sorted(command.parent.parent.glob("lib/python3*/site-packages")):
         for distribution in distributions(name=package, path=[str(folder)]):
-            return distribution.version
-    return None
+            return InstalledPackage(folder, distribution.version)
+    raise PackageNotFoundError(package)

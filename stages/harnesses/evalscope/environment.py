@@ -15,15 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 from stages.core.errors import ResourceError
 from stages.core.redaction import redact
 from stages.core.supervised import Supervised, was_killed
 from stages.data.cache import cached_folder
-from stages.serving.interpreter import inherited_environment
+from stages.serving.interpreter import find_package, inherited_environment
 
 PYTHON_VARIABLE = "LIFECYCLE_EVALSCOPE"
 SIZE = "1.2 GB"
@@ -206,16 +205,13 @@ def find_evalscope() -> InstalledEvalScope:
             f"EvalScope was not found: {why}; create its environment with `make evalscope` ({SIZE}), or name its "
             f"interpreter in {PYTHON_VARIABLE}"
         )
-    return _installed(python.absolute())
-
-
-@cache
-def _installed(python: Path) -> InstalledEvalScope:
-    """Read the package's metadata: importing it takes many seconds."""
-    for folder in sorted(python.parent.parent.glob("lib/python3*/site-packages")):
-        for distribution in distributions(name="evalscope", path=[str(folder)]):
-            return InstalledEvalScope(python, folder / "evalscope", distribution.version)
-    raise ResourceError(f"{python} belongs to no environment with EvalScope; create it again with `make evalscope`")
+    try:
+        installed = find_package(python.absolute(), "evalscope")
+    except PackageNotFoundError:
+        raise ResourceError(
+            f"{python} belongs to no environment with EvalScope; create it again with `make evalscope`"
+        ) from None
+    return InstalledEvalScope(python.absolute(), installed.site_packages / "evalscope", installed.version)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from stages.core.files import read_json_lines
 from stages.core.redaction import redact, shortened
 from stages.core.supervised import Supervised, was_killed
 from stages.data.any_rows import Prompt
-from stages.data.messages import Document, Message, PlainText, make_message
+from stages.data.messages import PlainText, make_message
 from stages.harnesses.evalscope.environment import InstalledEvalScope
 from stages.harnesses.harness import Evaluation, Results
 from stages.harnesses.question_sets import question_sets, read_questions
@@ -94,13 +94,11 @@ def _write_questions(evaluation: Evaluation, task: str, folder: Path) -> Path | 
     file = folder / "questions.jsonl"
     with file.open("w", encoding="utf-8") as stream:
         for question in read_answered(evaluation, task):
-            row = {"messages": _as_chat(question.document), "target": question.reference}
+            document = question.document
+            chat = [make_message("user", document.prompt)] if isinstance(document, PlainText) else document.messages
+            row = {"messages": chat, "target": question.reference}
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
     return file
-
-
-def _as_chat(document: Document) -> list[Message]:
-    return [make_message("user", document.prompt)] if isinstance(document, PlainText) else document.messages
 
 
 def _environment(api_key: str, *, offline: bool) -> dict[str, str]:

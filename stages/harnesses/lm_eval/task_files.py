@@ -183,7 +183,8 @@ def _read_config(file: Path, folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise EvaluationError(f"{file} holds a {type(config).__name__}; expected the mapping of an lm-eval task")
     _check_data_files(config, file, folder)
-    _check_functions(config, file, folder)
+    for function in (value for value in strings_in(config) if isinstance(value, Function)):
+        _check_inside(file.parent / function.module_file, file, folder)
     return config
 
 
@@ -196,11 +197,6 @@ def _check_data_files(config: dict[str, Any], file: Path, folder: Path) -> None:
         _check_inside(folder / name, file, folder)
     for name in strings_in(config.get("include")):
         _check_inside(file.parent / name, file, folder)
-
-
-def _check_functions(config: dict[str, Any], file: Path, folder: Path) -> None:
-    for function in (value for value in strings_in(config) if isinstance(value, Function)):
-        _check_inside(file.parent / function.module_file, file, folder)
 
 
 def _check_inside(path: Path, file: Path, folder: Path) -> None:

@@ -52,7 +52,12 @@ def merge(config: MergeConfig, context: StageContext) -> StageResult:
     adapters = {name: _read(context.inputs[name], base.parent.name) for name in config.weighted}
     beside = StreamedModel(base, context.scratch / "base", trust_remote_code=config.trust_remote_code)
     layers = beside.ordered({layer for artifact in adapters.values() for layer in artifact.layers})
-    adapter = next(iter(adapters.values())) if config.is_plain else _combined(adapters, config, layers)
+    if config.is_plain:
+        (adapter,) = adapters.values()
+    else:
+        from stages.kinds.merge.combine import combine  # imports PEFT, in over a second
+
+        adapter = combine(adapters, config, layers)
     changes = changing(adapter, ChangedParameters(adapter, beside.causal_lm))
     _check_stored(changes, base)
     changed_fraction = _write(changes, base, trained[0], context)
@@ -74,12 +79,6 @@ def merge(config: MergeConfig, context: StageContext) -> StageResult:
     )
     tags = {"adapter": ", ".join(artifact.name for artifact in trained), "base": base.parent.name}
     return StageResult(metrics=metrics, tags=tags)
-
-
-def _combined(adapters: Mapping[str, Adapter], config: MergeConfig, layers: list[str]) -> Adapter:
-    from stages.kinds.merge.combine import combine  # and PEFT, in over a second
-
-    return combine(adapters, config, layers)
 
 
 def _read(trained: Path, base: str) -> Adapter:

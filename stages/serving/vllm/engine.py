@@ -14,8 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from stages.models.linear_layers import Projection
 from stages.models.recorded import Predicted
 from stages.serving.config import MOST_STOP_TEXTS, BenchmarkConfig, ServingConfig
 from stages.serving.engine import Capabilities, LaunchSpec, LoadResult, NotAsked, Quantization
-from stages.serving.interpreter import inherited_environment
+from stages.serving.interpreter import find_package, inherited_environment
 from stages.serving.tracebacks import root_cause
 from stages.serving.vllm import servability
 from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
@@ -180,7 +179,12 @@ def find_vllm() -> VllmProgram:
     python = command.with_name("python")
     if not python.exists():
         raise ResourceError(f"{command} has no `python` beside it; expected vLLM in a virtual environment of its own")
-    return VllmProgram(command, python, _read_version(command))
+    try:
+        return VllmProgram(command, python, find_package(command, "vllm").version)
+    except PackageNotFoundError:
+        raise ResourceError(
+            f"{command} belongs to no environment with vLLM's package metadata; create the serve environment again"
+        ) from None
 
 
 def _find_command() -> Path:
@@ -198,17 +202,6 @@ def _find_command() -> Path:
     raise ResourceError(
         f"vLLM was not found: LIFECYCLE_VLLM is not set, {beside} does not exist, and there is no `vllm` on PATH; "
         "create the serve environment with `make environments`, or set LIFECYCLE_VLLM"
-    )
-
-
-@cache
-def _read_version(command: Path) -> str:
-    """Return the version by the package metadata in the program's environment: importing vLLM would cost seconds."""
-    for folder in sorted(command.parent.parent.glob("lib/python3*/site-packages")):
-        for distribution in distributions(name="vllm", path=[str(folder)]):
-            return distribution.version
-    raise ResourceError(
-        f"{command} belongs to no environment with vLLM's package metadata; create the serve environment again"
     )
 
 
