@@ -50,6 +50,13 @@ def announce_own_schedule() -> None:
             announce_schedule(client, own)
 
 
+def announce_own_states() -> None:
+    """Announce what states the flow run of this process had; see `announce_states`."""
+    with get_client(sync_client=True) as client:
+        own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
+        announce_states(client, own, client.read_flow_run_states(own.id))
+
+
 def announce_schedule(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     """Emit the event of a scheduled run's first state, which Prefect's scheduler leaves out.
 

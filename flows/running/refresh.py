@@ -33,7 +33,7 @@ from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of, new_refresh_id
 from flows.recipe.recipe import load_recipe
 from flows.running.comparison import Comparison
-from flows.running.due import announce_own_schedule, start_when_due
+from flows.running.due import announce_own_schedule, announce_own_states, start_when_due
 from flows.running.outcome import summary, verdict_tables
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest
@@ -129,6 +129,7 @@ def _run(run: RefreshRun) -> State[Any]:
     state = final_state(record)
     if answers(f"{PREFECT_API_URL.value()}/health"):
         _publish(record, run.comparison)
+        announce_own_states()  # a server that was started again meanwhile has forgotten them
         announce(str(runtime.flow_run.id), state)
     return state
 

@@ -17,11 +17,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from uuid import uuid4
 
 import pytest
-from refreshes import eventually, request, stage
+from refreshes import eventually, finish, request, stage
 
 from flows.ledger.events import RefreshBegan
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import Ledger
+from flows.servers.local import answers
 
 pytestmark = pytest.mark.timeout(900)
 VARIABLE = "ADDRESS_OF_RECEIVER"
@@ -206,6 +207,24 @@ def test_a_webhook_is_told_of_an_end_whose_event_died_with_prefects_server(worke
     assert "it is better" in received[0]["body"]
     assert worker_home.lifecycle("schedules", "remove", "unheard").returncode == 0
     assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
+
+
+def test_a_ping_comes_soon_of_a_refresh_in_whose_midst_prefects_server_died(worker_home, receiver, monkeypatch):
+    """The server would hold it back for 15 minutes, to wait for the event of the start, which it has forgotten."""
+    port, received = receiver
+    monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
+    assert worker_home.lifecycle("notify", "add", "ping", "--url-from", VARIABLE).returncode == 0
+    refresh = worker_home.start(worker_home.recipe("interrupted", rows=stage("pause", "interrupted")))
+    release = worker_home.work("rows", "scratch/ready").with_name("release")
+    before = worker_home.servers()["prefect"]["process"]
+    os.killpg(before["pid"], signal.SIGKILL)
+    eventually(lambda: worker_home.servers()["prefect"]["process"] != before)
+    eventually(lambda: answers(f"{worker_home.address('prefect')}/api/health"))
+    release.touch()
+    assert finish(refresh)[0] == 0
+    eventually(lambda: received)
+    assert received == [None]
+    assert worker_home.lifecycle("notify", "remove", "ping").returncode == 0
 
 
 @pytest.fixture
