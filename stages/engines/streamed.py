@@ -74,7 +74,7 @@ class StreamedModel:
     def hidden_states(self, documents: Sequence[RecordedDocument]) -> Tensor:
         """Return the head's inputs at all targets, [targets, width], in one pass over the files."""
         decoder = decoder_of(self.causal_lm)
-        rows = [torch.tensor(one.input_ids) for one in documents]
+        rows = [torch.tensor(document.input_ids) for document in documents]
         together = [rows] if not rotates_by_document_length(decoder) else [[row] for row in rows]
         hidden = [
             state
@@ -82,8 +82,8 @@ class StreamedModel:
             for state in decoder(input_ids=pad_sequence(batch, batch_first=True), use_cache=False)[0]
         ]
         selected = [
-            state[: len(row)][torch.tensor(one.targets) >= 0]
-            for state, row, one in zip(hidden, rows, documents, strict=True)
+            state[: len(row)][torch.tensor(document.targets) >= 0]
+            for state, row, document in zip(hidden, rows, documents, strict=True)
         ]
         return torch.cat(selected)
 

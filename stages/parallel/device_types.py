@@ -50,6 +50,7 @@ class DeviceType:
         return "gloo" if self.torch_type == "cpu" else f"cpu:gloo,{self.torch_type}:{self.collectives}"
 
 
+INSTALLATION = "pip install --no-deps -r deploy/requirements/fp8.in"
 _MEGATRON = "Megatron-core knows CUDA's devices only; use `engine: fsdp`"
 _EIGHT_BITS = "products in 8 bits are for NVIDIA's GPUs here; say `precision: bf16`"
 DEVICE_TYPES = (
@@ -109,7 +110,7 @@ def device_type(name: str) -> DeviceType:
     return next(row for row in DEVICE_TYPES if row.name == name)
 
 
-def check_device(found: DeviceType, engine: EngineName, layout: Layout, precision: str) -> None:
+def check_device(device: DeviceType, engine: EngineName, layout: Layout, precision: str) -> None:
     """Raise ResourceError, with the reasons, when training needs features that this kind of device lacks."""
     asked: dict[Feature, bool] = {
         "megatron": engine == "megatron",
@@ -118,22 +119,19 @@ def check_device(found: DeviceType, engine: EngineName, layout: Layout, precisio
         "cpu_offload": layout.cpu_offload,
         "compile": layout.compile,
     }
-    lacking = [f"{feature}: {why}" for feature, why in found.lacks.items() if asked[feature]]
+    lacking = [f"{feature}: {why}" for feature, why in device.lacks.items() if asked[feature]]
     if lacking:
-        raise ResourceError(f"training on {found.title} ({found.name}), which lack {'; '.join(lacking)}")
+        raise ResourceError(f"training on {device.title} ({device.name}), which lack {'; '.join(lacking)}")
 
 
-def check_capability(found: DeviceType, capability: tuple[int, int], precision: str) -> None:
+def check_capability(device: DeviceType, capability: tuple[int, int], precision: str) -> None:
     """Raise ResourceError when devices of this compute capability do not multiply in the precision."""
-    if precision == "fp8" and capability < found.fp8_from:
-        needed, had = (".".join(map(str, version)) for version in (found.fp8_from, capability))
+    if precision == "fp8" and capability < device.fp8_from:
+        needed, had = (".".join(map(str, version)) for version in (device.fp8_from, capability))
         raise ResourceError(
-            f"training on {found.title} of compute capability {had}, which do not multiply in 8 bits; `precision: fp8` "
-            f"needs {needed} or later (Ada, Hopper, Blackwell): say `precision: bf16`"
+            f"training on {device.title} of compute capability {had}, which do not multiply in 8 bits; "
+            f"`precision: fp8` needs {needed} or later (Ada, Hopper, Blackwell): say `precision: bf16`"
         )
-
-
-INSTALLATION = "pip install --no-deps -r deploy/requirements/fp8.in"
 
 
 def missing_package(engine: EngineName, precision: str) -> str | None:

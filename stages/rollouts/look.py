@@ -15,7 +15,7 @@ from stages.rollouts.prompts import AskedPrompt
 
 def look_at_prompts(prompts: Sequence[AskedPrompt], tokenizer_folder: Path, num_rows: int) -> DataLook:
     """Return the first `num_rows` prompts with their right answers, and counts of all."""
-    lengths = np.array([len(one.token_ids) for one in prompts])
+    lengths = np.array([len(prompt.token_ids) for prompt in prompts])
     tokenizer = DocumentTokenizer(tokenizer_folder, None, "assistant")
     portion = ShownPortion(
         name="prompts",
@@ -32,7 +32,9 @@ def look_at_prompts(prompts: Sequence[AskedPrompt], tokenizer_folder: Path, num_
         dropped=(),
         lengths=histogram(lengths),
     )
-    return DataLook(what="prompts", portions=(portion,), rows=tuple(_row(one, tokenizer) for one in prompts[:num_rows]))
+    return DataLook(
+        what="prompts", portions=(portion,), rows=tuple(_row(prompt, tokenizer) for prompt in prompts[:num_rows])
+    )
 
 
 def _row(asked: AskedPrompt, tokenizer: DocumentTokenizer) -> ShownRow:

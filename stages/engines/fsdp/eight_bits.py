@@ -65,8 +65,8 @@ def multiply_in_eight_bits(causal_lm: Any, config: Float8LinearConfig) -> str:
 def reasons_against(causal_lm: Any) -> dict[str, str | None]:
     """Return the name of each linear layer → why it stays in bf16, or None."""
     head = causal_lm.get_output_embeddings()
-    routers = {id(one) for router in routers_of(causal_lm) for one in router.modules()}
-    in_fp32 = {id(one) for kept in modules_kept_in_fp32(causal_lm, torch.bfloat16) for one in kept.modules()}
+    routers = {id(part) for router in routers_of(causal_lm) for part in router.modules()}
+    in_fp32 = {id(part) for kept in modules_kept_in_fp32(causal_lm, torch.bfloat16) for part in kept.modules()}
 
     def reason(name: str, module: nn.Linear) -> str | None:
         if module is head:
@@ -81,4 +81,4 @@ def reasons_against(causal_lm: Any) -> dict[str, str | None]:
             return f"with a size that is no multiple of {MULTIPLE}"
         return None if type(module) is nn.Linear else f"of the type {type(module).__name__}"
 
-    return {name: reason(name, one) for name, one in causal_lm.named_modules() if isinstance(one, nn.Linear)}
+    return {name: reason(name, part) for name, part in causal_lm.named_modules() if isinstance(part, nn.Linear)}

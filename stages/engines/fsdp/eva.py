@@ -53,17 +53,17 @@ def start_directions(
 
     model: without an adapter, of the model folder `folder`. Raises ModelError for layers whose inputs PEFT cannot see.
     """
-    found: dict[str, Tensor] = {}
+    directions: dict[str, Tensor] = {}
     shapes: list[Any] = [None]
     if dist.get_rank() == 0:
         if not rows.file.exists():
             template = model_without_weights(folder, trust_remote_code=trust_remote_code)
             add_adapter(template, config, seed=0, has_weights=False)
             _keep(most_varied(model, config, list(adapted_layers(template)), rows.batches), rows.file)
-        found = load_file(rows.file)
-        shapes = [{name: tuple(one.shape) for name, one in found.items()}]
+        directions = load_file(rows.file)
+        shapes = [{name: tuple(one.shape) for name, one in directions.items()}]
     dist.broadcast_object_list(shapes, src=0)
-    return found or {name: torch.empty(shape) for name, shape in shapes[0].items()}
+    return directions or {name: torch.empty(shape) for name, shape in shapes[0].items()}
 
 
 def most_varied(
@@ -78,7 +78,7 @@ def most_varied(
         eva_config=EvaConfig(rho=config.eva_rho),
     )
     with torch.random.fork_rng(devices=[]):
-        found: dict[str, Tensor] = get_eva_state_dict(
+        directions: dict[str, Tensor] = get_eva_state_dict(
             model.causal_lm,
             batches,
             lora,
@@ -88,7 +88,7 @@ def most_varied(
             gather_distributed_inputs=False,
             show_progress_bar=False,
         )
-    return found
+    return directions
 
 
 def _is_learned(decoder: Any, batch: Batch) -> Tensor:

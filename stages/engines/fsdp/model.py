@@ -106,7 +106,7 @@ def load_model(
         config, build = _how_to_build(folder, device, trust_remote_code)
         if not reads_weights:
             return TargetLogProbabilities(_with_undefined_weights(_on_meta(config, build)))
-        causal_lm, found = AutoModelForCausalLM.from_pretrained(
+        causal_lm, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             use_safetensors=True,
@@ -115,7 +115,7 @@ def load_model(
             local_files_only=True,
             **build,
         )
-        _check_complete(folder, found["missing_keys"], [str(entry[0]) for entry in found["mismatched_keys"]])
+        _check_complete(folder, info["missing_keys"], [str(entry[0]) for entry in info["mismatched_keys"]])
         embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
         _check_tied(folder, causal_lm, has_untied=head.weight is not embedding.weight)
         check_finite(folder, causal_lm.named_parameters())

@@ -58,11 +58,11 @@ class ModelFiles:
             self._shapes = files.shapes()
         self._sources = self._find_sources()
         expected = self._weights = bare.state_dict(keep_vars=True)
-        found = {name for target, source in self._sources.items() for name in _targets(target, source)}
+        made = {name for target, source in self._sources.items() for name in _targets(target, source)}
         names: dict[int, list[str]] = {}
         for name, weight in expected.items():
             names.setdefault(id(weight), []).append(name)
-        self.missing = sorted(same[0] for same in names.values() if not found.intersection(same))
+        self.missing = sorted(same[0] for same in names.values() if not made.intersection(same))
         """Weights that are nothing in the files; of tied ones, one name."""
         self.mismatched = sorted(
             target
@@ -70,7 +70,7 @@ class ModelFiles:
             if source.converter is None and self._shapes[source.tensors[0][0]] != tuple(expected[target].shape)
         )
         """Weights that have another shape there."""
-        self._tied = [same for same in names.values() if len(found.intersection(same)) > 1]
+        self._tied = [same for same in names.values() if len(made.intersection(same)) > 1]
 
     def has_untied(self) -> bool:
         """Return whether weights that are tied in the model have different tensors in the files. Reads them."""
@@ -115,21 +115,21 @@ class ModelFiles:
     def _find_sources(self) -> dict[str, Source]:
         """Return the sources by the (first) weight that is made of each."""
         mapping = get_model_conversion_mapping(self._bare)
-        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-        converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
+        converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
+        by_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
         expected, prefix = self._bare.state_dict(), self._bare.base_model_prefix
-        found: dict[str, Source] = {}
+        sources: dict[str, Source] = {}
         for name in sorted(self._shapes, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
             if target not in expected and name in expected:
                 target, pattern = rename_source_key(name, [], [], prefix, expected)
             if target in expected:
-                source = found.setdefault(target, Source(by_pattern[pattern] if pattern else None))
+                source = sources.setdefault(target, Source(by_pattern[pattern] if pattern else None))
                 source.tensors.append((name, pattern or ""))
-        self.conversions = [one for one in mapping if one.was_used()]
+        self.conversions = [conversion for conversion in mapping if conversion.was_used()]
         """Conversions that Transformers used, and reverts when the model is written."""
-        return found
+        return sources
 
 
 def _targets(target: str, source: Source) -> list[str]:

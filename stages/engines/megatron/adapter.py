@@ -107,16 +107,16 @@ def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | N
 
 def learned_factors(chunks: Sequence[GPTModel], model: ModelShape) -> dict[str, Tensor]:
     """Return the fp32 factors by PEFT's names, on rank 0's CPU; nothing elsewhere. Collective."""
-    found: dict[str, Tensor] = {}
+    factors: dict[str, Tensor] = {}
     experts: dict[tuple[str, str], list[Tensor]] = {}
     for name, weight in named_weights(chunks, model, torch.float32, learning_only=True):
         if of_expert := OF_EXPERT.fullmatch(name):  # they come in the order of their numbers
             experts.setdefault((of_expert["layer"], of_expert["factor"]), []).append(weight)
         else:
-            found[name] = weight
+            factors[name] = weight
     for (layer, factor), weights in experts.items():
-        found[factor_name(layer, factor)] = experts_together(torch.stack(weights), factor)
-    return found
+        factors[factor_name(layer, factor)] = experts_together(torch.stack(weights), factor)
+    return factors
 
 
 def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> None:
@@ -195,13 +195,13 @@ def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape)
 
 def _fill(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> set[str]:
     """Give this process's factors their first values; return the names of the factors that it has parts of."""
-    found: set[str] = set()
+    filled: set[str] = set()
     for part, parameter in local_parts(chunks, model):
         if parameter.requires_grad:
             for piece in part.pieces(model):
                 parameter.data[piece.of_parameter()].copy_(adapter.first_values[piece.weight][piece.of_weight()])
-                found.add(piece.weight)
-    return found
+                filled.add(piece.weight)
+    return filled
 
 
 def _check_found(mine: set[str], adapter: PeftAdapter) -> None:

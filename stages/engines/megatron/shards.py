@@ -180,17 +180,17 @@ def _as_in_transformers(block: Block, model: ModelShape) -> Block:
     weight = block.weight.replace(".block_sparse_moe.", ".mlp.")
     if of_expert := EXPERT_FACTOR.fullmatch(weight):
         return _of_all_experts(block, f"{of_expert['layer']}.{of_expert['factor']}", int(of_expert["number"]), model)
-    found = EXPERT.fullmatch(weight)
-    if found is None:
+    of_matrix = EXPERT.fullmatch(weight)
+    if of_matrix is None:
         return replace(block, weight=weight)
     rows, columns = block.weight_shape
-    if found["matrix"] in DOWN:
+    if of_matrix["matrix"] in DOWN:
         name, shape, first_row = "down_proj", (model.num_experts, rows, columns), 0
     else:
-        first_row = rows if found["matrix"] in UP else 0
+        first_row = rows if of_matrix["matrix"] in UP else 0
         name, shape = "gate_up_proj", (model.num_experts, 2 * rows, columns)
-    offset = (int(found["number"]), first_row + block.offset[0], block.offset[1])
-    return Block(f"{found['experts']}.{name}", shape, offset, (1, *block.shape), block.start)
+    offset = (int(of_matrix["number"]), first_row + block.offset[0], block.offset[1])
+    return Block(f"{of_matrix['experts']}.{name}", shape, offset, (1, *block.shape), block.start)
 
 
 def _of_all_experts(block: Block, weight: str, expert: int, model: ModelShape) -> Block:

@@ -216,18 +216,18 @@ def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: M
         for share in even_micro_batches(len(rows), source.micro_batch_size, engine.data_rank, engine.data_parallel_size)
     ]
     whole = LossByDataset(loss, tuple(by_name)) if len(by_name) > 1 else loss
-    means = engine.evaluate(with_divergence(engine, batches), whole)
+    averages = engine.evaluate(with_divergence(engine, batches), whole)
     if not method.is_likelihood:
-        return means
+        return averages
     abouts = {"": source.dataset.about, **{f".{name}": one.about for name, one in source.dataset.members.items()}}
     bits = {
         f"bits_per_byte{name}": bits_per_byte(
-            means.metrics[f"loss{name}"] if name else means.loss, about.bytes_per_token
+            averages.metrics[f"loss{name}"] if name else averages.loss, about.bytes_per_token
         )
         for name, about in abouts.items()
         if about.bytes_per_token is not None
     }
-    return replace(means, metrics={**means.metrics, **bits})
+    return replace(averages, metrics={**averages.metrics, **bits})
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:

@@ -212,15 +212,15 @@ class TeacherRows:
         return with_candidates(batch, said, self.asked, self.is_whole_vocabulary)
 
 
-def with_candidates(batch: Batch, said: NDArray[np.void], asked: TeacherTokens, is_whole_vocabulary: bool) -> Batch:
+def with_candidates(batch: Batch, records: NDArray[np.void], asked: TeacherTokens, is_whole_vocabulary: bool) -> Batch:
     """Return the batch with the teacher's tokens as candidates.
 
     said: `said_record` [targets of the batch, in order].
     """
     shape = (*batch.targets.shape, asked.number)
     tokens, values = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-    tokens[batch.has_target] = torch.from_numpy(said["tokens"].astype(np.int64))
-    values[batch.has_target] = torch.from_numpy(np.ascontiguousarray(said["log_probabilities"]))
+    tokens[batch.has_target] = torch.from_numpy(records["tokens"].astype(np.int64))
+    values[batch.has_target] = torch.from_numpy(np.ascontiguousarray(records["log_probabilities"]))
     candidates = Candidates(tokens, values, is_whole_vocabulary)
     return replace(batch, candidates=candidates, temperature=asked.temperature)
 

@@ -75,19 +75,23 @@ class Packing:
 
     def batch(self, rows: Sequence[Sequence[AnsweredPrompt]]) -> Batch:
         """Return one micro-batch; its `old_log_probabilities` are still zeros."""
-        width = self.sequence_length if self.packing else max((len(one) for row in rows for one in row), default=2)
+        width = (
+            self.sequence_length
+            if self.packing
+            else max((len(document) for row in rows for document in row), default=2)
+        )
         batch = packed_batch(
             [_row(row) for row in rows], (self.micro_batch_size, width), padding_token=self.padding_token
         )
         server = torch.zeros(batch.targets.shape)
         for number, row in enumerate(rows):
             begin = 0
-            for one in row:
-                first = begin + len(one.prompt) - 1
-                server[number, first : first + len(one.completion)] = torch.tensor(one.log_probabilities)
-                begin += len(one)
+            for document in row:
+                first = begin + len(document.prompt) - 1
+                server[number, first : first + len(document.completion)] = torch.tensor(document.log_probabilities)
+                begin += len(document)
         rollouts = Rollouts(
-            advantages=torch.tensor([one.advantage for row in rows for one in row], dtype=torch.float32),
+            advantages=torch.tensor([document.advantage for row in rows for document in row], dtype=torch.float32),
             old_log_probabilities=torch.zeros(batch.targets.shape),
             server_log_probabilities=server.where(batch.has_target, 0.0),
         )

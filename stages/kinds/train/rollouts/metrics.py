@@ -49,20 +49,20 @@ class SampleFile:
             stream.truncate(sum(map(len, earlier)))
 
 
-def round_metrics(found: Round) -> dict[str, float]:
+def round_metrics(sampled: Round) -> dict[str, float]:
     """Return metrics of the round's rewards, completions and sampling."""
-    completions = found.completions
-    by_name = {name: [one.rewards[name] for one in completions] for name in completions[0].rewards}
-    totals = [one.reward for one in completions]
+    completions = sampled.completions
+    by_name = {name: [completion.rewards[name] for completion in completions] for name in completions[0].rewards}
+    totals = [completion.reward for completion in completions]
     return {
         "reward": statistics.fmean(totals),
         "reward_spread": deviation(totals),
         **{f"reward_{name}": statistics.fmean(values) for name, values in by_name.items()},
         **{f"reward_{name}_spread": deviation(values) for name, values in by_name.items()},
-        "no_signal_share": statistics.fmean(not group.has_signal for group in found.groups),
-        "completion_tokens": statistics.fmean(len(one.token_ids) for one in completions),
-        "truncated_share": statistics.fmean(one.truncated for one in completions),
-        **found.measured,
+        "no_signal_share": statistics.fmean(not group.has_signal for group in sampled.groups),
+        "completion_tokens": statistics.fmean(len(completion.token_ids) for completion in completions),
+        "truncated_share": statistics.fmean(completion.truncated for completion in completions),
+        **sampled.measured,
     }
 
 
@@ -75,30 +75,30 @@ class RoundSamples:
         self._warned: set[str] = set()
         self._file = SampleFile(context) if is_main_process() else None
 
-    def write(self, found: Round) -> None:
+    def write(self, sampled: Round) -> None:
         if self._file is None:
             return
-        for name in found.completions[0].rewards:
-            values = {one.rewards[name] for one in found.completions}
+        for name in sampled.completions[0].rewards:
+            values = {one.rewards[name] for one in sampled.completions}
             if len(values) == 1 and name not in self._warned:
                 self._warned.add(name)
                 self._context.warn(
-                    f"step {found.first_step}: the reward {name} is {values.pop():g} for all "
-                    f"{len(found.completions)} completions, so it has no effect"
+                    f"step {sampled.first_step}: the reward {name} is {values.pop():g} for all "
+                    f"{len(sampled.completions)} completions, so it has no effect"
                 )
-        self._file.write(found.first_step, self._lines(found))
+        self._file.write(sampled.first_step, self._lines(sampled))
 
-    def _lines(self, found: Round) -> Iterator[dict[str, object]]:
-        for group in found.groups[:NUM_SHOWN]:
+    def _lines(self, sampled: Round) -> Iterator[dict[str, object]]:
+        for group in sampled.groups[:NUM_SHOWN]:
             prompt = self._prompts[group.prompt]
-            for one in group.completions[:NUM_SHOWN]:
+            for completion in group.completions[:NUM_SHOWN]:
                 yield {
                     "row": str(prompt.place),
                     "prompt": prompt.text,
                     "reference": prompt.prompt.reference,
-                    "text": one.text,
-                    "num_tokens": len(one.token_ids),
-                    "truncated": one.truncated,
-                    "rewards": one.rewards,
-                    "reward": one.reward,
+                    "text": completion.text,
+                    "num_tokens": len(completion.token_ids),
+                    "truncated": completion.truncated,
+                    "rewards": completion.rewards,
+                    "reward": completion.reward,
                 }
