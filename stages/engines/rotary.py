@@ -50,7 +50,9 @@ def long_from(decoder: nn.Module, num_tokens: int) -> Iterator[None]:
         kept = {name: getattr(module, name) for name in ("original_max_seq_len", "max_seq_len_cached")}
         restore.append(partial(module.__dict__.update, kept))
         module.__dict__.update(dict.fromkeys(kept, num_tokens))
-        for fields in (vars(module.config), *_parameters_of_kinds(module.config.rope_parameters)):
+        parameters = module.config.rope_parameters
+        kinds = (value for value in parameters.values() if isinstance(value, dict))  # where layers are of several kinds
+        for fields in (vars(module.config), parameters, *kinds):
             lengths = {name: fields[name] for name in LENGTH_FIELDS if fields.get(name)}
             restore.append(partial(fields.update, lengths))
             fields.update(dict.fromkeys(lengths, num_tokens))
@@ -69,10 +71,6 @@ def _rope_types(module: nn.Module) -> list[str]:
     """Return the rope type, or one for each kind of layer; empty for modules that are no rotary embedding."""
     found = getattr(module, "rope_type", None)
     return [found] if isinstance(found, str) else list(found.values()) if isinstance(found, Mapping) else []
-
-
-def _parameters_of_kinds(parameters: dict[str, Any]) -> list[dict[str, Any]]:
-    return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
 
 
 def _by_document(

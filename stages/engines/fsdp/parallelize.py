@@ -76,7 +76,9 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
     layers = transformer_layers(model.causal_lm)
     # Of one process alone every weight is its own shard: keeping them here would keep the model twice.
     is_spread = mesh.size() > 1 and not any(one.is_meta for one in model.parameters())
-    weights = _weights_of_rank_0(model) if is_spread else {}
+    weights: dict[str, torch.Tensor] = {}
+    if is_spread and dist.get_rank() == 0:  # kept here, since shards replace the parameters
+        weights = {name: value.detach() for name, value in model.state_dict().items()}
     apply_recompute(model.causal_lm, layout)
     if layout.compile:
         for layer in layers:
@@ -176,11 +178,6 @@ def _as_fsdp(module: nn.Module) -> FSDPModule:
 
 def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in COSTLY_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _weights_of_rank_0(model: TargetLogProbabilities) -> dict[str, torch.Tensor]:
-    """Return rank 0's full weights, which stay referenced when shards replace the parameters; empty elsewhere."""
-    return {} if dist.get_rank() else {name: value.detach() for name, value in model.state_dict().items()}
 
 
 def _spread_weights(model: TargetLogProbabilities, weights: dict[str, torch.Tensor], layout: Layout) -> None:

@@ -167,15 +167,14 @@ def _evaluate_if_due(run: TrainingRun, step: int) -> dict[str, float]:
         return {}
     run.watchdog.begins(f"the evaluation after step {step}")
     means = evaluate(run)
-    if means:
-        _save_if_best(run, step, means.loss)
-    return evaluation_metrics(means) if means else {}
-
-
-def _save_if_best(run: TrainingRun, step: int, loss: float) -> None:
-    lowest, _ = run.journal.lowest_evaluation(step - 1)
-    if run.config.keep == "best" and run.trial is None and run.engine.broadcast_from_rank0(loss < lowest):
-        run.checkpoints.save_best(step)
+    if means is None:
+        return {}
+    if run.config.keep == "best" and run.trial is None:
+        lowest, _ = run.journal.lowest_evaluation(step - 1)
+        # Saving is collective, so all processes follow rank 0.
+        if run.engine.broadcast_from_rank0(means.loss < lowest):
+            run.checkpoints.save_best(step)
+    return evaluation_metrics(means)
 
 
 def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | None:

@@ -42,7 +42,7 @@ from stages.models.start_up import start_training_quickly
 from stages.models.tokenizer_probe import check_tokenizer
 from stages.parallel.accelerator import check_precision, type_at_hand
 from stages.parallel.device_types import check_device, missing_package
-from stages.parallel.devices import Peak, device_peak
+from stages.parallel.devices import device_peak
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
 
@@ -180,6 +180,7 @@ def _assemble(
         check_free_disk(context.scratch, num_files * engine.checkpoint_bytes, f"{num_files} checkpoints")
     num_steps = _num_steps(config, context, data)
     last_step = trial.steps if trial else num_steps
+    measures_peak = engine.device.type != "cpu" or config.execution.measure_matmul_rate
     return TrainingRun(
         config=config,
         engine=engine,
@@ -188,7 +189,7 @@ def _assemble(
         num_steps=max(num_steps, last_step),
         checkpoints=Checkpoints(checkpoints_folder, engine, config.execution.checkpoints_kept),
         journal=Journal(context, last_step, 1 if trial else config.execution.log_every_steps),
-        peak=_peak(engine, config),
+        peak=device_peak(engine.device, engine.compute_dtype) if measures_peak else None,
         watchdog=watchdog,
         trial=trial,
     )
@@ -201,12 +202,6 @@ def _num_steps(config: TrainConfig, context: StageContext, data: TrainingData) -
             f"warmup_steps {config.warmup_steps} is more than the {num_steps} steps: learning_rate is not reached"
         )
     return num_steps
-
-
-def _peak(engine: Engine, config: TrainConfig) -> Peak | None:
-    if engine.device.type == "cpu" and not config.execution.measure_matmul_rate:
-        return None
-    return device_peak(engine.device, engine.compute_dtype)
 
 
 def _write(training_run: TrainingRun, data: TrainingData, context: StageContext, base: Path) -> dict[str, float]:
