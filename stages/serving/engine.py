@@ -329,6 +329,7 @@ def problems_by_parser(
     options: name → its arguments on the command line.
     at_once: only answer from the cache.
     """
+    # The engine's version is in the key: another one may know other options.
     asked = json.dumps(options, sort_keys=True)
     key = hashlib.sha256(f"{version} {asked}".encode()).hexdigest()[:24]
     home = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve()

@@ -116,6 +116,7 @@ class Exchange:
         """Read some bytes of the answer; returns the bytes that the client gets now."""
         if not self._is_read:
             return chunk
+        # Most chunks of a stream are whole events without counts: they pass without being split or parsed.
         if self._reads_events and not self._held and chunk.endswith(ENDS_OF_EVENTS) and not self._counts(chunk):
             return chunk
         start = max(0, len(self._held) - END_BYTES)  # the end of an event may have begun before this chunk

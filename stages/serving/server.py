@@ -164,6 +164,7 @@ def started_server(
         }
         with log_file.open("wb") as output:
             process = Supervised(command, environment=of_engine, output=output, folder=runtime, grace_s=GRACE_S)
+        # The proxy answers while the engine starts, so that early requests get an error instead of no connection.
         try:
             served = ServedVersion(spec.served_name, version) if version else None
             with listening(Proxy(Backend(outside, version=served), client.api_key), public):

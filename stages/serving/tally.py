@@ -58,6 +58,7 @@ class Tally:
     @property
     def num_errors(self) -> int:
         """Number of errors of the server (5xx)."""
+        # A copy, here and below: these methods are called from other threads than the one that counts.
         return sum(count for (_, status), count in [*self.statuses.items()] if status >= 500)
 
     def count(self, route: str, exchange: Exchange, seconds: float) -> None:

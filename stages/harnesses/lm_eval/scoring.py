@@ -311,6 +311,7 @@ def evaluate_tasks(
     Raises EvaluationError if a task leaves no room for a prompt; errors of the connection pass through.
     """
     _check_room(model, tasks)
+    # `evaluate` leaves the global generators to its caller: lm-eval's own `simple_evaluate` would seed them.
     random.seed(_seed(evaluation, DEFAULT_RANDOM_SEED))
     np.random.seed(_seed(evaluation, DEFAULT_OTHER_SEED))
     keeping = CachingLM(model, str(answers))

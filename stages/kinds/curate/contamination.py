@@ -40,6 +40,7 @@ class _Table:
 
     def found(self, runs: Hashes) -> NDArray[np.int64]:
         """Return the item of each run; -1 where none has it."""
+        # A run larger than all others gets the place behind the last one; clipped, the comparison rejects it.
         at = np.searchsorted(self.runs, runs).clip(max=len(self.runs) - 1)
         return np.where(self.runs[at] == runs, self.items[at], -1)
 

@@ -69,6 +69,7 @@ class Sets:
         self._files = files
         self._end = files[RUNS].tell() // RUN_BYTES
         draw = np.random.Generator(np.random.PCG64(SEED))
+        # Odd factors: multiplication modulo 2^64 by an odd number maps different runs to different values.
         self._factors = draw.integers(0, 2**63, NUM_HASHES, np.uint64) * np.uint64(2) + np.uint64(1)
         self._offsets = draw.integers(0, 2**63, NUM_HASHES, np.uint64)
 
@@ -83,7 +84,7 @@ class Sets:
         """Return [NUM_HASHES]: the smallest value of each hash function (multiply, add, shift)."""
         smallest = np.full(NUM_HASHES, 2**32 - 1, np.uint32)
         for start in range(0, len(runs), CHUNK_RUNS):
-            values = runs[start : start + CHUNK_RUNS, None] * self._factors + self._offsets
+            values = runs[start : start + CHUNK_RUNS, None] * self._factors + self._offsets  # [runs, NUM_HASHES]
             smallest = np.minimum(smallest, (values >> np.uint64(32)).min(axis=0).astype(np.uint32))
         return smallest
 

@@ -195,6 +195,7 @@ def _held_out(
         return np.zeros(len(spool), np.bool_)
     groups = comparison.groups(kept, _progress(context, "grouping"))
     numbers = ranks(spool.digests, config.seed, "held out")
+    # Every row takes the number of its group's first row, so that a group is on one side.
     held_out = kept & below(numbers[groups], config.held_out.fraction)
     if not held_out.any() or not (kept & ~held_out).any():
         side = "trained on" if held_out.any() else "held out"

@@ -36,6 +36,7 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
     Raises EvaluationError, ModelError or ResourceError for bad input before anything slow; ServerError when the server
     does not come up; TransientError when it goes away: the next attempt continues where this one was.
     """
+    # SystemExit leaves the contexts below, which end a server of ours.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     evaluation = config.evaluation
     harness = harness_of(evaluation)

@@ -50,6 +50,7 @@ def run(config: GenerateConfig, context: StageContext) -> StageResult:
     or ServerError for a server that does not come up; TransientError when it goes away. A dataset without rows is
     refused.
     """
+    # SystemExit leaves the contexts below, which end a server of ours.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     kept = context.scratch / f"rewards-{context.version}"
     with judging(config.rewards, RewardContext(context.inputs, kept, context.warn)) as judge:

@@ -118,6 +118,7 @@ def _write(changes: Changing, base: Path, trained: Path, context: StageContext) 
                     weight = file.get_tensor(tensor.name)
                     merged = merged_weight(changes, tensor.name, weight)
                     changed[tensor.name] = int((merged != weight).count_nonzero()) / weight.numel()
+                    # In place: shape and dtype stay, so the file's header does, too. As bytes: numpy has no bf16.
                     written.seek(tensor.start)
                     written.write(merged.view(torch.uint8).numpy())
                     context.progress(len(changed), len(changes), "weights", "merging")

@@ -85,6 +85,7 @@ def _publish(target: Target, bundle: Bundle, planned: Publication, context: Stag
     """Send missing files, and compare the target's content again."""
     held = target.held(bundle)
     missing = _differing(bundle, held)
+    # Only files that an earlier publication listed are removed: others at the target are not ours.
     before = target.read_text(SUMS_FILE) if SUMS_FILE in held.files else None
     stale = sorted((names_in(before or "") - bundle.keys()) & held.files.keys())
     if not missing and not stale:

@@ -98,6 +98,7 @@ def measure_divergence(
     done = 0
     batches, masks = (batches_of_one_length(rows, BATCH_TOKENS) for rows in (samples, evaluated))
     for batch, mask in zip(batches, masks, strict=True):
+        # Flattened to [rows × (tokens − 1)]: logits at a token predict the next one, so the first has no prediction.
         batch, counted = batch.to(reference.device), mask[:, 1:].flatten().to(reference.device)
         logits = (_predictions(reference, batch), _predictions(quantized, batch), batch[:, 1:].flatten())
         for chunk in counted.nonzero().flatten().split(CHUNK_TOKENS):

@@ -85,6 +85,7 @@ def quantize(
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{quantization.weights.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     write_tokenizer(writer, source, config["vocab_size"])
+    # GGUF lists all tensors with their sizes before the first value, so the plan is complete before any file is read.
     for tensor in tensors:
         writer.add_tensor_info(tensor.target, tensor.shape, np.dtype(np.float32), tensor.stored_bytes, tensor.stored_as)
     writer.write_header_to_file()

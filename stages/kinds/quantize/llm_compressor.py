@@ -77,6 +77,7 @@ def quantize(
         for batch in batches_of_one_length(samples, CALIBRATION_BATCH_TOKENS)
     ]
     if any(layer.is_expert for layer in quantized.values()):
+        # In this order: the names in files are read from modules that `linearize_moe` replaces.
         name_experts_as_stored(model)
         linearize_moe(model)
     modifiers = make_modifiers(quantization, list(ignored), _scalings(model, quantization, batches, set(quantized)))

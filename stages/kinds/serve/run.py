@@ -29,6 +29,7 @@ def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
     Raises ModelError, ResourceError (port, no engine) before anything slow; ServerError when the server does not come
     up, fails the check, or ends while it is leased.
     """
+    # SIGTERM is how a lease ends, so it is no failure. SystemExit leaves the context below, which ends the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     base = config.base or config.model
     spec = new_launch_spec(

@@ -112,6 +112,7 @@ class OciRegistry:
         empty = f"sha256:{hashlib.sha256(EMPTY).hexdigest()}"
         if not self._has(empty):
             self._put_blob(empty, len(EMPTY), iter([EMPTY]))
+        # Last, since it makes all files visible at once: a reader sees the former content, or all of this one.
         manifest = {
             "schemaVersion": 2,
             "mediaType": MANIFEST_TYPE,
