@@ -27,8 +27,7 @@ from starlette.routing import Mount
 from flows.servers.bounds import BoundedProtocol
 from flows.servers.guard import Guard, origins
 from flows.servers.key import KEY_FILE_VARIABLE, USER, read_named_key
-from flows.servers.ports import MAX_WAITING_CONNECTIONS
-from flows.servers.programs import KEY_VARIABLE, LOOPBACK, MLFLOW_ARTIFACTS, MLFLOW_DATABASE, PREFECT_DATABASE
+from flows.servers.programs import BACKLOG, KEY_VARIABLE, LOOPBACK, MLFLOW_ARTIFACTS, MLFLOW_DATABASE, PREFECT_DATABASE
 from flows.servers.quiet import look_rarely
 from flows.servers.records import server_heartbeat
 from stages.core.errors import LifecycleError, ServerError
@@ -117,7 +116,7 @@ def _socket(descriptor: int | None, place: str | None) -> socket.socket:
         return socket.socket(fileno=descriptor)
     address, _, port = place.rpartition(":")
     try:
-        return socket.create_server((address, int(port)), backlog=MAX_WAITING_CONNECTIONS)
+        return socket.create_server((address, int(port)), backlog=BACKLOG)
     except (OSError, ValueError) as error:
         raise ServerError(f"cannot listen on {place}: {error}; expected ADDRESS:PORT of this machine") from error
 

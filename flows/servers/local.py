@@ -30,7 +30,6 @@ from flows.servers import copied, supervisor
 from flows.servers.kept_commands import Kept, Plan
 from flows.servers.key import KEY_FILE_VARIABLE, USER, client_settings, key_file, make_key
 from flows.servers.lock import Lock
-from flows.servers.ports import listener
 from flows.servers.programs import (
     KEY_VARIABLE,
     MLFLOW,
@@ -40,6 +39,7 @@ from flows.servers.programs import (
     SERVERS,
     WORKER,
     ServerProgram,
+    listener,
 )
 from flows.servers.records import ServerRecord, host_of, is_unsettled_copy, read_records, write_records
 from stages.core.errors import ServerError

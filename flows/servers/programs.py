@@ -1,14 +1,20 @@
-"""Commands, ports and environments of the local servers and the worker; `local.py` decides when they start."""
+"""Commands, ports and environments of the local servers and the worker; `local.py` decides when they start.
+
+A port is held by a listening socket from its choice to the server's first answer.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from flows.servers.kept_commands import DESCRIPTOR
+from stages.core.errors import ServerError
 
 LOOPBACK = "127.0.0.1"
 NO_TELEMETRY = {
@@ -23,7 +29,6 @@ MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
 MLFLOW_FILE = "mlflow.db"
 KEY_VARIABLE = "LIFECYCLE_SERVERS_KEY"
 """Variable that gives a server the password of the home's key."""
-
 SERVICES = {
     # A home's server has nothing to do for most of the day, and its loops took 2% of a core. Nothing here pauses flow
     # runs; new schedules are planned when they are made (`flows/service/schedule.py`), not by a loop that looks.
@@ -40,6 +45,9 @@ SERVICES = {
     "PREFECT_SERVER_SERVICES_LATE_RUNS_AFTER_SECONDS": "300",
 }
 """Settings of how often Prefect's server looks for work of its own."""
+_WORKER_COMMAND = [sys.executable, "-m", "flows.service.worker", DESCRIPTOR]
+BACKLOG = 2048
+"""Connections that may wait for a server."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,19 @@ class ServerProgram:
     def named(self) -> str | None:
         """Return the address of the server that the user named, if any."""
         return (os.environ.get(self.variable) if self.variable else None) or None
+
+
+def listener(*preferred: int | None) -> socket.socket:
+    """Return a socket that listens on the first preferred port that is free, else on one that the kernel picks.
+
+    The server inherits it. A server takes seconds before it answers; another program that listened there meanwhile, of
+    another user or of another `lifecycle up`, would be taken for it and receive the key. Binding alone is not enough:
+    with SO_REUSEADDR others bind the port too, and the first that listens gets it.
+    """
+    for port in (*filter(None, preferred), 0):
+        with suppress(OSError):
+            return socket.create_server((LOOPBACK, port), backlog=BACKLOG)
+    raise ServerError(f"looking for a free port on {LOOPBACK}: there is none; close programs that listen")
 
 
 def guarded(name: str) -> list[str]:
@@ -98,7 +119,6 @@ def _worker_environment(folder: Path, _: int) -> dict[str, str]:
     }
 
 
-_WORKER_COMMAND = [sys.executable, "-m", "flows.service.worker", DESCRIPTOR]
 PREFECT = ServerProgram(
     "prefect", "PREFECT_API_URL", 4200, "/api/health", "/api", guarded("prefect"), _prefect_environment
 )

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from flows.servers.ports import listener
+from flows.servers.programs import listener
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])

@@ -22,7 +22,7 @@ from flows.servers import lock as lock_module
 from flows.servers.kept_commands import DESCRIPTOR, Kept, Plan
 from flows.servers.lock import Lock
 from flows.servers.logs import rotate
-from flows.servers.ports import listener
+from flows.servers.programs import listener
 from flows.servers.records import ServerRecord, write_records
 from stages.core.supervisor import TOKEN_VARIABLE, marked_processes, started_ticks
 
