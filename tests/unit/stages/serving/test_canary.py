@@ -138,8 +138,8 @@ def test_a_challenger_that_becomes_champion_gets_all_requests(both):
 @pytest.mark.parametrize("trouble", ["is away", "answers with an error"])
 def test_what_a_challenger_fails_to_answer_the_champion_does(both, trouble):
     if trouble == "is away":
-        nobody = Backend(EngineAddress(port=9), version=both.canary.backend.version)
-        both.proxy.set_canary(Canary(nobody, SHARE))
+        unreachable = Backend(EngineAddress(port=9), version=both.canary.backend.version)
+        both.proxy.set_canary(Canary(unreachable, SHARE))
     else:
         both.challenger.status = 500
     session = both.session_of("2")
@@ -179,11 +179,11 @@ def events(answer: httpx.Response) -> list[dict]:
 
 def test_tokens_of_a_stream_are_counted_and_shown_to_those_who_ask(both):
     session = both.session_of("1")
-    told = events(both.chat(session, stream=True))
-    assert [one["choices"][0]["delta"]["content"] for one in told] == list(PARTS)
+    received = events(both.chat(session, stream=True))
+    assert [one["choices"][0]["delta"]["content"] for one in received] == list(PARTS)
     assert both.champion.asked[-1]["stream_options"] == {"include_usage": True}
-    told = events(both.chat(session, stream=True, stream_options={"include_usage": True}))
-    assert told[-1]["usage"] == {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": len(PARTS)}
+    received = events(both.chat(session, stream=True, stream_options={"include_usage": True}))
+    assert received[-1]["usage"] == {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": len(PARTS)}
     counted = both.counted("1")
     assert counted["prompt_tokens"] == 2 * PROMPT_TOKENS
     assert counted["completion_tokens"] == 2 * len(PARTS)
@@ -237,8 +237,8 @@ def test_every_line_of_the_metrics_has_its_version(both):
 
 
 def test_the_metrics_of_a_version_that_is_away_are_that_it_is(both):
-    nobody = Backend(EngineAddress(port=9), version=both.canary.backend.version)
-    both.proxy.set_canary(Canary(nobody, SHARE))
+    unreachable = Backend(EngineAddress(port=9), version=both.canary.backend.version)
+    both.proxy.set_canary(Canary(unreachable, SHARE))
     metrics = both.client.get("/metrics").text
     assert 'lifecycle_engine_up{lifecycle_model="adder",lifecycle_version="2"} 0' in metrics
     assert 'lifecycle_engine_up{lifecycle_model="adder",lifecycle_version="1"} 1' in metrics

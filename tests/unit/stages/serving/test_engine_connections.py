@@ -1,4 +1,4 @@
-"""Answers of engines, as HTTP/1.1 may frame them: what is whole, what is cut, what is kept for the next request."""
+"""Answers of engines, as HTTP/1.1 may frame them: whole, cut off, and connections kept for the next request."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ from stages.serving.engine_connections import (
 PATIENCE_S = 30.0
 OK = b"HTTP/1.1 200 OK\r\n"
 KEPT = [OK + b"Content-Length: 2\r\n\r\nab"]
-"""Its connection stays open; after others, it is closed."""
+"""Answers after which the connection stays open; after others, it is closed."""
 
 
 def with_engine(sent: list[bytes], trial: Callable[[EngineConnections], Awaitable[None]]) -> None:

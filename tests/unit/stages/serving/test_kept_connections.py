@@ -18,9 +18,10 @@ PATIENCE_S = 30.0
 
 
 class Engine:
-    """Answers each request, but closes the connection instead where it is told to.
+    """An engine that answers each request, or closes the connection instead where a test wants it.
 
-    closes: by the numbers of a connection and of its request, from 1. asked: these numbers, of all requests.
+    closes: (number of the connection, number of its request), both from 1, of requests to close at.
+    asked: these numbers, of all requests.
     """
 
     def __init__(self, closes: Callable[[int, int], bool]):
@@ -44,7 +45,7 @@ class Engine:
         self._listener.close()
 
     def _accept(self) -> None:
-        """Of one connection after the other: the requests of these tests come so."""
+        """Serve one connection after the other: these tests use only one at a time."""
         for connection_number in range(1, 100):
             try:
                 connection, _ = self._listener.accept()
@@ -68,7 +69,7 @@ class Engine:
 
 @contextmanager
 def in_front(engine: Engine) -> Iterator[Callable[[], httpx.Response]]:
-    """A function that asks the engine through a proxy."""
+    """Provide a function that asks the engine through a proxy."""
     with ExitStack() as stack:
         proxy = Proxy(Backend(stack.enter_context(engine.listening())), "key")
         public = stack.enter_context(listening_socket("127.0.0.1", None))
@@ -114,7 +115,7 @@ def test_a_request_whose_new_connection_is_closed_is_not_sent_again():
 
 @pytest.mark.parametrize("is_used_again", [False, True])
 def test_what_an_engine_had_when_it_ended_is_known_as_sent(is_used_again):
-    """Else, a request that engines die of would be asked of one after the other, without end."""
+    """Check it, since a request that engines die of would else be sent to one after the other, without end."""
 
     def ends(connection: int, request: int) -> bool:
         if request == 1 + is_used_again:

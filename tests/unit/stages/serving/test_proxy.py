@@ -1,4 +1,4 @@
-"""The proxy: what it passes on and refuses, its bounds, and that an exchange of engines loses no request."""
+"""The proxy: what it passes on and refuses, its bounds, and exchanges of engines without a lost request."""
 
 import asyncio
 import itertools
@@ -30,8 +30,11 @@ COMPLETIONS = "/v1/completions"
 
 
 class Model:
-    """An engine: `/v1/completions` tells what arrived, chats are answered in two parts, the second when it is told to,
-    `/metrics` without end; everything else is answered by `secret`, whoever asks."""
+    """An engine for tests.
+
+    `/v1/completions` returns what arrived, chats are answered in two parts, the second on demand, `/metrics` without
+    end; `secret` answers every other request.
+    """
 
     def __init__(self, name: str):
         self.name = name
@@ -50,9 +53,9 @@ class Model:
     async def echo(self, request: Request) -> Response:
         self.num_asked += 1
         body = (await request.body()).decode()
-        told = {"name": self.name, "query": request.url.query, "body": body, "key": request.headers["authorization"]}
-        told["origin"] = request.headers.get("origin")
-        return JSONResponse(told, status_code=418, headers={"x-model": self.name})
+        arrived = {"name": self.name, "query": request.url.query, "body": body, "key": request.headers["authorization"]}
+        arrived["origin"] = request.headers.get("origin")
+        return JSONResponse(arrived, status_code=418, headers={"x-model": self.name})
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": name} for name in ("base", "adder@1", "adder@2")]})
@@ -65,7 +68,7 @@ class Model:
         async def parts() -> AsyncIterator[bytes]:
             while True:
                 yield b"x" * 2**20
-                await asyncio.sleep(0)  # once nobody reads, sending waits for nothing
+                await asyncio.sleep(0)  # once no one reads, sending waits for nothing
 
         self.num_asked += 1
         return StreamingResponse(parts())
@@ -85,7 +88,7 @@ class Model:
 
 @asynccontextmanager
 async def engine_on(path: Path, model: Model) -> AsyncIterator[EngineAddress]:
-    """The address of an engine that listens on a Unix socket."""
+    """Provide the address of an engine that listens on a Unix socket."""
     with socket.socket(socket.AF_UNIX) as inside:
         inside.bind(str(path))
         server = uvicorn.Server(uvicorn.Config(model.application, lifespan="off", log_level="error"))
@@ -105,7 +108,7 @@ Trial = Callable[[Model, Model, EngineAddress, Proxy, httpx.AsyncClient], Awaita
 
 @pytest.fixture
 def in_front_of_two(tmp_path) -> Callable[[Trial], None]:
-    """Runs a trial with a client of a proxy in front of `old`; `new`, at the address, waits for its turn."""
+    """Return a function that runs a trial with a client of a proxy in front of `old`; `new` waits for its turn."""
 
     async def run(trial: Trial) -> None:
         old, new = Model("old"), Model("new")
@@ -158,7 +161,7 @@ def test_a_malformed_line_is_refused_and_its_key_stays_out_of_the_log(
 
 @pytest.mark.parametrize("depth", [150, 250, 982, 5000])
 def test_a_nesting_is_no_error_of_the_server(tmp_path, depth):
-    """vLLM reads what the proxy cannot; under a name of its own, the proxy must read it."""
+    """Check a body that vLLM reads and the proxy cannot; under a name of its own, the proxy must read it."""
     nested = b'{"model": "adder", "prompt": ' + b"[" * depth + b"]" * depth + b"}"
 
     async def ask(naming: Naming | None) -> tuple[int, object]:
@@ -181,8 +184,8 @@ def test_requests_and_answers_pass_unchanged(in_front_of_two):
         answer = await client.post(f"{COMPLETIONS}?a=1&b=%2F", content="question", headers={"origin": "http://evil"})
         assert answer.status_code == 418
         assert answer.headers["x-model"] == "old"
-        told = {"name": "old", "query": "a=1&b=%2F", "body": "question", "key": "Bearer key", "origin": None}
-        assert answer.json() == told
+        arrived = {"name": "old", "query": "a=1&b=%2F", "body": "question", "key": "Bearer key", "origin": None}
+        assert answer.json() == arrived
 
     in_front_of_two(trial)
 
@@ -203,15 +206,15 @@ def test_a_stream_arrives_as_it_is_made_and_stays_with_its_engine_while_others_g
 
 
 def test_one_model_of_an_engine_is_asked_by_its_public_name_and_no_other_is(in_front_of_two):
-    """An adapter takes over in the same engine: a stream that was begun goes on under the former one."""
+    """Switch to an adapter of the same engine: a stream that has begun continues under the former one."""
 
     async def trial(old, new, next_behind, proxy, client):
         async def asked(**body):
             return await client.post(COMPLETIONS, json=body)
 
         proxy.switch(Backend(next_behind, Naming("adder", "adder@1")))
-        told = (await asked(model="adder", prompt="é" * 1000)).json()
-        assert json.loads(told["body"]) == {"model": "adder@1", "prompt": "é" * 1000}
+        arrived = (await asked(model="adder", prompt="é" * 1000)).json()
+        assert json.loads(arrived["body"]) == {"model": "adder@1", "prompt": "é" * 1000}
         async with client.stream("POST", "/v1/chat/completions", json={"model": "adder"}) as answer:
             parts = answer.aiter_text()
             assert await anext(parts) == "new begins"
@@ -279,7 +282,7 @@ def test_what_is_no_route_stays_inside_even_with_the_key(in_front_of_two):
 
 
 async def raw_answer(client: httpx.AsyncClient, *head: str) -> bytes:
-    """What is answered to a request of these lines."""
+    """Return the answer to a request of these lines."""
     reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
     writer.write(("\r\n".join([*head, "Host: x", "Connection: close", "", ""])).encode())
     answer = await reader.read()
@@ -400,7 +403,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(in_front_of_two, monk
 
 @pytest.fixture
 def few_open_files():
-    """This process may open a hundred more files only, until it asks for more."""
+    """Allow this process only a hundred more open files, until it asks for more."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 100, before[1]))
     yield
@@ -445,7 +448,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(in_front_of_two, monkeypatc
 
 
 async def status_of(client: httpx.AsyncClient) -> int | None:
-    """Of the answer to a completion; None when there is none."""
+    """Return the status of the answer to a completion; None without an answer."""
     try:
         return (await client.post(COMPLETIONS, content=json.dumps({}))).status_code
     except httpx.TransportError:

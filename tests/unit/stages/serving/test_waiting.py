@@ -1,4 +1,4 @@
-"""Engines that are killed while they have requests: these wait for the next engine, within bounds."""
+"""Engines that are killed while they have requests: the requests wait for the next engine, within bounds."""
 
 import asyncio
 import os
@@ -25,7 +25,10 @@ PATIENCE_S = 60.0
 
 
 class Engines:
-    """Tiny's servers, one after the other, behind one proxy. `model` is the folder of those that are started next."""
+    """Servers of a tiny engine, one after the other, behind one proxy.
+
+    model: folder of the servers that are started next.
+    """
 
     def __init__(self, model, stack: ExitStack):
         self.model = model
@@ -34,7 +37,7 @@ class Engines:
         self.proxy = Proxy(self.started(), KEY, waiting=WaitingRoom())
 
     def started(self, port: int | None = None) -> Backend:
-        """The next engine, once it listens. Nobody asks it before `switch`, unless it has the port of the former."""
+        """Provide the next engine, once it listens; it is asked after `switch`, unless it has the former's port."""
         with listening_socket("127.0.0.1", port) as reservation:
             port = reservation.getsockname()[1]
         command = [sys.executable, str(PROGRAM), str(self.model), "adder", "127.0.0.1", str(port)]
@@ -86,7 +89,7 @@ def question(number: int, **more: object) -> dict:
 
 
 async def ask(client: httpx.AsyncClient, number: int) -> str:
-    """The version that answered, rightly; every other time in a stream."""
+    """Return the version that answered correctly; every other time in a stream."""
     is_stream = bool(number % 2)
     answer = await client.post(CHAT, json=question(number, stream=is_stream))
     assert answer.status_code == 200, answer.text

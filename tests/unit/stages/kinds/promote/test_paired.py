@@ -113,8 +113,10 @@ def test_nothing_in_common_is_no_comparison(tmp_path):
 
 def test_a_score_that_is_no_mean_over_samples_is_left_out(tmp_path):
     ours, theirs = (evaluation(tmp_path / name, [1, 0]) for name in ("ours", "theirs"))
-    told = (tmp_path / "ours" / "scores.json").read_text()
-    (tmp_path / "ours" / "scores.json").write_text(told.replace('"exact_match,none": 0.5', '"exact_match,none": 17.3'))
+    original = (tmp_path / "ours" / "scores.json").read_text()
+    (tmp_path / "ours" / "scores.json").write_text(
+        original.replace('"exact_match,none": 0.5', '"exact_match,none": 17.3')
+    )
     with pytest.raises(EvaluationError, match="comparing no scores"):
         compare(ours, theirs)
 

@@ -24,7 +24,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize(
-    ("promote", "told"),
+    ("promote", "message"),
     [
         ({"evaluations": ["other-scores"]}, "evaluations.0: other-scores evaluates other; expected .* of model"),
         ({"server": "other-server"}, "server: other-server serves other; expected a server of model"),
@@ -40,8 +40,8 @@ OTHER = {
         ({"execution": {"launcher": "slurm"}}, "execution.launcher: .* expected local"),
     ],
 )
-def test_what_cannot_be_meant_is_told(promote, told):
-    with pytest.raises(RecipeError, match=told):
+def test_what_cannot_be_meant_is_told(promote, message):
+    with pytest.raises(RecipeError, match=message):
         load(OTHER, **promote)
 
 

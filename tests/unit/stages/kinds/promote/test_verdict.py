@@ -24,10 +24,10 @@ def judge(tmp_path):
         if champion:
             write_evaluation(tmp_path / "champion", champion)
         evaluations = (tmp_path / "champion",) if champion and not same_model else ()
-        told = Champion(version="7", same_model=same_model, evaluations=evaluations) if champion else None
+        current = Champion(version="7", same_model=same_model, evaluations=evaluations) if champion else None
         work = tmp_path / "work"
         work.mkdir()
-        (work / CHAMPION_FILE).write_text(Standing(champion=told).model_dump_json())
+        (work / CHAMPION_FILE).write_text(Standing(champion=current).model_dump_json())
         inputs = {"model": tmp_path / "model", "scores": tmp_path / "scores", "other": tmp_path / "champion"}
         settings = {"kind": "promote", "name": "adder", "model": "model", "evaluations": ["scores"], **config}
         context = StageContext(work, "promote", "0" * 12, inputs, {}, tmp_path / "cache")

@@ -69,9 +69,9 @@ def test_what_it_is_at_is_told_without_an_end_that_nobody_knows(tiny_engine: Tin
     stage.close()
 
     events = [json.loads(line) for line in (context.work / "events.jsonl").read_text().splitlines()]
-    told = [event for event in events if event["event"] == "progress"]
-    assert told[-1]["message"] == "measuring under 1 requests at a time"
-    assert not any("total" in event for event in told)
+    progress = [event for event in events if event["event"] == "progress"]
+    assert progress[-1]["message"] == "measuring under 1 requests at a time"
+    assert not any("total" in event for event in progress)
 
 
 @pytest.mark.parametrize(("asked", "given"), [(8, 7), (1, 1)])

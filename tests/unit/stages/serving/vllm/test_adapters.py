@@ -64,9 +64,9 @@ def options(spec: LaunchSpec) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("rank", "expected"), [(1, "1"), (2, "8"), (8, "8"), (12, "16"), (65, "128"), (512, "512")])
 def test_ranks_that_vllm_lacks_get_the_next_that_it_has(spec: Any, tmp_path: Path, rank: int, expected: str) -> None:
-    told = spec(one=adapter(tmp_path / "one", rank=rank), small=adapter(tmp_path / "small", rank=1))
-    check_adapters(told)
-    assert options(told)["--max-lora-rank"] == [expected]
+    launch = spec(one=adapter(tmp_path / "one", rank=rank), small=adapter(tmp_path / "small", rank=1))
+    check_adapters(launch)
+    assert options(launch)["--max-lora-rank"] == [expected]
 
 
 def test_all_layers_of_all_adapters_are_named_and_a_slot_stays_empty(spec: Any, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def option(command: list[str], name: str) -> str:
 
 
 def test_everything_the_recipe_says_reaches_the_command() -> None:
-    told = spec(
+    launch = spec(
         dtype="bfloat16",
         max_model_len=512,
         max_num_seqs=7,
@@ -37,7 +37,7 @@ def test_everything_the_recipe_says_reaches_the_command() -> None:
         trust_remote_code=True,
     )
 
-    command = ON_GPU.server_command(told, SOCKET)
+    command = ON_GPU.server_command(launch, SOCKET)
 
     assert command[:3] == ["/env/bin/vllm", "serve", "/models/m"]
     assert option(command, "--dtype") == "bfloat16"
@@ -117,9 +117,9 @@ def test_the_key_travels_in_the_environment_only() -> None:
 
 
 def test_a_launch_spec_comes_back_from_its_file() -> None:
-    told = spec(dtype="float32", max_model_len=64)
+    launch = spec(dtype="float32", max_model_len=64)
 
-    assert LaunchSpec.model_validate_json(told.model_dump_json(indent=2)) == told
+    assert LaunchSpec.model_validate_json(launch.model_dump_json(indent=2)) == launch
 
 
 def test_a_launch_spec_of_before_there_were_engines_is_vllms() -> None:

@@ -63,9 +63,9 @@ def evaluated(server: Judge, model: Path, tmp_path: Path):
 
 
 def config(server: Judge, sets: Path, **judge: Any) -> EvaluateConfig:
-    said = {"url": server.url, "served_model": MODEL, "key_variable": "CRITIC_KEY", **judge}
+    judge_block = {"url": server.url, "served_model": MODEL, "key_variable": "CRITIC_KEY", **judge}
     tree = {"kind": "evaluate", "model": "sft", "harness": "judge", "tasks": ["helpful"], "task_folder": str(sets)}
-    return EvaluateConfig.model_validate({**tree, "generation": {"max_tokens": 8}, "judge": said})
+    return EvaluateConfig.model_validate({**tree, "generation": {"max_tokens": 8}, "judge": judge_block})
 
 
 def test_answers_are_rated_and_kept_with_what_the_judge_said_and_cost(evaluated, server: Judge) -> None:
@@ -147,7 +147,7 @@ def test_a_judge_that_cannot_be_asked_is_found_before_a_server_starts(
 
 def test_bad_rows_and_missing_sets_are_found_by_the_check(server: Judge, model: Path, tmp_path: Path) -> None:
     def problems() -> list[str]:
-        told = StageInput(
+        stage_input = StageInput(
             name="scores",
             kind="evaluate",
             version="0" * 12,
@@ -155,7 +155,7 @@ def test_bad_rows_and_missing_sets_are_found_by_the_check(server: Judge, model: 
             inputs={"sft": model},
             cache=tmp_path,
         )
-        return [f"{field}: {error}" for field, error in check(told)]
+        return [f"{field}: {error}" for field, error in check(stage_input)]
 
     [missing] = problems()
     assert "reading the questions of helpful: no files of the split 'helpful'" in missing
