@@ -170,6 +170,7 @@ def _bucketed_attention(
     padded = [pad_documents(tokens, documents) for tokens in (query, key, value)]
     outputs = []
     for bucket in documents.buckets:
+        # [slots, heads, head_width] → [documents, heads, length, head_width]
         queries, keys, values = (
             states[bucket.start : bucket.end].unflatten(0, (bucket.num_documents, bucket.length)).transpose(1, 2)
             for states in padded

@@ -146,7 +146,7 @@ class _LogProbabilities(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         selected, weight, bias, positions, targets, kept = ctx.saved_tensors
         gradient = gradients[0].index_select(0, positions)
-        sum_dtype = weight.dtype if len(ctx.chunks) <= 1 else torch.float32
+        sum_dtype = weight.dtype if len(ctx.chunks) <= 1 else torch.float32  # a sum of chunks in bf16 loses digits
         _, learns_weight, learns_bias, *_ = ctx.needs_input_grad
         weight_gradient = torch.zeros_like(weight, dtype=sum_dtype) if learns_weight else None
         bias_gradient = torch.zeros_like(bias, dtype=sum_dtype) if learns_bias else None
@@ -160,6 +160,7 @@ class _LogProbabilities(torch.autograd.Function):
                 weight_gradient += output_gradient.T @ selected[chunk]
             if bias_gradient is not None:
                 bias_gradient += output_gradient.sum(0)
+        # Back to all positions; those without a target have a zero gradient.
         hidden_gradient = selected.new_zeros(ctx.num_tokens, selected.shape[1])
         hidden_gradient.index_copy_(0, positions, selected_gradient)
         if weight_gradient is not None:

@@ -118,7 +118,7 @@ class FsdpEngine:
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             self._model.set_requires_gradient_sync(is_last or self._accumulates_sharded)
-            self._model.set_requires_all_reduce(is_last)  # replicas need to agree on the sum only
+            self._model.set_requires_all_reduce(is_last)  # replicas only need to agree on the sum
             on_device = batch.to(self.device)
             output = self._model(on_device, balances_experts=self._balances_experts)
             log_probabilities, *balance = output if self._balances_experts else (output,)
@@ -281,7 +281,7 @@ class FsdpEngine:
 
     def _grad_norm(self) -> float:
         """Return the Euclidean norm over all parameters, of which every process of a shard group holds a part."""
-        norms = torch._foreach_norm(self._local_gradients(), 2.0, torch.float32)  # gradients may be bf16
+        norms = torch._foreach_norm(self._local_gradients(), 2.0, torch.float32)  # gradients may be bf16: sum in fp32
         squared = torch.stack(norms).square().sum().to(self.device)
         if self._mesh.size() > 1:
             dist.all_reduce(squared, group=self._mesh.get_group("dp_shard"))

@@ -133,7 +133,9 @@ def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -
     frozen = list(local_parts(chunks, model))
     for chunk in chunks:
         chunk.requires_grad_(False)
-        if chunk.pre_process:  # else recomputation and pipeline stages see no need of gradients
+        # With a frozen embedding nothing that enters the first layer needs a gradient. Full recomputation then skips
+        # the backward pass: the loss stays and gradients are 0, without an error (Megatron-core 0.16.1).
+        if chunk.pre_process:
             chunk.embedding.register_forward_hook(_need_gradients)
     for part, weight in frozen:
         if not adapter.layers.keys().isdisjoint(part.layer_names()):

@@ -93,6 +93,7 @@ class LocalAttention(nn.Module):
                 for states in (key, value)
             )
             return self._masked(query, key, value, tokens)
+        # Megatron's [tokens, 1, heads, head width] → Transformers' [1, heads, tokens, head width]
         states = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         output, _ = packed_attention(
             self, *states, None, tokens.documents, scaling=self.softmax_scale, sliding_window=self.window_tokens

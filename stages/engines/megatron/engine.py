@@ -159,7 +159,7 @@ class MegatronEngine:
 
     def save(self, folder: Path) -> Future[None]:
         """Save under the names of the Transformers model, as the FSDP engine does; from a copy in host memory."""
-        self._adam.settle()
+        self._adam.settle()  # with overlap_param_gather, parameters are stale after a step
         return self._state.save(folder)
 
     def load(self, folder: Path) -> None:

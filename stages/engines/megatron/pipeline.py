@@ -120,7 +120,9 @@ class Pipeline:
         wanted = split.local(batch.wanted, group.rank(), padding=IGNORED)
         local = of_logits(logits if batch.temperature == 1 else logits / batch.temperature, wanted, self.vocab_size)
         values = gather_tokens(local, split, group).unflatten(0, batch.input_ids.shape)
+        # [rows, sequence, number], the same on every context-parallel rank
         differentiated, result = consume(values.squeeze(-1), batch)
+        # The token count is ignored (`_finalize_gradients`): losses come divided by the counts of the global batch.
         return differentiated, torch.zeros((), dtype=torch.int, device=self.device), result
 
 
