@@ -139,7 +139,7 @@ class Follower:
 
         MLflow reports every few seconds.
         """
-        # The order matters: deaths and finished starts decide what the aliases still lack, and that what to start.
+        # The order matters: deaths, finished starts and moved aliases decide what is missing and has to be started.
         self._see_deaths()
         self._see_what_was_started()
         has_aliases = self._see_aliases()
@@ -155,7 +155,7 @@ class Follower:
         if is_dead and self._restarts.is_at_once:
             yield champion
         if successor := self._successor():
-            yield successor  # before a champion that dies again and again: it may be the remedy
+            yield successor  # before a champion that dies repeatedly: the successor may be the fix
         if is_dead and self._restarts.is_due:
             yield champion
         challenger = self._wanted_challenger()
@@ -225,7 +225,7 @@ class Follower:
             return
         number, successor = serving.version.number, self._successor()
         if serving.died is self.champion.died and serving.died.is_set():
-            return  # loaded into an engine that has died since: it begins again
+            return  # the engine that it was loaded into has died since: the start is repeated
         if number == self.champion.version.number:
             self.champion = serving
             self._proxy.switch(serving.backend)
@@ -243,7 +243,7 @@ class Follower:
             say(f"version {start.version.number} of {self.following.name} could not be started again: {error}")
             self._say_restart(self._restarts.add(lived_s=0.0))
         elif start.loads_into and start.loads_into.died.is_set():
-            pass  # the engine died, which was noted then: it begins again
+            pass  # `_see_deaths` has noted the engine's death: the start is repeated
         elif successor and successor.number == start.version.number:
             self._refuse(self.following.alias, start.version, str(error))
         else:

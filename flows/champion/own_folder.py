@@ -25,7 +25,7 @@ def own_folder() -> Iterator[Path]:
     servers = home() / "servers"
     servers.mkdir(parents=True, exist_ok=True)
     with (servers / "serving.lock").open("w") as makers:
-        fcntl.flock(makers, fcntl.LOCK_EX)  # none is removed between its making and its lock
+        fcntl.flock(makers, fcntl.LOCK_EX)  # so that no folder is removed between its creation and its lock
         for left in servers.glob(f"{PREFIX}*/"):
             _remove_unless_locked(left)
         folder = TemporaryDirectory(prefix=PREFIX, dir=servers, ignore_cleanup_errors=True)

@@ -91,7 +91,8 @@ class Registry:
             for tag, value in tags.items():
                 self._client.set_model_version_tag(registration.name, number, tag, value)
             for tag in same[0].tags if same else ():
-                if tag.startswith(TAG) and tag not in {*tags, *OF_PROMOTIONS}:  # such as a score that none gives now
+                # Such as a score that the evaluations no longer give.
+                if tag.startswith(TAG) and tag not in {*tags, *OF_PROMOTIONS}:
                     self._client.delete_model_version_tag(registration.name, number, tag)
             if registration.description:
                 self._client.update_model_version(registration.name, number, registration.description)

@@ -70,7 +70,7 @@ class Housekeeping:
             unused: dict[Path, RefreshRecord] = {}
             for folder, record in self._refreshes.items():
                 ledger = ledger_of(record.refresh)
-                with suppress(Timeout):  # what is being shipped to MLflow, or retried, goes another time
+                with suppress(Timeout):  # a ledger that is being shipped or retried is removed another time
                     stack.enter_context(only_shipper(ledger).acquire(blocking=False))
                     unused |= {folder: record} if ledger.read().state != "running" else {}
             try:

@@ -77,7 +77,8 @@ def start_engine(
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(dir=folder)))
         spec = swapping_spec(version, scratch / "idle")
-        log_file, runtime = folder.parent / f"{label}.log", scratch.with_suffix(".run")  # short: sockets are made there
+        # The runtime path is short, because sockets are made there: their paths have at most 107 bytes.
+        log_file, runtime = folder.parent / f"{label}.log", scratch.with_suffix(".run")
         server = stack.enter_context(started_server(spec, execution, log_file, runtime))
         is_begun(server)
         title = f"{server.engine.title} for version {version.number}"
@@ -110,7 +111,7 @@ def unload_adapter(former: Serving) -> None:
     assert naming
     try:
         server.engine.unload_adapter(server.address, server.api_key, naming.inside, server.client.timeout_s)
-    except LifecycleError as error:  # it is not asked for any more
+    except LifecycleError as error:  # harmless: the proxy sends it no requests
         say(f"version {former.version.number} of {former.version.name} stays loaded: {error}")
 
 

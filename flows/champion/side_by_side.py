@@ -38,10 +38,11 @@ def served_canaries(name: str) -> list[dict[str, Any]]:
     for file in sorted(_folder().glob(f"canary-{glob.escape(name)}-*.json")):
         try:
             noted = json.loads(file.read_bytes())
-        except FileNotFoundError:  # it has just ended
+        except FileNotFoundError:  # its canary has just ended
             continue
         process = ProcessIdentity.model_validate(noted.pop("process"))
-        if noted.pop("name") == name and process.alive():  # and not of a model whose name goes on after this one
+        # The pattern also matches models whose name begins with this one.
+        if noted.pop("name") == name and process.alive():
             records.append(noted)
     return records
 

@@ -203,7 +203,7 @@ class TerminalView(View):
 
     def __exit__(self, *details: object) -> None:
         super().__exit__(None, None, None)
-        self._live.update(self._table(None))  # what stays may be longer than the terminal
+        self._live.update(self._table(None))  # the final table may be longer than the terminal
         self._live.stop()
 
     def line(self, text: str) -> None:
@@ -216,7 +216,7 @@ class TerminalView(View):
     def _table(self, num_rows: int | None) -> Group:
         from rich.console import Group
 
-        # The terminal puts ^C on the empty line: behind a row as wide as the terminal, it would begin another line.
+        # The terminal prints ^C on the empty line; after a row as wide as the terminal it would start a new line.
         return Group(stage_table(self._shown, self._feeds, self._console.width, num_rows), "")
 
 

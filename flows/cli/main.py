@@ -135,9 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `lifecycle` and exit with the code of the error class; a user's mistake shows no traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     collect_rarely()
-    os.umask(0o077)  # stores, logs and databases are their owner's
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no process below leaves its memory, with keys in it, on a disk
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background programs deaf to the first
+    os.umask(0o077)  # stores, logs and databases are readable by their owner only
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps: memory holds keys
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background programs with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     with redirect_stdout(VisibleStream(sys.stdout)), redirect_stderr(VisibleStream(sys.stderr)):
         code = _run_command(arguments)

@@ -49,7 +49,7 @@ def stage_runs(*, recipe: str | None, stage: str | None, limit: int, unreadable:
 
 def not_listed(unreadable: Sequence[str]) -> list[str]:
     """Return a sentence for each group of refreshes that `stage_runs` cannot list."""
-    earlier = home() / "refreshes"  # until ledgers were kept
+    earlier = home() / "refreshes"  # where versions before ledgers kept refreshes
     num_earlier = sum(folder.is_dir() for folder in earlier.iterdir()) if earlier.is_dir() else 0
     sentences = []
     if num_earlier:

@@ -215,7 +215,7 @@ class Temperature(click.FloatRange):
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
         number = super().convert(value, parameter, context)
-        if math.isnan(number):  # neither below nor above the range
+        if math.isnan(number):  # NaN passes the comparisons with both ends of the range
             self.fail(f"{value!r} is not in the range 0<=x<=2.", parameter, context)
         return float(number)
 

@@ -104,7 +104,8 @@ def throughput_plot(rows: Sequence[Row]) -> str:
     figure, axes = _bars(measured)
     rates = [row.metrics["tokens_per_s"] for row in measured]
     spreads = [rate * _relative_spread(row) / 2 for rate, row in zip(rates, measured, strict=True)]
-    below = [min(spread, rate) for spread, rate in zip(spreads, rates, strict=True)]  # there is no rate below zero
+    # The whisker must not reach below zero.
+    below = [min(spread, rate) for spread, rate in zip(spreads, rates, strict=True)]
     axes.barh(range(len(measured)), rates, xerr=[below, spreads], capsize=3)
     axes.set_xlabel("tokens/s, all devices")
     return _svg(figure)

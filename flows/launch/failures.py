@@ -54,7 +54,7 @@ def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0) -> Lif
     log = _log_tail(work, log_begin)
     excerpt = _excerpt(work, log)
     killed = _killed_rank(log)
-    if failure and killed:  # the others only noticed that it was gone
+    if failure and killed:  # the error that other ranks left is only a consequence
         return StageCrashError(f"{name} ended, because {killed}\n{excerpt}", died=True)
     if failure:
         return StageCrashError(f"{name} failed: {failure.error}: {failure.message}\n{excerpt}")
@@ -181,7 +181,7 @@ class MemoryKills:
         limits = list(self._limits())
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         least_bytes, file = min(limits, default=(machine_bytes, None))
-        if file is None or least_bytes >= machine_bytes:  # cgroups v1 call no limit a huge one
+        if file is None or least_bytes >= machine_bytes:  # cgroups v1 use a huge number for no limit
             return f"{machine_bytes / GIB:.1f} GiB, all memory of this machine"
         return f"{least_bytes / GIB:.1f} GiB limit of {file}"
 

@@ -42,7 +42,7 @@ def complete(
     store.make_folder(work)
     command = [sys.executable, "-m", PROGRAMS[planned.kind], "complete", str(artifact), str(work)]
     with store.explained(f"complete {planned.name}"), (work / LOG_FILE).open("ab") as log:
-        shutil.copy(artifact / "events.jsonl", work)  # observers go on reading where they were
+        shutil.copy(artifact / "events.jsonl", work)  # observers continue to read at their position in the file
         process = Supervised(command, environment=environment(planned.config), output=log)
     added = watch(process, planned, work, tick, stop).tags
     store.remove_mark(artifact)

@@ -54,7 +54,7 @@ def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
     pod = {**pod_spec(order, address), "restartPolicy": "Never"}
     spec: Manifest = {
         "backoffLimit": 0,
-        # A pod that is still ending may write to the work folder: no other works there meanwhile.
+        # A pod that is still ending may write to the work folder, so no replacement starts before it is gone.
         "podReplacementPolicy": "Failed",
         "ttlSecondsAfterFinished": 3600,
         "completions": order.nodes,

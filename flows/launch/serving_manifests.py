@@ -145,7 +145,7 @@ def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
 def _pod(name: str, model: Path, home: Path, config: ServeConfig, adapters: Mapping[str, Path]) -> Manifest:
     asked = config.execution.kubernetes
     engine = chosen_engine(config.serving)
-    # The image holds one build of the engine; whether it is the CPU's shows in whether GPUs are requested.
+    # The image holds one build of the engine; it is the CPU build if no GPUs are requested.
     program = engine.program_in_image(on_cpu=not asked.gpus_per_node)
     spec = LaunchSpec(
         model=model,

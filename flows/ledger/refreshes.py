@@ -70,7 +70,8 @@ class Ledger:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_atomically(self.file, line)
                 return
-            with self.file.open("a+b", buffering=0) as stream:  # in one piece: another process may append, too
+            # Unbuffered, so that the event is one write: another process may append at the same time.
+            with self.file.open("a+b", buffering=0) as stream:
                 # A crash or a full disk may have torn the last line: then this event begins a line of its own.
                 stream.seek(-1, os.SEEK_END)
                 data = (line if stream.read(1) == b"\n" else f"\n{line}").encode()

@@ -138,7 +138,7 @@ def rows_of(file: Path) -> int | None:
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
-        with suppress(ValueError):  # damaged: who reads its rows says so
+        with suppress(ValueError):  # damaged: the reader of its rows reports it
             return int(pyarrow.parquet.read_metadata(file).num_rows)
         return None
     if file.suffix not in ROW_FILES or file.stat().st_size > MAX_COUNTED_BYTES:
@@ -187,7 +187,7 @@ def _changed_lines(old: str, new: str) -> str | None:
     steps = SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
     changed = [(before[step[1] : step[2]], after[step[3] : step[4]], step) for step in steps if step[0] != "equal"]
     if not changed:
-        return None  # other line ends
+        return None  # only the line endings differ
     gone, come, step = changed[0]
     first = " → ".join(repr(shortened(lines[0].strip(), LONGEST_LINE)) for lines in (gone, come) if lines)
     what = "" if gone and come else " is gone" if gone else " is new"

@@ -235,7 +235,7 @@ def _beyond_the_model(
         environment = config.execution.environment
         problems = limit_problems(model_config or {}, config.serving or ServingConfig(), benchmark, environment)
         return [f"{field}: {message}" for field, message in problems]
-    except LifecycleError:  # the download says so itself
+    except LifecycleError:  # the download reports it
         return []
 
 
@@ -252,7 +252,7 @@ def check_quantizing(recipe: Recipe, chosen: Collection[str], configs: ModelConf
         try:
             model_config = configs.of(download_of(recipe, name)) or {}
             layers = projections_of(shape_of_config(model_config))
-        except LifecycleError:  # the download says so itself, or its headers will
+        except LifecycleError:  # the download, or the check of its headers, reports it
             continue
         try:
             config.serving_engine.check_loadable(model_config, layers, config.quantization)

@@ -112,7 +112,7 @@ def _adapter(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, i
     try:
         if config.adapter and folder and (folder / CONFIG_FILE).is_file():
             yield from missing_layers(config.adapter, read_config(folder), folder)
-    except (LifecycleError, SafetensorError, OSError):  # the check of models says what is wrong with this one
+    except (LifecycleError, SafetensorError, OSError):  # `check_models` reports it
         return
 
 
@@ -156,7 +156,7 @@ def _folder(recipe: Recipe, name: str, outside: Outside, index: Index) -> Path |
     artifact = index.find(config.kind, version_of(identity_of(config, {}, outside[name])))
     if artifact and not artifact.damage:
         return artifact.folder / CONTENT_FOLDERS[config.product]
-    # Headers are read however long hashing takes; rows of large files are left to the check with the rest of them.
+    # Headers are read even while files are being hashed; rows of such large files are left to the check of inputs.
     is_known = config.product == "model" or "revision" in outside[name]
     is_here = config.source.hub == "file" and config.files is None and is_known
     return Path(config.source.name) if is_here else None

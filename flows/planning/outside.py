@@ -49,7 +49,8 @@ def resolve_outside(
     sound = {name: config for name, config in chosen.items() if name not in known}
     limit_s, one_attempt_s = (None, None) if unreachable is None else (PLANNING_LIMIT_S, PLANNING_ATTEMPT_S)
     hashes, sources, others = Answers[str](limit_s), Answers[Resolved](limit_s), Answers[Resolved](None)
-    for name, config in sorted(sound.items(), key=lambda one: _lies_here(one[1])):  # meanwhile hubs answer
+    # Local files last, while hubs answer.
+    for name, config in sorted(sound.items(), key=lambda one: _lies_here(one[1])):
         answers = sources if isinstance(config, DownloadConfig) else others
         answers.ask(name, partial(config.resolve_outside, one_attempt_s), here=_lies_here(config))
     # A path that several stages name is hashed once.
@@ -138,7 +139,8 @@ def _of_a_file_beside(recipe: Recipe, config: StageConfig) -> str | None:
     unknown = set(config.tasks) - {file.stem for file in known}
     files = [file for pattern in ("*.y*ml", "*/*.y*ml") for file in sorted(recipe.folder.glob(pattern))]
     for file in (file for file in files if file.stem in unknown and file.is_file()):
-        if TASK.search(file.read_text(encoding="utf-8", errors="replace")):  # a recipe may have the name of its task
+        # A file of that name may be a recipe instead of a task.
+        if TASK.search(file.read_text(encoding="utf-8", errors="replace")):
             folder = file.parent.relative_to(recipe.folder)
             return f"the task {file.stem} is in {file}, where it is not looked for; write `task_folder: {folder}`"
     return None

@@ -195,7 +195,7 @@ def _fits(plan: _Plan, shape: ModelShape) -> bool:
         best = choose_layout(plan.method, config, shape).candidates[0]
     except LayoutError:
         return False
-    return not best.layout.cpu_offload  # states that wait in the host's memory: an adapter is better
+    return not best.layout.cpu_offload  # an adapter is better than offloading the optimizer to the host
 
 
 def _like(billions: float) -> ModelShape:

@@ -156,7 +156,7 @@ def find_model(source: str, scratch: Path) -> KnownModel:
         raise RecipeError(f"reading --model: {error}") from error
     recipe = load_stages("init", Path.cwd(), {"base": {"kind": "download", "model": source}})
     config = _download(recipe)
-    source = str(config.model)  # with an absolute path
+    source = str(config.model)  # now with an absolute path
     index = Store(store_root()).index()
     recipe, _ = find_stored(recipe, ["base"], index)
     config = _download(recipe)
@@ -185,7 +185,7 @@ def _known(source: str, config: Mapping[str, Any] | None, folder: Path | None) -
         return KnownModel(source, known_model(source), None, folder)
     try:
         return KnownModel(source, shape_of_config(config), max_positions(config), folder)
-    except ModelError:  # of a family that the planner does not know
+    except ModelError:  # the planner does not know its family
         return KnownModel(source, None, max_positions(config), folder)
 
 
@@ -249,7 +249,7 @@ def _split_of(data: Path) -> tuple[Path, str]:
         find_files(data, "train")
         return data, "train"
     except DataError as error:
-        # Without `train`: the word that all names begin with, as in part-1.jsonl and part-2.jsonl.
+        # Without a split `train`, the common first word of all names is the split: part-1.jsonl, part-2.jsonl.
         files = [path for path in sorted(data.iterdir()) if path.is_file() and _data_suffix(path)]
         words = {path.name.split(".")[0].replace("_", "-").split("-")[0] for path in files}
         if len(words) != 1:

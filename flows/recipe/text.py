@@ -119,7 +119,7 @@ def without_secrets(text: str) -> str:
             if key.value == "environment":
                 hidden |= {(one.start_mark.index, one.end_mark.index) for one in _values(value)}
     for start, end in sorted(hidden, reverse=True):
-        behind = text[start:end].rstrip()  # a text in lines ends with its last line break
+        behind = text[start:end].rstrip()  # a block scalar includes its last line break, which is kept
         text = f"{text[:start]}{REPLACEMENT!r}{text[start + len(behind) :]}"
     return redact(text)
 
@@ -163,7 +163,8 @@ def resolve_file_sources(tree: Any, folder: Path) -> Any:
         return {key: resolve_file_sources(value, folder) for key, value in tree.items()}
     if isinstance(tree, list):
         return [resolve_file_sources(value, folder) for value in tree]
-    if isinstance(tree, str) and tree.startswith("file://") and tree != "file://":  # which is refused as it is
+    # An empty path, which is refused later.
+    if isinstance(tree, str) and tree.startswith("file://") and tree != "file://":
         return f"file://{absolute(Path(tree.removeprefix('file://')), folder)}"
     return tree
 

@@ -117,7 +117,7 @@ def _answers_to(task: str, files: Mapping[str, Path], most: int) -> AnswersToTas
 def _samples(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the first row of each document, by its number and the hash of its text."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    with suppress(OSError, ValueError):  # a report is made of damaged evaluations, too; `lifecycle verify` names them
+    with suppress(OSError, ValueError):  # damaged evaluations do not stop a report; `lifecycle verify` names them
         for row in read_json_lines(file):
             if "resps" in row:  # old evaluations did not keep answers
                 rows.setdefault((str(row["doc_id"]), str(row.get("doc_hash"))), row)

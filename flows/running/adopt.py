@@ -37,7 +37,7 @@ def adopt(
     path = path.absolute()
     real_path = Path(
         os.path.realpath(path)
-    )  # unlike `resolve`, it lets a link to itself pass, which the download names
+    )  # unlike `resolve`, it accepts a link to itself, which the download then reports
     if real_path.is_relative_to(store.root.resolve()):
         raise StoreError(f"cannot adopt {path}: it lies in the store already")
     tree = {name: {"kind": "download", product: f"file://{path}"}}

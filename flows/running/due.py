@@ -101,7 +101,8 @@ def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
     A retry continues in the ledger of the refresh that failed. Everything that the recipe depends on is resolved when
     it starts. Raises what `check_recipe`, `check_parameters` and `make_plan` raise.
     """
-    name = Path(str(runtime.flow_run.name)).name  # the name of a flow run names no ledger elsewhere
+    # The last part only, so that a name from Prefect cannot lead to another folder.
+    name = Path(str(runtime.flow_run.name)).name
     ledger = ledger_of(name)
     if ledger.exists():
         request = retry_of(ledger.read())

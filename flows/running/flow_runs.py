@@ -130,7 +130,7 @@ def begin_again(record: RefreshRecord) -> FlowRun | None:
     if record.prefect_flow_run_id is None:
         return None
     with prefect_client() as client, suppress(ObjectNotFound):
-        # Forced: Prefect has runs start again from `Scheduled` only, where a worker could take it from us.
+        # Forced, because Prefect restarts runs only from `Scheduled`, in which a worker could take it first.
         client.set_flow_run_state(UUID(record.prefect_flow_run_id), Pending(), force=True)
         return client.read_flow_run(UUID(record.prefect_flow_run_id))
     return None

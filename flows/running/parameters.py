@@ -52,7 +52,7 @@ def check_parameters(request: RefreshRequest) -> None:
     path = Path(request.recipe)
     before, after = read_tree(path), read_tree(path)
     if apply_overrides(after, request.overrides):
-        return  # reading the recipe says what is wrong
+        return  # the reader of the recipe reports the problem
     problems = []
     for names, value in _changes(before, after):
         reason = _reason(names, value, path.absolute().parent, _kind(after, names))
@@ -128,5 +128,5 @@ def _is_inside(text: str, folder: Path) -> bool:
     try:
         path = absolute(Path(text.removeprefix("file://")), folder)
         return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
-    except (OSError, ValueError, RuntimeError):  # no path, or of a user that does not exist
+    except (OSError, ValueError, RuntimeError):  # it is no path, or `~` of an unknown user
         return False

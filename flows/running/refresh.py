@@ -122,7 +122,7 @@ def _run(run: RefreshRun) -> State[Any]:
                 run.tracker.start({})
             _run_stages(run)
             if run.comparison and not run.errors:
-                run.tracker.close()  # it would keep a core busy that is measured
+                run.tracker.close()  # the shipper would use a core during the measurements
                 _measure(run, run.comparison)
     finally:
         record = run.finish()
@@ -142,7 +142,7 @@ def _flow_run_name() -> str:
     path = Path(parameters["recipe"])
     try:
         return new_refresh_id(load_recipe(path, parameters["overrides"]).name)
-    except LifecycleError:  # the flow says what is wrong with it
+    except LifecycleError:  # the flow reports the problem
         return new_refresh_id(path.stem)
 
 
@@ -178,7 +178,7 @@ def _run_stages(run: RefreshRun) -> None:
         for name in (name for name, stage in stages.items() if stage.upstream and name not in behind_verdicts):
             submit(name, [*checked, *(futures[other] for other in stages[name].upstream)])
         for name in behind_verdicts:
-            # Behind a refusal, whose state is that of a cancelled task, Prefect would not start them.
+            # A refusal has the state of a cancelled task, after which Prefect would not start dependents.
             upstream = stages[name].upstream
             for other in upstream:
                 futures[other].wait()
@@ -198,7 +198,7 @@ def _end_skipped(futures: Mapping[str, PrefectFuture[Any]]) -> None:
     if not skipped:
         return
     ended = Cancelled(name="Skipped", message="a stage that it stands on was not built")
-    # What Prefect shows is no reason to fail: a server that has gone away is found out where it matters.
+    # Only Prefect's display depends on it, so a server that is away is no failure here.
     with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:
         for name, task_run in skipped.items():
             client.set_task_run_name(task_run, name)
@@ -271,7 +271,7 @@ def final_state(record: RefreshRecord) -> State[Any]:
     """
     verdicts = {entry.verdict for entry in record.stages.values() if entry.state == "built"}
     if record.state == "not_promoted":
-        # Of a verdict that was found cached, people were notified when it was given.
+        # Notifications of a cached verdict went out when it was given.
         return Cancelled(name=REFUSED if "not promoted" in verdicts else STILL, message=summary(record))
     if record.state == "completed" and "promoted" in verdicts:
         return Completed(name="Promoted", message=summary(record))

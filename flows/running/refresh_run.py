@@ -73,7 +73,7 @@ class RefreshRun:
         self.tracker = Tracker(self.ledger)
         self.retries = Retries(self.store)
         self.slots = Slots(home() / "slots", num_slots())
-        # A promotion reads what its server measured, and asks it nothing; the device may be needed meanwhile.
+        # A promotion reads its server's measurements and sends it no requests, so the server need not be kept for it.
         asking = (stage for stage in self.plan.stages.values() if stage.config.product != "verdict")
         self.servers = LiveServers({stage.name: stage.upstream for stage in asking})
         self._lock = threading.Lock()  # stages append events from threads of their own
@@ -190,7 +190,7 @@ class RefreshRun:
         self.servers.stop_all()
         if self.record.state == "running":
             for attempt in self.record.attempts.values():
-                if attempt.outcome is None:  # the disk was full
+                if attempt.outcome is None:  # its end could not be recorded: the disk was full
                     self.append(end_of(attempt, "killed", error="how it ended could not be recorded"))
             self.append(self._concluded(self._end()))
             if self.comparison:
@@ -279,7 +279,7 @@ class RefreshRun:
     def _note_built(self, built: Built) -> None:
         """Record a stage that was found cached; its observer records one that was built."""
         self.built[built.name] = built
-        self.errors.pop(built.name, None)  # of a try before
+        self.errors.pop(built.name, None)  # an error of an earlier attempt
         if built.state == "cached":
             seconds, attempt = round(built.seconds, 2), built.record.attempt
             self.append(StageCached(stage=built.name, artifact=built.artifact, attempt=attempt, seconds=seconds))

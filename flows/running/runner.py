@@ -135,7 +135,7 @@ def run_stage(
         store.recover(planned.kind, planned.version)
         if built := _find_cached(planned, resolved_inputs, store, started_s):
             if not is_pending(built.artifact):
-                store.remove(work)  # of a forced attempt that was killed
+                store.remove(work)  # left by a forced attempt that was killed
                 raise_finding(built)
                 return built
             with suppress(OutdatedVerdictError):

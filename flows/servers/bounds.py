@@ -33,7 +33,8 @@ class BoundedProtocol(H11Protocol):
         self._look()
 
     def _look(self) -> None:
-        if self.transport.is_closing() or self.transport.get_protocol() is not self:  # a web socket has its own
+        # A web socket has a protocol object of its own.
+        if self.transport.is_closing() or self.transport.get_protocol() is not self:
             return
         now_s = self.loop.time()
         if (awaited := self._find_awaited()) != self._awaited:

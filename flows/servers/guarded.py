@@ -44,7 +44,7 @@ def prefect(hosts: list[str], password: str) -> Guard:
 
     look_rarely()
     application = create_app(final=True)
-    # Its API and its pages are mounted. What describes the API asks for no key, and takes seconds to be made.
+    # Only mounts are kept (API and pages): the routes that describe the API ask for no key and take seconds to make.
     application.router.routes = [route for route in application.router.routes if isinstance(route, Mount)]
     return Guard(application, hosts)
 

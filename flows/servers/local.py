@@ -119,7 +119,7 @@ def up(*, worker: bool = False) -> Endpoints:
         worker = worker or bool(former and former.process.alive() and not former.knows_home)
         is_copy = is_unsettled_copy()
         if is_copy:
-            key_file().unlink(missing_ok=True)  # the original's
+            key_file().unlink(missing_ok=True)  # the key belongs to the original
         password = make_key()
         lock = Lock(home())
         is_supervised = lock.holder() is not None
@@ -464,7 +464,7 @@ def _stop_refreshes(worker: ServerRecord) -> None:
     processes = [one.process for one in RunningRefreshes().all() if one.process.pid in started]
     send(signal.SIGTERM, [process.pid for process in processes])
     end = time.monotonic() + STOP_TIMEOUT_S
-    # Their records say that they have ended a little before Prefect knows.
+    # Their ledgers show the end a little before Prefect knows it.
     while any(process.alive() for process in processes) and time.monotonic() < end:
         time.sleep(0.1)
 

@@ -32,6 +32,6 @@ def missing_worker() -> str | None:
         address = f"{(home() / PREFECT.name / 'prefect.db').as_uri()}?mode=ro"
         with closing(sqlite3.connect(address, uri=True, timeout=1.0)) as database:
             (count,) = database.execute(ACTIVE).fetchone()
-    except sqlite3.Error:  # there is none yet, or Prefect has another one
+    except sqlite3.Error:  # there is no database yet, or Prefect uses another one
         count = 0
     return f"no worker runs, so scheduled recipes ({count}) are not refreshed: `lifecycle up`" if count else None

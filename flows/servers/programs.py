@@ -98,7 +98,7 @@ def _prefect_environment(folder: Path, port: int) -> dict[str, str]:
         # Its pages would ask the server on port 4200, which may be another home's.
         "PREFECT_SERVER_UI_API_URL": f"http://{LOOPBACK}:{port}/api",
         "PREFECT_UI_URL": f"http://{LOOPBACK}:{port}",  # links in notifications
-        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",  # which is fetched from the internet
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",  # it is fetched from the internet
     }
 
 

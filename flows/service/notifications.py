@@ -65,7 +65,8 @@ LATE = (
     "was due at {{ (flow_run.expected_start_time|string)[:16] }} UTC, and no worker has begun it; look at "
     "`lifecycle status` there: `lifecycle up` starts the worker, which then begins the latest refresh that is due"
 )
-LINK = "{% if flow_run|ui_url %}\nPrefect: {{ flow_run|ui_url }}{% endif %}"  # a server of others may not know it
+# Another server may not know the address of its UI.
+LINK = "{% if flow_run|ui_url %}\nPrefect: {{ flow_run|ui_url }}{% endif %}"
 BODY = f"{{% if flow_run.state.name == 'Late' %}}{LATE}{{% else %}}{{{{ flow_run.state.message }}}}{{% endif %}}{LINK}"
 ONCE_WITHIN = timedelta(minutes=1)
 """Interval in which equal states count once; when the disk is full, Prefect sets a last state several times."""

@@ -111,7 +111,8 @@ def pause(name: str) -> Schedule:
     with prefect_client() as client:
         deployment = _find_or_explain(client, name)
         client.pause_deployment(deployment.id)
-        for run in _scheduled(client, deployment.id):  # Prefect has removed all but what it was just planning
+        # Prefect has removed the others; these were being planned at that moment.
+        for run in _scheduled(client, deployment.id):
             if run.auto_scheduled and not run.run_count:
                 client.delete_flow_run(run.id)
         return _describe(client, client.read_deployment(deployment.id))
@@ -139,7 +140,7 @@ def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
         remedy = f"expected a name such as Europe/Berlin{closest(timezone, close_names)}"
         raise RecipeError(f"scheduling {name}: there is no time zone `{timezone}`; {remedy}") from error
     expected = "expected minute, hour, day of month, month and day of week, such as `0 3 * * *`"
-    # Six fields, which Prefect takes, begin with a minute and end with a second; R is a time that it draws.
+    # Prefect also accepts six fields (the last is the second) and R, a random time; both are refused here.
     if RANDOM.search(cron) or (len(cron.split()) != NUM_FIELDS and not cron.startswith("@")):
         raise RecipeError(f"scheduling {name}: `{cron}` is no cron expression; {expected}")
     for first, last in RANGE.findall(cron):

@@ -56,7 +56,7 @@ def duties() -> list[Duty]:
     """Return the tasks that the worker does at its start and then at intervals."""
     return [
         Duty("look whether the home was moved", 5.0, functools.partial(end_if_moved, home_identity())),
-        Duty("report dead refreshes", 5.0, Reaper().reap),  # a death is to be known within 10 s
+        Duty("report dead refreshes", 5.0, Reaper().reap),  # so that a death is known within 10 s
         Duty("start the supervisor", 5.0, revive_supervisor),
         Duty("apply the retention policy", 86_400.0, apply_retention),
         Duty("plan runs after the clock was set back", 60.0, Clock(plan_schedules).look),
@@ -87,7 +87,7 @@ def end_if_moved(here: HomeIdentity) -> None:
     """End the worker when its home is no longer where it was."""
     if not here.is_here():
         print(f"{home()} was moved: the worker ends; `lifecycle up` starts it in the new place", flush=True)
-        os._exit(1)  # refreshes that run find what they have open, and would be stopped otherwise
+        os._exit(1)  # without cleanup, which would stop running refreshes; those keep their open files
 
 
 def remove_left_folders(folder: Path) -> None:
@@ -100,7 +100,7 @@ def remove_left_folders(folder: Path) -> None:
         with suppress(OSError):
             directory = Path(f"/proc/{pid}/cwd").readlink()
             in_use |= {directory, *directory.parents}
-    for left in folder.resolve().glob("tmp*prefect"):  # as Prefect's worker names them
+    for left in folder.resolve().glob("tmp*prefect"):  # Prefect's worker names its folders so
         if left not in in_use:
             shutil.rmtree(left, ignore_errors=True)
 
@@ -127,7 +127,7 @@ def main() -> None:
     collect_rarely()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     public = socket.socket(fileno=int(sys.argv[1])) if sys.argv[1:] else None
-    # Prefect's folders for fetched code stay behind, empty; a killed worker's working directories, too.
+    # Prefect leaves empty folders for fetched code, and a killed worker its working directories: keep them here.
     (home() / "worker").mkdir(mode=0o700, parents=True, exist_ok=True)
     tempfile.tempdir = str(home() / "worker")
     if public:  # without it, workers in other containers may share the folder

@@ -42,7 +42,7 @@ def _remove_folder(folder: Path) -> list[OSError]:
     def note(_: object, failed: str, raised: tuple[type[BaseException], BaseException, TracebackType]) -> None:
         error = raised[1]
         assert isinstance(error, OSError)
-        if not isinstance(error, FileNotFoundError):  # another process removes the same
+        if not isinstance(error, FileNotFoundError):  # another process has removed it
             errors.append(OSError(error.errno, error.strerror, failed))
 
     shutil.rmtree(folder, onerror=note)

@@ -160,7 +160,7 @@ class Store:
             try:
                 remove_tree(path if path.parent == self.root / TRASH else self._to_trash(path))
             except OSError as error:
-                # A full disk may have no room for the move, and what lies beside the store may be on another one.
+                # A full disk may have no room for the rename; a path outside the store may be on another disk.
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EXDEV):
                     raise
                 remove_tree(path)
@@ -176,7 +176,7 @@ class Store:
         trash = self.root / TRASH / f"{path.name}-{os.urandom(4).hex()}"
         try:
             return path.rename(trash)
-        except PermissionError:  # a folder that is moved elsewhere has to be writable
+        except PermissionError:  # renaming a folder into another parent needs write permission on it
             make_writable(path)
             return path.rename(trash)
 

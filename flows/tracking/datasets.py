@@ -55,7 +55,7 @@ def datasets_read(tags: Mapping[str, str], params: Mapping[str, str], store: Pat
                 params[f"{prefix}{name}"]: context for name, context in SPLITS.items() if f"{prefix}{name}" in params
             }
             for split, context in splits.items():
-                with suppress(DataError, OSError):  # the stage itself says what is wrong with its data
+                with suppress(DataError, OSError):  # the stage itself reports problems of its data
                     yield _read_split(artifact, split, context)
 
 
@@ -88,7 +88,7 @@ def _task_digest(folder: Path, task: str, config: object) -> str:
 def _read_split(artifact: Artifact, split: str, context: str) -> ReadDataset:
     record, folder = artifact.record, artifact.folder / "data"
     files = find_files(folder, split)
-    here = () if any(map(is_pointer, files)) else files  # what lies elsewhere is not asked for
+    here = () if any(map(is_pointer, files)) else files  # files on other servers are not opened
     first = next((row.content for row in read_rows(folder, list(here)) if isinstance(row, Row)), None)
     counts = [rows_of(file) for file in files]
     sizes = {"num_files": len(files), "num_bytes": sum(map(size_bytes, files))}

@@ -26,7 +26,7 @@ COLUMNS = (
     "metrics.`mfu`",
 )
 EXPERIMENT_TAGS = {
-    "mlflow.experimentKind": "custom_model_development",  # what older pages went by
+    "mlflow.experimentKind": "custom_model_development",  # for older versions of the pages
     f"mlflow.sharedViewState.{VIEW}": json.dumps(
         {"name": VIEW, "createdAt": 0, "updatedAt": 0, "state": json.dumps({"selectedColumns": COLUMNS})}
     ),

@@ -65,7 +65,7 @@ INTERVAL_S = 0.5
 RETRY_INTERVAL_S = 5.0
 LONGEST_TROUBLE = 300
 CLIENT_ENVIRONMENT = {
-    # A server that is away must be noticed within seconds: the next try is ours.
+    # A server that is away must be noticed within seconds; we retry ourselves.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -120,7 +120,7 @@ class Shipper:
             log_params(self.client, run, parent_params(record))
             self._save(parent_run_id=run, trouble=None)
         assert self.shipped.parent_run_id
-        if self.shipped.done:  # of an earlier try
+        if self.shipped.done:  # MLflow has an earlier try of this refresh
             self.client.update_run(self.shipped.parent_run_id, status="RUNNING")
             self._save(done=False)
         return self.shipped.parent_run_id
@@ -224,7 +224,7 @@ class Shipper:
 def main() -> None:
     """Ship the refresh of the ledger named by the argument until stdin ends, then the rest of others."""
     os.environ.update(CLIENT_ENVIRONMENT)
-    # Missing, as to MLflow's small distribution: its models and datasets would import them, a quarter of the start.
+    # Hide these packages, as in MLflow's skinny distribution: importing them takes a quarter of the start.
     missing: dict[str, Any] = dict.fromkeys(("pandas", "scipy"))
     sys.modules.update(missing)
     from mlflow import MlflowClient

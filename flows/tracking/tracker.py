@@ -36,7 +36,7 @@ class Tracker:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is for the refresh, which then has an end to be shipped
+                start_new_session=True,  # Ctrl-C must stop the refresh only, whose end is then shipped
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:

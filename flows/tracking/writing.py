@@ -94,7 +94,7 @@ def table_of(file: Path) -> dict[str, list[Any]]:
     rows: list[dict[str, Any]] = []
     with file.open("rb") as stream:
         for line in islice(stream, 0, None, stride):
-            with suppress(ValueError):  # torn by a kill
+            with suppress(ValueError):  # a kill may have torn a line
                 rows.append(_flat(json.loads(line)))
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return {"columns": columns, "data": [[row.get(name) for name in columns] for row in rows]}
