@@ -54,7 +54,10 @@ class Ranks:
 @contextmanager
 def started_ranks(**more_environment: str) -> Iterator[Ranks]:
     """The parent imports a program when it is first asked for, and ends with its ranks."""
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # Packages and libraries may lie where only these say, as on a machine that `make gpu-kit` was carried to.
+    inherited = {name: os.environ[name] for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
+    packages = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
+    environment = {**inherited, "PATH": "/usr/bin:/bin", "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
     parent = subprocess.Popen(
         [sys.executable, "-m", "tests.parity.ranks"],
         cwd=ROOT,

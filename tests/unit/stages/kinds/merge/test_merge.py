@@ -156,7 +156,7 @@ def test_experts_are_merged_as_the_files_have_them(mixture, tmp_path):
 
 
 def test_an_adapter_of_experts_is_not_mixed_with_others(mixture, tmp_path):
-    with pytest.raises(ModelError, match=r"one has .* or adapters of experts, which nothing here combines"):
+    with pytest.raises(ModelError, match=r"one has .* or adapters of experts, which are not combined here"):
         merge(mixture, tmp_path / "work", adapters=["one"], weights=[0.5])
 
 

@@ -163,7 +163,10 @@ def test_what_a_server_cannot_do_is_named_before_training(served, artifacts, tmp
 
 @pytest.mark.parametrize(
     ("tokens", "error", "message"),
-    [([1, 2, 3], ModelError, "has another tokenizer than the model in"), (None, ServerError, "does not say which tok")],
+    [
+        ([1, 2, 3], ModelError, "has another tokenizer than the model in"),
+        (None, ServerError, "does not return the tokens it read"),
+    ],
 )
 def test_another_tokenizer_is_named(served, artifacts, tmp_path, tokens, error, message):
     served.tokens_of_probe = tokens
