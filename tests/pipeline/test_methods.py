@@ -92,7 +92,8 @@ def test_a_teacher_is_asked_once_and_learned_from_alike_on_two_processes(with_te
     assert losses[0][-1] < 0.7 * losses[0][0]
     damaged, *others = sorted(written[0])
     assert all(written[1][name] == written[0][name] for name in others), "the teacher's records were cached"
-    assert written[1][damaged][0] > written[0][damaged][0], "a bit was another one, and it was asked again"
+    # Another inode: the new file is made while the damaged one exists, and inode numbers need not rise.
+    assert written[1][damaged][0] != written[0][damaged][0], "a damaged file is written again"
     assert written[2].keys() == written[0].keys()
     assert len(written[0]) == 2, "of the rows that are learned from, and of those held out"
 
