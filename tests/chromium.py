@@ -18,7 +18,7 @@ START_TIMEOUT_MS = 120_000
 
 @dataclass
 class Seen:
-    """What the browser complained of, and what it would have fetched."""
+    """Record of the browser's complaints, and of the addresses that it would have fetched."""
 
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)

@@ -143,7 +143,7 @@ def ask(client: httpx.Client, number: int) -> str:
 
 
 class Followed:
-    """What a follower serves; `look` is what it does every few seconds, to the end of what follows from it."""
+    """Champion and challenger behind a follower; `look` does what the follower does every few seconds."""
 
     def __init__(self, registry: Registry, stack: ExitStack, **options):
         self.folder = stack.enter_context(own_folder())

@@ -1,4 +1,4 @@
-"""What the hub of the tests holds: repositories with commits, and the files of a typical model."""
+"""Contents of the tests' hub: repositories with commits, and the files of a typical model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Repository:
         return entry
 
     def tree(self, revision: str, folder: str = "", recursive: bool = False) -> list[dict[str, object]]:
-        """What lies in a folder at a revision: its files and, when not `recursive`, the folders in it."""
+        """Return a folder's files at a revision and, when not `recursive`, the folders in it."""
         files = self.files_at(revision) or {}
         prefix = f"{folder}/" if folder else ""
         inside = {name: content for name, content in files.items() if name.startswith(prefix)}
@@ -70,7 +70,7 @@ class Repository:
         ]
 
     def paths_info(self, revision: str, paths: list[str]) -> list[dict[str, object]]:
-        """What the given paths are at a revision; those that do not exist are left out."""
+        """Return the entries of paths at a revision; those that do not exist are left out."""
         files = self.files_at(revision) or {}
         found = [self.tree_entry(path, files[path]) for path in paths if path in files]
         folders = [path for path in paths if any(name.startswith(f"{path}/") for name in files)]
@@ -78,7 +78,7 @@ class Repository:
 
 
 def blob_id(content: bytes) -> str:
-    """What git calls this content."""
+    """Return git's id of this content."""
     return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
 
 

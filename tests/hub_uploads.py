@@ -1,4 +1,4 @@
-"""What the hub of the tests takes in, by the real hub's API: new repositories, large files by their sha256, commits."""
+"""Uploads to the tests' hub by the real hub's API: new repositories, large files by their sha256, commits."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.http_server import serving
 KEY = "a-key-that-is-secret"
 MODEL = "critic-1"
 PROMPT_TOKENS, COMPLETION_TOKENS = 90, 7
-"""What it counts for any answer."""
+"""Numbers of tokens that it reports for any answer."""
 
 
 def rating(answer: str) -> int:

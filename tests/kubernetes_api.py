@@ -1,7 +1,7 @@
 """A stand-in for the API server of a cluster, and for its nodes: pods of Jobs run here, as processes.
 
 It speaks what the launcher uses: create, get and delete of namespaced objects, lists by label, over HTTP with a bearer
-token. No cluster can exist where these tests run; which manifests a real one accepts is told by the published schemas.
+token. No cluster can run beside these tests; the published schemas show which manifests a real one accepts.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class SlurmCluster:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def command(self, *arguments: str) -> str:
-        """What one of Slurm's commands prints."""
+        """Return the output of one of Slurm's commands."""
         ended = subprocess.run(arguments, env=self.environment(), capture_output=True, text=True, timeout=60)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
@@ -177,7 +177,7 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens on, each another one."""
+    """Return different ports on which no program listens."""
     listeners = [socket.socket() for _ in range(number)]
     try:
         for listener in listeners:

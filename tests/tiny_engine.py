@@ -46,7 +46,7 @@ class TinyEngine:
     listens_on_sockets = False
     capabilities = Capabilities("safetensors")
     answer_tokens: int | None = None
-    """Of each answer under load; None: as many as were asked for."""
+    """Tokens of each answer under load; None: as many as were asked for."""
 
     def find_program(self) -> TinyProgram:
         return TinyProgram()

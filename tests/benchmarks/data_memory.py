@@ -1,4 +1,4 @@
-"""How much memory a training stage takes to prepare a large JSONL dataset and to learn from it, and how long.
+"""Benchmark of the memory and time of a training stage that prepares a large JSONL dataset and learns from it.
 
 `python tests/benchmarks/data_memory.py [GB …] [--linked]` prints the peak of its processes for each size, those that
 tokenize apart; it is flat when the lines show about the same. No two rows are the same, so that all of them are

@@ -1,4 +1,4 @@
-"""How fast rows become packed tokens, and how much memory that takes: 100,000 and 1,000,000 short chats.
+"""Benchmark of the speed and memory with which rows become packed tokens: 100,000 and 1,000,000 short chats.
 
 `python tests/benchmarks/data_streaming.py [NUM_ROWS …]` prints rows/s and peak memory for each number of rows, each in
 a process of its own; memory is flat when the last lines show about the same.

@@ -1,4 +1,4 @@
-"""What one accelerator gives, in parts of at most three minutes: `python tests/benchmarks/gpu.py --out FOLDER`.
+"""Benchmark of one accelerator, in parts of at most three minutes: `python tests/benchmarks/gpu.py --out FOLDER`.
 
 Parts are the tests of `tests/gpu`, the device's matmul and copy rates, and training steps (`gpu_part.py`), in the order
 of what is worth most to know. Each is a process of its own with a time limit; `FOLDER/gpu.json` and `FOLDER/gpu.md` are

@@ -1,5 +1,7 @@
-"""What the tests here run on: the accelerator that torch finds, or the CPU with `TESTS_GPU_ON=cpu`, which proves the
-tests themselves where there is none."""
+"""Device of these tests: the accelerator that torch finds, or the CPU with `TESTS_GPU_ON=cpu`.
+
+On a CPU they prove only the tests themselves.
+"""
 
 from __future__ import annotations
 

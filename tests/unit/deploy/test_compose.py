@@ -1,4 +1,4 @@
-"""The servers of a team: compose names only what there is, in an order that works, and lets nobody in from outside."""
+"""The servers of a team: compose names only existing things, in an order that works, and admits no one from outside."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""What `make gpu-kit` collects suffices, beside torch, Transformers, PEFT and pytest, to train."""
+"""The files that `make gpu-kit` collects suffice for training, beside torch, Transformers, PEFT and pytest."""
 
 from __future__ import annotations
 

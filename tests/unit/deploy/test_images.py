@@ -1,4 +1,4 @@
-"""Images are built from what there is, with the versions that everyone has, and run as nobody in particular."""
+"""Images are built from existing files, with the locked versions, and run as an unprivileged user."""
 
 import re
 from fnmatch import fnmatch
