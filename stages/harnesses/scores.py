@@ -1,6 +1,4 @@
-"""Scores and samples of an evaluation's artifact: `scores.json`, and `samples/TASK.jsonl` with what was asked, answered
-and expected.
-"""
+"""Scores and samples in an evaluation's artifact: `scores.json`, and `samples/TASK.jsonl` with prompts and answers."""
 
 from __future__ import annotations
 

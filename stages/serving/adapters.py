@@ -32,7 +32,7 @@ def base_problems(
             yield f"{field}: {name} trains an adapter with {', '.join(found)}, served merged only (`kind: merge`)"
     own_base = base_of(model, stages)
     if base not in (None, own_base):
-        yield f"base: is {base}, but that of {model} is {own_base}; remove it: it is found by itself"
+        yield f"base: is {base}, but that of {model} is {own_base}; remove it: it is found automatically"
     elif base == model:
         yield f"base: is {base}, which is no adapter; remove it"
     for number, name in enumerate(adapters):

@@ -86,7 +86,7 @@ def compare_with_records(
     engine = engine_of(spec.engine)
     if recorded and not engine.capabilities.token_prompts:
         warn(
-            f"{', '.join(recorded)}: whether what is served is what was trained is not known, since {engine.title} "
+            f"{', '.join(recorded)}: what is served was not compared with what was trained, since {engine.title} "
             "takes no prompts of token ids"
         )
         return {}
@@ -147,7 +147,9 @@ def _differing_tool_prompts(
     if not compared or not engine.capabilities.prompt_token_ids:
         if prompts:
             cause = (
-                f"they do not fit into its {context_tokens} tokens" if not compared else "it tells no tokens of them"
+                f"they do not fit into its {context_tokens} tokens"
+                if not compared
+                else "it does not return their tokens"
             )
             warn(f"{name}: {engine.title} was not asked how it renders prompts with tools, since {cause}")
         return None
@@ -174,8 +176,8 @@ def _rendered_otherwise(client: Client, spec: LaunchSpec, prompt: ToolPrompt) ->
         return None
     return (
         "renders a prompt with tools to other tokens than it was trained with: "
-        f"{_first_difference(spec.model, prompt.token_ids, served)}. It is asked what it has not learned; compare the "
-        "chat template that is served, and its arguments, with the one of the training"
+        f"{_first_difference(spec.model, prompt.token_ids, served)}. So it gets prompts unlike "
+        "those of its training; compare the served chat template, and its arguments, with the training's"
     )
 
 

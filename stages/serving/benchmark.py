@@ -37,7 +37,7 @@ def measure(server: Server, benchmark: BenchmarkConfig, folder: Path, warn: Call
 def _why_unmeasured(load: LoadResult, benchmark: BenchmarkConfig) -> str | None:
     """Return why the time between tokens could not be measured; None if it was."""
     if benchmark.output_tokens == 1:
-        return "benchmark.output_tokens is 1: an answer of one token has none between two"
+        return "benchmark.output_tokens is 1: an answer of one token has no time between tokens"
     expected = load.num_requests * benchmark.output_tokens
     if load.num_output_tokens < expected:
         return f"the answers had {load.num_output_tokens} tokens in all, expected {expected}"

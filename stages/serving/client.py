@@ -241,7 +241,7 @@ class Choice(AnswerModel):
     def reported(self, server: str) -> TokenLogProbs:
         """Return the log-probabilities. Raises ServerError when there are none."""
         if self.logprobs is None:
-            raise ServerError(f"{server} gave no log-probabilities, which it was asked for")
+            raise ServerError(f"{server} returned no log-probabilities, which were requested")
         return self.logprobs
 
 

@@ -115,6 +115,6 @@ def _leased_client(config: AskedModelConfig, context: StageContext, spec: Launch
     try:
         check_server(client, engine_of(spec.engine).smoke_log_probabilities)
     except LifecycleError as error:
-        context.warn(f"the server of {config.model} is of no use ({error}); starting another")
+        context.warn(f"the server of {config.model} fails its check ({error}); starting another")
         return None
     return client

@@ -458,9 +458,7 @@ class FixedWeights:
         return []
 
     def _refuse_adapters(self) -> NoReturn:
-        raise ModelError(
-            f"{self.title} serves no adapters of ours; merge them (`kind: merge`), and serve what comes out"
-        )
+        raise ModelError(f"{self.title} serves no adapters; merge them (`kind: merge`), and serve the merged model")
 
     def _refuse_reloads(self) -> NoReturn:
         raise ModelError(f"{self.title} loads its weights once; completions to learn from are sampled by vllm")

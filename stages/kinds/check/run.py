@@ -15,7 +15,7 @@ from stages.models.start_up import hide_unused_packages, import_tokenizers
 
 
 def run(config: CheckConfig, context: StageContext) -> StageResult:
-    """Write down every problem. Finding some is no failure of the check."""
+    """Check the inputs of all stages, and write every problem to `findings.json`; finding some is no failure."""
     hide_unused_packages()
     import_tokenizers()  # most checks need only tokenizers, not models
     problems: list[InputProblem] = []

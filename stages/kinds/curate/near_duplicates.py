@@ -28,7 +28,7 @@ NUM_HASHES = 128
 FOUND = 0.995
 """Probability that two rows with the requested similarity are compared."""
 ESTIMATE_MARGIN = 0.2
-"""Margin by which the share of common smallest values may lie below the similarity: over 4 standard deviations."""
+"""Largest deficit of the MinHash estimate of a similarity: over 4 standard deviations."""
 CHUNK_RUNS = 4096
 SEED = 0
 
@@ -118,7 +118,7 @@ class Comparison:
         return Repeats(of, similarity)
 
     def groups(self, kept: NDArray[np.bool_], report: Report) -> NDArray[np.int64]:
-        """Return of each row, [rows], the first of the `kept` ones that it is similar to, directly or through others.
+        """Return int64 [rows]: for each row the first of the `kept` rows that it is similar to, also through others.
 
         Of rows of the same set one is compared, and a row is not compared within its own group: with copies, the time
         grows with the number of rows, not with its square.
@@ -160,14 +160,14 @@ class Comparison:
             places, num_rows = left, 2 * num_rows
 
     def _first_of_set(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return of each of `rows` the first one with the same set."""
+        """Return for each of `rows` the first one with the same set."""
         sets = (self._runs[self._start(row) : self._ends[row]].tobytes() for row in rows.tolist())
         digests = b"".join(hashlib.blake2b(runs, digest_size=8).digest() for runs in sets)
         _, first, inverse = np.unique(np.frombuffer(digests, np.uint64), return_index=True, return_inverse=True)
         return rows[first[inverse]]
 
     def _linked(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Return of each band, each row's predecessor with the same values there; -1 where there is none."""
+        """Return for each band each row's predecessor with the same values there; -1 where there is none."""
         num_values = values_per_band(self._threshold)
         predecessors = []
         for band in range(NUM_HASHES // num_values):

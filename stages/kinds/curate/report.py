@@ -33,7 +33,7 @@ class Report:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Everything but the stream, as JSON."""
+        """Counts and examples of the report, as JSON."""
         return {
             "read": self._read,
             "dropped": self._dropped,

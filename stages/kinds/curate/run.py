@@ -217,7 +217,7 @@ def _progress(context: StageContext, doing: str) -> Callable[[int, int], None]:
 
 
 def _first_equal(digests: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return of each row the number of the first row with its digest."""
+    """Return for each row the number of the first row with its digest."""
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     return first[inverse]
 

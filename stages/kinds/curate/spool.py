@@ -84,7 +84,7 @@ class KeptFiles:
 
 
 class SpoolWriter:
-    """Writer that appends rows to `FILES`."""
+    """Writer that appends rows to the files of a spool."""
 
     FILES = (ROWS, OFFSETS, DIGESTS)
 

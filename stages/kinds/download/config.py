@@ -51,8 +51,7 @@ class DownloadConfig(StageConfig):
             raise ValueError(f"`stream` is for a `dataset`: {self.product}s are needed whole; remove it")
         if self.stream and not HUBS[self.source.hub].streams:
             raise ValueError(
-                f"`stream: true` reads what lies at {streaming_prefixes()}, and {self.source} is no such place; "
-                "remove it"
+                f"`stream: true` reads datasets at {streaming_prefixes()} only, not at {self.source}; remove it"
             )
         return self
 
@@ -64,7 +63,7 @@ class DownloadConfig(StageConfig):
 
     @property
     def source(self) -> Source:
-        """The source, parsed."""
+        """Parsed source of the model, adapter or dataset."""
         if self.dataset is not None:
             return parse_source(self.dataset, "dataset")
         return parse_source(self.adapter or self.model or "", "model")

@@ -81,9 +81,9 @@ class EvaluateConfig(AskedModelConfig):
             return
         if tasks := harness.log_likelihood_tasks(self.evaluation):
             yield (
-                f"tasks: {', '.join(tasks)} compare log-likelihoods of given answers, and {engine.title} tells none of "
-                "prompts; take tasks that generate (`output_type: generate_until`), or serve the unquantized model "
-                "with vllm"
+                f"tasks: {', '.join(tasks)} compare log-likelihoods of given answers, and {engine.title} returns "
+                "none for prompts; choose tasks that generate (`output_type: generate_until`), or serve the "
+                "unquantized model with vllm"
             )
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:

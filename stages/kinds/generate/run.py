@@ -166,5 +166,7 @@ def _metrics(answered: Sequence[Answered], config: GenerateConfig, context: Stag
         values = [candidate.judgement.rewards[name] for candidate in candidates]
         metrics[f"reward_{name}"] = statistics.fmean(values)
         if len(set(values)) == 1 and len(values) > 1:
-            context.warn(f"the reward {name} is {values[0]:g} for all {len(values)} completions: it tells none apart")
+            context.warn(
+                f"the reward {name} is {values[0]:g} for all {len(values)} completions, so it distinguishes none"
+            )
     return metrics

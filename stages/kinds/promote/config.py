@@ -122,8 +122,8 @@ class PromoteConfig(StageConfig):
             yield f"gates.max_kl_nats_per_token: {self.model} is not quantized, so there is nothing to compare it with"
         if self.gates.max_abs_logprob_difference and not self._is_compared_with_training(stages):
             yield (
-                "gates.max_abs_logprob_difference: nothing measures it: merging, quantizing and serving what was "
-                f"trained here do, and {self.model} is none; name a serve stage as `server`"
+                "gates.max_abs_logprob_difference: nothing measures it: only merging, quantizing and serving "
+                f"what was trained here do, not {self.model}; name a serve stage as `server`"
             )
 
     def _problems_of_baselines(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:

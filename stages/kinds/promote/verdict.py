@@ -126,7 +126,7 @@ def _cost_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
 
 
 class Champion(StrictModel):
-    """The model that the alias points to now.
+    """The registered model that the champion's alias points to.
 
     evaluations: folders of artifacts.
     """

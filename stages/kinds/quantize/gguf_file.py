@@ -158,7 +158,7 @@ def stored_types(file: Path, mix: str) -> StoredTypes:
 
 
 def _sources(source: Path, config: dict[str, Any], architecture: str, quantization: Quantization) -> Iterator[Source]:
-    """Yield the tensors to write. Raises ModelError for a tensor that GGUF has no name for."""
+    """Yield the tensors of the GGUF file. Raises ModelError for a tensor that GGUF has no name for."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:

@@ -40,7 +40,7 @@ def problems_of_written(folder: Path, expected: set[str]) -> Iterator[ModelError
         )
     if unexpected := sorted(quantized - expected):
         yield ModelError(
-            f"the quantizer wrote {len(unexpected)} layers quantized that were to be left alone: "
+            f"the quantizer wrote {len(unexpected)} layers quantized that should stay unquantized: "
             f"{', '.join(unexpected[:NUM_NAMED])}; choose another method"
         )
     if not json.loads((folder / "config.json").read_text()).get("quantization_config", {}).get("quant_method"):

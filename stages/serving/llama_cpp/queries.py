@@ -27,7 +27,7 @@ TOKEN_ID_BYTES = 16
 
 
 class Meta(AnswerModel):
-    """Facts of the served model.
+    """Sizes of the model that a llama.cpp server serves.
 
     n_ctx: context length, for prompt and answer together.
     """
@@ -118,7 +118,7 @@ def _all(client: Client, prompt: list[int], whole: int | None) -> dict[int, floa
     entry = None if whole is None else _sampled(client, prompt, whole, meta_of(client).n_vocab)
     if entry is None:
         raise ServerError(
-            f"{client.url} tells no log-probability after {len(prompt)} tokens: it reports whole characters"
+            f"{client.url} returns no log-probability after {len(prompt)} tokens: it reports whole characters"
         )
     return {other.id: other.logprob for other in entry.top_logprobs}
 
@@ -134,5 +134,5 @@ def _sampled(client: Client, prompt: list[int], token: int, num_likeliest: int) 
     if entry.id != token:
         raise ServerError(f"{client.url} was made to say token {token}, and said {entry.id}: it ignores `logit_bias`")
     if not entry.top_logprobs:
-        raise ServerError(f"{client.url} gave no likeliest token, which it was asked for")
+        raise ServerError(f"{client.url} returned no likeliest token, which was requested")
     return entry

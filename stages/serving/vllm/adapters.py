@@ -66,12 +66,12 @@ def _room(spec: LaunchSpec) -> tuple[int, set[str]]:
 def check_adapters(spec: LaunchSpec) -> None:
     """Raise ModelError for a name that is given twice, a base or an adapter that vLLM could not serve."""
     if spec.own_name in spec.adapters:
-        raise ModelError(f"two of what is to be served are called {spec.own_name}: give each a name of its own")
+        raise ModelError(f"two of the served models are called {spec.own_name}: give each a name of its own")
     if is_quantized(read_config(spec.model)):
         raise ModelError(
             f"serving {', '.join(spec.adapters)} on {spec.model}: it is quantized, and an adapter changes the outputs "
             "of the very weights that it was trained on; serve it on the unquantized model, or merge it into that "
-            "(`kind: merge`) and quantize what comes out"
+            "(`kind: merge`) and quantize the merged model"
         )
     if "cpu" in spec.engine_version and _is_mixture(read_config(spec.model)):
         raise ModelError(

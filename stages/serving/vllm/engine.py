@@ -65,7 +65,7 @@ LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKE
 
 
 SMOKE_PROMPT = "1 + 1 = 2"
-"""Prompt of several tokens.
+"""Prompt of the first request to a server, of several tokens.
 
 On CPUs with AMX, attention of vLLM 0.32 in bf16 dies by SIGILL until a product of two matrices, which a single token
 does not need, has asked the kernel for the tile registers.

@@ -140,7 +140,7 @@ class OciRegistry:
         return self._ask("HEAD", f"{self._root}/blobs/{digest}", accepted=(200, 404)).status_code == httpx.codes.OK
 
     def _begin_upload(self) -> httpx.URL:
-        """Return the address that a blob is sent to."""
+        """Begin the upload of a blob; returns the address that it is sent to."""
         begun = self._ask("POST", f"{self._root}/blobs/uploads/", accepted=(202,))
         try:
             return begun.url.join(begun.headers["Location"])

@@ -75,7 +75,7 @@ class Target(Protocol):
         """
 
     def held(self, expected: LocalFiles) -> Held:
-        """Return the target's files by checksums that it computed, or that are computed from what it returns."""
+        """Return the target's files with checksums, which it computed, or which are computed from what it returns."""
 
     def read_text(self, name: str) -> str | None:
         """Return the text of one small file of `held` that an earlier publication left."""

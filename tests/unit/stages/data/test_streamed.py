@@ -262,7 +262,7 @@ def test_other_readers_take_what_is_streamed(s3: S3Server, fetched) -> None:
     ("config", "word"),
     [
         ({"dataset": "file://data/mine.jsonl"}, "hf://, s3://, gs://, az://"),
-        ({"dataset": "builtin/addition"}, "is no such place"),
+        ({"dataset": "builtin/addition"}, "only, not at "),
         ({"model": "s3://lake/model"}, "`stream` is for a `dataset`"),
     ],
 )

@@ -94,7 +94,10 @@ def test_gguf_files_are_served_by_llama_cpp_unless_asked(read, monkeypatch: pyte
             "serving.engine: llama_cpp serves gguf, but base makes safetensors; make one of it",
         ),
         (evaluate("base", "sums", serving={"engine": "llama_cpp"}), "serving.engine: llama_cpp serves gguf, but base"),
-        (evaluate("small", "choices"), r"tasks: choices compare log-likelihoods of given answers, and llama.cpp tells"),
+        (
+            evaluate("small", "choices"),
+            r"tasks: choices compare log-likelihoods of given answers, and llama.cpp returns",
+        ),
         (GRPO, "grpo.serving.engine: llama_cpp cannot load new weights while it runs; say `engine: vllm`"),
         (
             {**GRPO, "grpo": {**GRPO["grpo"], "serving": {"engine": "sglang"}}},

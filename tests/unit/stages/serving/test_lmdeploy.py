@@ -175,4 +175,4 @@ def test_that_it_is_not_compared_with_a_record_is_said(spec, tmp_path: Path) -> 
         at = spec().model_copy(update={"model": tmp_path / "model"})
         assert compare_with_records(Client(url, "key", "m"), at, ["m"], 64, warnings.append) == {}
 
-    assert warnings and "m: whether what is served is what was trained is not known, since LMDeploy" in warnings[0]
+    assert warnings and "m: what is served was not compared with what was trained, since LMDeploy" in warnings[0]

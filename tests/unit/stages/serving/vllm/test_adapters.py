@@ -131,7 +131,7 @@ def test_on_a_cpu_a_mixture_of_experts_takes_no_adapter(spec: Any, tmp_path: Pat
 
 
 def test_two_of_one_name_are_refused(spec: Any, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="two of what is to be served are called base"):
+    with pytest.raises(ModelError, match="two of the served models are called base"):
         check_adapters(spec(base=adapter(tmp_path / "tuned")))
 
 
