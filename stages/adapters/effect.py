@@ -75,7 +75,7 @@ Changing = Mapping[str, Adapter | ChangedParameters]
 
 
 def changing(adapter: Adapter, parameters: ChangedParameters | None) -> Changing:
-    """Return what changes each weight. parameters: of an adapter that changes more than linear layers."""
+    """Return name of a weight → adapter or parameters that change it. parameters: None if only linear layers change."""
     of_parameters: Changing = dict.fromkeys(parameters.layers, parameters) if parameters else {}
     return {**of_parameters, **dict.fromkeys(adapter.weights, adapter)}
 
@@ -86,7 +86,7 @@ def merged_weight(changes: Changing, name: str, weight: Tensor) -> Tensor:
 
 
 def has_effect(trained: Changing, start: Changing, base: Path) -> bool:
-    """Return whether merging makes at least one element of a weight of `base` another number than merging `start` does.
+    """Return whether merging changes at least one element of a weight of `base`, compared with merging `start`.
 
     start: the adapter that training went on from; empty without one. Reads weights up to the first that differs.
     """

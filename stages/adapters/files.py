@@ -227,7 +227,7 @@ def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> di
 def _ranks_and_scalings(
     names: Collection[str], config: Mapping[str, Any], folder: Path
 ) -> dict[str, tuple[int, float]]:
-    """Return rank and scaling of layers or parameters: a pattern may give some others than the rest has."""
+    """Return rank and scaling of layers or parameters, some of which a pattern may set."""
     ordered = sorted(names)
     with Patterns(PATTERNS_LIMIT_S) as patterns:
 

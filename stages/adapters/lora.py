@@ -46,7 +46,7 @@ def add_adapter(
     has_weights: bool = True,
     directions: Mapping[str, Tensor] | None = None,
 ) -> LoraConfig:
-    """Adapt `causal_lm` in place and freeze all else; returns what PEFT knows the adapter by.
+    """Adapt `causal_lm` in place, freeze all else, and return PEFT's config of the adapter.
 
     A is drawn with `seed`, B is 0: the adapted model is the base until it learns. With another `init` they come of the
     base's weights, which change so that the sum is the base; without weights (`has_weights=False`: those of rank 0 come
@@ -92,7 +92,7 @@ def read_start(folder: Path, base: Path) -> Adapter:
 
 
 def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
-    """Give what learns in `causal_lm` the adapter's numbers. Raises ModelError when it has other layers or sizes."""
+    """Copy the adapter into the learning parameters of `causal_lm`. Raises ModelError for other layers or sizes."""
     given = _parameters(adapter)
     learning = {name: one for name, one in causal_lm.named_parameters() if one.requires_grad}
     odd = set(given) ^ set(learning)
@@ -116,7 +116,7 @@ def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
 
 
 def merge_into(causal_lm: Any, adapter: Adapter) -> None:
-    """Change the model's weights as the merge stage does. Raises ModelError when it does not have them."""
+    """Merge the adapter into the model's weights, as the merge stage does. Raises ModelError for missing weights."""
     if adapter.parameters:
         raise ModelError(
             f"merging an adapter, to stack another on it: it changes {next(iter(adapter.parameters.values()))}, and "
@@ -143,7 +143,7 @@ def _parameters(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: torch.dtype) -> None:
-    """Keep what does not learn in `precision`, else in the dtype that it is computed in: no layer sees more digits.
+    """Store frozen weights in `precision`, or else in the dtype of computation, beyond which no layer sees digits.
 
     What nf4 and int8 are not for (embedding, head, norms) is kept as it is computed. Raises ModelError.
     """
@@ -158,7 +158,7 @@ def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: t
 
 
 def adapted_layers(causal_lm: nn.Module) -> dict[str, LoraLinear | ParamWrapper]:
-    """Name → layer of all that have an adapter; modules whose parameters have one, too."""
+    """Return name → layer of all adapted layers, and of modules with adapted parameters."""
     found = causal_lm.named_modules()
     return {name: module for name, module in found if isinstance(module, (LoraLinear, ParamWrapper))}
 
@@ -173,7 +173,7 @@ def adapted_parameters(causal_lm: nn.Module) -> dict[str, str]:
 
 
 def num_experts_of_factors(causal_lm: nn.Module) -> dict[str, int]:
-    """Name of an A or a B that is of all experts of a layer → how many they are."""
+    """Return name of an A or B for all experts of a layer → number of these experts."""
     wrapped = {name: one for name, one in adapted_layers(causal_lm).items() if isinstance(one, ParamWrapper)}
     return {
         f"{name}.lora_{factor}.{ADAPTER_NAME}.weight": module.num_experts
@@ -197,7 +197,7 @@ def changed_weights(causal_lm: nn.Module) -> list[str]:
 
 
 def factors_of(causal_lm: nn.Module) -> dict[str, Tensor]:
-    """Name → copy of every A and B, as they are now."""
+    """Return name → copy of every A and B."""
     named = causal_lm.named_parameters()
     return {name: one.detach().clone() for name, one in named if ".lora_A." in name or ".lora_B." in name}
 

@@ -20,7 +20,7 @@ NUM_NAMED = 3
 
 
 def missing_layers(adapter: AdapterConfig, model_config: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """Yield a sentence for each field of the adapter that names what the model in `folder` does not have."""
+    """Yield a sentence for each adapter field with names that the model in `folder` lacks."""
     try:
         shape = shape_of_config(dict(model_config))
     except ModelError:

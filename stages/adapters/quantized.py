@@ -45,7 +45,7 @@ class QuantizedLinear(nn.Module):
         raise NotImplementedError
 
     def quantized(self, rows: Tensor) -> dict[str, Tensor]:
-        """Name → what would be kept of these rows of the weight, [rows, in]."""
+        """Return name → quantized tensors of these rows of the weight, [rows, in]."""
         base = nn.Linear(self.in_features, len(rows), bias=False, device="meta")
         base.weight = nn.Parameter(rows, requires_grad=False)
         return {name: one.data for name, one in type(self)(base).named_parameters()}
@@ -122,7 +122,7 @@ def quantize_base(causal_lm: Any, precision: BasePrecision) -> None:
 
 
 def quantizable_layers(causal_lm: Any, precision: BasePrecision) -> dict[str, nn.Linear]:
-    """Name → layer of all that `quantize_base` changes. Raises ModelError when something else would stay as it is."""
+    """Return name → layer of all that `quantize_base` changes. Raises ModelError if matrices would stay unquantized."""
     decoder = {id(module) for module in causal_lm.get_decoder().modules()}
     layers = {
         name: module

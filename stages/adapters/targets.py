@@ -128,7 +128,7 @@ def layer_number(module: str) -> int | None:
 
 
 def check_layers(adapted: Iterable[str], config: AdapterConfig) -> None:
-    """Raise ModelError unless something of each layer of `layers_to_transform` is adapted."""
+    """Raise ModelError unless each layer of `layers_to_transform` has an adapted module."""
     numbers = {layer_number(name) for name in adapted}
     if lost := [str(number) for number in config.layers_to_transform or () if number not in numbers]:
         raise ModelError(

@@ -1,6 +1,6 @@
 """Entries of caches and their last use: the modification time of an entry, which `lifecycle gc` goes by.
 
-Whoever reads an entry calls `note_use`. The time of reading says nothing: many file systems do not keep it (`noatime`).
+Readers of an entry call `note_use`. The time of reading says nothing: many file systems do not keep it (`noatime`).
 
 <cache>/<room>/<entry>    a file or a folder; where each room of a cache belongs to one kind of content
 """
@@ -27,7 +27,7 @@ def note_use(entry: Path) -> None:
 
 
 def note_use_of_file(room: Path, file: Path) -> None:
-    """Write down that the entry is used which a file belongs to; nothing for a file that is not in the room."""
+    """Note the use of the entry that a file belongs to; nothing for a file outside the room."""
     if file.is_relative_to(room):
         depth = FOLDERS_BELOW_ROOM.get(room.name, 1)
         note_use(room.joinpath(*file.relative_to(room).parts[:depth]))

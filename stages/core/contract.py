@@ -148,8 +148,7 @@ class StageConfig(StrictModel, ABC):
         return without(self.model_dump(mode="json", exclude={"execution"}), skipped)
 
     def progress_kept(self, scratch: Path) -> int:
-        """Return how far another attempt need not go again, by what is kept in the scratch folder, in any unit; 0 for a
-        stage that cannot tell."""
+        """Return the progress that the scratch folder keeps for another attempt, in any unit; 0 if unknown."""
         return 0
 
     def resume_identity(self) -> dict[str, JsonValue]:
@@ -293,7 +292,7 @@ class StageFailure(StrictModel):
 
     @classmethod
     def of(cls, error: Exception) -> StageFailure:
-        """Return what a stage leaves of the error that ends it."""
+        """Return the failure record of the error that ended a stage."""
         died = isinstance(error, LifecycleError) and error.died
         return cls(error=class_name(error), message=redact(str(error)), died=died)
 
@@ -368,7 +367,7 @@ class StageContext:
         self._event("warning", message)
 
     def refuse(self, finding: LifecycleError) -> None:
-        """Keep what the stage made, but let nothing be built on it.
+        """Refuse the result: it is kept, but no other stage may use it.
 
         For checks at the end of slow work, whose result would be lost by raising: the artifact is committed with the
         finding as a tag, the refresh fails with it, and later runs repeat that instead of the work. To be called by

@@ -30,7 +30,7 @@ class LifecycleError(Exception):
 
 
 class RecipeError(LifecycleError):
-    """The recipe says something that cannot be meant."""
+    """The recipe is invalid."""
 
     exit_code = 3
 
@@ -139,7 +139,7 @@ class OutdatedVerdictError(TransientError):
 
 @contextmanager
 def full_disk_named(doing: str, where: Path) -> Iterator[None]:
-    """Turn the system's word for a full disk, while something is written to `where`, into a `ResourceError`."""
+    """Raise the system's error for a full disk, while something is written to `where`, as a `ResourceError`."""
     try:
         yield
     except Exception as error:
@@ -156,7 +156,7 @@ def is_full_disk(error: Exception) -> bool:
 
 
 def full_disk_message(doing: str, where: Path) -> str:
-    """Return what is said of a full disk; where: a path on it, which need not exist."""
+    """Return the message for a full disk. where: a path on it, which need not exist."""
     disk = os.statvfs(next(path for path in (where, *where.absolute().parents) if path.exists()))
     free = f"{disk.f_bavail * disk.f_frsize / 2**20:.1f} MiB are free now"
     if disk.f_files and not disk.f_favail:
@@ -168,7 +168,7 @@ def full_disk_message(doing: str, where: Path) -> str:
 
 
 def error_classes() -> dict[str, type[LifecycleError]]:
-    """Return name → class, for all of the above: those that have an exit code of their own."""
+    """Return name → class of all errors above, which have exit codes of their own."""
     classes: dict[str, type[LifecycleError]] = {}
     todo: list[type[LifecycleError]] = [LifecycleError]
     while todo:
@@ -180,5 +180,5 @@ def error_classes() -> dict[str, type[LifecycleError]]:
 
 
 def class_name(error: Exception) -> str:
-    """Return the name of an error's class for other processes, which know of ours those above alone."""
+    """Return the name of an error's class for other processes, which know only the classes above."""
     return next((one.__name__ for one in type(error).__mro__ if "exit_code" in vars(one)), type(error).__name__)

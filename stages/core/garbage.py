@@ -12,6 +12,6 @@ and again takes a tenth of a start.
 
 
 def collect_rarely() -> None:
-    """Have this process look for garbage less often, and no more when it ends: that took over a second."""
+    """Make garbage collections rarer in this process, and skip the last one, which took over a second."""
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     atexit.register(gc.freeze)

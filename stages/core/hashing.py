@@ -38,7 +38,7 @@ def content_hasher(algorithm: Literal["sha256", "git-blob-sha1"], size_bytes: in
 
 
 def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> dict[str, str]:
-    """Name → hex digest of each file. Slow ones are reported on stderr.
+    """Return name → hex digest of each file. Progress of slow ones is reported on stderr.
 
     limit_s: stop after this time, and raise TransientError; the files that were done need not be hashed again.
     Raises `OSError` when one cannot be read.

@@ -80,8 +80,7 @@ NUM_CUT = "num_answers_cut"
 
 
 def zero_score_warning(name: str, evaluation: str, num_samples: int, num_cut: int) -> str:
-    """Return what to look at when the score `TASK.METRIC` of a stage is 0: most often the model was asked otherwise
-    than it was trained.
+    """Return advice for a stage whose score `TASK.METRIC` is 0: most often its prompts differ from those in training.
 
     num_cut: answers of the evaluation that ended at the most tokens that they may have.
     """

@@ -59,7 +59,7 @@ class Patterns:
 
 @functools.cache
 def pattern_problem(pattern: str) -> str | None:
-    """Return why a text is no regular expression that can be searched for; None for one that can."""
+    """Return why a text cannot be used as a regular expression; None if it can."""
     with Patterns(LIMIT_S) as patterns:
         try:
             patterns.first_matches([pattern], [""], "search")

@@ -82,7 +82,7 @@ class Program:
         self.close()
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Start it, and wait until it can be asked; where it runs, do nothing. Raises as `ask`."""
+        """Start the program and wait until it can be asked; do nothing if it runs. Raises as `ask`."""
         if self._process is None:
             self._launch()
             try:
@@ -92,7 +92,7 @@ class Program:
                 raise
 
     def ask(self, question: Any, timeout_s: float) -> Any:
-        """Return its answer; start the program where it does not run.
+        """Return the program's answer to a question; start the program if it does not run.
 
         timeout_s: from here to the answer's last byte. Raises TimeoutError when that is over, or the program's own
         limit of CPU time is; ProgramError for an error of its function; ProgramEndedError. It is ended where it may
@@ -103,7 +103,7 @@ class Program:
         return self._answer(line, timeout_s)
 
     def ask_hostile(self, question: Any, timeout_s: float) -> Any:
-        """As `ask`, for a question that may be made to exhaust the program: each way to that is a TimeoutError.
+        """Ask a question that may be made to exhaust the program: TimeoutError stands for every kind of exhaustion.
 
         Which of time, memory, the stack or the process itself is gone first depends on the machine.
         """
@@ -118,7 +118,7 @@ class Program:
             raise
 
     def close(self) -> None:
-        """End it and what it has started, at once. May be called again, and the program asked again."""
+        """End the program and its children at once. May be called again, and the program asked again."""
         if self._end is not None:
             self._end()
         self._process = self._end = None
@@ -164,7 +164,7 @@ class Program:
         raise ProgramError(kind, text)
 
     def _exchanged(self, question: bytes, deadline_s: float) -> bytes:
-        """Send a line, and return the one that comes back.
+        """Send a line, and return the answer's line.
 
         Both pipes are served at once, and neither is waited for beyond the deadline: a program may stop to read in the
         middle of a question, or to write in the middle of an answer.
@@ -197,7 +197,7 @@ class Program:
         return bytes(answer)
 
     def _ending(self) -> str:
-        """Return how it ended, after it closed its output."""
+        """Return how the program ended, after it closed its output."""
         assert self._process
         try:
             return f"ended its process with exit code {self._process.wait(GRACE_S)}"
@@ -214,7 +214,7 @@ def bare_environment(home: Path) -> dict[str, str]:
 
 
 def _decoded(line: bytes) -> tuple[str, Any]:
-    """Return `answer` or `error`, and what it is. Raises ProgramEndedError for another line: some code wrote it."""
+    """Return `answer` or `error` with its value. Raises ProgramEndedError for another line, which some code printed."""
     try:
         ((outcome, content),) = json.loads(line).items()
     except (ValueError, AttributeError, RecursionError) as error:

@@ -29,7 +29,7 @@ def signal_of(exit_code: int) -> int | None:
 
 
 def was_killed(exit_code: int) -> bool:
-    """Return whether a signal ended a process that is no request to end."""
+    """Return whether a process was ended by a signal other than a request to end."""
     number = signal_of(exit_code)
     return number is not None and number not in REQUESTS_TO_END
 
@@ -83,7 +83,7 @@ class Supervised:
         return self.process.pid
 
     def poll(self) -> int | None:
-        """Exit code (128 + signal when the command was killed, negative when the supervisor was), None while it runs.
+        """Return the exit code (128 + signal of a killed command, negative for a killed supervisor); None if it runs.
 
         No descendant is left once there is an exit code.
         """

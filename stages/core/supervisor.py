@@ -105,7 +105,7 @@ def wait_for_end(find: Callable[[], list[int]], patience_s: float) -> None:
 
 
 def send(number: int, pids: Iterable[int]) -> None:
-    """Send a signal to those that still are."""
+    """Send a signal to the processes that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -228,7 +228,7 @@ class Supervisor:
             os._exit(127)
 
     def _wait(self, timeout_s: float) -> None:
-        """Sleep until a signal, the end of a child, the end of the lifeline, or the timeout; reap what has ended."""
+        """Sleep until a signal, the end of a child or the lifeline, or the timeout; reap ended children."""
         readable, _, _ = select.select([self.lifeline, self.wakeup], [], [], timeout_s)
         if self.wakeup in readable:
             os.read(self.wakeup, 4096)

@@ -65,7 +65,7 @@ class _Reader:
         return self._open[0].num_values - 1
 
     def read(self, event: Any) -> None:
-        """Take in the next event."""
+        """Count the next event."""
         if isinstance(event, yaml.CollectionStartEvent):
             self._open.append(_Collection(event.anchor, isinstance(event, yaml.MappingStartEvent)))
             self._check_depth(0)

@@ -31,7 +31,7 @@ class BadRows:
         self.num_rows = 0
 
     def add(self, bad: BadRow) -> None:
-        """List one."""
+        """Count a bad row and write it to the list."""
         self.num_rows += 1
         if len(self._first) < NUM_NAMED:
             self._first.append(bad)
@@ -42,7 +42,7 @@ class BadRows:
     def check(
         self, policy: Literal["fail", "drop"], max_fraction: float, num_source_rows: int, *, is_whole: bool = True
     ) -> str | None:
-        """Return what to warn of. Raises DataError when there are more bad rows than the recipe allows.
+        """Return a warning, if any row is bad. Raises DataError when there are more bad rows than the recipe allows.
 
         is_whole: all rows were seen, and not only the first.
         """
@@ -123,7 +123,7 @@ def check_first_rows(
 
 
 def _kind_of(row: Row | BadRow, config: DataConfig) -> RowKind | None:
-    """Return what a row is for, by its columns; None where nothing says it."""
+    """Return the kind of a row by its columns; None if they fit no format."""
     if not isinstance(row, Row) or not isinstance(row.content, dict):
         return None
     try:

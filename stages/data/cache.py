@@ -97,7 +97,7 @@ def is_sealed(entry: Path) -> bool:
 
 
 def is_intact(entry: Path) -> bool:
-    """Return whether a file or folder is there and holds what it held when its seal was written; it is used then."""
+    """Return whether a file or folder still has the content of its seal; if so, note its use."""
     try:
         intact = bool(json.loads(_seal_of(entry).read_bytes()) == _digests(entry))
     except (OSError, ValueError):

@@ -270,7 +270,7 @@ def _all_files(folder: Path) -> list[Path]:
 
 
 def _kind_of(path: Path) -> str:
-    """Name what is at a path and is no file."""
+    """Return the name of what is at a path that is no regular file."""
     if path.is_symlink():
         return f"a link {'to a folder' if path.is_dir() else 'that leads nowhere, or to itself'}"
     kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}

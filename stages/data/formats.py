@@ -126,7 +126,7 @@ def fitting_formats(row: Columns) -> list[str]:
 
 
 def likeliest_format(row: Columns) -> str | None:
-    """Name of the fitting format with the most columns, which says what the rows are for; None where none fits.
+    """Return the fitting format with the most columns, which decides the kind of the rows; None where none fits.
 
     A `label` that is neither true nor false is a class of something, and not of an answer.
     """
@@ -135,12 +135,12 @@ def likeliest_format(row: Columns) -> str | None:
 
 
 def other_format(row: Columns) -> str | None:
-    """Return words for rows of a format that is known by its columns, and not read; None for others."""
+    """Return a description of rows in a known but unsupported format; None for others."""
     return next((name for columns, name in OTHER_FORMATS.items() if columns <= row.keys()), None)
 
 
 def rename_columns(row: Columns, columns: Mapping[str, str]) -> Columns:
-    """Return the row with the names that formats have, and lists instead of their JSON text. Raises RowError."""
+    """Return the row with the column names of formats, and lists instead of their JSON text. Raises RowError."""
     names = {name: columns.get(name, OTHER_NAMES.get(name, name)) for name in row}
     renamed: Columns = {}
     for name, value in row.items():

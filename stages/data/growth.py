@@ -55,11 +55,11 @@ class Growth:
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Growth:
-        """Return that of a loaded tokenizer."""
+        """Return the growth of a loaded tokenizer's normalizer."""
         return cls(_state(backend.normalizer))
 
     def problem(self, text: str) -> str | None:
-        """Return what is wrong with a text that would become too long, to go on from "the tokenizer "; or None."""
+        """Return why a text would become too long, to continue "the tokenizer "; or None."""
         if self.factor <= MAX_GROWTH or len(text) * 4 * self.factor <= SPARE_BYTES:
             return None
         num_bytes = len(text.encode())
@@ -79,7 +79,7 @@ class Growth:
         return None
 
     def _normalized_bytes(self, text: str) -> float:
-        """Return how long a slice becomes, in bytes; infinity as soon as a step could make it too long."""
+        """Return the length of a slice after all steps, in bytes; infinity as soon as a step could make it too long."""
         for built, (step, factor) in zip(self._built, self._steps, strict=True):
             num_bytes = len(text.encode())
             if step["type"] == "Prepend":
@@ -101,7 +101,7 @@ class Growth:
 
 
 def check_tokenizer_file(folder: Path, *texts: str, max_factor: float = math.inf) -> None:
-    """Raise ModelError where loading a model's `tokenizer.json`, or encoding one of `texts`, could fill the memory.
+    """Raise ModelError if loading a model's `tokenizer.json`, or encoding one of `texts`, could fill the memory.
 
     Loading normalizes the tokens that are added. max_factor: how many times as long the steps of a normalizer may make
     any text, each at its worst. Other faults of the file are found by the library that loads it.
@@ -148,7 +148,7 @@ def _product(steps: Iterable[Step]) -> float:
 
 
 def _factor(step: Step) -> float:
-    """Return how many times as long a step makes a text at most, in bytes."""
+    """Return the largest growth of a text by one step, in bytes."""
     kind = step["type"]
     if kind == "Prepend":
         return 1.0 + len(step["prepend"].encode())

@@ -269,7 +269,7 @@ def _checked(item: object, name: str, keys: tuple[str, str], roles: dict[str, st
 
 
 def _tool(tool: dict[str, Any], name: str) -> Tool:
-    """Wrap and order a definition as vLLM does with what a client sends: fields that it lacks are null, others go.
+    """Return a definition as vLLM passes it to templates: wrapped, ordered, missing fields null, unknown ones removed.
 
     A template writes definitions as JSON: with another order of fields, or without the outer object, the model would
     be asked with another prompt than it was trained with.

@@ -221,7 +221,7 @@ def num_processes(num_bytes: int) -> int:
 def tokenize(
     tokenizer: PartTokenizer, store: Path, parts: Sequence[KeyedPart], processes: int
 ) -> Generator[tuple[KeyedPart, int]]:
-    """Write the pieces of all parts; each part, in order, and the number of its rows, once they are there.
+    """Write the pieces of all parts by several processes; yield each part in order with its number of rows.
 
     Raises what tokenizing the first bad part raises, and ResourceError when a process is killed. When the iterator is
     closed, no process is left.

@@ -427,7 +427,7 @@ class DatasetWriter:
         self.write_rows(Units.of(units, is_labelled=self._is_labelled, has_margins=has_margins), [len(units)])
 
     def write_rows(self, units: Units, units_of_rows: Sequence[int]) -> None:
-        """Append rows: `units` in their order, so many in each. Raises ResourceError when the disk is full."""
+        """Append rows of `units` in their order, so many in each row. Raises ResourceError on a full disk."""
         rows = np.concatenate([[0], np.cumsum(units_of_rows)]).astype(np.int64)
         documents_before = np.concatenate([[0], np.cumsum(units.num_documents)])
         self._append("row_starts", self.num_documents + documents_before[rows[1:]])
@@ -446,7 +446,7 @@ class DatasetWriter:
             self.num_good += int(units.labels.sum())
 
     def finish(self, about: Description) -> None:
-        """Bring everything to the disk, and the description after it."""
+        """Flush all arrays to the disk, then write the description."""
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())

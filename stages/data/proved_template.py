@@ -70,7 +70,7 @@ class ProvedTemplate:
         self._sandbox = Sandbox(source, today)
 
     def forget_date(self) -> None:
-        """Note from here on whether the date is written."""
+        """Reset `wrote_date`."""
         self._sandbox.wrote_date = False
 
     @property
@@ -89,7 +89,7 @@ class ProvedTemplate:
         return self._documents(conversation, together=together)
 
     def text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
-        """Return the text alone. Raises RowError when the template refuses the messages."""
+        """Return the whole rendered text. Raises RowError when the template refuses the messages."""
         messages, write = self._known(conversation), self._write(conversation)
         text = write(messages, add_generation_prompt=add_generation_prompt)
         check_shown(write, messages, text, self._name)
@@ -281,7 +281,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Names of the variables that the template reads."""
 
     def run(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
-        """Return what the template writes, and the spans of it that lie in `{% generation %}` blocks.
+        """Return the rendered text, and its spans in `{% generation %}` blocks.
 
         Raises jinja2.TemplateError, and what a mistake in the template raises (TypeError, …).
         """

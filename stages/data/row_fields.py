@@ -198,7 +198,7 @@ class Unread:
         """Number of rows in which each field is not empty."""
 
     def add(self, row: dict[str, Any], read: tuple[str, ...]) -> None:
-        """Count those of a row; `read` are the columns that are. Fields that hold nothing do not count."""
+        """Count the unread fields of a row that are not empty; `read` are the columns that the format reads."""
         self.counts.update(name for name, value in row.items() if name not in read and says_something(value))
         self.counts.update(
             {

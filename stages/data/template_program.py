@@ -60,7 +60,7 @@ class _Templates:
         self._outer = {limit: resource.getrlimit(limit) for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU)}
 
     def answer(self, question: dict[str, Any]) -> Any:
-        """Return `answers` to the first conversations, at least one, and the `cpu_s` that they took.
+        """Return `answers` to the first conversations, at least one, and their CPU time, `cpu_s`.
 
         Null for a template that is not here, and is to be given as well.
 
@@ -98,7 +98,7 @@ class _Templates:
         return answers
 
     def _compile(self, question: dict[str, Any]) -> dict[str, Any] | None:
-        """Keep the template that comes with a question; return an answer that says why it is none."""
+        """Compile and keep the template of a question; return an answer with the reason where that fails."""
         source = question["source"]
         begin = f"{source['name']} is not a Jinja template: "
         while len(self._compiled) >= MAX_TEMPLATES:
@@ -132,7 +132,7 @@ class _Templates:
                 resource.setrlimit(limit, outer)
 
     def _lower(self, limit: int, value: int) -> None:
-        """Set a limit for now; one that this process was started with holds where it is lower."""
+        """Lower a resource limit for now; a lower one that this process was started with stays."""
         soft, hard = self._outer[limit]
         resource.setrlimit(limit, (value if soft == resource.RLIM_INFINITY else min(value, soft), hard))
 

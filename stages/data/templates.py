@@ -99,12 +99,12 @@ class ChatTemplate:
             self._check(answer)
 
     def forget(self) -> None:
-        """Count from here on."""
+        """Reset `num_dropped_thoughts` and `wrote_date`."""
         self.num_dropped_thoughts = 0
         self.wrote_date = False
 
     def rendered(self, conversations: Sequence[tuple[Work, Conversation]]) -> Iterator[tuple[Rendered, ...] | RowError]:
-        """Yield the texts of each; several where the template rewrites earlier turns, the whole one last.
+        """Yield the texts of each conversation; several where the template rewrites earlier turns, the whole one last.
 
         RowError: the template refuses the messages, leaves a part of them out or does not show the assistant's turns.
         Raises DataError when it never shows them, TemplateLimitError at a conversation that takes too long.
@@ -133,7 +133,7 @@ class ChatTemplate:
         return self.as_one(self.documents(conversation))
 
     def render_text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
-        """Return the text alone. Raises RowError when the template refuses the messages, and TemplateLimitError."""
+        """Return the whole text. Raises RowError when the template refuses the messages, and TemplateLimitError."""
         return self._of_one("prompt" if add_generation_prompt else "text", conversation)[0].text
 
     def as_one(self, documents: tuple[Rendered, ...]) -> Rendered:
@@ -147,7 +147,7 @@ class ChatTemplate:
         return whole
 
     def ends_turns(self, rendered: Rendered) -> bool:
-        """Return whether what is learned of each turn ends with a special token, so that a model learns to stop."""
+        """Return whether every learned turn ends with a special token, so that a model learns to stop."""
         return all(rendered.text[begin:end].rstrip().endswith(self._markers) for begin, end in rendered.spans)
 
     @cached_property
@@ -173,7 +173,7 @@ class ChatTemplate:
         return outcome
 
     def _answers(self, conversations: Sequence[tuple[Work, Conversation]]) -> Iterator[dict[str, Any]]:
-        """Yield the program's answer to each; to none, what is wrong with the template, if anything."""
+        """Yield the program's answer to each conversation; without conversations, the template's fault, if any."""
         left = [(work, *_as_json(conversation)) for work, conversation in conversations]
         size = QUESTION_CONVERSATIONS
         while True:
@@ -249,12 +249,12 @@ def read_template(path: Path) -> str:
 
 @cache
 def _program(_process: int) -> tuple[Program, threading.Lock]:
-    """Return the program of a process: another one after a fork."""
+    """Return the rendering program and its lock; another one after a fork."""
     return Program("stages.data.template_program"), threading.Lock()
 
 
 def _as_json(conversation: Conversation) -> tuple[list[Message], dict[str, Any]]:
-    """Return the messages, and whatever else the conversation has: most have nothing."""
+    """Return a conversation for JSON: its messages, and its other fields that are not empty."""
     others = {name: value for name, value in vars(conversation).items() if value and name != "messages"}
     if "unlearned" in others:
         others["unlearned"] = sorted(others["unlearned"])
@@ -262,5 +262,5 @@ def _as_json(conversation: Conversation) -> tuple[list[Message], dict[str, Any]]
 
 
 def _joined(parts: list[str]) -> str:
-    """Return an error's text, of our words and those of a template or a row in turn."""
+    """Return an error's text from parts: our words and quoted texts of a template or row in turn."""
     return "".join(quoted(part, MAX_QUOTED) if number % 2 else part for number, part in enumerate(parts))

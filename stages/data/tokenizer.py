@@ -111,7 +111,7 @@ class DocumentTokenizer:
         return template.cpu_s if template else 0.0
 
     def render_rows(self, rows: Sequence[Sequence[Document]]) -> Iterator[list[tuple[Rendered, ...]] | RowError]:
-        """Yield the texts of each row, those of a unit together: a preference pair is one, of a conversation each text.
+        """Yield the texts of each row by unit: a preference pair is one unit, each text of a conversation is another.
 
         RowError: what is wrong with a row. Raises DataError for a missing or unsuitable chat template, at the row where
         it shows.
@@ -199,7 +199,7 @@ class DocumentTokenizer:
         return self._content.unshielded(text), [*begin, *self._content.encode(text)[0]]
 
     def tool_prompt(self, question: Conversation, learned: Sequence[int]) -> ToolPrompt | None:
-        """Return a question about tools with the tokens that it is learned as: the first of `learned`.
+        """Return a question about tools with its tokens in training, the first of `learned`.
 
         None for what no server renders to the same tokens: special tokens within texts, and today's date. Raises as
         `render`.
@@ -218,7 +218,7 @@ class DocumentTokenizer:
         )
 
     def encode(self, documents: Sequence[Rendered]) -> list[Tokens]:
-        """Tokenize many at once (in parallel threads).
+        """Tokenize many texts at once (in parallel threads).
 
         Raises DataError for plain text without an end-of-text token, and where the tokenizer fails.
         """
@@ -253,7 +253,7 @@ class DocumentTokenizer:
         return len(self._content.unshielded(text.text).encode())
 
     def _rendered(self, documents: Sequence[tuple[Document, bool]]) -> Iterator[tuple[Rendered, ...] | RowError]:
-        """Yield the texts of each document, or what is wrong with it; of one that is marked so, one text."""
+        """Yield the texts of each document, or its fault; one text for documents with the mark True."""
         prepared = [self._prepared(document, as_one) for document, as_one in documents]
         asked = [ready for ready in prepared if isinstance(ready, _Asked)]
         answers = self.template.rendered([(ready.work, ready.conversation) for ready in asked]) if asked else iter(())
@@ -272,7 +272,7 @@ class DocumentTokenizer:
             yield outcome
 
     def _prepared(self, document: Document, as_one: bool) -> _Asked | tuple[Rendered] | RowError:
-        """Return what to ask the template; the text itself of a plain one; or what is wrong."""
+        """Return the template's question for a conversation, the text of a plain document, or its fault."""
         try:
             if isinstance(document, PlainText):
                 return (self._render_plain(self._unframed(document)),)

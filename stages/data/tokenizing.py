@@ -139,7 +139,7 @@ class PartTokenizer:
                     raise DataError(f"{row.place}: {error}") from error
 
     def _read(self, row: Row | BadRow) -> Sequence[Document] | RowError:
-        """Return the documents of a row, or what is wrong with it."""
+        """Return the documents of a row, or its fault."""
         if isinstance(row, BadRow):
             return RowError(row.reason)
         try:
@@ -150,7 +150,7 @@ class PartTokenizer:
         return documents
 
     def _tool_prompt(self, document: Document, rendered: Rendered) -> ToolPrompt | None:
-        """Return what a server is asked where `document` is learned last; None of one without tools."""
+        """Return the prompt before the last learned turn; None for a document without tools."""
         if not isinstance(document, Conversation) or not document.tools or rendered.is_shielded:
             return None
         turns = document.learned_turns
@@ -158,7 +158,7 @@ class PartTokenizer:
         return self.tokenizer.tool_prompt(document.before(turns[-1]), learned.ids.tolist()) if turns else None
 
     def _fit(self, units: list[Unit], place: Place) -> None:
-        """Keep what is left of a row's units. One that teaches nothing makes the row a bad one."""
+        """Fit a row's units and keep them. A unit that teaches nothing makes the row a bad one."""
         piece = self._found
         piece.num_tokenized_rows += 1
         kept = []
@@ -299,7 +299,7 @@ class PieceStore:
         self._folder = folder
 
     def __contains__(self, key: str) -> bool:
-        """Return whether all pieces of a part are there as they were written: of one that is damaged, none is."""
+        """Return whether all pieces of a part are there and intact."""
         try:
             for _ in self.read(key):
                 pass
@@ -308,11 +308,11 @@ class PieceStore:
         return True
 
     def has_written(self, key: str) -> bool:
-        """Return whether all pieces of a part were written once, be they damaged or not."""
+        """Return whether all pieces of a part were written, damaged or not."""
         return self._path(key).is_file()
 
     def write(self, key: str, pieces: Iterator[Piece]) -> None:
-        """Keep the pieces of a part, of which there is at least one. Those before it are there once the last one is."""
+        """Write the pieces of a part, at least one. The last one is written last, and makes the part complete."""
         for number, piece in enumerate(pieces):
             self._write(f"{key}-{number}" if piece.notes.num_earlier is None else key, piece)
 
@@ -355,7 +355,7 @@ class PieceStore:
 
 
 def _digest(notes: str, arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Return the sha256 of all that a file says; some 1.6 GB/s, and a token takes 5 bytes."""
+    """Return the sha256 of a piece's notes and arrays; some 1.6 GB/s, and a token takes 5 bytes."""
     digest = hashlib.sha256(notes.encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {array.shape}".encode())

@@ -71,7 +71,7 @@ class OverLong:
         return self._truncated(unit) if self.policy == "truncate" else None
 
     def add(self, other: OverLong) -> None:
-        """Count what was found in rows after these."""
+        """Add the counts of later rows."""
         self.num_over_long += other.num_over_long
         self.longest_tokens = max(self.longest_tokens, other.longest_tokens)
         self.named = [*self.named, *other.named][:NUM_NAMED]
@@ -96,7 +96,7 @@ class OverLong:
         return f"{problem}: {'their ends were cut off' if self.policy == 'truncate' else 'they were left out'}"
 
     def _truncated(self, unit: Unit) -> Unit:
-        """Cut at the end. Of a pair the longer one is, then both, so that each keeps at least half of the row."""
+        """Return the unit cut at its end; of a pair first the longer document: each keeps at least half a row."""
         lengths = [len(document) for document in unit.documents]
         share = self.sequence_length // len(lengths)
         spare = sum(max(0, share - length) for length in lengths)

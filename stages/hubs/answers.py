@@ -33,7 +33,7 @@ class Answers(Generic[Answer]):
         return name in self._asked
 
     def ask(self, name: str, work: Callable[[], Answer], *, here: bool = False) -> None:
-        """Begin some work. here: what only this machine answers, without a limit in this thread, which hears Ctrl-C."""
+        """Start some work in a thread. here: local work, which without a limit runs in this thread and obeys Ctrl-C."""
         future = self._asked[name] = Future()
         if here and self._limit_s is None:
             _run(work, future)

@@ -41,7 +41,7 @@ class Progress:
 
 
 def arrivals_folder(context: StageContext, revision: str) -> Path:
-    """Return the folder in which the files of a revision gather: those of a branch that moved on must not mix.
+    """Return the folder for a revision's arriving files: files of two revisions must not mix.
 
     Its name is a hash: a revision is the hub's own word, and may be a path.
     """
@@ -51,7 +51,7 @@ def arrivals_folder(context: StageContext, revision: str) -> Path:
 
 
 def hand_over(arrivals: Path, names: Collection[str], folder: Path) -> None:
-    """Rename the folder of arrivals to `folder`, without what an earlier attempt left that is none of these files."""
+    """Rename the folder of arrivals to `folder`, without other files that an earlier attempt left."""
     for path in arrivals.rglob("*"):
         if (path.is_symlink() or not path.is_dir()) and path.relative_to(arrivals).as_posix() not in names:
             path.unlink()

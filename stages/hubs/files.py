@@ -46,13 +46,13 @@ HUB = Files()
 
 
 def requested_files(request: Request) -> dict[str, Path]:
-    """Name → path of each file that a request takes. Raises DownloadError."""
+    """Return name → path of each requested file. Raises DownloadError."""
     files = list_files(Path(request.source.name))
     return {name: files[name] for name in select_files(request, list(files))}
 
 
 def list_files(path: Path) -> dict[str, Path]:
-    """Name → path of a file, or of every file below a folder but hidden ones.
+    """Return name → path of a file, or of every file below a folder except hidden ones.
 
     Raises DownloadError when there is nothing, it cannot be read, or a link leads out of the folder.
     """

@@ -46,7 +46,7 @@ class StreamingHub(Hub, Protocol):
     """Hub whose files can be read remotely, without a download."""
 
     def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
-        """Name → pointer of each requested file of a resolved revision."""
+        """Return name → pointer of each requested file of a resolved revision."""
 
 
 @dataclass(frozen=True)

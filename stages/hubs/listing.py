@@ -45,7 +45,7 @@ def path_in(folder: Path, name: str, source: object) -> Path:
 
 
 def check_name(name: str, source: object) -> None:
-    """Raise DownloadError for a name that is no path of a file below a folder."""
+    """Raise DownloadError unless a name is a path of a file below a folder."""
     if problem := _problem(name):
         raise DownloadError(
             f"{source} lists a file {quoted(name, QUOTED_CHARACTERS)} {problem}; nothing was downloaded. Expected a "
@@ -78,7 +78,7 @@ def check_fit(names: Iterable[str], source: object) -> None:
 
 
 def _problem(name: str) -> str | None:
-    """Return why no file below a folder has this name, if so."""
+    """Return why a file below a folder cannot have this name; None if it can."""
     parts = name.split("/")
     if "" in parts or {".", ".."} & set(parts) or "\\" in name:
         return "that leads out of its folder, or is no plain path"

@@ -65,7 +65,7 @@ class RepositoryHub(ABC):
         """Return the files at a resolved revision. Raises like `resolve_revision`."""
 
     def requested(self, request: Request, revision: str) -> Snapshot:
-        """Return those of the files that a request takes."""
+        """Return the snapshot with the requested files alone."""
         snapshot = self.list_snapshot(request.source, revision)
         selected = set(select_files(request, [file.name for file in snapshot.files]))
         return replace(snapshot, files=tuple(file for file in snapshot.files if file.name in selected))
@@ -165,7 +165,7 @@ class Fetcher:
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=True)
 
     def fetch(self) -> None:
-        """Fetch what is not there yet.
+        """Fetch the missing files.
 
         Raises DownloadError when the hub sends something else than it listed, TransientError when it does not answer
         or breaks off again and again, ResourceError when the disk is full. Partial files stay, to be resumed.
@@ -194,7 +194,7 @@ class Fetcher:
         partial.replace(target)
 
     def _receive_verified(self, file: RemoteFile, partial: Path) -> None:
-        """Receive the rest of a file; what an earlier process left of it may be wrong and is then fetched again."""
+        """Receive the rest of a file; if an earlier process left wrong bytes, fetch all of it again."""
         num_chances = 2 if partial.exists() else 1
         for _ in range(num_chances):
             self._receive_all(file, partial)

@@ -24,7 +24,7 @@ _DATASET_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dic
 
 
 def select_files(request: Request, names: list[str]) -> list[str]:
-    """Return the requested files of those that there are, sorted.
+    """Return the requested files among the listed ones, sorted.
 
     Raises ModelError or DataError when nothing usable is there, DownloadError when a pattern matches nothing or when
     the hub lists what cannot be written below a folder.

@@ -21,7 +21,7 @@ NUM_NAMED = 3
 
 
 def dtype_of_weights(causal_lm: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
-    """Name of a weight of a Transformers model → the dtype that Transformers loads it in when asked for `dtype`."""
+    """Return a function: name of a weight → the dtype in which Transformers loads it when asked for `dtype`."""
     patterns = list(causal_lm._get_dtype_plan(dtype))
     is_listed = build_glob_alternation(patterns)[0].search if patterns else lambda name: None
     is_built_so = _built_in_fp32(causal_lm, dtype)

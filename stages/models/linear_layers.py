@@ -164,7 +164,7 @@ def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter,
 
 
 def module_parameters(shape: ModelShape) -> dict[str, int]:
-    """Name of a module → parameters of its own."""
+    """Return name of a module → number of its own parameters."""
     names = _FAMILIES.get(shape.family, _LLAMA)
     parameters = {names.embedding: shape.embedding_parameters, names.final_norm: shape.norm_parameters}
     parameters["lm_head"] = shape.head_parameters

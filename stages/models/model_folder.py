@@ -63,7 +63,7 @@ def check_model_folder(folder: Path) -> list[str]:
 
 
 def follow_file_mask(path: Path) -> None:
-    """Let those read a file who may read others of this process: safetensors leaves its files to their owner alone."""
+    """Give a file the permissions of the process's umask: safetensors makes its files readable by the owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -134,7 +134,7 @@ def holds_gguf(folder: Path) -> bool:
 
 
 def check_gguf(path: Path) -> None:
-    """Raise ModelError for a file that does not begin as GGUF does; loading it finds what is wrong further on."""
+    """Raise ModelError for a file that does not begin like GGUF; loading finds later faults."""
     with path.open("rb") as stream:
         found = stream.read(len(GGUF_MAGIC))
     if found != GGUF_MAGIC:
@@ -238,7 +238,7 @@ def check_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> Iterator[s
 
 
 def other_end(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """Warn of a tokenizer whose end of a text is not one that generation stops at, by the files of both."""
+    """Yield a warning if the tokenizer's end-of-text token is none at which generation stops."""
     files = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     tokenizer, about, generation = (
         read_json_object(folder / name) if (folder / name).is_file() else {} for name in files

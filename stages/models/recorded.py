@@ -83,7 +83,7 @@ def read_record(artifact: Path) -> list[RecordedDocument]:
 
 
 def read_tool_prompts(artifact: Path) -> list[ToolPrompt]:
-    """Return the prompts with tools in an artifact's record; none in one from before they were kept. Raises ModelError
+    """Return the prompts with tools in an artifact's record; none in old records. Raises ModelError
     for a damaged record."""
     try:
         prompts = json.loads((artifact / RECORD).read_text(encoding="utf-8")).get("tool_prompts", [])
@@ -171,7 +171,7 @@ TRAINED_ON_FILE = "trained_on.json"
 
 
 def note_trained_on(folder: Path, *, conversations: bool, template_date: date | None = None) -> None:
-    """Write it beside the weights, from where exports and quantizers copy it.
+    """Note the kind of training data beside the weights, from where exports and quantizers copy it.
 
     template_date: what its chat template took for the current date; None for the default.
     """

@@ -13,7 +13,7 @@ from stages.models.flops import AttentionWork, ModelFlops
 
 
 def model_flops(model: Any) -> ModelFlops:
-    """Count for a Transformers causal language model, from its parameters' (global) shapes and its config."""
+    """Return the FLOPs of a Transformers causal language model, from its (global) parameter shapes and its config."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings().weight
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -43,7 +43,7 @@ class StoredTensor:
     end: int
 
     def sample(self) -> bytes:
-        """Return some of its bytes, evenly spread: those of equal tensors are equal."""
+        """Return evenly spread samples of the tensor's bytes; equal tensors have equal samples."""
         room = max(0, self.end - BLOCK_BYTES - self.start)
         blocks = []
         with self.file.open("rb") as stream:

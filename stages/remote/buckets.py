@@ -70,7 +70,7 @@ class Bucket:
             self.filesystem = FILESYSTEMS[provider](self.path.partition("/")[0])
 
     def objects(self) -> dict[str, StoredObject]:
-        """Name → object of one object, or of each below the prefix, but hidden ones.
+        """Return name → object of one object, or of each below the prefix except hidden ones.
 
         Raises DownloadError when there is none or they may not be read, TransientError without an answer.
         """
@@ -90,7 +90,7 @@ class Bucket:
                 return dict(sorted(zip(files, pool.map(self.look_at, files.values()), strict=True)))
 
     def look_at(self, path: str) -> StoredObject:
-        """Return an object as it is now. Raises what pyarrow does, DownloadError for an answer that cannot be meant."""
+        """Return an object as it is now. Raises pyarrow's errors, and DownloadError for a senseless answer."""
         with self.filesystem.open_input_file(path) as stream:
             num_bytes, tag = stream.size(), _tag(stream.metadata())
         if num_bytes < 0 or not tag:
@@ -189,7 +189,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _tag(metadata: Mapping[str | bytes, Any]) -> str:
-    """Return what the provider calls the content: an ETag, or the number of a generation; empty where it is missing.
+    """Return the provider's tag of the content: an ETag, or the number of a generation; empty if missing.
 
     The time of the last change is no such thing: two contents within a second have the same.
     """

@@ -29,7 +29,7 @@ _PART = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
 def check_status(status: int, headers: Mapping[str, str], doing: str, token_variable: str) -> None:
-    """Raise BusyError for what is worth another attempt, DownloadError for a refusal."""
+    """Raise BusyError for a status that is worth another attempt, DownloadError for a refusal."""
     if 200 <= status < 300:
         return
     if busy := busy_from_status(status, headers):

@@ -86,7 +86,7 @@ class Expected:
         return quoted(redact(text, [self.key]) if self.key else text, QUOTED_CHARACTERS)
 
     def parsed(self, body: bytes, shape: type[Shape]) -> Shape:
-        """Return the JSON of a body as a type says it. Raises `error` for any other body."""
+        """Return the JSON of a body, validated against a type. Raises `error` for any other body."""
         try:
             # Not the `json` module: it takes NaN, lone surrogates and any nesting that the stack has room for.
             return TypeAdapter(shape).validate_python(from_json(body, allow_inf_nan=False), strict=True)
@@ -333,8 +333,8 @@ def httpx_client(**options: Any) -> httpx.Client:
 def ask_httpx(client: httpx.Client, expected: Expected, method: str, url: str, **request: Any) -> Answer:
     """Ask by httpx, which follows redirects only if its client does.
 
-    client: of `httpx_client`. Raises httpx.TransportError and TimeoutError for a server that does not answer, and the
-    room's error for an answer out of bounds.
+    client: of `httpx_client`. Raises httpx.TransportError and TimeoutError for a server that does not answer, and
+    `Expected.error` for an answer out of bounds.
     """
     headers = {**ACCEPTED, **request.pop("headers", {})}
     with Deadline(expected.total_s) as deadline:

@@ -125,7 +125,7 @@ class _HubFile(io.RawIOBase):
         super().close()
 
     def check_vouched(self) -> None:
-        """Raise DownloadError if something was read that neither a digest of the whole nor an answer vouches for."""
+        """Raise DownloadError if bytes were read that neither the file's digest nor an answer's digest covers."""
         if not self._is_vouched:
             raise DownloadError(
                 f"{self._doing}: the server sends no x-linked-etag, and the file was not read from its beginning to "
@@ -142,7 +142,7 @@ class _HubFile(io.RawIOBase):
         self._num_hashed = 0
 
     def _received(self) -> bytes:
-        """Return what comes next, at least a byte. Raises DownloadError, TransientError."""
+        """Return the next bytes, at least one. Raises DownloadError, TransientError."""
         while True:
             try:
                 if self._response is None:
@@ -218,7 +218,7 @@ class _HubFile(io.RawIOBase):
         self._is_vouched = self._is_vouched or is_end
 
     def _leave(self) -> None:
-        """Leave the answer at hand, which is of another place than what is wanted next."""
+        """Close the current answer, since the next read is at another position."""
         self._chunks, self._rest = iter(()), b""
         if self._response is not None:
             self._response.close()
