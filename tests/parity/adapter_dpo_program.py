@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def train(engine: FsdpEngine, config: TrainConfig, pairs: list[list[list[list[int]]]], num_steps: int) -> list[float]:
-    """The same pairs at every step, shared out to the processes; the reference is the adapter before it has learned."""
+    """Train on the same pairs at every step, distributed over the processes; the reference is the untrained adapter."""
     num_own = len(pairs) // engine.data_parallel_size
     own = pairs[engine.data_rank * num_own :][:num_own]
     documents = [document for pair in own for document in pair]

@@ -27,16 +27,16 @@ Row = list[list[int]]
 NUM_STEPS, NUM_ROWS, ROW_TOKENS = 5, 4, 24
 VOCABULARY = 64
 ODD_VOCABULARY = 63
-"""Does not divide evenly over tensor-parallel ranks."""
+"""Vocabulary that does not divide evenly over tensor-parallel ranks."""
 LENGTHS = {
     "packed": [(9, 5, 10), (24,), (3, 2, 19), (12, 12)],
     "single": [(24,)] * NUM_ROWS,
     "pairs": [(7, 5, 6, 6), (12, 12), (4, 8, 5, 7), (10, 14)],
 }
-"""Documents of the rows of a global batch."""
+"""Lengths of the documents in the rows of a global batch."""
 LEARNING_RATE, WEIGHT_DECAY, BETA = 5e-3, 0.1, 0.1
 MAX_GRAD_NORM = {"sft": 0.5, "dpo": 0.1}
-"""Less than the norms are: every step is clipped."""
+"""Bound below all gradient norms, so that every step is clipped."""
 EPSILON = 1e-3
 """Adam's epsilon. With the usual 1e-8 every gradient, however small, moves its weight by the learning rate, and
 rounding errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
@@ -111,8 +111,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_parameters": ["experts.down_proj"],
     },
 }
-"""`some`: parts of the layers that Megatron joins, and nothing on the last pipeline stage. `experts`: what PEFT reads
-all-linear as for a mixture, attention, experts and router."""
+"""Adapters by name.
+
+`some`: on parts of the layers that Megatron joins, and nothing on the last pipeline stage. `experts`: on what PEFT
+reads all-linear as for a mixture: attention, experts and router.
+"""
 MOE: dict[str, dict[str, Any]] = {"balanced": {"aux_loss_coefficient": 0.3}, "frozen": {"freeze_router": True}}
 SEED = 3
 
@@ -133,7 +136,7 @@ class Case:
 
     @property
     def everything_decays(self) -> bool:
-        """Norms and biases too: tried with the data of some cases."""
+        """Norms and biases decay too: tried with the data of some cases."""
         return self.data == "single"
 
     @property
@@ -145,12 +148,12 @@ class Case:
 
 
 def cases(processes: int) -> list[Case]:
-    """Everything that is tried on so many processes."""
+    """Return all cases of this number of processes."""
     return {1: _alone, 2: _two, 4: _four}[processes]()
 
 
 def values_of(case: Case) -> dict[str, object]:
-    """Value by axis, for `pairwise`; sequence parallelism is a kind of TP."""
+    """Return value by axis, for `pairwise`; sequence parallelism is a kind of TP."""
     degrees = {name: value for name, value in case.layout.items() if name not in ("micro_batch_size", "tp")}
     degrees.pop("sequence_parallel", None)
     tp = (case.layout.get("tp", 1), case.layout.get("sequence_parallel", False))
@@ -263,7 +266,7 @@ def _four() -> list[Case]:
 
 
 def make_models(folder: Path) -> None:
-    """A Hugging Face folder for each model; norms are not all ones and biases not all zeros."""
+    """Write a Hugging Face folder for each model; norms are not all ones and biases not all zeros."""
     for name, make in MODELS.items():
         torch.manual_seed(0)
         model = make().float()
@@ -275,7 +278,7 @@ def make_models(folder: Path) -> None:
 
 
 def global_batches(data: str) -> list[list[Row]]:
-    """The rows of documents of every step."""
+    """Return the rows of documents of every step."""
     generator = torch.Generator().manual_seed(1)
     return [
         [
@@ -287,7 +290,7 @@ def global_batches(data: str) -> list[list[Row]]:
 
 
 def train_config(case: Case) -> dict[str, Any]:
-    """The fields of a TrainConfig."""
+    """Return the case's TrainConfig fields."""
     return {
         "kind": "train",
         "engine": "megatron",

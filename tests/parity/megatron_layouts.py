@@ -46,9 +46,9 @@ from tests.parity.ranks import Ranks, started_ranks  # noqa: E402
 from tests.parity.test_fsdp import mean_aux_loss  # noqa: E402
 
 LEAST_LEARNED = 1e-4
-"""Every B of an adapter has an element that is larger: one that was lost, and is all 0, is off by more than a limit."""
+"""Lower bound of the largest element in every B of an adapter: a lost one, all 0, differs by more than a limit."""
 LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 1e-5, "weight": 1e-6}
-"""Absolute, but for the gradient norm."""
+"""Bounds of the differences: absolute, except the gradient norm's."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case, and the largest difference in each of `LIMITS`."""
+    """A case with its largest difference in each of `LIMITS`."""
 
     case: Case
     differences: dict[str, float]
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def table(groups: dict[str, list[Comparison]]) -> str:
-    """A line a group of layouts, with the largest differences of its cases."""
+    """Yield a line for each group of layouts, with the largest differences of its cases."""
     lines = [f"| layouts | cases | {' | '.join(LIMITS)} |", f"| --- | ---: |{' ---: |' * len(LIMITS)}"]
     for name, members in sorted(groups.items()):
         largest_of_group = [max(member.differences[limit] for member in members) for limit in LIMITS]
@@ -99,7 +99,7 @@ def table(groups: dict[str, list[Comparison]]) -> str:
 
 
 def group(case: Case) -> str:
-    """The line of the table that a case belongs to."""
+    """Return the line of the table that a case belongs to."""
     degrees = case.layout.keys() - {"micro_batch_size", "sequence_parallel", "recompute"}
     if case.adapter:
         return f"adapters, {'TP, PP, VPP, CP, DP, EP, ETP and products' if degrees else 'one process'}"
@@ -122,7 +122,7 @@ def group(case: Case) -> str:
 
 
 def compare(ranks: Ranks, folder: Path, processes: int, chosen: list[Case]) -> list[Comparison]:
-    """Run cases of so many processes, started once, on the models in `folder/models`."""
+    """Run all cases of this number of processes, started once, on the models in `folder/models`."""
     torch.set_num_threads(1)
     indices = [cases(processes).index(case) for case in chosen]
     log = folder / f"log-{processes}.txt"
@@ -172,10 +172,10 @@ def largest_of_all(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
 
 @cache
 def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str | None, moe: str | None) -> Expected:
-    """Document by document, with Transformers' own attention, and PEFT's adapters.
+    """Train document by document, with Transformers' own attention, and PEFT's adapters.
 
-    In float64, so that the rounding that is measured is the engine's alone: in fp32, losses were 1.06e-6 apart
-    on one kind of CPU. Mixtures of experts are in fp32: torch has their grouped products in nothing wider.
+    In float64, so that the measured rounding is the engine's alone: in fp32, losses were 1.06e-6 apart on one kind of
+    CPU. Mixtures of experts are in fp32: torch has their grouped products in nothing wider.
     """
     dtype = torch.float32 if hasattr(AutoConfig.from_pretrained(folder), "num_experts") else torch.float64
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
@@ -245,7 +245,7 @@ def loraplus_adam(model: Any, ratio: float) -> torch.optim.Optimizer:
 
 
 def adapter_weights(model: Any) -> dict[str, Tensor]:
-    """As PEFT's files name them."""
+    """Return the factors under the names of PEFT's files."""
     weights = {name: value.detach().clone() for name, value in peft.get_peft_model_state_dict(model).items()}
     assert all(weight.abs().max() > LEAST_LEARNED for name, weight in weights.items() if ".lora_B." in name)
     return weights
@@ -263,7 +263,7 @@ def document_values(model: Any, rows: list[Any]) -> list[Tensor]:
 
 
 def token_values(model: Any, document: list[int]) -> Tensor:
-    """Log-probability of each token's successor; 0 for the last."""
+    """Return the log-probability of each token's successor; 0 for the last."""
     ids = torch.tensor([document])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
     return functional.pad(logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1), (0, 1))
@@ -274,7 +274,7 @@ def named(model: Any) -> list[tuple[str, Any]]:
 
 
 def file_names(model: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As the files name them: experts one by one."""
+    """Return the weights under the names of the files: experts one by one."""
     return {name: value.clone() for name, value in revert_weight_conversion(model, values).items()}
 
 

@@ -43,18 +43,18 @@ class Result:
     """Result of a case, on rank 0."""
 
     log_probabilities: Tensor
-    """float32 [rows, sequence], of the first global batch before training"""
+    """float32 [rows, sequence], of the first global batch before training."""
     greedy: Tensor
-    """int64 [sequence]: the likeliest tokens of the first row before training"""
+    """int64 [sequence]: the likeliest tokens of the first row before training."""
     gradients: dict[str, Tensor]
     """Gradients of the first global batch, by Hugging Face name; of an adapter after all steps,
     since its A have none before B has learned"""
     losses: list[float]
     grad_norms: list[float]
     evaluation_loss: float
-    """Log-probabilities of the first global batch, after all steps"""
+    """Loss of the first global batch, after all steps."""
     continued_loss: float
-    """The same, by an engine that starts from the adapter that was written, if SFT made one"""
+    """The same loss by an engine that starts from the written adapter, if SFT made one."""
     metrics: list[dict[str, float]]
     aux_losses: list[float]
 
@@ -116,7 +116,7 @@ def continued_loss(model: Path, config: TrainConfig, case: Case, device: torch.d
 
 
 def share(rows: list[Any], engine: Any, config: TrainConfig) -> list[Batch]:
-    """This process's micro-batches of a global batch."""
+    """Return this process's micro-batches of a global batch."""
     num_rows = len(rows) // engine.data_parallel_size
     own, size = rows[engine.data_rank * num_rows :][:num_rows], config.layout.micro_batch_size
     return [pack(own[start : start + size]) for start in range(0, num_rows, size)]
@@ -129,7 +129,7 @@ def with_reference(engine: Any, batch: Batch) -> Batch:
 def values_and_gradients(
     engine: Any, batches: list[Batch], loss: Loss, config: TrainConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities of all shares, in the order of the rows, and the gradients of the mean loss."""
+    """Return the log-probabilities of all shares, in the order of the rows, and the gradients of the mean loss."""
     totals = engine._totals(batches, loss)
     if engine._balance:
         engine._balance.begin_step(num_tokens(batches, engine.sum_over_data))
@@ -147,13 +147,13 @@ def values_and_gradients(
 
 
 def whole_gradients(engine: Any) -> dict[Tensor, Tensor]:
-    """Parameter of this process → its gradient."""
+    """Return parameter of this process → its gradient."""
     parameters = (parameter for chunk in engine._chunks for parameter in chunk.parameters())
     return {parameter: parameter.main_grad for parameter in parameters if parameter.requires_grad}
 
 
 def sharded_gradients(engine: Any) -> dict[Tensor, Tensor]:
-    """The same, where each of the processes that share Adam has a range of the flattened gradient."""
+    """Return whole gradients where each process that shares Adam's state has a range of the flattened gradient."""
     engine._adam.grad_norm()  # gives the optimizer its ranges
     found = local_parts(engine._chunks, engine._shape)
     parts = [(part, parameter) for part, parameter in found if parameter.requires_grad]
@@ -168,7 +168,7 @@ def sharded_gradients(engine: Any) -> dict[Tensor, Tensor]:
 
 
 def add_up(tensors: list[Tensor], group: Any) -> None:
-    """All of them at once, in place, over the processes of a group."""
+    """Sum all tensors at once, in place, over the processes of a group."""
     if tensors:
         total = torch.cat(tensors)
         dist.all_reduce(total, group=group)
@@ -177,7 +177,7 @@ def add_up(tensors: list[Tensor], group: Any) -> None:
 
 
 def under_their_names(engine: Any, gradients: dict[Tensor, Tensor]) -> dict[str, Tensor]:
-    """By Hugging Face name, on rank 0; the weights stay as they are."""
+    """Return the tensors by Hugging Face name, on rank 0; the weights stay as they are."""
     weights = {parameter: parameter.detach().clone() for parameter in gradients}
     for parameter, gradient in gradients.items():
         parameter.data.copy_(gradient)

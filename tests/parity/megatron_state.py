@@ -1,4 +1,4 @@
-"""Has `megatron_state_program.py` work on models that lie in a folder."""
+"""Launcher of `megatron_state_program.py` on models in a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.parity.ranks import Ranks
 
 
 def launch(ranks: Ranks, processes: int, models: Path, output: Path, **todo: Any) -> None:
-    """Do what the program's docstring says of `todo` in so many processes, started once."""
+    """Run the program on `todo` (see its docstring) in this number of processes, started once."""
     output.mkdir(parents=True, exist_ok=True)
     spec = output / f"spec-{processes}.json"
     spec.write_text(json.dumps({"models": str(models), "output": str(output), **todo}))

@@ -85,7 +85,7 @@ def build(model: Path, layout: dict[str, Any], device: torch.device) -> tuple[An
 
 
 def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.device) -> dict[str, int]:
-    """Bytes beyond those of the model at the worst moment of reading and of writing, on rank 0."""
+    """Return the peak bytes beyond the model's of reading and of writing, on rank 0."""
     chunks, shape = build(model, layout, device)
     reading = peak_of(lambda: load_weights(chunks, model, shape))
     loaded = anonymous_bytes()
@@ -95,7 +95,7 @@ def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.dev
 
 
 def peak_of(work: Callable[[], None]) -> int:
-    """The most memory of its own that this process had while it worked: files in the page cache are not counted."""
+    """Return the peak of this process's own memory during the work; the page cache is not counted."""
     samples, done = [anonymous_bytes()], threading.Event()
 
     def sample() -> None:
@@ -117,7 +117,7 @@ def anonymous_bytes() -> int:
 
 
 def travel(model: Path, journey: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Losses after the checkpoint, of the run that saved it and of those that restored it."""
+    """Return the losses after the checkpoint, of the run that saved it and of those that restored it."""
     checkpoint, batches = Path(journey["checkpoint"]), global_batches("packed")
     adapter = journey.get("adapter")
     stayed = None

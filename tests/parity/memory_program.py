@@ -1,7 +1,7 @@
-"""Train two steps and leave the most memory that a process has held meanwhile, and what the planner predicted.
+"""Train two steps and write the peak memory of a process meanwhile, and the planner's prediction.
 
-What is freed goes back to the system at once: what the C library keeps of it for later is no part of a layout's memory,
-and neither is what reading the model took.
+Freed memory goes back to the system at once: what the C library would keep is not part of a layout's memory, and
+neither is what reading the model took.
 
     memory_program MODEL OUTPUT.json FIELDS
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def held_gib() -> float:
-    """Most that this process has held since its peak was forgotten."""
+    """Return the peak memory of this process since its peak was reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
 
@@ -76,7 +76,7 @@ def megatron_engine(folder, config, device, shape):
 
 
 def row_of(num_tokens: int, vocabulary: int) -> Batch:
-    """One document."""
+    """Return one document."""
     tokens = torch.arange(num_tokens)[None] % vocabulary
     targets = torch.cat([tokens[:, 1:], torch.tensor([[IGNORED]])], dim=1)
     positions = torch.arange(num_tokens)[None]

@@ -64,7 +64,7 @@ def ask(
     device: torch.device,
     dataset: PackedDataset,
 ) -> list[Batch]:
-    """This process's micro-batches with what a teacher says of them, of which nothing is left."""
+    """Return this process's micro-batches with a teacher's tokens; the teacher is freed afterwards."""
     asked = config.teacher_tokens
     assert asked
     teacher = build(folder, config.model_copy(update={"adapter": None}), device)
@@ -96,7 +96,7 @@ def train(
     taught: list[Batch] | None = None,
     grpo: GrpoLoss | None = None,
 ) -> list[dict[str, Any]]:
-    """Every step is over the same rows; then they are evaluated."""
+    """Train every step on the same rows, then evaluate on them."""
     batches = taught or micro_batches(engine, config, dataset)
     if config.needs_reference:
         batches = [batch.with_reference(engine.document_log_probabilities(batch)) for batch in batches]
@@ -116,7 +116,7 @@ def train(
 
 
 def with_rollouts(batch: Batch, old: torch.Tensor) -> Batch:
-    """As completions of the model, good and bad ones, with what would have been said of them elsewhere."""
+    """Return the labelled rows as completions, good and bad ones, with log-probabilities as a server would give."""
     assert batch.is_good is not None
     noise = batch.input_ids.sin().where(batch.has_target, 0.0)
     advantages = torch.where(batch.is_good, 1.0, -0.5)

@@ -38,11 +38,11 @@ class Ranks:
         self._parent = parent
 
     def processes(self) -> list[int]:
-        """Ranks that live."""
+        """Living ranks."""
         return descendants(self._parent.pid)
 
     def run(self, program: str, processes: int, *arguments: object, log: Path) -> None:
-        """Run `main()` of a program in so many processes. Raises RuntimeError, with the end of what they have said."""
+        """Run `main()` of a program in this number of processes. Raises RuntimeError with the end of their output."""
         assert self._parent.stdin and self._parent.stdout
         print(json.dumps([program, processes, str(log), [str(one) for one in arguments]]), file=self._parent.stdin)
         self._parent.stdin.flush()
@@ -53,7 +53,7 @@ class Ranks:
 
 @contextmanager
 def started_ranks(**more_environment: str) -> Iterator[Ranks]:
-    """The parent imports a program when it is first asked for, and ends with its ranks."""
+    """Start a parent of ranks, which imports a program at its first request and ends with its ranks."""
     # Packages and libraries may lie where only these say, as on a machine that `make gpu-kit` was carried to.
     inherited = {name: os.environ[name] for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
     packages = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
@@ -84,7 +84,7 @@ def answer_requests(requests: TextIO, answers: TextIO) -> None:
 
 
 def _load(program: str, output: int) -> Callable[[], None] | None:
-    """Its `main`; None when it cannot be imported, which the log says."""
+    """Return the program's `main`; None when it cannot be imported, which the log says."""
     os.dup2(output, 2)
     try:
         main: Callable[[], None] = importlib.import_module(program).main

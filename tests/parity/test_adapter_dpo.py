@@ -27,7 +27,7 @@ LAYOUTS = {
 
 
 class RecordingTrainer(DPOTrainer):
-    """Keeps each step's loss: what is logged of it is rounded."""
+    """Trainer that keeps each step's loss: the logged one is rounded."""
 
     def compute_loss(self, *arguments, **options):
         loss = super().compute_loss(*arguments, **options)
@@ -36,7 +36,7 @@ class RecordingTrainer(DPOTrainer):
 
 
 class FirstGradients(TrainerCallback):
-    """Clipped, of the first step, by the names that the parameters have in the Transformers model."""
+    """Clipped gradients of the first step, by the parameters' names in the Transformers model."""
 
     def __init__(self):
         self.gradients = {}
@@ -48,7 +48,7 @@ class FirstGradients(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def trl(models, tmp_path_factory):
-    """Losses, gradients of the first step, weights after the last one, and the pairs as documents."""
+    """Return losses, gradients of the first step, weights after the last one, and the pairs as documents."""
     model = AutoModelForCausalLM.from_pretrained(models / "qwen3", dtype=torch.float32, attn_implementation="eager")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     arguments = DPOConfig(
@@ -84,7 +84,7 @@ def trl(models, tmp_path_factory):
 
 
 def documents(inputs):
-    """TRL's batch, first all chosen and then all rejected, as pairs of (token ids, which of them are learned)."""
+    """Return TRL's batch, first all chosen and then all rejected, as pairs of (token ids, which are learned)."""
     lengths = inputs["attention_mask"].sum(1).tolist()
     names = ("input_ids", "completion_mask")
     found = [tuple(inputs[name][row][:length].tolist() for name in names) for row, length in enumerate(lengths)]

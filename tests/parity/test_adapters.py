@@ -79,7 +79,7 @@ SEED = 3
 
 @pytest.fixture(scope="module")
 def folders(models):
-    """With one whose rows are as long as a block of NF4, and one whose experts are transposed and square."""
+    """Folders of models; one has rows as long as a block of NF4, one has transposed, square experts."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
     config = Qwen3Config(**sizes, num_hidden_layers=2, intermediate_size=128, initializer_range=0.2)
@@ -98,7 +98,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def plain(folders, data):
-    """Model and adapter → losses, gradient norms, PEFT's model after training."""
+    """Return, by model and adapter, losses, gradient norms and PEFT's model after training."""
     return {case: train_plainly(folders / case[0], adapter, data) for case, adapter in CASES.items()}
 
 
@@ -131,7 +131,7 @@ def train_plainly(folder, adapter, data):
 
 @torch.no_grad()
 def round_base(model, precision):
-    """Weights that are what the precision keeps of them, in fp32."""
+    """Round the base's weights to what the precision can hold, in fp32."""
     if precision in ROUNDED:
         for layer in (one for one in model.model.modules() if isinstance(one, torch.nn.Linear)):
             layer.weight.copy_(ROUNDED[precision](layer).weight)
@@ -142,7 +142,7 @@ def round_base(model, precision):
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
 def trained(request, ranks, folders, data, tmp_path_factory):
-    """Name → (model, adapter), and the output folder, from one start of the processes."""
+    """Return name → (model, adapter), and the output folder, from one start of the processes."""
     layouts = LAYOUTS[request.param]
     first = next(iter(layouts))
     cases = {f"qwen3-all-{name}": ("qwen3", "all", name) for name in layouts}
@@ -168,12 +168,12 @@ def config_of(case, layout):
 
 
 def of_exact_bases(cases):
-    """Without those that were trained beside a rounded base, and are merged into the exact one."""
+    """Return the cases without those trained beside a rounded base, which are merged into the exact one."""
     return [(name, case) for name, case in cases.items() if "base_precision" not in CASES[case]]
 
 
 def merged_weights(model):
-    """fp32, of a PeftModel, which stays as it is."""
+    """Return fp32 weights of a PeftModel, which stays as it is."""
     return copy.deepcopy(model).merge_and_unload().state_dict()
 
 

@@ -146,7 +146,7 @@ def learn_plainly(model, parameter_groups, data, aux_loss_coefficient=0.0):
 
 
 def mean_aux_loss(model, rows):
-    """Transformers' own, of each layer and row; all rows are equally long."""
+    """Return Transformers' own loss of each layer and row; all rows are equally long."""
     found = []
     for row in rows:
         outputs = [model(input_ids=torch.tensor([document]), output_router_logits=True) for document in row]
@@ -186,7 +186,10 @@ def ranks():
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
 def trained(request, ranks, models, data, tmp_path_factory):
-    """Every layout of so many processes on Qwen3, the first one on all models, from one start of the processes."""
+    """Return the outputs of every layout of this number of processes on Qwen3, the first one on all models.
+
+    The processes start once.
+    """
     layouts = LAYOUTS[request.param]
     output = tmp_path_factory.mktemp("trained")
     cases = {

@@ -20,7 +20,7 @@ TOLERANCE = 1e-6
 
 
 def journey(model, start, *ends, precision="fp32", adapter=None):
-    """Start and ends are [engine, layout, precision]; the run always goes on where it was, too."""
+    """Return a journey; start and ends are [engine, layout, precision], and the start is one of the ends, too."""
     places = [[engine, layout, precision] for engine, layout in (start, start, *ends)]
     return {"model": model, "from": places[0], "to": places[1:], "adapter": adapter}
 
@@ -55,7 +55,7 @@ LATER_EXPERTS = [{**SP, "dp_shard": 2, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 
 
 @pytest.fixture(scope="module")
 def losses(megatron_ranks, tmp_path_factory):
-    """Name of a journey → losses after the checkpoint: of who stayed, and of those who moved, in order."""
+    """Return name of a journey → losses after the checkpoint: of the run that stayed, and of the others in order."""
     folder = tmp_path_factory.mktemp("checkpoints")
     make_models(folder / "models")
     checkpoints = {name: str(folder / name) for name in JOURNEYS}
@@ -79,7 +79,7 @@ def losses(megatron_ranks, tmp_path_factory):
 
 
 def stored_keys(checkpoint):
-    """But for the learning rate and the like, which only FSDP's optimizer writes, and no one reads."""
+    """Return the stored keys without the learning rate and the like, which only FSDP's optimizer writes."""
     keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {key for key in keys if not key.startswith("optimizer.param_groups.")}
 

@@ -34,12 +34,12 @@ ROUND_TRIPS = {
         ("qwen3-moe-dense", {"dp_shard": 2, "pp": 2, "ep": 2}),
     ],
 }
-"""`tp` 4 is more than the two key/value heads, and does not divide the odd vocabulary of qwen2."""
+"""Models and layouts; `tp` 4 is more than the two key/value heads, and does not divide qwen2's odd vocabulary."""
 
 SHARD_BYTES, NUM_LAYERS, HIDDEN, INNER, VOCABULARY = 40_000_000, 12, 768, 2048, 4096
 LAYER_BYTES = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
 ALLOWANCE_BYTES = 16_000_000
-"""For what Python, gloo and the allocator keep."""
+"""Memory that Python, gloo and the allocator may keep."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def models(tmp_path_factory):
 
 
 def make_large_model(folder):
-    """340 MB of fp32, in files of a layer each."""
+    """Write a model of 340 MB in fp32, in files of a layer each."""
     folder.mkdir()
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=NUM_LAYERS,
@@ -77,7 +77,7 @@ def make_large_model(folder):
 
 @pytest.fixture(scope="module")
 def exported(megatron_ranks, models, tmp_path_factory):
-    """Folder of what so many processes have written."""
+    """Return the folder that this number of processes has written."""
     output = tmp_path_factory.mktemp("exported")
     memory = {"model": "large", "layout": {"tp": 2}, "shard_bytes": SHARD_BYTES}
     launch(megatron_ranks, 2, models, output, round_trips=ROUND_TRIPS[2], memory=memory)

@@ -32,9 +32,9 @@ from tests.parity.ranks import started_ranks
 
 ROW_TOKENS, LEARNING_RATE, EPSILON, SEED = 24, 5e-3, 1e-3, 3
 PAIRS = [[(7, 5), (6, 6)], [(12, 12)], [(4, 8), (5, 6)], [(10, 14)]]
-"""Lengths of chosen and rejected documents, of each row; a prompt is two tokens."""
+"""Lengths of chosen and rejected documents, by row; a prompt is two tokens."""
 ANSWERS = [[(7, True), (6, False), (5, True)], [(20, False)], [(9, True), (11, False)], [(24, True)]]
-"""Lengths and labels of documents, of each row; two of them are alone."""
+"""Lengths and labels of documents, by row; two of them are alone in theirs."""
 METHODS = {
     "dpo": {"method": "dpo", "dpo": {"rpo_alpha": 0.5, "ld_alpha": 0.3}},
     "dpo-free": {"method": "dpo", "dpo": {"loss_type": ["ipo", "sft"], "loss_weights": [1, 2], "reference": "none"}},
@@ -103,7 +103,7 @@ def folder(tmp_path_factory):
 
 
 def write_rows(folder, rows, *, is_labelled=False):
-    """Packed rows of units, as preparation writes them."""
+    """Write packed rows of units, as preparation does."""
     folder.mkdir()
     writer = DatasetWriter(folder, is_labelled=is_labelled)
     for row in rows:
@@ -201,7 +201,7 @@ def test_every_layout_learns_what_one_process_of_transformers_learns(
 
 
 def trained_plainly(folder, config):
-    """Outcomes of the steps and of an evaluation, and the weights."""
+    """Return outcomes of the steps and of an evaluation, and the weights."""
     grpo = config.pop("grpo", None)
     config = TrainConfig.model_validate_json(json.dumps(config))
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
@@ -246,7 +246,7 @@ def trained_plainly(folder, config):
 
 
 def taught(folder, asked, batch):
-    """The batch with its candidates, of a teacher that sees every document alone."""
+    """Return the batch with the candidates of a teacher that sees every document alone."""
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
     whole = torch.arange(VOCABULARY).expand(*batch.targets.shape, VOCABULARY)
     batch = replace(batch, temperature=asked.temperature)
@@ -257,7 +257,7 @@ def taught(folder, asked, batch):
 
 
 def log_probabilities(model, batch):
-    """As an engine gives them; documents are sent through the model one by one."""
+    """Return log-probabilities in an engine's form; documents go through the model one by one."""
     lengths = list(batch.document_lengths)
     found = []
     for tokens, wanted in zip(

@@ -40,7 +40,7 @@ LOW_PRECISION = {
 
 
 def by_singular_values(matrices):
-    """Singular values go through the iteration's polynomial, and end near 1 but not at it; in fp64."""
+    """Return Muon's update in fp64: singular values go through the iteration's polynomial and end near 1."""
     left, values, right = torch.linalg.svd(matrices.double(), full_matrices=False)
     values = values / values.norm(dim=-1, keepdim=True)
     a, b, c = COEFFICIENTS
@@ -75,7 +75,7 @@ def test_one_process_moves_a_matrix_as_torch_does():
 
 @pytest.fixture(scope="module")
 def trained(models, data, tmp_path_factory):  # noqa: F811
-    """Folders of what one and two processes made, of the whole way and of a checkpoint of one process."""
+    """Return folders with the results of one and two processes, of a whole run and of a resumed one."""
     output = tmp_path_factory.mktemp("muon")
     with started_ranks() as ranks:
         for processes in (1, 2):

@@ -22,7 +22,7 @@ MODELS = {
     "qwen3_moe": {"hidden_size": 512, "moe_intermediate_size": 1024, "num_hidden_layers": 8, "num_experts": 16,
                   "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 32},
 }  # fmt: skip
-"""135 and 205 million parameters: 0.5 and 0.8 GiB in fp32."""
+"""Models of 135 and 205 million parameters: 0.5 and 0.8 GiB in fp32."""
 EXPERT_CASES = {
     "experts, fsdp": (1, {"adapter": {"rank": 8}}),
     "experts, megatron EP2": (
@@ -71,7 +71,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """Measure in a child of a parent that has imported nothing else."""
+    """A parent of ranks that has imported nothing else, so that their memory is their own."""
     with started_ranks() as started:
         yield started
 

@@ -15,8 +15,10 @@ MIB = 2**20
 SIZES = {"vocab_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 DAMAGED = "model.layers.1.mlp.up_proj.weight"
 FIXED_THRESHOLD_BYTES = "131072"
-"""glibc's own, but fixed: else it grows with what is freed, and up to a quarter of the model stays with the allocator,
-more or less of it by the order in which the processes free.
+"""glibc's default threshold of own mappings, but fixed.
+
+Otherwise it grows with what is freed, and up to a quarter of the model stays with the allocator, depending on the order
+in which the processes free.
 """
 
 

@@ -36,9 +36,9 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 STEPS, LEARNING_RATE = 4, 2e-3
 BF16_AND_8_BITS = (1e-5, 0.01)
-"""Between the losses of the two: nats. Operands have three bits after the first, of which products average."""
+"""Largest difference between the two losses in nats; operands keep three bits after the first."""
 ROWS = [pack([[[(seed + 7 * place * place) % 96 for place in range(37)]]]) for seed in (1, 2)]
-"""Return a batch of 37 tokens, which is no multiple of 16."""
+"""Rows of 37 tokens, which is no multiple of 16."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Emulated products of torchao: it casts, and multiplies the cast values in fp32."""
+    """A device with emulated products of torchao: it casts, and multiplies the cast values in fp32."""
     monkeypatch.setattr(fsdp_engine, "float8_config", lambda recipe: replace(float8_config(recipe), emulate=True))
     with joined_processes() as found:
         yield found

@@ -24,7 +24,7 @@ CONFIGS = {
 }
 WIDE_SIZES = {**SIZES, "hidden_size": 64, "head_dim": 16}
 WIDE = Qwen3Config(**WIDE_SIZES, num_key_value_heads=2, intermediate_size=64, initializer_range=0.3)
-"""Whose rows are as long as a block of NF4."""
+"""A model whose rows are as long as a block of NF4."""
 EXPERTS = Qwen3MoeConfig(**SIZES, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 
 
@@ -43,7 +43,7 @@ def save(config, folder):
 
 @pytest.fixture(scope="module")
 def rows():
-    """Batches of rows of one document each: tokens, and which of them are answers."""
+    """Return batches of rows of one document each: tokens, and which of them are answers."""
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randint(0, 64, (ROWS, LENGTH), generator=generator), torch.rand(ROWS, LENGTH, generator=generator) > 0.3)

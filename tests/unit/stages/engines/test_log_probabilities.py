@@ -148,7 +148,7 @@ def test_no_target_gives_zeros_and_zero_gradients(hidden: Tensor) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements that any operation's result had."""
+    """Remembers the most elements in any operation's result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "fixed": lambda: LlamaConfig(**SIZES),
 }
 DOCUMENTS = [20, 60, 7, 40, 33]
-"""Tokens; the models call more than 32 long."""
+"""Tokens of documents; the models treat more than 32 as long."""
 
 
 @pytest.fixture(params=CONFIGS)

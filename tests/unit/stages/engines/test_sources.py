@@ -1,4 +1,4 @@
-"""Rows read from a model's files are those of the weights that Transformers makes of them, of every kind of layer."""
+"""Rows read from a model's files are those of Transformers' weights, for every kind of layer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SHAPE = {
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
 PROCESSES = 3
-"""Which divide neither the vocabulary nor four experts."""
+"""Numbers of processes that divide neither the vocabulary nor four experts."""
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE),

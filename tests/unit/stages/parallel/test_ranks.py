@@ -1,4 +1,4 @@
-"""The processes of a stage: where they meet no one else gets in, and the first that fails ends all."""
+"""Processes of a stage: no one else can join them, and the first that fails ends all."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ with joined_processes(datetime.timedelta(minutes=47)):
 
 @contextmanager
 def started(*arguments: str, log: Path | None = None, **options: object) -> Iterator[subprocess.Popen[bytes]]:
-    """The program with its processes, killed in the end."""
+    """Start the program with its processes, and kill them in the end."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with (log or Path("/dev/null")).open("wb") as output:

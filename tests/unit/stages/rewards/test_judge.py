@@ -1,4 +1,4 @@
-"""A judge behind a real HTTP server that speaks OpenAI's API: what it says counts, is kept, and costs what it may."""
+"""A judge behind a real HTTP server that speaks OpenAI's API: its answers count, are kept, and stay within the cost."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ from tests.lying_server import head, lying_server, whole
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    """Rates by the length of the answer."""
+    """A judge that rates by the length of the answer."""
     monkeypatch.setenv("CRITIC_KEY", KEY)
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     with judge_server() as judge:

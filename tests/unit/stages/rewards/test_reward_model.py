@@ -1,4 +1,4 @@
-"""A reward model as a reward: the numbers are those that Transformers gives what was asked and answered."""
+"""A reward model as a reward: its numbers are those that Transformers gives prompt and answer."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ ANSWERS = ("3", "It is three, of course.", "", "four " * 20, "3")
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 with one number an answer, and a tokenizer of one token a character."""
+    """Return a random Qwen3 with one number per answer, and a tokenizer with one token per character."""
     root = tmp_path_factory.mktemp("critic")
     folder = root / "reward_model"
     make_model(folder)
@@ -34,7 +34,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def completion(text: str, document: Any) -> Completion:
-    """prompt: as another model was asked, with other special tokens."""
+    """Return a completion; prompt: as another model was asked, with other special tokens."""
     return Completion("<|other|>What is 1 + 2?<|model|>", text, 1, None, {}, document)
 
 

@@ -1,4 +1,4 @@
-"""Each reward gives the number that it says it gives, and refuses by name what it cannot judge."""
+"""Each reward gives the number that it promises, and refuses by name what it cannot judge."""
 
 import json
 import os
@@ -139,7 +139,7 @@ def test_what_a_recipe_cannot_mean(config: dict[str, Any], expected: str) -> Non
 
 
 def programs() -> list[list[str]]:
-    """Command lines of what runs a file."""
+    """Return command lines of programs that run a file."""
     children = [child.cmdline() for child in psutil.Process().children()]
     return [line for line in children if "stages.rewards.python_program" in line]
 

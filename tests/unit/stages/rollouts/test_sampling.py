@@ -1,4 +1,4 @@
-"""Completions asked of a real local server: all, with seeds of their own, and after a kill only what is missing."""
+"""Completions of a real local server: all, each with its own seed, and after a kill only the missing ones."""
 
 import json
 import os

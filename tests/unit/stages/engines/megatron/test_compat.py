@@ -1,4 +1,4 @@
-"""Megatron-core on a CPU: what is patched for it, and that no one else notices."""
+"""Patches of Megatron-core for a CPU, which no one else notices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that Megatron would compute otherwise is refused by name, with what is supported and what to do."""
+"""A model that Megatron would compute differently is refused by name, with what is supported and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of a training about itself: padding as its batches had it, and the rate of real tokens first."""
+"""Metrics of a training about itself: padding as its batches had it, and the rate of real tokens first."""
 
 from __future__ import annotations
 

@@ -50,8 +50,11 @@ NOT_COMPUTED_WITH = {
     GrpoConfig: {"rewards", "serving"},
     DistillSampling: {"serving"},
 }
-"""Limits in time and bounds that something is compared with, shares of rows, and how often rows are seen; what a server
-is given, and rewards, which are weighed in double precision."""
+"""Fields that need not fit fp32.
+
+Limits in time and bounds that something is compared with, shares of rows, and how often rows are seen; options of a
+server, and rewards, which are weighted in double precision.
+"""
 
 
 def is_number(annotation: Any) -> bool:
@@ -59,7 +62,7 @@ def is_number(annotation: Any) -> bool:
 
 
 def numbers_of(config: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str]]:
-    """Each field that holds floating-point numbers, of a config and of the blocks in it."""
+    """Yield each field that holds floating-point numbers, of a config and of the blocks in it."""
     for name, field in config.model_fields.items():
         if name in NOT_COMPUTED_WITH.get(config, ()):
             continue

@@ -1,4 +1,4 @@
-"""Out of memory is explained by what was predicted and the settings that are left; other errors pass as they are."""
+"""Out of memory is explained by the prediction and the settings that can still be changed; other errors pass."""
 
 from __future__ import annotations
 

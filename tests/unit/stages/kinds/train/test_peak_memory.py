@@ -1,4 +1,4 @@
-"""The peak that a stage reports is of training: what reading the model took is forgotten."""
+"""The reported peak of memory is training's: what reading the model took is not counted."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""An adapter is gone on with as it was written, or stacked; what does not go together is found in the recipe."""
+"""Training continues an adapter as it was written, or stacks a new one; conflicts are found in the recipe."""
 
 import pytest
 

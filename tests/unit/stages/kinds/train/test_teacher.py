@@ -1,4 +1,4 @@
-"""A teacher that cannot be one is named before training; what it says is asked for once, and goes to its targets."""
+"""A teacher that cannot be one is named before training; its tokens are asked for once, and go to their targets."""
 
 from __future__ import annotations
 

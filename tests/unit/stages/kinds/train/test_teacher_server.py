@@ -1,4 +1,4 @@
-"""A teacher that is served: what it says goes to the right tokens, and what it cannot say is named before training."""
+"""A served teacher: its answers go to the right tokens, and what it cannot give is named before training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def said_of(document: list[int], place: int) -> dict[str, float]:
 
 @dataclass
 class Served:
-    """statuses: answered first, one for each request for a completion."""
+    """A fake server; statuses: answered first, one for each request for a completion."""
 
     tokens_of_probe: list[int] | None
     url: str = ""

@@ -1,4 +1,4 @@
-"""A process whose step does not end says where it was and ends as worth a retry; one that gets on is left alone."""
+"""A process whose step does not end logs its stacks and ends with a retryable error; others are left alone."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ NAMES_OF_TRL = {
     "reward_margin": "rewards/margins",
     "preference_accuracy": "rewards/accuracies",
 }
-"""Name of a metric → TRL's, where it is another."""
+"""Name of a metric → TRL's name, where it differs."""
 
 
 def make_tokenizer():
@@ -45,7 +45,7 @@ def make_model(seed):
 
 
 def packed(documents, learned):
-    """Documents (token ids, and which of them are learned) as one packed row."""
+    """Return documents (token ids, and which of them are learned) as one packed row."""
     targets = [
         torch.cat([tokens[1:].where(flags[1:], IGNORED), torch.tensor([IGNORED])])
         for tokens, flags in zip(documents, learned, strict=True)
@@ -62,7 +62,7 @@ def packed(documents, learned):
 
 
 def log_probabilities(model, batch):
-    """Float32 [1, tokens], of documents that are sent through the model one by one."""
+    """Return float32 [1, tokens], of documents that go through the model one by one."""
     found = []
     for tokens, targets in zip(
         batch.input_ids[0].split(list(batch.document_lengths)),
@@ -75,7 +75,7 @@ def log_probabilities(model, batch):
 
 
 def check(method, config, batch, model, reference_model, expected, logged):
-    """Loss, gradient and metrics of a method are those that TRL's trainer has given."""
+    """Assert that loss, gradient and metrics of a method are those of TRL's trainer."""
     expected_gradient = gradient(model, expected)
     if change := method.batch_change(config):
         batch = change(batch)

@@ -29,7 +29,7 @@ SERVER = {"url": "http://host/v1", "served_model": "wise"}
 
 @pytest.fixture(scope="module")
 def models():
-    """A model and a teacher, both rather sure of what they say."""
+    """Return a model and a teacher, both with rather certain predictions."""
     found = [make_model(0), make_model(1)]
     for model in found:
         for parameter in model.parameters():
@@ -45,7 +45,7 @@ def batch():
 
 
 def logits_of(model, batch):
-    """[1, tokens, vocabulary], of documents that are sent through the model one by one."""
+    """Return [1, tokens, vocabulary], of documents that go through the model one by one."""
     documents = batch.input_ids[0].split(LENGTHS)
     return torch.cat([model(tokens[None]).logits for tokens in documents], 1)
 
@@ -59,7 +59,7 @@ def taught(batch, teacher, config):
 
 
 def of_model(model, batch):
-    """As an engine gives them."""
+    """Return log-probabilities in an engine's form."""
     values = (logits_of(model, batch) / batch.temperature).log_softmax(-1)
     return values.gather(-1, batch.wanted.clamp(min=0)).where(batch.has_target[..., None], 0.0)
 

@@ -27,7 +27,7 @@ PROMPTS = [[1, 2, 3], [30]]
 COMPLETIONS = [[4, 5, 6, END], [7, END], [8, 9], [10, 11, 12, 13, END], [14, END], [15, 16, END], [17], [18, END]]
 """`NUM_GENERATIONS` completions of each prompt; those without an end were cut off."""
 REWARDS = [1.0, 0.0, 0.25, 1.0, 0.5, None, 0.0, 1.0]
-"""One could not be scored."""
+"""Rewards of the completions; one could not be scored."""
 SERVER_NOISE, DRIFT = 0.3, 0.05
 """Standard deviations: of the server's log-probabilities, of weights between sampling and the step."""
 NAMES_OF_TRL = {
@@ -60,7 +60,7 @@ COMBINATIONS = [
 
 
 def make_trainer(folder, config):
-    """TRL's trainer, whose completions are recorded and whose server is as far from it as ours may be."""
+    """Return TRL's trainer with recorded completions, and a server as far from it as ours may be."""
     names = set(GrpoConfig.model_fields) & set(TrlConfig.__dataclass_fields__) - {"num_generations"}
     arguments = TrlConfig(
         output_dir=str(folder),
@@ -94,7 +94,7 @@ def make_trainer(folder, config):
 
 
 def said_by_server(model):
-    """Log-probabilities of each completion's tokens, a little off; of one it says nothing."""
+    """Return log-probabilities of each completion's tokens, a little off; of one completion there are none."""
     batch = make_batch(GrpoConfig())
     with torch.no_grad():
         values = log_probabilities(model, batch)[batch.has_target]
@@ -106,7 +106,7 @@ def said_by_server(model):
 
 
 def make_batch(config) -> Batch:
-    """The completions as one packed row."""
+    """Return the completions as one packed row."""
     texts = [PROMPTS[number // NUM_GENERATIONS] + answer for number, answer in enumerate(COMPLETIONS)]
     batch = packed(
         [torch.tensor(text) for text in texts],
@@ -133,7 +133,7 @@ def make_rollouts(config, batch, model, reference, advantages) -> Rollouts:
 
 
 def cut(batch: Batch, documents: range) -> Batch:
-    """Some of the documents of a packed row, as a row of their own."""
+    """Return some of the documents of a packed row, as a row of their own."""
     assert batch.rollouts is not None
     of_documents = (batch.document_ids >= documents.start) & (batch.document_ids < documents.stop)
 

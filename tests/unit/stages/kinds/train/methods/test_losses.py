@@ -23,7 +23,7 @@ PADDING_DOCUMENTS = {3: 5, 6: 6}
 
 
 def make_batch(reference=None):
-    """Two rows of eight: documents 0, 1, 2 and padding; documents 3, 4 and padding."""
+    """Return two rows of eight: documents 0, 1, 2 and padding; documents 3, 4 and padding."""
     numbers = [0, 1, 2, 5, 3, 4, 6]
     document_ids = torch.tensor(numbers).repeat_interleave(torch.tensor(LENGTHS))
     targets = torch.where(LOG_PROBABILITIES == 0, IGNORED, 7)
@@ -39,7 +39,7 @@ def make_batch(reference=None):
 
 
 def make_pairs(chosen, rejected, reference_chosen, reference_rejected, num_tokens=1):
-    """One row with a pair of documents of `num_tokens` targets each, whose log-probabilities add up to those given."""
+    """Return one row with a pair of `num_tokens` targets each, and the given sums of log-probabilities."""
     values = torch.tensor([[chosen / num_tokens] * num_tokens + [rejected / num_tokens] * num_tokens])
     batch = Batch(
         input_ids=torch.zeros(1, 2 * num_tokens, dtype=torch.int64),

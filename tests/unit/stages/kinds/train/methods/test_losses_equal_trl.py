@@ -52,7 +52,7 @@ COMBINATIONS = [
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    """A DPO trainer of TRL: one layer, another random model as its reference."""
+    """Return TRL's DPO trainer: one layer, and another random model as its reference."""
     arguments = TrlConfig(output_dir=str(tmp_path_factory.mktemp("trl")), **ARGUMENTS)
     dataset = Dataset.from_dict(PAIRS)
     models = make_model(0), make_model(1)
@@ -66,7 +66,7 @@ def inputs(trainer):
 
 @pytest.fixture(scope="module")
 def ours(inputs):
-    """TRL's batch, first all chosen and then all rejected, as pairs."""
+    """Return TRL's batch, first all chosen and then all rejected, as pairs."""
     order = torch.arange(len(inputs["input_ids"])).view(2, -1).T.flatten()
     lengths = inputs["attention_mask"].sum(1)
     documents = [inputs["input_ids"][number][: lengths[number]] for number in order]

@@ -32,7 +32,7 @@ def make_model():
 
 
 def scores_of(model, batch):
-    """Float32 [1, tokens]: each document's score at its last token, of documents sent through the model one by one."""
+    """Return float32 [1, tokens]: each document's score at its last token, of documents forwarded one by one."""
     found = []
     for tokens in batch.input_ids[0].split(list(batch.document_lengths)):
         score = model(tokens[None]).logits[0]

@@ -1,4 +1,4 @@
-"""Packed completions: what a process learns from is the same however they are dealt out, each token in its place."""
+"""Packed completions: a process learns from the same whatever their distribution, each token in its place."""
 
 from __future__ import annotations
 

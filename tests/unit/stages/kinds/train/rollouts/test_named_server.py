@@ -1,6 +1,6 @@
-"""A server that others started: it is refused where it cannot be given weights, and waited for when it goes.
+"""A server that others started: it is refused where it cannot be given weights, and waited for when it fails.
 
-What the server here answers is what vLLM 0.32 answered; tests/pipeline/test_grpo.py asks a real one.
+The server here answers what vLLM 0.32 answered; tests/pipeline/test_grpo.py asks a real one.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ CONFIGURED = {
 
 @dataclass
 class Served:
-    """configured: what it says of its model. loaded: folders, as it was asked to. num_failing: requests of a kind
-    (`completions`, `health`, …) that it is yet to fail."""
+    """A fake server.
+
+    configured: its description of the model.
+    loaded: folders that it was asked to load.
+    num_failing: requests of a kind (`completions`, `health`, …) that it has yet to fail.
+    """
 
     url: str = ""
     configured: dict[str, Any] = field(default_factory=lambda: dict(CONFIGURED))
@@ -117,7 +121,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(url: str, method: str = "grpo", /, **changed: Any) -> TrainConfig:
-    """changed: of what is said of the server."""
+    """Return a config; changed: fields that describe the server."""
     server = {"url": f"{url}/v1", "served_model": MODEL, "key_variable": "SAMPLER_KEY", **changed}
     data = {"dataset": "problems", "sequence_length": 64}
     execution = {"ready_timeout_s": 0.2, "rollout_timeout_s": 5}
@@ -207,7 +211,7 @@ def test_a_server_that_does_not_see_the_folder_is_no_use(
 
 @pytest.fixture
 def rollouts(served: Served, artifacts: dict[str, Path]) -> Iterator[tuple[RolloutServer, list[str]]]:
-    """With what it warned of."""
+    """Return the rollouts with their warnings."""
     config, warned = config_of(served.url), []
     host = NamedServer.of(config, artifacts["base"] / "model")
     yield RolloutServer(host, config.execution, warned.append, is_adapter=False), warned

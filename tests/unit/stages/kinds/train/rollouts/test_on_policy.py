@@ -1,4 +1,4 @@
-"""Which steps the model answers itself, and what it is asked then, before anything is trained."""
+"""On-policy steps: which they are, and the requests of each, before anything is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompts a step asks is a function of the seed and the step; a round comes back from its file as it was."""
+"""Rounds: the prompts of a step are a function of the seed and the step; a round is read from its file as written."""
 
 from __future__ import annotations
 
