@@ -105,6 +105,7 @@ class Adapter:
         merged = weight.float() + change
         if layer not in self.magnitudes:
             return merged
+        # DoRA: each row of the merged weight is scaled to its own learned length.
         along_row = 0 if self.is_transposed else 1
         length = self.magnitudes[layer].float().unsqueeze(along_row)
         return merged * (length / merged.norm(dim=along_row, keepdim=True))
@@ -127,9 +128,11 @@ def of_unchanged_base(
     summed = {**(merged.saved if merged else {}), **parameters}
     for layer in sorted(learned | before):
         parts: Factors = [(parameters[layer + A_END], parameters[layer + B_END])] if layer in learned else []
+        # The base lacked the initial factors in training; the unchanged base has them, so they are subtracted.
         parts += [(initial[layer + A_END], -initial[layer + B_END])] if initial and layer in learned else []
         if merged and layer in before:
             a, b = merged.factors[layer]
+            # The written adapter has one scaling for all parts.
             parts.append((a.float(), b.float() * (merged.scaling_of(layer) / scaling)))
         summed[layer + A_END], summed[layer + B_END] = _added_up(parts, rank)
     written = {**config, "r": rank, "lora_alpha": alpha, "init_lora_weights": True}
@@ -146,6 +149,7 @@ def _added_up(parts: Factors, rank: int) -> tuple[Tensor, Tensor]:
     import torch
     from torch.nn import functional
 
+    # [B D] [A; C] = Q₁ R₁ (Q₂ R₂)ᵀ: the decomposition is of R₁ R₂ᵀ, at most [ranks, ranks], and not of [out, in].
     left, left_triangle = torch.linalg.qr(torch.cat([b for _, b in parts], 1).double())
     right, right_triangle = torch.linalg.qr(torch.cat([a for a, _ in parts]).double().T)
     inner_left, sizes, inner_right = torch.linalg.svd(left_triangle @ right_triangle.T, full_matrices=False)

@@ -122,6 +122,7 @@ def of_each_expert(factor: Tensor, num_experts: int, name: str) -> Tensor:
     """Return PEFT's A [experts × rank, in] or B [out, rank × experts] as [experts, rank, in] or [experts, out, rank]"""
     if name == "A":
         return factor.unflatten(0, (num_experts, -1))
+    # [out, rank, experts] → [experts, out, rank]: in PEFT's B the expert's number varies fastest.
     return factor.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
 
 

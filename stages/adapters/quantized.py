@@ -79,6 +79,7 @@ class Nf4Linear(QuantizedLinear):
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__(base)
+        # [out, in / 64, 64]
         blocks = base.weight.detach().float().view(self.out_features, -1, BLOCK)
         largest = blocks.abs().amax(-1)
         row = largest.amax(1, keepdim=True).clamp(min=SMALLEST)
@@ -87,6 +88,7 @@ class Nf4Linear(QuantizedLinear):
         levels = torch.tensor(NF4_LEVELS, device=blocks.device)
         borders = (levels[1:] + levels[:-1]) / 2
         relative = blocks / ((block_scales.float() / 255).square() * row)[..., None]
+        # [out, in / 2, 2]: two neighbouring codes of 4 bits go into a byte.
         codes = torch.bucketize(relative, borders).to(torch.uint8).view(self.out_features, -1, 2)
         self.codes = _frozen(codes[..., 0] | codes[..., 1] << 4)
         self.block_scales, self.row_scales = _frozen(block_scales), _frozen(row.view(torch.uint8))

@@ -115,6 +115,7 @@ class Batch:
 
     def document_sums(self, values: torch.Tensor) -> torch.Tensor:
         """Return sums of float [rows, sequence] over each real document: float [num_documents], differentiable."""
+        # One sum for each segment; those of padding come last and are cut off.
         sums = torch.zeros(len(self.document_lengths), dtype=values.dtype, device=values.device)
         return sums.index_add(0, self.document_ids.flatten(), values.flatten())[: self.num_documents]
 

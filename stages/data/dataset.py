@@ -238,6 +238,7 @@ def packed_batch(rows: Sequence[Row], shape: tuple[int, int], padding_token: int
     targets = np.full(shape, IGNORED, dtype=np.int64)
     for row, (tokens, loss, _) in enumerate(rows):
         input_ids[row, : len(tokens)] = tokens
+        # A position's target is the next token; the flag of that token says whether it is learned.
         targets[row, : len(tokens) - 1] = np.where(loss[1:], tokens[1:], IGNORED)
     segments = _Segments([lengths for _, _, lengths in rows], shape)
     return Batch(
@@ -263,11 +264,13 @@ class _Segments:
             lengths += row
             numbers += range(document, document + len(row))
             document += len(row)
+            # Padding is a document of its own, numbered after all real ones: no real token attends to it.
             if left := width - sum(row):
                 lengths.append(left)
                 numbers.append(padding)
                 padding += 1
         self.lengths = np.array(lengths)
+        # [segments]: each segment's first place in the flattened rows.
         starts = np.cumsum(self.lengths) - self.lengths
         self.position_ids = (np.arange(num_rows * width) - np.repeat(starts, self.lengths)).reshape(shape)
         self.document_ids = np.repeat(np.array(numbers), self.lengths).reshape(shape)
@@ -278,4 +281,5 @@ def row_order(num_rows: int, seed: int, epoch: int, number: int = 0) -> NDArray[
 
     number: number of the dataset in a mixture; each has an order of its own.
     """
+    # The first dataset has the seed of a training without a mixture, and so the same order.
     return np.random.default_rng([seed, epoch, *([number] if number else [])]).permutation(num_rows)

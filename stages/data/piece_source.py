@@ -227,6 +227,7 @@ def tokenize(
     closed, no process is left.
     """
     context = multiprocessing.get_context("spawn")
+    # Children that are not the pool's, which has no public list of its own.
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(processes, context, _begin, (tokenizer, store))
     waiting: deque[tuple[KeyedPart, Future[int]]] = deque()

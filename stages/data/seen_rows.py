@@ -61,6 +61,7 @@ class RowDigests:
         self.numbers.append(number)
         digest = _digest(texts)
         if is_good is not None:
+            # The lowest bit is the label, so an answer and its contradiction differ by that bit alone.
             digest = digest & ~LABEL | is_good
             self.swapped.append(digest ^ LABEL)
         elif len(texts) > 1:
@@ -151,6 +152,7 @@ def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple
     repeated, contradicting = _Found(), _Found()
     for share in range(num_shares := -(-len(digests) // SHARE_ROWS)):
         rows, values = _share(digests, share, num_shares)
+        # `np.unique` returns the first place of each value; all other places are repetitions.
         first_places = np.unique(values, return_index=True)[1]
         again = np.ones(len(rows), bool)
         again[first_places] = False

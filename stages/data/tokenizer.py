@@ -327,6 +327,7 @@ class DocumentTokenizer:
             begin, end = self._frame
             ids = np.concatenate([begin, ids, end])
             loss = np.concatenate([np.zeros(len(begin), np.bool_), loss, np.ones(1, np.bool_)])
+        # No token comes before the first one, so nothing predicts it.
         loss[:1] = False
         return Tokens(ids, loss)
 

@@ -121,6 +121,7 @@ class Turns:
         self._write.check(sum(remaining))
         documents: list[Document] = []
         while remaining:
+            # The longest text first: what it does not show is learned from a text that ends with the last such turn.
             *earlier, last = remaining
             turn = self._as_last(last)
             shown = self._shown_messages(turn, last)
@@ -159,6 +160,7 @@ class Turns:
         Some templates show a system prompt, or thoughts beside a call, in a prompt but not once the answer follows.
         """
         plain = [*map(_plain, messages[messages[0]["role"] == "system" : -1])]
+        # Prompt and text from the same plainer history: only their difference, the turn itself, is used.
         start = self._write(plain, add_generation_prompt=True)
         text = self._write([*plain, messages[-1]])
         thoughts, _ = split_thoughts(messages[-1])

@@ -177,6 +177,7 @@ class Units:
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """int64 [units]: number of tokens of each."""
+        # Both are one longer than their counts: where each document ends in tokens, and each unit in documents.
         ends = np.concatenate([[0], np.cumsum(self.document_lengths)])
         return np.diff(ends[np.concatenate([[0], np.cumsum(self.num_documents)])])
 
@@ -221,6 +222,7 @@ def _ranges(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.
     """Return the positions of the elements of the groups in `order`; `lengths` has the sizes of all groups."""
     starts = np.cumsum(lengths) - lengths
     wanted = lengths[order]
+    # Distance from an element's place in the result to its place in the source: constant within a group.
     moved = starts[order] - (np.cumsum(wanted) - wanted)
     return np.repeat(moved, wanted) + np.arange(int(wanted.sum()))
 
@@ -247,6 +249,7 @@ def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
                 continue
             units = Units.joined(window)
             rows = _fullest_first(units, capacity)
+            # The fuller rows are final; units of the emptier ones may fit better beside those that come next.
             num_final = (3 * len(rows) + 3) // 4
             yield _taken(units, rows[:num_final])
             window = [_taken(units, rows[num_final:])[0]]
@@ -264,6 +267,7 @@ def cut(texts: Iterable[Units], row_tokens: int) -> Iterator[PackedRows]:
         num_rows = len(tokens) // row_tokens
         left = tokens[num_rows * row_tokens :]
         ones = np.ones(num_rows, np.int64)
+        # Nothing in its row predicts a row's first token.
         loss = np.tile(np.arange(row_tokens) > 0, num_rows)
         yield Units(tokens[: num_rows * row_tokens], loss, ones * row_tokens, ones), [1] * num_rows
 
@@ -277,6 +281,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
         length = lengths[index]
         enough = rooms >> length
         if enough:
+            # The lowest set bit is the least room that is enough.
             room = length + (enough & -enough).bit_length() - 1
             row = rows_by_room[room].pop()
             if not rows_by_room[room]:
