@@ -249,7 +249,7 @@ def _split_of(data: Path) -> tuple[Path, str]:
         find_files(data, "train")
         return data, "train"
     except DataError as error:
-        # Without a split `train`, the common first word of all names is the split: part-1.jsonl, part-2.jsonl.
+        # Without a split `train`, the word with which all names begin is the split: part-1.jsonl, part-2.jsonl.
         files = [path for path in sorted(data.iterdir()) if path.is_file() and _data_suffix(path)]
         words = {path.name.split(".")[0].replace("_", "-").split("-")[0] for path in files}
         if len(words) != 1:

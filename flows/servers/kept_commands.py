@@ -80,7 +80,7 @@ class Kept:
                 start_new_session=True,
                 preexec_fn=die_with_parent if self.dies_with_us else None,
             )
-        process.returncode = 0  # it is waited for by number, whoever started it
+        process.returncode = 0  # it is waited for by number, so Popen must not wait
         self.pid, self.started_ticks = process.pid, started_ticks(process.pid)
 
     def alive(self) -> bool:
