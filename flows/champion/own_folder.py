@@ -14,8 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from flows.ledger.home import home
+from stages.core.supervisor import working_directories
 
 PREFIX = "serving-"
+"""Folders of earlier versions have the label of an engine instead, and no lock."""
 LOCK = "lock"
 
 
@@ -27,7 +29,8 @@ def own_folder() -> Iterator[Path]:
     with (servers / "serving.lock").open("w") as makers:
         fcntl.flock(makers, fcntl.LOCK_EX)  # so that no folder is removed between its creation and its lock
         for left in servers.glob(f"{PREFIX}*/"):
-            _remove_unless_locked(left)
+            if not _is_locked(left):
+                shutil.rmtree(left, ignore_errors=True)
         folder = TemporaryDirectory(prefix=PREFIX, dir=servers, ignore_cleanup_errors=True)
         lock = (Path(folder.name) / LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -36,10 +39,23 @@ def own_folder() -> Iterator[Path]:
         yield Path(folder.name)
 
 
-def _remove_unless_locked(folder: Path) -> None:
-    with (folder / LOCK).open("w") as lock:
-        try:
+def left_folders() -> Iterator[Path]:
+    """Yield folders that no `serve --follow` uses any more, also those that earlier versions made for each engine."""
+    in_use = working_directories()
+    for folder in sorted((home() / "servers").glob("*/")):
+        if folder.name.startswith(PREFIX):
+            if not _is_locked(folder):
+                yield folder
+        elif folder.resolve() not in in_use:  # an engine works in its own
+            yield folder
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        with (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # its process is alive
-            return
-        shutil.rmtree(folder, ignore_errors=True)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:  # its process is alive
+        return True
+    return False

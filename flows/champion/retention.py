@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from filelock import Timeout
 
 from flows.champion.champions import connect, kept_versions
+from flows.champion.own_folder import left_folders
 from flows.champion.registrations import registrations
+from flows.champion.side_by_side import left_notes
 from flows.ledger.home import home, store_root
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import RunningRefreshes, ledger_of, ledgers
@@ -29,11 +33,17 @@ from flows.store.store import Store
 from flows.tracking.cursor import read_shipped
 from flows.tracking.pruning import delete_runs
 from flows.tracking.shipper import only_shipper
-from stages.core.errors import LifecycleError, ServerError
+from stages.core.errors import LifecycleError, ServerError, StoreError
+
+VERSION = re.compile(r'"version":"([0-9a-f]{12})"')
+"""Version of an artifact in an event of a ledger."""
 
 
 class Housekeeping:
-    """Garbage of this home, found at construction. Raises what reading a damaged ledger or registry raises."""
+    """Garbage of this home, found at construction. Raises what reading a damaged registry raises.
+
+    A refresh whose ledger is damaged stays, and so do the artifacts that it names.
+    """
 
     def __init__(self, policy: Policy | None, older_than_days: float) -> None:
         """Find the garbage.
@@ -45,10 +55,19 @@ class Housekeeping:
         self._refreshes: dict[Path, RefreshRecord] = {}
         self.unasked: str | None = None
         """Reason why refreshes beyond the policy are kept this time: MLflow cannot be asked; else None."""
-        records = [ledger.read() for ledger in ledgers()] if policy else []
+        self._unreadable: list[str] = []
+        protected = set(kept_versions())
+        records = []
+        for ledger in ledgers() if policy else ():
+            try:
+                records.append(ledger.read())
+            except StoreError as error:
+                self._unreadable.append(f"cannot judge a refresh by the retention policy: {error}")
+                with suppress(OSError):
+                    protected |= {*VERSION.findall(ledger.file.read_text(encoding="utf-8", errors="replace"))}
         beyond = policy.keep.beyond(records, time.time_ns() // 1_000_000) if policy else []
         kept = [record for record in records if record not in beyond]
-        protected = kept_versions() | {entry.version for record in kept for entry in record.stages.values()}
+        protected |= {entry.version for record in kept for entry in record.stages.values()}
         referred_to = self._referred_to(policy.keep) if policy else frozenset()
         protected |= {key.rpartition("/")[2] for key in referred_to}
         self.garbage = collect.find_garbage(
@@ -60,12 +79,13 @@ class Housekeeping:
                 (one.started_ms / 1000 for one in RunningRefreshes().all() if not one.interrupted), default=math.inf
             ),
         )
+        self.garbage += _left_by_servers(older_than_days)
         if beyond and not self.unasked:
             self._give_up(beyond, {*referred_to, *(entry.attempt for one in kept for entry in one.stages.values())})
 
     def collect(self) -> Collected:
         """Remove the garbage; what cannot be removed does not stop the rest."""
-        failures = [self.unasked] if self.unasked else []
+        failures = [*self._unreadable, *([self.unasked] if self.unasked else [])]
         with ExitStack() as stack:
             unused: dict[Path, RefreshRecord] = {}
             for folder, record in self._refreshes.items():
@@ -103,6 +123,15 @@ class Housekeeping:
                 self._refreshes[folder] = record
                 reason = "refresh beyond the retention policy"
                 self.garbage.append(Garbage(folder, collect.size_bytes(folder), math.inf, reason))
+
+
+def _left_by_servers(older_than_days: float) -> Iterator[Garbage]:
+    """Yield what killed `serve --follow`s left in `<home>/servers`, if it is older than that."""
+    before_s = time.time() - older_than_days * collect.SECONDS_PER_DAY
+    for path in (*left_notes(), *left_folders()):
+        used_s = collect.used_s(path)
+        if used_s <= before_s:
+            yield Garbage(path, collect.size_bytes(path), used_s, "left by a server that was killed")
 
 
 def _runs(refresh: str) -> list[str]:

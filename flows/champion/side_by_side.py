@@ -10,21 +10,22 @@ import glob
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flows.ledger.home import home
-from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.home import HomeIdentity, home, home_identity
+from flows.ledger.process_identity import ProcessIdentity, Standing
 from stages.core.files import write_atomically
 
 
 def note(name: str, tallies: Mapping[str, Any]) -> None:
     """Record the tallies (`Proxy.side_by_side`) of a registered model."""
-    noted = {"name": name, "process": ProcessIdentity.own().model_dump(), "time_s": time.time(), **tallies}
-    file = _file(name)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(noted))
+    _folder().mkdir(parents=True, exist_ok=True)
+    identities = {"process": ProcessIdentity.own().model_dump(), "home": home_identity().model_dump()}
+    noted = {"name": name, **identities, "time_s": time.time(), **tallies}
+    write_atomically(_file(name), json.dumps(noted))
 
 
 def forget(name: str) -> None:
@@ -36,15 +37,27 @@ def served_canaries(name: str) -> list[dict[str, Any]]:
     """Return the records of servers on this machine that have a challenger; `time_s` is when it was written."""
     records = []
     for file in sorted(_folder().glob(f"canary-{glob.escape(name)}-*.json")):
-        try:
+        with suppress(FileNotFoundError):  # it has just ended
             noted = json.loads(file.read_bytes())
-        except FileNotFoundError:  # its canary has just ended
-            continue
-        process = ProcessIdentity.model_validate(noted.pop("process"))
-        # The pattern also matches models whose name begins with this one.
-        if noted.pop("name") == name and process.alive():
-            records.append(noted)
+            # The pattern also matches models whose name begins with this one.
+            if _standing(noted) == "alive" and noted["name"] == name:
+                records.append({field: value for field, value in noted.items() if field not in ("name", *IDENTITIES)})
     return records
+
+
+def left_notes() -> Iterator[Path]:
+    """Yield the notes of servers that were killed, and in a copied home those of the original's servers."""
+    for file in sorted(_folder().glob("canary-*.json")):
+        with suppress(FileNotFoundError):
+            if _standing(json.loads(file.read_bytes())) == "dead":
+                yield file
+
+
+def _standing(noted: Mapping[str, Any]) -> Standing:
+    """Return the state of a note's server; `dead` for one of the home of which this one is a copy."""
+    if "home" in noted and not HomeIdentity.model_validate(noted["home"]).is_here():
+        return "dead"
+    return ProcessIdentity.model_validate(noted["process"]).standing()
 
 
 def as_lines(canary: Mapping[str, Any]) -> list[str]:
@@ -58,6 +71,8 @@ def as_lines(canary: Mapping[str, Any]) -> list[str]:
     return [title, *("  ".join(row).rstrip() for row in cells)]
 
 
+IDENTITIES = ("process", "home")
+"""Fields of a note; those of earlier versions have no `home`."""
 HEADING = ("version", "requests", "errors", "p50 s", "p95 s", "prompt tokens", "tokens", "ended by")
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,6 +30,7 @@ from flows.ledger.home import ledger_root
 from flows.ledger.record import LEDGER_FILE, AttemptRecord, RefreshRecord, fold
 from stages.core.errors import StoreError, full_disk_named
 from stages.core.files import write_atomically
+from stages.core.lines import say
 
 REPORT_FILE, ROWS_FILE, NOTE_FILE = "report.html", "comparison.json", "note.md"
 LONGEST_END = 65_536
@@ -96,8 +98,11 @@ class Ledger:
             raise StoreError(f"reading the ledger of refresh {self.folder.name}: {error}") from error
 
     def read(self) -> RefreshRecord:
-        """Return the refresh as it is now. Raises what `events` raises."""
-        return fold(self.events())
+        """Return the refresh as it is now. Raises `StoreError` for a ledger that is damaged or cannot be read."""
+        events = [*self.events()]
+        if not events or not isinstance(events[0], RefreshBegan):
+            raise StoreError(f"reading the ledger of refresh {self.folder.name}: its first event is missing")
+        return fold(events)
 
 
 def new_refresh_id(recipe: str) -> str:
@@ -127,7 +132,10 @@ def was_run_here(recipe: Path) -> bool:
 
 
 class RunningRefreshes:
-    """Refreshes that are recorded as running; reads only ledgers that have grown since the last call."""
+    """Refreshes that are recorded as running; reads only ledgers that have grown since the last call.
+
+    A damaged ledger is passed over, and named on stderr once: it must not keep the other refreshes from being closed.
+    """
 
     def __init__(self) -> None:
         self._ended: dict[str, int] = {}
@@ -142,6 +150,9 @@ class RunningRefreshes:
                 record = None if ledger.is_over() else ledger.read()
             except FileNotFoundError:  # removed meanwhile: it was over
                 continue
+            except StoreError as error:
+                say(f"warning: passing over a refresh: {str(error).splitlines()[0]}", sys.stderr)
+                record = None
             if record and record.state == "running":
                 yield record
             else:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from flows.ledger.record import AttemptRecord, RefreshRecord
+from flows.ledger.record import COPIED, KILLED, AttemptRecord, RefreshRecord
 from flows.report.model import Promotion, Score, ScoreDifference
 from stages.core.files import read_json_lines
 
 STATES = {"cancelled": "was stopped", "not_promoted": "completed, but promoted nothing,"}
+UNSAID_ENDS = {KILLED: "was killed", COPIED: "was copied with its home while it ran,"}
 
 
 def happened(record: RefreshRecord) -> str:
@@ -17,7 +18,7 @@ def happened(record: RefreshRecord) -> str:
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     if record.state == "running" and not record.killed:
         return f"The refresh of {record.recipe} is running; of {len(states)} stages: {counts}."
-    state = "was killed" if record.killed else STATES.get(record.state, record.state)
+    state = UNSAID_ENDS.get(record.unsaid_end or "", STATES.get(record.state, record.state))
     number = f" in its try {record.num_tries}" if record.num_tries > 1 else ""
     ended = f"{state}{number} after {record.seconds:.1f} s"
     return f"The refresh of {record.recipe} {ended}; of {len(states)} stages: {counts}."
@@ -25,6 +26,8 @@ def happened(record: RefreshRecord) -> str:
 
 def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequence[Score]) -> str:
     """Return what became of the candidate; without a promotion, what failed, or the last score."""
+    if record.unsaid_end == COPIED:
+        return "How it ended, only the original home knows; a retry here goes on from what was built before the copy."
     failed = [name for name, entry in record.stages.items() if entry.state == "failed"]
     if failed and not (promotions and all(record.stages[name].kind == "publish" for name in failed)):
         return f"There is no new model: {', '.join(failed)} failed, so what stands on that was not built."

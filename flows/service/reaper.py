@@ -31,6 +31,7 @@ from flows.ledger.refreshes import RunningRefreshes, close_interrupted, ledger_o
 from flows.running.due import announce_schedule, announce_states
 from flows.running.flow_runs import WORK_POOL
 from flows.running.refresh import COMPARE, announce, final_state, refresh
+from stages.core.errors import StoreError
 from stages.core.supervisor import marked_processes
 
 ASK_INTERVAL_S = 60.0
@@ -120,7 +121,10 @@ def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
 
 def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     """Set the final state of a flow run, unless its process lives or it has begun another try."""
-    record = ledger_of(flow_run.name).read()
+    try:
+        record = ledger_of(flow_run.name).read()
+    except StoreError:  # `RunningRefreshes` has named it
+        return
     if record.is_copied:  # what Prefect says of it here was put right when the servers of the copy first started
         return
     if record.standing == "dead" and record.prefect_run_count in (None, flow_run.run_count):

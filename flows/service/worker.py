@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from flows.store.policy import policy_file
 from stages.core.errors import ServerError
 from stages.core.garbage import collect_rarely
 from stages.core.supervised import Supervised
-from stages.core.supervisor import living_processes
+from stages.core.supervisor import working_directories
 
 POLL_INTERVAL_S = 1.0
 
@@ -95,11 +94,7 @@ def remove_left_folders(folder: Path) -> None:
 
     A refresh outlives a killed worker, and goes on in its own directory.
     """
-    in_use = set()
-    for pid in living_processes():
-        with suppress(OSError):
-            directory = Path(f"/proc/{pid}/cwd").readlink()
-            in_use |= {directory, *directory.parents}
+    in_use = {folder for directory in working_directories() for folder in (directory, *directory.parents)}
     for left in folder.resolve().glob("tmp*prefect"):  # Prefect's worker names its folders so
         if left not in in_use:
             shutil.rmtree(left, ignore_errors=True)

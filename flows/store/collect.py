@@ -92,7 +92,7 @@ def find_garbage(
     before_s = time.time() - older_than_days * SECONDS_PER_DAY
     work = [*store.root.glob(".work/*/*")]
     locked = {folder for folder in work if store.is_locked(folder.parent.name, folder.name[-RESUME_KEY_LENGTH:])}
-    abandoned = {folder for folder in work if _used_s(folder) <= before_s and folder not in locked}
+    abandoned = {folder for folder in work if used_s(folder) <= before_s and folder not in locked}
     in_use = {path for folder in work if folder not in abandoned for path in _inputs(folder)}
     kept = needed(index, protected, in_use)  # inputs of work that may be continued are needed, too
     superseded = [artifact for artifact in index.artifacts if artifact not in kept]
@@ -106,11 +106,11 @@ def find_garbage(
     trash = sorted(store.root.glob(f"{TRASH}/*"))
     return [
         *(Garbage(one.folder, size_bytes(one.folder), one.used_s, "superseded") for one in superseded),
-        *(Garbage(path, size_bytes(path), _used_s(path), "left over from a removal") for path in trash),
+        *(Garbage(path, size_bytes(path), used_s(path), "left over from a removal") for path in trash),
         *(
-            Garbage(path, size_bytes(path), used_s, f"{reason}, unused for {older_than_days:g} days")
+            Garbage(path, size_bytes(path), latest_s, f"{reason}, unused for {older_than_days:g} days")
             for path, reason, limit_s in sorted(old)
-            if (used_s := _used_s(path)) <= limit_s
+            if (latest_s := used_s(path)) <= limit_s
         ),
     ]
 
@@ -137,7 +137,7 @@ def collect(store: Store, garbage: Iterable[Garbage]) -> Collected:
     removed, failures = [], []
     for item in garbage:
         try:
-            if os.path.lexists(item.path) and _used_s(item.path) <= item.used_s:
+            if os.path.lexists(item.path) and used_s(item.path) <= item.used_s:
                 store.remove(item.path)
                 removed.append(item)
         except (StoreError, ResourceError) as error:
@@ -152,7 +152,7 @@ def _inputs(work: Path) -> Collection[Path]:
         return ()
 
 
-def _used_s(path: Path) -> float:
+def used_s(path: Path) -> float:
     """Return when an artifact was last found cached; of anything else, its latest change or recorded use."""
     with suppress(OSError):
         return (path / RECORD_FILE).stat().st_mtime

@@ -55,6 +55,7 @@ from flows.tracking.writing import (
     log_params,
     set_tags,
 )
+from stages.core.errors import StoreError
 from stages.core.redaction import redact, shortened
 
 if TYPE_CHECKING:
@@ -246,7 +247,11 @@ def ship_pending(client: MlflowClient) -> None:
     for ledger in ledgers():
         if read_shipped(ledger).has_all_of(ledger):
             continue
-        record = ledger.read()
+        try:
+            record = ledger.read()
+        except StoreError as error:  # of a damaged ledger; the others are shipped
+            print(f"{time.strftime('%H:%M:%S')} not shipped: {error}", flush=True)
+            continue
         # In a copied home, MLflow's runs are the original's, unless the MLflow is a copy, too.
         is_ours = not record.is_copied or os.environ.get("MLFLOW_TRACKING_URI") == address_of(MLFLOW.name)
         if record.state != "running" and is_ours:

@@ -55,6 +55,15 @@ def living_processes() -> dict[int, tuple[int, int]]:
     return processes
 
 
+def working_directories() -> set[Path]:
+    """Return the working directories of the living processes that this user may see."""
+    found = set()
+    for pid in living_processes():
+        with contextlib.suppress(OSError):
+            found.add((PROC / str(pid) / "cwd").readlink())
+    return found
+
+
 def started_ticks(pid: int) -> int | None:
     """Return when a process started, by the kernel's clock; None for one that has ended or waits to be reaped."""
     try:

@@ -1,11 +1,15 @@
 """The retention policy: what it may say, which refreshes are beyond it, and what of theirs goes."""
 
 import json
+import os
+import shutil
 import time
 from uuid import uuid4
 
 import pytest
 
+from flows.champion import side_by_side
+from flows.champion.own_folder import own_folder
 from flows.champion.retention import Housekeeping
 from flows.ledger.events import FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded
 from flows.ledger.process_identity import ProcessIdentity
@@ -136,6 +140,59 @@ def test_a_refresh_stays_while_its_server_is_away_and_all_else_is_removed(store,
     assert not old["sft"].folder.exists()
     (failure,) = done.failures
     assert "cannot remove 1 refreshes beyond the retention policy: the local prefect server is not running" in failure
+
+
+def test_a_refresh_whose_ledger_is_damaged_stays_with_its_artifacts_and_the_others_are_judged(
+    store, recipe, make_plan, build
+):
+    built = [build(make_plan(recipe(sft={"steps": steps}))) for steps in (1, 2, 3)]
+    for night, artifacts in enumerate(built):
+        ledger_with(f"night-{night}", 3 - night, {name: one.record.version for name, one in artifacts.items()})
+    with ledger_of("night-0").file.open("ab") as stream:
+        stream.write(b'{"event":"refresh_teleported"}\n')
+    (failure,) = collected(refreshes=1).failures
+    assert failure.startswith("cannot judge a refresh by the retention policy: reading the ledger of refresh night-0")
+    assert left() == {"night-0", "night-2"}
+    assert [one["sft"].folder.exists() for one in built] == [True, False, True]
+
+
+def test_what_killed_servers_left_goes_once_it_is_old(home, monkeypatch):
+    servers = home / "servers"
+    side_by_side.note("alive", {})
+    note = next(servers.glob("canary-alive-*.json"))
+    killed = json.loads(note.read_text())
+    killed["process"]["started_ticks"] += 1
+    (servers / "canary-dead-1.json").write_text(json.dumps(killed))
+    (servers / "canary-young-1.json").write_text(json.dumps(killed))
+    (servers / "adder-1-abcdefgh").mkdir()  # as an earlier version made one for each engine
+    (servers / "adder-2-abcdefgh").mkdir()
+    (servers / "serving-abcdefgh").mkdir()
+    (servers / "adder-1.log").touch()
+    with own_folder() as folder, monkeypatch.context() as patch:
+        (servers / "serving-abcdefgh").mkdir()
+        old_s = time.time() - 8 * 86_400
+        for path in servers.iterdir():
+            if "young" not in path.name:
+                os.utime(path, (old_s, old_s))
+        os.utime(folder / "lock", (old_s, old_s))
+        patch.chdir(servers / "adder-2-abcdefgh")  # an engine of an earlier version still runs
+        done = Housekeeping(None, older_than_days=7).collect()
+        gone = {"canary-dead-1.json", "adder-1-abcdefgh", "serving-abcdefgh"}
+        assert {one.path.name for one in done.removed} == gone
+        left = {note.name, "canary-young-1.json", "adder-2-abcdefgh", "adder-1.log", folder.name, "serving.lock"}
+        assert {path.name for path in servers.iterdir()} == left
+
+
+def test_in_a_copied_home_no_canary_of_the_original_is_shown(home, monkeypatch):
+    (home / "original").mkdir()
+    monkeypatch.setenv("LIFECYCLE_HOME", str(home / "original"))
+    side_by_side.note("adder", {"champion": "1", "challenger": "2"})
+    shutil.copytree(home / "original", home / "copy")
+    (shown,) = side_by_side.served_canaries("adder")
+    assert shown.keys() == {"champion", "challenger", "time_s"}
+    monkeypatch.setenv("LIFECYCLE_HOME", str(home / "copy"))
+    assert side_by_side.served_canaries("adder") == []
+    assert [path.parent for path in side_by_side.left_notes()] == [home / "copy" / "servers"]
 
 
 def test_without_a_policy_all_refreshes_stay():

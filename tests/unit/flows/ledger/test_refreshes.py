@@ -13,7 +13,9 @@ from flows.ledger.home import home_identity
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import COPIED, KILLED, with_time_so_far
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, end_of, ledger_of, ledgers
+from flows.report.sentences import happened, means
 from flows.running.request import retry_of
+from flows.tracking import shipper
 from flows.tracking.shipper import only_shipper, ship_pending
 from stages.core.errors import StoreError
 
@@ -161,13 +163,19 @@ def test_in_a_copy_of_the_home_what_ran_is_over_and_in_the_original_it_goes_on(b
     attempt(ledger, home, "sft")
     shutil.copytree(home / "home", home / "copy")
     monkeypatch.setenv("LIFECYCLE_HOME", str(home / "copy"))
-    assert state_of(ledger_of("running").read()) == "copied"
+    copied = ledger_of("running").read()
+    assert state_of(copied) == "copied"
+    assert happened(copied).startswith(
+        "The refresh of nightly was copied with its home while it ran, after 0.0 s; of 1"
+    )
+    assert means(copied, [], []).startswith("How it ended, only the original home knows")
     assert close_interrupted() == ["running"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.team")  # whose runs of it are the original's
     ship_pending(client=None)  # which would be asked at once
     assert not (ledger_of("running").folder / "mlflow.json").exists()
     closed = ledger_of("running").read()
     assert (closed.state, closed.error, closed.attempts["sft-1"].error) == ("failed", COPIED, COPIED)
+    assert "killed" not in happened(closed)
     begin("running", "sft", home=home_identity())
     assert ledger_of("running").read().standing == "alive"
     monkeypatch.setenv("LIFECYCLE_HOME", str(home / "home"))
@@ -222,6 +230,32 @@ def test_a_whole_line_that_is_not_understood_is_an_error_that_names_the_refresh(
         stream.write(b'{"event":"refresh_teleported"}\n')
     with pytest.raises(StoreError, match="reading the ledger of refresh newer"):
         ledger.read()
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"\0" * 4096, b'{"event":"refresh_teleported"}\n'], ids=["cut", "zeros", "newer"]
+)
+def test_a_damaged_ledger_is_named_once_and_the_others_are_closed(begin, capsys, damage):
+    begin("dead", process=DEAD)
+    begin("damaged").file.write_bytes(damage)
+    running = RunningRefreshes()
+    assert [one.refresh for one in running.all()] == ["dead"]
+    assert "warning: passing over a refresh: reading the ledger of refresh damaged: " in capsys.readouterr().err
+    assert [one.refresh for one in running.all()] == ["dead"]
+    assert "damaged" not in capsys.readouterr().err
+    assert close_interrupted() == ["dead"]
+    assert ledger_of("dead").read().error == KILLED
+
+
+def test_a_damaged_ledger_keeps_no_other_from_being_shipped(begin, capsys, monkeypatch):
+    begin("over").append(ENDED)
+    begin("damaged").file.write_bytes(b"")
+    shipped = []
+    monkeypatch.setattr(shipper, "Shipper", lambda ledger, client: ledger.folder.name)
+    monkeypatch.setattr(shipper, "_try_to_ship", shipped.append)
+    ship_pending(client=None)
+    assert shipped == ["over"]
+    assert "not shipped: reading the ledger of refresh damaged" in capsys.readouterr().out
 
 
 def test_a_folder_without_a_ledger_is_no_refresh(begin, home):
