@@ -39,13 +39,14 @@ LIMITS = ("memory.max", "memory.limit_in_bytes")
 GIB = 2**30
 
 
-def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0) -> LifecycleError:
+def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0, about_memory: str = "") -> LifecycleError:
     """Return the error of a stage that exited with a code other than 0.
 
     That is the stage's own error (`error.json`) if it left one; otherwise a `StageCrashError` that names the signal,
     the rank, the log and its last lines.
 
     log_begin: byte of the log at which this attempt's output begins.
+    about_memory: said of a SIGKILL, which is also how the kernel ends a process for lack of memory.
     """
     failure = _left_behind(work)
     known = error_classes()
@@ -53,7 +54,7 @@ def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0) -> Lif
         return known[failure.error](failure.message, died=failure.died)
     log = _log_tail(work, log_begin)
     excerpt = _excerpt(work, log)
-    killed = _killed_rank(log)
+    killed = _killed_rank(log, about_memory)
     if failure and killed:  # the error that other ranks left is only a consequence
         return StageCrashError(f"{name} ended, because {killed}\n{excerpt}", died=True)
     if failure:
@@ -62,7 +63,7 @@ def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0) -> Lif
         return TransientError(f"{name} asked to be tried again\n{excerpt}")
     if exit_code == ResourceError.exit_code:  # on a full disk, the exit code is all that a stage can leave
         return ResourceError("\n".join([full_disk_message(f"running {name}", work), *([excerpt] if log else [])]))
-    ended, code = _how_it_ended(log, exit_code)
+    ended, code = _how_it_ended(log, exit_code, about_memory)
     return StageCrashError(f"{name} {ended} and left no error message\n{excerpt}", died=was_killed(code))
 
 
@@ -89,7 +90,7 @@ def _left_behind(work: Path) -> StageFailure | None:
         return None
 
 
-def _how_it_ended(log: str, exit_code: int) -> tuple[str, int]:
+def _how_it_ended(log: str, exit_code: int, about_memory: str) -> tuple[str, int]:
     """Return how the process ended, for people, and the exit code of the process that ended first.
 
     Of several nodes' exit codes Slurm returns the highest, not the first.
@@ -99,23 +100,23 @@ def _how_it_ended(log: str, exit_code: int) -> tuple[str, int]:
     root_causes = list(ROOT_CAUSE.finditer(log))
     if root_causes:
         rank, code = root_causes[-1]["rank"], int(root_causes[-1]["code"])
-        return f"ended, because rank {rank} {_how(code)}", code
-    return _how(exit_code), exit_code
+        return f"ended, because rank {rank} {_how(code, about_memory)}", code
+    return _how(exit_code, about_memory), exit_code
 
 
-def _killed_rank(log: str) -> str | None:
+def _killed_rank(log: str, about_memory: str) -> str | None:
     """Return the rank that a signal killed, if the log names one that torchrun did not ask to end."""
     failures = [(match["rank"], int(match["code"])) for match in RANK_FAILURE.finditer(log)]
     killed = [(rank, code) for rank, code in failures if was_killed(code)]
-    return f"rank {killed[-1][0]} {_how(killed[-1][1])}" if killed else None
+    return f"rank {killed[-1][0]} {_how(killed[-1][1], about_memory)}" if killed else None
 
 
-def _how(exit_code: int) -> str:
+def _how(exit_code: int, about_memory: str) -> str:
     number = signal_of(exit_code)
     if number is None:
         return f"exited with {exit_code}"
-    hint = " (out of memory?)" if number == signal.SIGKILL else ""
-    return f"was killed by {_signal_name(number)}{hint}"
+    known = f" ({about_memory})" if about_memory and number == signal.SIGKILL else ""
+    return f"was killed by {_signal_name(number)}{known}"
 
 
 def _signal_name(number: int) -> str:

@@ -20,6 +20,8 @@ from stages.core.redaction import redact_files, secrets_in
 
 POLL_INTERVAL_S = 0.05
 TICK_INTERVAL_S = 0.3
+NONE_COUNTED = "the kernel counted no process that it killed for lack of memory"
+NOT_COUNTED_HERE = "whether memory ran out, only the machine that it ran on knows"
 
 
 class Process(Protocol):
@@ -66,8 +68,11 @@ def watch(
         exit_code = process.poll()
         redact_files(work, secrets_in({**os.environ, **planned.config.execution.environment}))
         if exit_code:
-            error = failure_of(work, planned.name, exit_code, log_begin)
-            if error.died and planned.config.execution.launcher == "local" and memory_kills.count() > num_kills:
+            is_local = planned.config.execution.launcher == "local"
+            is_counted = is_local and memory_kills.count() > num_kills
+            about_memory = "" if is_counted else NONE_COUNTED if is_local else NOT_COUNTED_HERE
+            error = failure_of(work, planned.name, exit_code, log_begin, about_memory)
+            if error.died and is_counted:
                 reason = out_of_memory_message(planned.name, planned.config, memory_kills)
                 raise ResourceError(f"{reason}\n{error}") from error
             raise error

@@ -7,6 +7,8 @@ from flows.store.content import SCRATCH_FOLDER
 from flows.store.store import Store
 from stages.core.errors import LifecycleError, TransientError
 
+NO_PROGRESS = "it died twice without a newer checkpoint between"
+
 
 class Retries:
     """Decisions about retries, one for each attempt. Called by the thread of the stage; stages share nothing here.
@@ -21,14 +23,19 @@ class Retries:
         self._progress_at_death: dict[str, int] = {}
 
     def decide(self, planned: PlannedStage, number: int, error: BaseException) -> bool:
-        """Return whether a stage is tried again after this error.
+        """Return whether a stage is tried again after this error; a repeated death that is not says why.
 
         number: of its attempts in this try of the refresh, the failed one included.
         """
         decided_for, again = self._decided.get(planned.name, (0, False))
         if decided_for != number:
-            again = number <= planned.config.execution.retries and self._is_worth_it(planned, error)
+            retries = planned.config.execution.retries
+            is_worth_it = self._is_worth_it(planned, error)
+            again = is_worth_it and number <= retries
             self._decided[planned.name] = number, again
+            if isinstance(error, LifecycleError) and error.died and number > 1 and not again:
+                reason = f"execution.retries is {retries}" if is_worth_it else NO_PROGRESS
+                error.add(f"it is not tried again: {reason}")
         return again
 
     def is_due(self, stage: str) -> bool:

@@ -92,6 +92,8 @@ class StageObserver:
     def ended(self, outcome: Outcome) -> None:
         assert self._began
         result = outcome.result or StageResult()
+        # First: an error that is not tried again may say why from then on.
+        is_retried = outcome.error is not None and self._is_retried(outcome.error)
         self._append(
             AttemptEnded(
                 stage=self._stage,
@@ -106,7 +108,7 @@ class StageObserver:
                 error=describe(outcome.error) if outcome.error else None,
                 error_class=type(outcome.error).__name__ if outcome.error else None,
                 energy_j=self._energy_used_j(),
-                retried=outcome.error is not None and self._is_retried(outcome.error),
+                retried=is_retried,
             )
         )
 

@@ -28,6 +28,11 @@ class LifecycleError(Exception):
         super().__init__(redact(message))
         self.died = died
 
+    def add(self, sentence: str) -> None:
+        """Add a sentence to the first line of the message."""
+        first, newline, rest = str(self).partition("\n")
+        self.args = (f"{first}; {redact(sentence)}{newline}{rest}",)
+
 
 class RecipeError(LifecycleError):
     """The recipe is invalid."""

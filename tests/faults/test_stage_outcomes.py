@@ -10,6 +10,7 @@ import pytest
 import tiny
 
 from flows.launch import local
+from flows.launch.stage_process import NONE_COUNTED
 from flows.running.runner import run_stage
 from flows.store.store import Store
 from stages.core.errors import DataError, StageCrashError, StageTimeoutError, StoreError, TransientError
@@ -29,7 +30,7 @@ def store(tmp_path):
     [
         ("known_error", DataError, "^row 3 has no messages$"),
         ("bug", StageCrashError, "rows failed: KeyError: 'x'.*Traceback: something of ours"),
-        ("killed", StageCrashError, r"rows was killed by SIGKILL \(out of memory\?\).*the last thing it said"),
+        ("killed", StageCrashError, rf"rows was killed by SIGKILL \({NONE_COUNTED}\).*the last thing it said"),
         ("transient", TransientError, "asked to be tried again"),
         ("silent", StageCrashError, "left no readable result.json"),
         ("no_such_mode", StageCrashError, "rows exited with 1 and left no error message.*KeyError: 'no_such_mode'"),
