@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from prefect.client.schemas.filters import (
     FlowRunFilterExpectedStartTime,
 )
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events import emit_event
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
 from flows.ledger.home import home
@@ -37,6 +40,8 @@ from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.slots import Slots
 
 POLL_S = 2.0
+REMOVED = "its schedule was removed before it began"
+"""Message of a run that is cancelled; no one is notified of a state called `Removed`."""
 
 
 def announce_own_schedule() -> None:
@@ -77,8 +82,7 @@ def announce_states(client: SyncPrefectClient, flow_run: FlowRun, states: Iterab
     flow = client.read_flow(flow_run.flow_id)
     # By these an automation knows which flow runs it is for.
     related = [_resource("flow", flow.id, flow.name)]
-    if flow_run.deployment_id:
-        deployment = client.read_deployment(flow_run.deployment_id)
+    if deployment := _deployment_of(client, flow_run):
         related.append(_resource("deployment", deployment.id, deployment.name))
     for state in states:
         resource = {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}", "prefect.state-name": state.name or ""}
@@ -123,10 +127,15 @@ def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
 def _check_deployment(recipe: str) -> None:
     """Check that the deployment of this flow run may run the recipe. Raises what `check_recipe` raises."""
     with get_client(sync_client=True) as client:
-        own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
-        if own.deployment_id:
-            deployment = client.read_deployment(own.deployment_id)
+        if deployment := _deployment_of(client, client.read_flow_run(UUID(str(runtime.flow_run.id)))):
             check_recipe(recipe, deployment.name, deployment.parameters.get("recipe"))
+
+
+def _deployment_of(client: SyncPrefectClient, flow_run: FlowRun) -> DeploymentResponse | None:
+    """Return the deployment of a flow run; None if it has none, or a schedule's that was removed."""
+    with suppress(ObjectNotFound):
+        return client.read_deployment(flow_run.deployment_id) if flow_run.deployment_id else None
+    return None
 
 
 def _try_to_start(
@@ -153,14 +162,18 @@ def _try_to_start(
 def _not_wanted() -> State[Any] | None:
     """Return why a run that a schedule made is left out, or None.
 
-    Of missed runs only the last one runs, and none of a paused schedule. A person's run, or retry, is never left out.
+    Of missed runs only the last one runs, and none of a paused or removed schedule. A person's run, or retry, is never
+    left out.
     """
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
         if not own.auto_scheduled or own.run_count > 1 or own.deployment_id is None:
             return None
-        # A worker may have taken it just before the schedule was paused, when Prefect no longer removes it.
-        if client.read_deployment(own.deployment_id).paused:
+        # A worker may have taken it just before the schedule was paused or removed, when Prefect no longer removes it.
+        deployment = _deployment_of(client, own)
+        if deployment is None:
+            return Cancelled(name="Removed", message=REMOVED)
+        if deployment.paused:
             return Cancelled(name="Skipped", message="its schedule was paused before it began")
         due = FlowRunFilterExpectedStartTime(after_=own.expected_start_time, before_=datetime.now(UTC))
         schedule = FlowRunFilterDeploymentId(any_=[own.deployment_id])

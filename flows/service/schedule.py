@@ -29,10 +29,12 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.server.schemas.schedules import CronSchedule as PlannedCron
+from prefect.states import Cancelled
 from pydantic import ValidationError
 
 from flows.recipe.recipe import load_recipe
 from flows.recipe.text import closest
+from flows.running.due import REMOVED
 from flows.running.flow_runs import deploy, find_deployment, prefect_client
 from flows.running.parameters import check_parameters
 from flows.running.request import RefreshRequest
@@ -112,7 +114,7 @@ def pause(name: str) -> Schedule:
         deployment = _find_or_explain(client, name)
         client.pause_deployment(deployment.id)
         # Prefect has removed the others; these were being planned at that moment.
-        for run in _scheduled(client, deployment.id):
+        for run in _runs_in(client, deployment.id, StateType.SCHEDULED):
             if run.auto_scheduled and not run.run_count:
                 client.delete_flow_run(run.id)
         return _describe(client, client.read_deployment(deployment.id))
@@ -127,9 +129,17 @@ def resume(name: str) -> Schedule:
 
 
 def remove(name: str) -> None:
-    """Remove a schedule; a refresh of it that runs goes on. Raises `RecipeError` when there is none of this name."""
+    """Remove a schedule and cancel its runs that a worker has taken, but not begun; a refresh that runs goes on.
+
+    Raises `RecipeError` when there is none of this name.
+    """
     with prefect_client() as client:
-        client.delete_deployment(_find_or_explain(client, name).id)
+        deployment = _find_or_explain(client, name)
+        client.pause_deployment(deployment.id)  # so that no worker takes another run
+        for run in _runs_in(client, deployment.id, StateType.PENDING):
+            # Else it would crash: its process would look for the schedule in vain. A cancelled run does not crash.
+            client.set_flow_run_state(run.id, Cancelled(name="Removed", message=REMOVED), force=True)
+        client.delete_deployment(deployment.id)
 
 
 def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
@@ -184,19 +194,19 @@ def _planned(client: SyncPrefectClient, deployment_id: UUID) -> Schedule:
     return _describe(client, client.read_deployment(deployment_id))
 
 
-def _scheduled(client: SyncPrefectClient, deployment_id: UUID) -> list[FlowRun]:
-    """Return runs that no worker has taken, the next one first."""
+def _runs_in(client: SyncPrefectClient, deployment_id: UUID, state: StateType) -> list[FlowRun]:
+    """Return runs in a state, the next one first. SCHEDULED: no worker has taken it; PENDING: it has not begun."""
     return client.read_flow_runs(
         flow_run_filter=FlowRunFilter(
             deployment_id=FlowRunFilterDeploymentId(any_=[deployment_id]),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[state])),
         ),
         sort=FlowRunSort.EXPECTED_START_TIME_ASC,
     )
 
 
 def _describe(client: SyncPrefectClient, deployment: DeploymentResponse) -> Schedule:
-    due = _scheduled(client, deployment.id)
+    due = _runs_in(client, deployment.id, StateType.SCHEDULED)
     when = deployment.schedules[0].schedule
     return Schedule(
         name=deployment.name,

@@ -185,6 +185,32 @@ def test_a_paused_schedule_runs_nothing_but_what_is_started_by_hand(worker_home)
     assert worker_home.lifecycle("schedules", "remove", "resting").returncode == 0
 
 
+def test_runs_of_a_removed_schedule_that_a_worker_had_taken_end_quietly(worker_home):
+    """One whose process has not begun, and one whose process has begun, but not the refresh."""
+    worker_home.schedule(worker_home.write("removed", {"rows": stage("ok", "removed")}))
+    taken, begun = worker_home.planned("removed")[:2]
+    worker_home.prefect(f"flow_runs/{taken['id']}/set_state", {"state": {"type": "PENDING"}})
+    worker_home.prefect(f"flow_runs/{begun['id']}/set_state", {"state": {"type": "RUNNING"}, "force": True})
+    assert worker_home.lifecycle("schedules", "remove", "removed").returncode == 0
+    # What Prefect's worker does when the process finds no deployment: it proposes this.
+    worker_home.prefect(f"flow_runs/{taken['id']}/set_state", {"state": {"type": "CRASHED"}})
+    removed = worker_home.flow_run(taken["id"])
+    assert (removed["state"]["type"], removed["state"]["name"]) == ("CANCELLED", "Removed")
+    assert removed["state"]["message"] == "its schedule was removed before it began"
+
+    look = (
+        "import sys; from uuid import UUID; from prefect.client.orchestration import get_client; "
+        "from flows.running import due; client = get_client(sync_client=True).__enter__(); "
+        "run = client.read_flow_run(UUID(sys.argv[1])); due.announce_schedule(client, run); "
+        "print(due._not_wanted().name)"
+    )
+    address = {"PREFECT_API_URL": f"{worker_home.address('prefect')}/api", "PREFECT_API_AUTH_STRING": worker_home.key()}
+    environment = {**worker_home.environment, **address, "PREFECT__RUNTIME__FLOW_RUN__ID": begun["id"]}
+    command = [sys.executable, "-c", look, begun["id"]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "Removed", done.stderr
+
+
 def test_a_second_recipe_of_the_same_name_is_refused(worker_home, nightly, tmp_path):
     namesake = tmp_path / "other.yaml"
     namesake.write_text(json.dumps({"name": "nightly", "stages": {"rows": stage("ok")}}))
