@@ -4,10 +4,9 @@ import json
 import os
 import signal
 import threading
-import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -26,6 +25,7 @@ from stages.serving.proxy import Proxy, listening
 from stages.serving.server import listening_socket
 from stages.serving.waiting import WaitingRoom
 from tests.hub_repository import model_files
+from tests.load import CutOffError, Load
 from tests.promotion import NAME, commit, own_mlflow, planned_stages
 from tests.serving import wait_for
 from tests.tiny_engine import TinyEngine
@@ -73,51 +73,9 @@ def kill_engine(serving: Serving) -> None:
     os.kill(engine_pid(serving), signal.SIGKILL)
 
 
-class Load:
-    """Clients that ask again and again, each question once: failures, and how many of each version answered.
-
-    cut: answers that had begun when their engine died.
-    """
-
-    def __init__(self, client: httpx.Client):
-        self.failures: list[str] = []
-        self.cut = 0
-        self.versions: Counter[str] = Counter()
-        self.longest_s = 0.0
-        self._client = client
-        self._is_enough = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(NUM_CLIENTS)]
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_enough.set()
-        for thread in self._threads:
-            thread.join()
-
-    def more(self, version: str) -> None:
-        """Return once a version has answered some more."""
-        enough = self.versions[version] + 2 * NUM_CLIENTS
-        wait_for(lambda: self.versions[version] >= enough or self.failures, 60, f"answers of version {version}")
-
-    def _ask(self, number: int) -> None:
-        while not self._is_enough.wait(0.01):
-            number += NUM_CLIENTS
-            began_s = time.monotonic()
-            try:
-                self.versions[ask(self._client, number)] += 1
-            except CutOffError:
-                self.cut += 1
-            except Exception as error:
-                self.failures.append(repr(error))
-            self.longest_s = max(self.longest_s, time.monotonic() - began_s)
-
-
-class CutOffError(Exception):
-    """An answer was cut off after it had begun."""
+def load_of(client: httpx.Client) -> Load:
+    """Clients that ask each question once; `answers` counts them by the version that answered."""
+    return Load(partial(ask, client), NUM_CLIENTS)
 
 
 def ask(client: httpx.Client, number: int) -> str:

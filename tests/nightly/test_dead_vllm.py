@@ -6,7 +6,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from flows.champion.registry import Registry
 from flows.ledger.home import store_root
 from flows.store.store import Store
+from tests.load import CutOffError, Load
 from tests.pipeline.test_follow import (
     LIFECYCLE,
     QUESTION,
@@ -33,67 +33,31 @@ NUM_CLIENTS = 8
 PROCESSES = {"all of it": b"", "what answers": b"vllm", "what computes": b"EngineCor"}
 
 
-class Load:
-    """Clients that ask again and again, every other time for a stream.
+def load_of(url: str) -> Load:
+    """Clients that ask again and again, every other time for a stream; `answers` counts them by their text."""
 
-    cut: streams that ended in their middle. failures: whatever else went wrong.
-    """
+    def ask(number: int) -> str:
+        turn = number // NUM_CLIENTS + number % NUM_CLIENTS
+        question = {**QUESTION, "user": f"user {turn % 8}"}
+        return stream(url, question) if turn % 2 else complete(url, question)
 
-    def __init__(self, url: str):
-        self.url = url
-        self.answers: Counter[str] = Counter()
-        self.cut = 0
-        self.failures: list[str] = []
-        self.last_s = time.monotonic()
-        self._is_enough = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(NUM_CLIENTS)]
+    return Load(ask, NUM_CLIENTS, pause_s=0.05)
 
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._is_enough.set()
-        for thread in self._threads:
-            thread.join()
-
-    def more(self, count: int = 2 * NUM_CLIENTS) -> None:
-        enough = self.answers.total() + count
-        wait_for(lambda: self.answers.total() >= enough or self.failures, 300, f"{count} more answers")
-
-    def _ask(self, number: int) -> None:
-        while not self._is_enough.wait(0.05):
-            number += 1
-            try:
-                self._note(self._stream(number) if number % 2 else complete(self.url, self._question(number)))
-            except Exception as error:
-                self.failures.append(repr(error))
-
-    def _note(self, answer: str | None) -> None:
-        if answer is None:
-            self.cut += 1
-        else:
-            self.answers[answer] += 1
-            self.last_s = time.monotonic()
-
-    def _question(self, number: int) -> dict:
-        return {**QUESTION, "user": f"user {number % 8}"}
-
-    def _stream(self, number: int) -> str | None:
-        """The answer; None for one that was cut off after its first part."""
-        parts = []
-        with post(f"{self.url}/completions", {**self._question(number), "stream": True}) as answer:
-            try:
-                for line in answer:
-                    if line.startswith(b"data: {"):
-                        parts.append(json.loads(line.removeprefix(b"data: "))["choices"][0]["text"])
-                    elif line.startswith(b"data: [DONE]"):
-                        return "".join(parts)
-            except (OSError, KeyError):
-                pass
-        assert parts, "cut off before its first part"
-        return None
+def stream(url: str, question: dict) -> str:
+    """The answer. Raises CutOffError for one that was cut off after its first part."""
+    parts = []
+    with post(f"{url}/completions", {**question, "stream": True}) as answer:
+        try:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    parts.append(json.loads(line.removeprefix(b"data: "))["choices"][0]["text"])
+                elif line.startswith(b"data: [DONE]"):
+                    return "".join(parts)
+        except (OSError, KeyError):
+            pass
+    assert parts, "cut off before its first part"
+    raise CutOffError
 
 
 @contextmanager
@@ -134,7 +98,7 @@ def kill_and_time(folder: Path, which: str, load: Load) -> float:
 
 def test_the_champion_is_back_after_one_start_whatever_is_killed(environment: Path) -> None:  # noqa: F811
     make_champion(registration(seed=0))
-    with served() as (url, said), Load(url) as load:
+    with served() as (url, said), load_of(url) as load:
         load.more()
         seconds = {which: kill_and_time(environment, which, load) for which in PROCESSES}
         print(f"answered again after {seconds} s; {load.answers.total()} answers, {load.cut} cut off")
@@ -148,7 +112,7 @@ def test_the_champion_is_back_after_one_start_whatever_is_killed(environment: Pa
 @pytest.mark.parametrize("starting", ["a successor", "a challenger"])
 def test_the_champion_is_started_before_what_was_starting(environment: Path, starting: str) -> None:  # noqa: F811
     make_champion(registration(seed=0))
-    with served("--canary", "50%") as (url, said), Load(url) as load:
+    with served("--canary", "50%") as (url, said), load_of(url) as load:
         load.more()
         registry = Registry()
         if starting == "a successor":

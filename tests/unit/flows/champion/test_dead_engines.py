@@ -9,7 +9,7 @@ import pytest
 
 from flows.champion.own_folder import own_folder
 from flows.champion.registry import Registry
-from tests.followed import Followed, Load, following, kill_engine, registration, tiny_registry
+from tests.followed import Followed, following, kill_engine, load_of, registration, tiny_registry
 from tests.promotion import NAME
 from tests.serving import wait_for
 
@@ -51,7 +51,7 @@ def wait_for_start(followed: Followed, number: str) -> int:
 
 @pytest.mark.parametrize("starting", ["nothing", "a successor", "a challenger"])
 def test_the_champion_is_started_again_before_all_else(registry, gate, starting, capsys):
-    with following(registry) as followed, Load(followed.client) as load, followed.going_on():
+    with following(registry) as followed, load_of(followed.client) as load, followed.going_on():
         load.more("1")
         if starting != "nothing":
             second = registry.register(registration("second", gate=str(gate)))
@@ -61,7 +61,7 @@ def test_the_champion_is_started_again_before_all_else(registry, gate, starting,
         for _ in range(2):
             kill_champion(followed)
             load.more("1")
-        assert load.versions.keys() == {"1"}
+        assert load.answers.keys() == {"1"}
         gate.unlink()
         if starting != "nothing":
             load.more("2")
@@ -73,7 +73,7 @@ def test_the_champion_is_started_again_before_all_else(registry, gate, starting,
 
 
 def test_a_promoted_version_does_not_wait_for_a_challenger_that_starts(registry, gate, capsys):
-    with following(registry) as followed, Load(followed.client) as load, followed.going_on():
+    with following(registry) as followed, load_of(followed.client) as load, followed.going_on():
         registry.challenge(registry.register(registration("second", gate=str(gate))))
         followed.look_soon()
         starting = wait_for_start(followed, "2")
@@ -102,7 +102,7 @@ def test_a_challenger_that_is_promoted_while_it_starts_goes_on_starting(registry
 
 def test_a_registry_that_hangs_holds_no_restart_up(registry, monkeypatch):
     goes_on = threading.Event()
-    with following(registry) as followed, Load(followed.client) as load, followed.going_on():
+    with following(registry) as followed, load_of(followed.client) as load, followed.going_on():
         monkeypatch.setattr(registry, "find", lambda *_: goes_on.wait(60) and None)
         followed.look_soon()
         load.more("1")
@@ -115,7 +115,7 @@ def test_a_registry_that_hangs_holds_no_restart_up(registry, monkeypatch):
 def test_an_engine_that_does_not_start_again_is_tried_until_it_does_or_another_version_is_served(
     registry, capsys, monkeypatch
 ):
-    with following(registry) as followed, Load(followed.client) as load, followed.going_on():
+    with following(registry) as followed, load_of(followed.client) as load, followed.going_on():
         load.more("1")
         model = followed.champion.server.spec.model
         (model / "broken").touch()

@@ -1,0 +1,64 @@
+"""Clients that ask a served model again and again, and count what became of it."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from tests.serving import wait_for
+
+
+class CutOffError(Exception):
+    """An answer was cut off after it had begun."""
+
+
+class Load:
+    """Clients, each in a thread. As a context, they ask until it is left.
+
+    ask: asks the question of a number, of which there is one for each request; returns who answered, or what. Raises
+    CutOffError, and anything else for a failure.
+    answers: their numbers by what `ask` returned. cut: answers that broke off. longest_s: of any request. last_s: when
+    the latest answer came, on the monotonic clock.
+    """
+
+    def __init__(self, ask: Callable[[int], str], num_clients: int, pause_s: float = 0.01):
+        self.answers: Counter[str] = Counter()
+        self.cut = 0
+        self.failures: list[str] = []
+        self.longest_s, self.last_s = 0.0, time.monotonic()
+        self.num_clients = num_clients
+        self._ask, self._pause_s = ask, pause_s
+        self._is_enough = threading.Event()
+        self._threads = [threading.Thread(target=self._ask_on, args=(number,)) for number in range(num_clients)]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_enough.set()
+        for thread in self._threads:
+            thread.join()
+
+    def more(self, answer: str | None = None, timeout_s: float = 300) -> None:
+        """Return once each client may have had some more answers, or such answers; or at the first failure."""
+
+        def count() -> int:
+            return self.answers.total() if answer is None else self.answers[answer]
+
+        enough = count() + 2 * self.num_clients
+        wait_for(lambda: count() >= enough or self.failures, timeout_s, f"more answers ({answer or 'any'})")
+
+    def _ask_on(self, number: int) -> None:
+        while not self._is_enough.wait(self._pause_s):
+            number += self.num_clients
+            began_s = time.monotonic()
+            try:
+                self.answers[self._ask(number)] += 1
+                self.last_s = time.monotonic()
+            except CutOffError:
+                self.cut += 1
+            except Exception as error:
+                self.failures.append(repr(error))
+            self.longest_s = max(self.longest_s, time.monotonic() - began_s)
