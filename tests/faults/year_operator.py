@@ -35,6 +35,8 @@ class YearHome(WorkerHome):
         self.clock = clock
         self.environment |= clock.environment
         self.environment["VLLM_API_KEY"] = API_KEY
+        # Prefect deletes events that are a week old once an hour by the machine's own time; a week here takes minutes.
+        self.environment["PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS"] = "30"
         self.environment["LIFECYCLE_VLLM"] = str(folder.parent / "vllm" / "bin" / "vllm")
         self.rows = folder.parent / "rows"
         self.recipe_file = folder.parent / f"{NAME}.yaml"
