@@ -47,7 +47,10 @@ def main() -> None:
 def run_stage(work: Path) -> None:
     """Run the stage that `config.json` describes and write its `result.json`."""
     stage_input = StageInput.model_validate_json((work / "config.json").read_text())
-    run = importlib.import_module(f"stages.kinds.{stage_input.kind}.run").run
+    kind = importlib.import_module(f"stages.kinds.{stage_input.kind}.run")
+    # Its effect on the whole process is why `run` does not do it.
+    getattr(kind, "prepare_process", lambda: None)()
+    run = kind.run
     # Those of all kinds would take longer to import than a download of little takes.
     config_class: type[StageConfig] = inspect.get_annotations(run, eval_str=True)["config"]
     config = config_class.model_validate(stage_input.config)

@@ -1,8 +1,9 @@
 """Contract of a stage: its config in a recipe, and the files that its process reads and writes.
 
 Every stage kind subclasses `StageConfig` (in `stages/kinds/<kind>/config.py`, light: pydantic and the standard library
-only) and has a function `run(config, context) -> StageResult` (in `stages/kinds/<kind>/run.py`). The orchestrator
-starts `python -m stages WORK_FOLDER`; the two share nothing but the files of that folder:
+only) and has a function `run(config, context) -> StageResult` (in `stages/kinds/<kind>/run.py`; where that module has
+`prepare_process()`, a stage's process calls it first). The orchestrator starts `python -m stages WORK_FOLDER`; the two
+share nothing but the files of that folder:
 
     config.json     in   the stage's config, the artifacts it builds on, where its caches are (`StageInput`)
     metrics.jsonl   out  one JSON object a line: "step", "time_ms" and numbers by metric name

@@ -51,13 +51,15 @@ if TYPE_CHECKING:
 
 LOSS_PLOT = "plots/loss.png"
 
+prepare_process = start_training_quickly
+"""What `python -m stages` does first: later loads by `device_map` fail in a process that has done it."""
+
 
 def run(config: TrainConfig, context: StageContext) -> StageResult:
     """Check machine, model and data, train, export, and return metrics; `TrainConfig` describes the options.
 
     Raises a `LifecycleError` when the model, the data, the layout or the machine do not allow it, or training diverges.
     """
-    start_training_quickly()
     model_folder = context.inputs[config.base or config.model] / "model"
     config = config.model_copy(update={"data": data_with_template(config.data, context.inputs[config.model])})
     _check_machine(config)
