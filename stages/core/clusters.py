@@ -57,7 +57,7 @@ class KubernetesOptions(StrictModel):
 
     image: str | None = Field(None, description="Required: the pipeline's image, best with its digest.")
     store_claim: KubernetesName = Field("llm-lifecycle-home", description="PersistentVolumeClaim of LIFECYCLE_HOME.")
-    namespace: KubernetesName = Field("default", description="Where pods run.")
+    namespace: KubernetesName = Field("default", description="Namespace of the pods.")
     service_account: KubernetesName = Field(
         "llm-lifecycle-stage", description="Service account of the pods; it needs no rights."
     )

@@ -127,7 +127,7 @@ class DataConfig(StrictModel):
     datasets: Annotated[tuple[MixturePart, ...], AddedLater()] = Field(
         (), description="Datasets of a mixture, instead of `dataset`."
     )
-    mixing: Annotated[Mixing, AddedLater()] = Field(Mixing(), description="How `datasets` are mixed.")
+    mixing: Annotated[Mixing, AddedLater()] = Field(Mixing(), description="Rule by which `datasets` are mixed.")
     split: SplitName = Field("train", description="Files of the dataset whose name or folder begins with this.")
     evaluation_split: SplitName | None = Field(None, description="Held-out split; see also `evaluation_fraction`.")
     evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")

@@ -38,7 +38,7 @@ class Unit:
     is_good: bool | None = None
     """Label of a labelled answer."""
     margin: float | None = None
-    """How much better the chosen answer of a pair is."""
+    """Difference in quality between the chosen and the rejected answer of a pair."""
 
     def __len__(self) -> int:
         return sum(map(len, self.documents))

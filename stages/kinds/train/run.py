@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 LOSS_PLOT = "plots/loss.png"
 
 prepare_process = start_training_quickly
-"""What `python -m stages` does first: later loads by `device_map` fail in a process that has done it."""
+"""First step of `python -m stages`. A process that has done it cannot load models by `device_map` any more."""
 
 
 def run(config: TrainConfig, context: StageContext) -> StageResult:
