@@ -258,7 +258,9 @@ class _Running:
         if self.kept.pid:
             with contextlib.suppress(ChildProcessError):  # others started it
                 pid, status = os.waitpid(self.kept.pid, os.WNOHANG)
-                self.exit_code = os.waitstatus_to_exitcode(status) if pid else None
+                if not pid:  # its first thread has ended, others have not: it has no exit code yet
+                    return True
+                self.exit_code = os.waitstatus_to_exitcode(status)
             self.kept.pid = None
         return False
 

@@ -41,6 +41,14 @@ print("serves", flush=True)
 server.serve_forever()
 """
 FAILING = "raise SystemExit(5)"
+SLOWLY_FAILING = """
+import ctypes, os, threading, time
+def end():
+    time.sleep(2)
+    os._exit(5)
+threading.Thread(target=end).start()
+ctypes.CDLL(None).pthread_exit(None)  # the process is a zombie as long as its other thread lives
+"""
 KEEPER = """
 import socket, sys, json
 from flows.servers.kept_commands import Kept
@@ -91,7 +99,7 @@ def keeping(tmp_path, program=SERVER, environment=None, **fields):
         process.stdin.write(json.dumps(asdict(one)))
         process.stdin.close()
     try:
-        if program != FAILING:
+        if program not in (FAILING, SLOWLY_FAILING):
             eventually(lambda: "server answers" in said(tmp_path))
         yield process, port
         process.send_signal(signal.SIGCONT)
@@ -152,8 +160,9 @@ def alive(pid):
     return started_ticks(pid) is not None
 
 
-def test_a_command_that_ends_before_it_has_ever_answered_ends_its_supervisor_with_its_code(tmp_path):
-    with keeping(tmp_path, FAILING) as (process, _):
+@pytest.mark.parametrize("program", [FAILING, SLOWLY_FAILING])
+def test_a_command_that_ends_before_it_has_ever_answered_ends_its_supervisor_with_its_code(tmp_path, program):
+    with keeping(tmp_path, program) as (process, _):
         assert process.wait(PATIENCE_S) == 5
 
 
