@@ -77,9 +77,7 @@ def test_a_hub_or_a_proxy_that_takes_the_question_and_never_answers_is_not_waite
     monkeypatch.setenv(variable, silent)
     lines = plan(model="modelscope://org/name" if variable == "MODELSCOPE_ENDPOINT" else "hf://org/name")
     assert is_unknown(lines["base"]) and is_unknown(lines["sft"])
-    # The limit of the request, or, on a busy machine, that of all questions together, ends it first.
-    limits = ("no whole answer within", "timed out", "no answer within 0.8 s")
-    assert any(limit in lines["base"] for limit in limits)
+    assert "no whole answer within" in lines["base"] or "timed out" in lines["base"]
 
 
 def test_a_config_that_never_comes_of_a_known_revision_is_not_waited_for(plan, silent, monkeypatch):
