@@ -29,14 +29,14 @@ def store(tmp_path, cluster, monkeypatch):
     assert cluster.processes == {}
 
 
-def build(store: Store, mode: str, notes: tiny.Notes | None = None, stop: threading.Event | None = None) -> Built:
+def build(store: Store, mode: str, stop: threading.Event | None = None) -> Built:
     execution = {
         "launcher": "kubernetes",
         "environment": SLOW,
         "kubernetes": {"image": "pipeline:1", "namespace": "ml"},
     }
     planned = tiny.planned_stages(store, {"rows": tiny.stage(mode, **execution)})["rows"]
-    return run_stage(planned, {}, store, notes or tiny.Notes(), stop=stop, launch=launch)
+    return run_stage(planned, {}, store, tiny.Notes(), stop=stop, launch=launch)
 
 
 def in_the_background(store: Store, mode: str) -> tuple[list, threading.Thread]:
@@ -109,16 +109,26 @@ def test_a_pod_that_is_evicted_is_replaced_and_the_stage_goes_on(cluster: Cluste
 
 def test_why_a_pod_waits_is_told(cluster, store):
     cluster.schedulable = False
-    stop, notes = threading.Event(), tiny.Notes()
+    stop = threading.Event()
+
+    def reason_is_told() -> bool:
+        return any(
+            "waits: 0/4 nodes are available: insufficient memory" in messages(file.parent)
+            for file in store.root.glob(".work/*/*/events.jsonl")
+        )
 
     def stop_when_told() -> None:
-        events = tiny.eventually(lambda: next(store.root.glob(".work/*/*/events.jsonl"), None), "no event")
-        assert "waits: 0/4 nodes are available: insufficient memory" in messages(events.parent)
-        stop.set()
+        try:
+            tiny.eventually(reason_is_told, "no message says why the pod waits")
+            outcome.append("told")
+        finally:
+            stop.set()
 
+    outcome: list[str] = []
     threading.Thread(target=stop_when_told).start()
     with pytest.raises(tiny.RefreshStoppedError):
-        build(store, "ok", notes, stop)
+        build(store, "ok", stop=stop)
+    assert outcome == ["told"]
 
 
 @pytest.mark.parametrize(
