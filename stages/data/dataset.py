@@ -21,7 +21,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.core.contract import StrictModel
 from stages.data.batch import IGNORED, Batch
-from stages.data.summaries import ToolPrompt
+from stages.models.recorded import ToolPrompt
 
 ABOUT = "about.json"
 ARRAYS: dict[str, type[np.generic]] = {

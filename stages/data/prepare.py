@@ -32,10 +32,10 @@ from stages.data.mixture import joined
 from stages.data.piece_source import FileState, PieceSource, Report
 from stages.data.row_fields import Unread
 from stages.data.seen_rows import SeenRows, check_held_out, rows_in_any_order
-from stages.data.summaries import ToolPrompt
 from stages.data.tokenizer import TokenizerNotes
 from stages.data.tokenizing import Piece, Tokenizing, over_long_of
 from stages.data.units import PackedRows, Unit, Units, cut, pack
+from stages.models.recorded import ToolPrompt
 
 BAD_ROWS = "bad_rows.jsonl"
 NO_STOP = (

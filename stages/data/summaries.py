@@ -1,10 +1,10 @@
-"""Summaries of prepared data for later stages, reports and people: lengths, a look at rows, a prompt with tools."""
+"""Summaries of prepared data for later stages, reports and people: lengths and a look at rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stages.core.strict import StrictModel
 
@@ -134,17 +134,3 @@ def count_lengths(lengths: Mapping[str, NDArray[np.int64]]) -> Lengths:
         for name, one in lengths.items()
     }
     return Lengths(bin_tokens=bin_tokens, counts=counts)
-
-
-class ToolPrompt(StrictModel):
-    """Prompt with tools, and the tokens that training made of it; servers must render it to the same tokens.
-
-    - messages: end with a question or a tool's answer
-    - tools, variables: as the template got them
-    - token_ids: of the messages, and of the beginning of the answer after them
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    variables: dict[str, Any]
-    token_ids: list[int]

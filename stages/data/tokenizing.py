@@ -29,10 +29,10 @@ from stages.data.formats import RowReader
 from stages.data.messages import Conversation, Document, RowError
 from stages.data.row_fields import Unread
 from stages.data.seen_rows import RowDigests
-from stages.data.summaries import ToolPrompt
 from stages.data.templates import Rendered, TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer, TokenizerError, TokenizerNotes, Tokens
 from stages.data.units import AnswerCheck, OverLong, Unit, Units, check_learnable, vocabulary_size
+from stages.models.recorded import ToolPrompt
 
 SUFFIX = ".safetensors"
 NOTES, DIGEST = "notes", "digest"

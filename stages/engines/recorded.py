@@ -18,8 +18,8 @@ from stages.models.recorded import RecordedDocument, write_record
 
 if TYPE_CHECKING:
     from stages.data.batch import Batch
-    from stages.data.summaries import ToolPrompt
     from stages.engines.engine import Engine
+    from stages.models.recorded import ToolPrompt
 
 MOST_DOCUMENTS = 16
 

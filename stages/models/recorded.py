@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
-from stages.data.summaries import ToolPrompt
+from stages.core.strict import StrictModel
 
 RECORD = "log_probabilities.json"
 RESOLUTION_NATS = 1e-6
@@ -71,6 +72,20 @@ class RecordedDocument:
         return RecordedDocument(
             self.input_ids, self.targets, total, list(predicted.log_probabilities), list(predicted.greedy)
         )
+
+
+class ToolPrompt(StrictModel):
+    """Prompt with tools, and the tokens that training made of it; servers must render it to the same tokens.
+
+    - messages: end with a question or a tool's answer
+    - tools, variables: as the template got them
+    - token_ids: of the messages, and of the beginning of the answer after them
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    variables: dict[str, Any]
+    token_ids: list[int]
 
 
 def read_record(artifact: Path) -> list[RecordedDocument]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import ModelError
-from stages.data.growth import check_tokenizer_file
 from stages.models.model_folder import vocabulary_size
+from stages.models.tokenizer_growth import check_tokenizer_file
 
 SENTENCE = "The sum of 27 and 15 is 42, she said. "
 REPETITIONS = 50

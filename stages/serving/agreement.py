@@ -21,12 +21,12 @@ from stages.core.errors import ServerError
 from stages.core.numbers import counted
 from stages.core.redaction import quoted
 from stages.data.messages import THOUGHTS, with_calls_as
-from stages.data.summaries import ToolPrompt
 from stages.models.recorded import (
     RECORD,
     Differences,
     Predicted,
     RecordedDocument,
+    ToolPrompt,
     differences,
     read_record,
     read_tool_prompts,

@@ -17,13 +17,14 @@ from stages.core.errors import DataError
 from stages.data.batch import Batch
 from stages.data.config import DataConfig
 from stages.data.dataset import PackedDataset
-from stages.data.summaries import Lengths, ToolPrompt
+from stages.data.summaries import Lengths
 from stages.engines.engine import Engine
 from stages.kinds.train.methods.method import BatchChange
 from stages.kinds.train.order import DataOrder, seen
 from stages.kinds.train.reference import ReferenceRows
 from stages.kinds.train.teacher import BuildEngine, TeacherRows
 from stages.kinds.train.watchdog import Watchdog
+from stages.models.recorded import ToolPrompt
 
 T = TypeVar("T")
 MOST_BATCHES, BATCH_TARGETS = 16, 1024

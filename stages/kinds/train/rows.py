@@ -12,7 +12,7 @@ from stages.core.errors import DataError
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
 from stages.data.prepare import PreparedData, prepare_mixture
-from stages.data.summaries import Lengths, ToolPrompt, count_lengths
+from stages.data.summaries import Lengths, count_lengths
 from stages.engines.engine import Engine
 from stages.kinds.train.batches import Batches, BatchSource, RowBatches, first_batches
 from stages.kinds.train.config import TrainConfig
@@ -20,6 +20,7 @@ from stages.kinds.train.order import DataOrder, repeated_too_often, shares_asked
 from stages.kinds.train.reference import ReferenceModel, model_digest
 from stages.kinds.train.teacher import BuildEngine, RowsOf, Taught, ask_teacher
 from stages.kinds.train.watchdog import Watchdog
+from stages.models.recorded import ToolPrompt
 
 NOTHING_TAUGHT = Taught()
 

@@ -24,7 +24,6 @@ import torch
 from stages.core.contract import StageContext, is_main_process
 from stages.data.batch import Batch
 from stages.data.messages import Conversation
-from stages.data.summaries import ToolPrompt
 from stages.data.tokenizer import DocumentTokenizer
 from stages.engines.engine import Engine
 from stages.kinds.train.batches import BatchSource
@@ -37,6 +36,7 @@ from stages.kinds.train.rollouts.rounds import Round, RoundPlan, Sampler
 from stages.kinds.train.rollouts.server import BOUNDS_NATS, SyncedServer, check_difference
 from stages.kinds.train.teacher import BuildEngine
 from stages.kinds.train.watchdog import Watchdog
+from stages.models.recorded import ToolPrompt
 from stages.parallel.processes import gathered
 from stages.rewards.judging import Judge, judging
 from stages.rewards.reward import RewardContext

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 
 from stages.core.errors import DataError, ModelError
 from stages.data.config import DataConfig
-from stages.data.growth import FACTORS, Growth
 from stages.data.messages import PlainText, RowError
 from stages.data.prepare import prepare
 from stages.data.tokenizer import DocumentTokenizer
+from stages.models.tokenizer_growth import FACTORS, Growth
 from stages.models.tokenizer_probe import check_tokenizer
 from tests.unit.stages.data.reports import Reports
 

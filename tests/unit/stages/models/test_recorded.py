@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from stages.core.errors import ModelError
-from stages.data.summaries import ToolPrompt
 from stages.models.recorded import (
     RECORD,
     Predicted,
     RecordedDocument,
+    ToolPrompt,
     differences,
     read_record,
     read_tool_prompts,
