@@ -13,6 +13,7 @@ from typing import Any
 from stages.adapters.config import AdapterConfig
 from stages.core.errors import ModelError
 from stages.core.redaction import quoted
+from stages.models.adapter_targets import AdapterTargets, is_named
 from stages.models.linear_layers import linear_layers, read_projections
 from stages.models.model_config import shape_of_config
 
@@ -37,23 +38,15 @@ def missing_layers(adapter: AdapterConfig, model_config: Mapping[str, Any], fold
         modules = {".".join(name.split(".")[: depth + 1]) for name in widths for depth in range(name.count(".") + 1)}
         ends = sorted({name.rpartition(".")[2] for name in known})
         for target in adapter.target_modules:
-            if not _is_named(target, modules):
+            if not any(is_named(module, [target]) for module in modules):
                 close = difflib.get_close_matches(target, ends, n=1)
                 meant = f"; did you mean {close[0]}? Its" if close else "; its"
                 yield (
                     f"adapter.target_modules names {quoted(target, 100)}, which the model does not have{meant} "
                     f"linear layers are called {', '.join(ends)}"
                 )
-    learning = known if adapter.target_modules == "all-linear" else set()
-    if isinstance(adapter.target_modules, tuple):
-        learning = {name for name in known for target in adapter.target_modules if _is_named(target, {name})}
-    left_out = {name for name in learning for end in adapter.exclude_modules if _is_named(end, {name})}
-    narrow = sorted(name for name in learning - left_out if widths[name] < adapter.highest_rank)
+    targets = AdapterTargets(adapter, {})
+    narrow = sorted(name for name in known if targets.has_layer(name) and widths[name] < adapter.highest_rank)
     if narrow:
         named = ", ".join(f"{name} ({widths[name]})" for name in narrow[:NUM_NAMED])
         yield f"adapter.rank is {adapter.highest_rank}, more than the width of {named}; lower it"
-
-
-def _is_named(end: str, modules: set[str]) -> bool:
-    """Return whether a module has this name, or ends with it after a dot: PEFT's rule for names."""
-    return any(name == end or name.endswith(f".{end}") for name in modules)

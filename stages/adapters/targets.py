@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peft import LoraConfig
+from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as FAMILIES
 from peft.utils.transformers_weight_conversion import _MOE_TARGET_MODULE_MAPPING as FORMER
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
@@ -20,10 +21,9 @@ from transformers.pytorch_utils import Conv1D
 
 from stages.adapters.config import AdapterConfig
 from stages.core.errors import ModelError
+from stages.models.adapter_targets import AdapterTargets, is_named, layer_number
 
 NUM_NAMED = 5
-LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-"""Pattern of a layer's number at the start of a module's name, as PEFT finds it; a later number is an expert's."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
     parameters cannot have.
     """
     known = _as_peft_knows_it(causal_lm, config)
-    parameters = _chosen_parameters(causal_lm, config, known.target_parameters or ())
+    chosen = AdapterTargets(config, former_names(causal_lm))
+    parameters = [name for name, _ in causal_lm.named_parameters() if chosen.ranks_of(name)]
     linear = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     if problems := "; ".join(_not_there(causal_lm, config, linear, known)):
         raise ModelError(f"putting an adapter on {type(causal_lm).__name__}: {problems}")
@@ -56,7 +57,7 @@ def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
             f"parameters, on which PEFT has no {' and '.join(config.not_on_parameters)}; remove that, or leave these "
             "out with exclude_modules"
         )
-    modules = _modules(causal_lm, config, linear, known)
+    modules = _modules(causal_lm, chosen, linear, known)
     return PeftTargets(modules, parameters, dict(known.rank_pattern or {}), dict(known.alpha_pattern or {}))
 
 
@@ -65,6 +66,11 @@ def targets_of_ranks(ranks: Mapping[str, int], config: AdapterConfig) -> PeftTar
     own = {name: rank for name, rank in ranks.items() if rank not in (0, config.rank)}
     alphas = {name: config.alpha * rank / config.rank for name, rank in own.items()}
     return PeftTargets([name for name, rank in ranks.items() if rank], [], own, alphas)
+
+
+def former_names(causal_lm: Any) -> Mapping[str, str]:
+    """Return PEFT's names of former linear layers in the model, with the end of the parameter's name today."""
+    return FORMER.get(FAMILIES.get(causal_lm.config.model_type, ""), {})
 
 
 def _as_peft_knows_it(causal_lm: Any, config: AdapterConfig) -> LoraConfig:
@@ -82,49 +88,21 @@ def _as_peft_knows_it(causal_lm: Any, config: AdapterConfig) -> LoraConfig:
     return known
 
 
-def _modules(causal_lm: Any, config: AdapterConfig, linear: list[str], known: LoraConfig) -> list[str] | str:
+def _modules(causal_lm: Any, chosen: AdapterTargets, linear: list[str], known: LoraConfig) -> list[str] | str:
     """Return `target_modules`. PEFT takes layer numbers only beside names, so `all-linear` and patterns become names
     then.
 
     Patterns also become names where PEFT knows the mixture of experts: it would apply a match in one layer to all
     layers.
     """
-    targets, layers = config.target_modules, config.layers_to_transform
-    names = None if isinstance(known.target_modules, str) else set(known.target_modules or ())
+    targets, layers = chosen.options.target_modules, chosen.options.layers_to_transform
+    names = None if isinstance(known.target_modules, str) else sorted(known.target_modules or ())
     if isinstance(targets, tuple):
-        return sorted(names or ())
+        return names or []
     if layers is None and (names is None or targets == "all-linear"):
-        return targets if names is None else sorted(names)
-    head = causal_lm.get_output_embeddings()
-
-    def is_target(name: str) -> bool:
-        if targets != "all-linear":
-            return re.fullmatch(targets, name) is not None
-        return causal_lm.get_submodule(name) is not head and (names is None or name.rpartition(".")[2] in names)
-
-    return [name for name in linear if is_target(name) and (layers is None or layer_number(name) in layers)]
-
-
-def _chosen_parameters(causal_lm: Any, config: AdapterConfig, ends: Collection[str]) -> list[str]:
-    targets, layers = config.target_modules, config.layers_to_transform
-    pattern = targets if isinstance(targets, str) and targets != "all-linear" else None
-    chosen = []
-    for name, _ in causal_lm.named_parameters():
-        module, _, own = name.rpartition(".")
-        is_meant = _is_named(name, ends)
-        if pattern and is_meant and not _is_named(name, config.target_parameters):
-            former = [f"{module}.{old}" for known in FORMER.values() for old, new in known.items() if new == own]
-            is_meant = any(re.fullmatch(pattern, one) for one in (name, module, *former))
-        is_left_out = _is_named(name, config.exclude_modules) or _is_named(module, config.exclude_modules)
-        if is_meant and not is_left_out and (layers is None or layer_number(name) in layers):
-            chosen.append(name)
-    return chosen
-
-
-def layer_number(module: str) -> int | None:
-    """Return the number of the transformer layer that a module is in, by its name; None outside of layers."""
-    found = LAYER_NUMBER.match(module)
-    return int(found[1]) if found else None
+        return targets if names is None else names
+    head = causal_lm.get_output_embeddings() if targets == "all-linear" else None
+    return [name for name in linear if chosen.has_layer(name) and causal_lm.get_submodule(name) is not head]
 
 
 def check_layers(adapted: Iterable[str], config: AdapterConfig) -> None:
@@ -170,11 +148,7 @@ def _not_there(causal_lm: nn.Module, config: AdapterConfig, linear: list[str], k
 
 def _unmatched(ends: Collection[str], names: Collection[str]) -> str:
     """Return the `ends` that no name equals or ends with after a dot."""
-    return ", ".join(end for end in ends if not any(_is_named(name, [end]) for name in names))
-
-
-def _is_named(name: str, ends: Collection[str]) -> bool:
-    return any(f".{name}".endswith(f".{end}") for end in ends)
+    return ", ".join(end for end in ends if not any(is_named(name, [end]) for name in names))
 
 
 def _ends(names: Iterable[str]) -> list[str]:

@@ -1,18 +1,16 @@
 """Adapters in the planner: the parameters that LoRA trains, and the bytes of the frozen base, counted layer by layer.
 
-Targets are chosen by PEFT's rules, with the names of the Transformers model (Hu et al. 2021, section 4.1): a linear
-layer of `inputs` and `outputs` gets A [rank, inputs] and B [outputs, rank]; each of stacked experts gets its own. Names
-mean ends of module names, or a pattern of whole names, or all. For mixtures of experts known to PEFT, former names of
-experts' linear layers mean the stacked parameters that Transformers has today.
+`AdapterTargets` chooses the layers, by the names of the Transformers model (Hu et al. 2021, section 4.1): a linear
+layer of `inputs` and `outputs` gets A [rank, inputs] and B [outputs, rank]; each of stacked experts gets its own.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from stages.models.adapter_targets import FORMER_NAMES, AdapterTargets, is_saved
 from stages.models.flops import ModelFlops
 from stages.models.linear_layers import (
     Linear,
@@ -25,14 +23,6 @@ from stages.models.linear_layers import (
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner.partition import PipelineStage, RankParameters, pipeline_stages, rank_parameters
-
-FORMER_NAMES = {
-    "mixtral": {"gate": "mlp.gate.weight", "w1": "mlp.experts.gate_up_proj", "w3": "mlp.experts.gate_up_proj",
-                "w2": "mlp.experts.down_proj"},
-    "qwen3_moe": {"gate": "mlp.gate.weight", "gate_proj": "mlp.experts.gate_up_proj",
-                  "up_proj": "mlp.experts.gate_up_proj", "down_proj": "mlp.experts.down_proj"},
-}  # fmt: skip
-"""Former names of linear layers that PEFT still accepts, by model family, with the end of today's parameter name."""
 
 
 @dataclass(frozen=True)
@@ -54,53 +44,9 @@ class LowRank:
         """Frozen linear layers are stored in 4 or 8 bits and dequantized for use."""
         return self.base_precision in ("nf4", "int8")
 
-    def targets(self, name: str, layer: int, family: str = "llama") -> bool:
-        """Return whether PEFT adapts the linear layer of this name."""
-        if _ends(name, self.exclude_modules) or self.saves(name) or not self._transforms(layer):
-            return False
-        former = FORMER_NAMES.get(family, {})
-        if self.target_modules == "all-linear":
-            return name.rpartition(".")[2] not in former
-        if isinstance(self.target_modules, str):
-            return re.fullmatch(self.target_modules, name) is not None
-        return _ends(name, tuple(one for one in self.target_modules if one.rpartition(".")[2] not in former))
-
-    def rank_on(self, parameter: StackedParameter, layer: int, family: str) -> int:
-        """Return the rank of the adapter that PEFT puts on a stacked parameter; 0: none.
-
-        A parameter that replaced several linear layers (gate and up) gets the sum of their ranks.
-        """
-        module = parameter.name.rpartition(".")[0]
-        excluded = _ends(parameter.name, self.exclude_modules) or _ends(module, self.exclude_modules)
-        if excluded or self.saves(module) or not self._transforms(layer):
-            return 0
-        former = [old for old, end in FORMER_NAMES.get(family, {}).items() if _ends(parameter.name, (end,))]
-        if former and all(self._names_former(old, parameter, module) for old in former):
-            return self.rank * len(former)
-        return self.rank if _ends(parameter.name, self.target_parameters) else 0
-
     def saves(self, name: str) -> bool:
         """Return whether the module, or one that contains it, is trained as a whole (`modules_to_save`)."""
-        parts = name.split(".")
-        modules = (".".join(parts[: index + 1]) for index in range(len(parts)))
-        return any(module.endswith(end) for module in modules for end in self.modules_to_save)
-
-    def _transforms(self, layer: int) -> bool:
-        return self.layers_to_transform is None or layer in self.layers_to_transform
-
-    def _names_former(self, old: str, parameter: StackedParameter, module: str) -> bool:
-        """Return whether `target_modules` names `old`, a former linear layer that the parameter replaced."""
-        if self.target_modules == "all-linear":
-            return True
-        if isinstance(self.target_modules, str):
-            whole = module if parameter.is_router else f"{module}.{old}"
-            return re.fullmatch(self.target_modules, whole) is not None
-        return any(one.rpartition(".")[2] == old for one in self.target_modules)
-
-
-def _ends(name: str, ends: tuple[str, ...]) -> bool:
-    """Return whether the name equals one of the ends or ends in its dotted parts, as PEFT compares them."""
-    return any(f".{name}".endswith(f".{end}") for end in ends)
+        return is_saved(name, self.modules_to_save)
 
 
 NF4_BLOCK = 64
@@ -111,21 +57,29 @@ ROW_SCALE_BYTES = 4
 @lru_cache(maxsize=256)
 def adapted_layers(shape: ModelShape, adapter: LowRank) -> tuple[tuple[Linear, ...], ...]:
     """Return the adapted linear layers of each layer of the model."""
-    layers = (linear_layers(shape, layer) for layer in range(shape.num_layers))
+    targets = _targets(shape, adapter)
     return tuple(
-        tuple(one for one in linears if adapter.targets(one.name, layer, shape.family))
-        for layer, linears in enumerate(layers)
+        tuple(one for one in linear_layers(shape, layer) if targets.has_layer(one.name))
+        for layer in range(shape.num_layers)
     )
 
 
 @lru_cache(maxsize=256)
 def adapted_parameters(shape: ModelShape, adapter: LowRank) -> tuple[tuple[tuple[StackedParameter, int], ...], ...]:
     """Return the adapted parameters of mixtures of experts with their ranks, for each layer of the model."""
-    found = []
-    for layer in range(shape.num_layers):
-        ranks = ((one, adapter.rank_on(one, layer, shape.family)) for one in stacked_parameters(shape, layer))
-        found.append(tuple((one, rank) for one, rank in ranks if rank))
-    return tuple(found)
+    targets = _targets(shape, adapter)
+    return tuple(
+        tuple(
+            (one, adapter.rank * ranks)
+            for one in stacked_parameters(shape, layer)
+            if (ranks := targets.ranks_of(one.name))
+        )
+        for layer in range(shape.num_layers)
+    )
+
+
+def _targets(shape: ModelShape, adapter: LowRank) -> AdapterTargets:
+    return AdapterTargets(adapter, FORMER_NAMES.get(shape.family, {}))
 
 
 @lru_cache(maxsize=65536)

@@ -1,0 +1,113 @@
+"""Choice of the layers that an adapter adapts: PEFT's rules, by names alone; needs no torch.
+
+Training asks with the names of the model that it adapts, the check of inputs with those in a file's headers, the
+planner with those that follow from the shape. Names mean ends of module names, or a pattern of whole names, or all.
+
+In mixtures of experts that PEFT knows, names of experts' linear layers and routers (those that Transformers had before
+version 5) mean the parameters in which the model has all experts of a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+FORMER_NAMES: dict[str, dict[str, str]] = {
+    "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
+    "qwen3_moe": {
+        "gate": "gate.weight",
+        "gate_proj": "gate_up_proj",
+        "up_proj": "gate_up_proj",
+        "down_proj": "down_proj",
+    },
+}
+"""PEFT's former names of linear layers, with the end of today's parameter name, of families whose shape is known."""
+LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(\d+)\.")
+"""Pattern of a layer's number at the start of a module's name, as PEFT finds it; a later number is an expert's."""
+
+
+class TargetOptions(Protocol):
+    """Fields of a recipe's `adapter:` that choose layers."""
+
+    @property
+    def target_modules(self) -> str | tuple[str, ...]: ...
+    @property
+    def target_parameters(self) -> tuple[str, ...]: ...
+    @property
+    def exclude_modules(self) -> tuple[str, ...]: ...
+    @property
+    def layers_to_transform(self) -> tuple[int, ...] | None: ...
+    @property
+    def modules_to_save(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class AdapterTargets:
+    """Layers and parameters of a model that an adapter with these options adapts.
+
+    former: former name → end of the parameter's name today, of the model's family; see `FORMER_NAMES`.
+    """
+
+    options: TargetOptions
+    former: Mapping[str, str]
+
+    def has_layer(self, name: str) -> bool:
+        """Return whether the linear layer of this name, which is not the model's head, is adapted."""
+        targets = self.options.target_modules
+        if self._leaves_out(name):
+            return False
+        if targets == "all-linear":
+            return name.rpartition(".")[2] not in self.former
+        if isinstance(targets, str):
+            return re.fullmatch(targets, name) is not None
+        return is_named(name, [target for target in targets if target.rpartition(".")[2] not in self.former])
+
+    def ranks_of(self, parameter: str) -> int:
+        """Return how many times the recipe's rank an adapter of this parameter has; 0: it has none.
+
+        A parameter that replaced several linear layers (gate and up) has the sum of their ranks.
+        """
+        if is_named(parameter, self.options.exclude_modules) or self._leaves_out(parameter.rpartition(".")[0]):
+            return 0
+        former = [old for old, end in self.former.items() if is_named(parameter, [end])]
+        if any(self._has_former(old, parameter) for old in former):
+            return len(former)
+        return int(is_named(parameter, self.options.target_parameters))
+
+    def _has_former(self, old: str, parameter: str) -> bool:
+        """Return whether `target_modules` names `old`, a former linear layer that the parameter replaced."""
+        targets = self.options.target_modules
+        if targets == "all-linear":
+            return True
+        if isinstance(targets, str):
+            # model.layers.0.mlp.experts.gate_up_proj was model.layers.0.mlp.experts.gate_proj (of an expert)
+            return re.fullmatch(targets, parameter.removesuffix(self.former[old]) + old) is not None
+        return any(target.rpartition(".")[2] == old for target in targets)
+
+    def _leaves_out(self, module: str) -> bool:
+        layers = self.options.layers_to_transform
+        if layers is not None and layer_number(f"{module}.") not in layers:
+            return True
+        return is_named(module, self.options.exclude_modules) or is_saved(module, self.options.modules_to_save)
+
+
+def is_named(name: str, ends: Collection[str]) -> bool:
+    """Return whether the name equals one of the ends or ends in its dotted parts, as PEFT compares them."""
+    return any(f".{name}".endswith(f".{end}") for end in ends)
+
+
+def is_saved(name: str, modules_to_save: Collection[str]) -> bool:
+    """Return whether the module, or one that contains it, is trained as a whole."""
+    if not modules_to_save:
+        return False
+    parts = name.split(".")
+    modules = (".".join(parts[: index + 1]) for index in range(len(parts)))
+    return any(module.endswith(end) for module in modules for end in modules_to_save)
+
+
+def layer_number(module: str) -> int | None:
+    """Return the number of the transformer layer that a module is in, by its name; None outside of layers."""
+    found = LAYER_NUMBER.match(module)
+    return int(found[1]) if found else None
