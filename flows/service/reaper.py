@@ -19,12 +19,11 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterEndTime,
     FlowRunFilterState,
-    FlowRunFilterStateName,
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.events.filters import EventFilter, EventIDFilter
-from prefect.states import Crashed
+from prefect.states import Crashed, Scheduled
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, ledger_of
@@ -38,8 +37,8 @@ ASK_INTERVAL_S = 60.0
 """Seconds between queries to Prefect while nothing ends here; each costs it 10 ms of a core."""
 START_TIMEOUT_S = 60.0
 """Seconds that a worker may take from taking a run to starting its process."""
-NEVER_STARTED = "its process ended before the refresh began, and could not report it; the worker's log may say why"
-STARTING = ("Submitting", "InfrastructurePending")
+NEVER_STARTED = "its process ended twice before the refresh began and could not say why; the worker's log may"
+DUE_AGAIN = "the worker that took it ended before its process began; it is due again"
 ENDED_WITHIN = timedelta(minutes=10)
 """Refreshes whose last event is looked for. A server is started again in seconds."""
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
@@ -73,7 +72,9 @@ class Reaper:
             for flow_run in _running_flow_runs(client):
                 _set_end(client, flow_run)
             for flow_run in self._never_started(client):
-                client.set_flow_run_state(flow_run, Crashed(message=NEVER_STARTED), force=True)
+                was_tried_again = any(state.message == DUE_AGAIN for state in client.read_flow_run_states(flow_run))
+                state = Crashed(message=NEVER_STARTED) if was_tried_again else Scheduled(message=DUE_AGAIN)
+                client.set_flow_run_state(flow_run, state, force=True)
             for flow_run in self._never_begun(client):
                 announce_schedule(client, flow_run)
                 self._announced.add(flow_run.id)
@@ -85,11 +86,13 @@ class Reaper:
     def _never_started(self, client: SyncPrefectClient) -> list[UUID]:
         """Return flow runs that a worker took a while ago, and that no process runs.
 
-        The worker reports the early death of a process to Prefect once, which a full disk may keep it from recording.
+        The worker may have been killed before it started one. It reports the early death of a process to Prefect once,
+        which a full disk may keep it from recording.
         """
+        pending = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING]))
         found = client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),
-            flow_run_filter=FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=list(STARTING)))),
+            flow_run_filter=FlowRunFilter(state=pending),
         )
         taken = [run for run in found if run.work_pool_name == WORK_POOL]
         missing = {run.id for run in taken if not marked_processes(f"{FLOW_RUN_VARIABLE}={run.id}")}

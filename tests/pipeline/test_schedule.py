@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from refreshes import ROOT, after, eventually, finish, model, stage, trained
+
+from flows.service.reaper import DUE_AGAIN
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -137,17 +139,39 @@ def test_a_refresh_is_skipped_while_another_recipe_holds_its_devices(worker_home
     assert worker_home.run_now("needy")["state"]["type"] == "COMPLETED"
 
 
-def test_a_run_whose_process_died_while_prefect_could_note_nothing_is_called_crashed(worker_home, nightly):
-    """Its disk was full, for instance."""
+def taken_run(worker_home, first_state, *states):
+    """Return a run in the last of these states, as a worker leaves it that is killed before it starts the process."""
     deployment = worker_home.deployment("nightly")
-    body = {"parameters": deployment["parameters"], "state": {"type": "PENDING", "name": "Submitting"}}
+    body = {"parameters": deployment["parameters"], "state": first_state}
     run = worker_home.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
+    for state in states:
+        worker_home.prefect(f"flow_runs/{run}/set_state", {"state": state, "force": True})
+    return run
+
+
+def reap(worker_home):
+    """Look for dead refreshes, as a worker does that has seen for long enough that no process runs them."""
     look = "from flows.service import reaper; reaper.START_TIMEOUT_S = 0.0; reaper.Reaper().reap()"
     address = {"PREFECT_API_URL": f"{worker_home.address('prefect')}/api", "PREFECT_API_AUTH_STRING": worker_home.key()}
     subprocess.run([sys.executable, "-c", look], env={**worker_home.environment, **address}, check=True)
+
+
+@pytest.mark.parametrize("name", ["Pending", "Submitting", "InfrastructurePending"])
+def test_a_run_that_a_killed_worker_had_taken_begins_all_the_same(worker_home, nightly, name):
+    run = taken_run(worker_home, {"type": "PENDING", "name": name})
+    reap(worker_home)
+    assert worker_home.ended(run)["state"]["type"] == "COMPLETED"
+
+
+def test_a_run_whose_process_twice_did_not_come_to_begin_is_called_crashed(worker_home, nightly):
+    """The disk was full, for instance, so that Prefect could note nothing."""
+    tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+    again = {"type": "SCHEDULED", "message": DUE_AGAIN, "state_details": {"scheduled_time": tomorrow}}
+    run = taken_run(worker_home, again, {"type": "PENDING", "name": "Submitting"})
+    reap(worker_home)
     state = worker_home.flow_run(run)["state"]
     assert (state["type"], state["name"]) == ("CRASHED", "Crashed")
-    assert "its process ended before the refresh began" in state["message"]
+    assert "its process ended twice before the refresh began" in state["message"]
 
 
 def test_schedules_are_paused_resumed_and_removed(worker_home):
