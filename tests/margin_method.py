@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from stages.core.strict import StrictModel
+from stages.core.fields import StrictModel
 from stages.data.batch import Batch
 from stages.engines.loss import Counts, Parts, Totals
 from stages.kinds.train.methods.method import Method

@@ -12,7 +12,7 @@ from flows.planning.changes import CONTENT, REVISION, artifact_changes, kept_cha
 from flows.recipe.version import Difference, differences
 from flows.report.lineage import Subject, closure, scores_of
 from flows.store.record import Artifact, Index
-from stages.core.strict import StrictModel
+from stages.core.fields import StrictModel
 
 UPSTREAM = "version of "
 COMMIT_CHARACTERS = 12

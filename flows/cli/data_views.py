@@ -14,8 +14,7 @@ from rich.text import Text
 
 from flows.ledger.home import home
 from stages.core.files import write_atomically
-from stages.core.lines import raw_stream, visible
-from stages.core.numbers import counted
+from stages.core.lines import counted, raw_stream, visible
 from stages.data.summaries import Bar, DataLook, ShownDocument, ShownPortion, ShownRow
 
 BEGIN, END = "⟦", "⟧"

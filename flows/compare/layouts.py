@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from flows.planning.layout_text import engine_and_fields, line_problems
 from flows.recipe.text import read_text, show
 from stages.core.errors import RecipeError
-from stages.core.numbers import counted
+from stages.core.lines import counted
 from stages.core.redaction import shortened
 from stages.kinds.train.config import LAYOUT_PROBLEM, TrainConfig
 from stages.models.shape import ModelShape

@@ -27,8 +27,8 @@ from flows.store.content import LAUNCH_FOLDER
 from stages.core.clusters import KubernetesOptions, SlurmOptions
 from stages.core.contract import StageEvent
 from stages.core.errors import LifecycleError
+from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
-from stages.core.strict import StrictModel
 
 HEARTBEAT_PATIENCE_S = 60.0
 """Seconds without a heartbeat after which a job ends itself; network file systems show changes late."""

@@ -24,10 +24,10 @@ from flows.store.content import CONTENT_FOLDERS, outside_files
 from flows.store.record import Artifact, Index
 from stages.core.cache_entries import note_use
 from stages.core.errors import LifecycleError
+from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
 from stages.core.hashing import sha256_of_files
 from stages.core.redaction import REPLACEMENT, is_secret_name, redact, shortened
-from stages.core.strict import StrictModel
 from stages.hubs.files import requested_files
 from stages.kinds.download.config import DownloadConfig
 

@@ -23,7 +23,7 @@ from flows.recipe.text import absolute, bad_numbers, closest, read_text, resolve
 from stages.core.contract import MAKE_ABSOLUTE, StageConfig, StrictModel
 from stages.core.errors import LayoutError, RecipeError
 from stages.core.fields import Reference, find_marker
-from stages.core.numbers import counted
+from stages.core.lines import counted
 from stages.core.redaction import shortened
 from stages.kinds.registry import KINDS
 from stages.kinds.train.config import LAYOUT_PROBLEM

@@ -15,8 +15,7 @@ from flows.planning.changes import rows_of
 from flows.store.content import CONTENT_FOLDERS
 from flows.store.record import Artifact, Index, UpstreamEntry
 from flows.tracking.cursor import run_id_of
-from stages.core.fields import Product
-from stages.core.strict import StrictModel
+from stages.core.fields import Product, StrictModel
 
 COUNTS = ("num_rows", "num_documents", "num_tokens", "num_target_tokens")
 """Metrics that count what a stage read or made."""

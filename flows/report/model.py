@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from flows.report.lineage import Node
-from stages.core.strict import StrictModel
+from stages.core.fields import StrictModel
 from stages.kinds.promote.verdict import Table
 
 

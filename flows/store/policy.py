@@ -21,8 +21,8 @@ from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
 from flows.recipe.text import parse_yaml, read_text
 from stages.core.errors import RecipeError
+from stages.core.fields import StrictModel
 from stages.core.redaction import quoted
-from stages.core.strict import StrictModel
 
 MS_PER_DAY = 86_400_000
 LONGEST_VALUE = 60

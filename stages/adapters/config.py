@@ -14,10 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from stages.core.fields import AddedLater
-from stages.core.numbers import NonNegativeFp32, PositiveFp32
+from stages.core.fields import AddedLater, NonNegativeFp32, PositiveFp32, StrictModel
 from stages.core.patterns import LIMIT_S, is_endless_on_names
-from stages.core.strict import StrictModel
 from stages.planner.adapted import LowRank
 
 BasePrecision = Literal["bf16", "fp32", "nf4", "int8"]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
-from stages.core.strict import StrictModel
+from stages.core.fields import StrictModel
 
 OURS = frozenset(
     {

@@ -37,14 +37,14 @@ from stages.core.fields import (
     OutsideInput,
     Product,
     Reference,
+    Seconds,
+    StrictModel,
     marked_values,
     unset_later,
     values_named,
     without,
 )
-from stages.core.numbers import Seconds
 from stages.core.redaction import redact
-from stages.core.strict import StrictModel
 
 AdapterReference = Annotated[str, Reference(("adapter",))]
 ModelReference = Annotated[str, Reference(("model",))]

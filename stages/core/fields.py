@@ -1,17 +1,55 @@
-"""Marks on the fields of a config, such as references and outside inputs, and how to find them."""
+"""Fields of configs: their strict base, types with the bounds of their values, and marks, such as of references.
+
+Base, types and marks serve everything that a recipe may say, or that processes leave for each other in files.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-Product = Literal["model", "adapter", "reward_model", "dataset", "server", "scores", "verdict", "publication"]
+
+class StrictModel(BaseModel):
+    """Immutable pydantic model that refuses unknown fields."""
+
+    # A diverged loss is NaN, and must come back as such from `result.json`.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+
+
+SMALLEST = 2.0**-126
+"""Smallest normal fp32 number."""
+LARGEST = (2 - 2.0**-23) * 2.0**127
+
+
+def _as_held(value: float) -> float:
+    if value and math.isfinite(value) and not SMALLEST <= abs(value) <= LARGEST:
+        size = "small" if abs(value) < SMALLEST else "large"
+        raise ValueError(
+            f"{value:g} is too {size} for fp32, in which it is computed; expected a size between {SMALLEST:.2g} and "
+            f"{LARGEST:.2g}"
+        )
+    return value
+
+
+HELD_IN_FP32 = AfterValidator(_as_held)
+"""Check that fp32 can hold a number; put last in a type, since what follows it enters no JSON schema."""
+PositiveFp32 = Annotated[float, Field(gt=0, allow_inf_nan=False), HELD_IN_FP32]
+NonNegativeFp32 = Annotated[float, Field(ge=0, allow_inf_nan=False), HELD_IN_FP32]
+
+NatsPerToken = Annotated[float, Field(gt=0, le=12)]
+"""Bound on differences of predictions, in nats per token. Even guesses among 160,000 tokens are 12 from certainty: a
+gate that allows more lets everything pass.
+"""
+
+Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
+"""Duration of three years at most, since system calls do not accept any number of seconds."""
 
 
 def _as_split(name: str) -> str:
@@ -22,6 +60,9 @@ def _as_split(name: str) -> str:
 
 SplitName = Annotated[str, Field(min_length=1), AfterValidator(_as_split)]
 """Name of a split: not blank, nor `.`, which would be all files of a dataset."""
+
+
+Product = Literal["model", "adapter", "reward_model", "dataset", "server", "scores", "verdict", "publication"]
 
 
 @dataclass(frozen=True)

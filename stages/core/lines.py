@@ -19,6 +19,11 @@ def visible(text: str) -> str:
     return UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 document`, `2,000 documents`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def say(text: str, stream: TextIO) -> None:
     """Print a text of one or more lines at once."""
     text = visible(text)

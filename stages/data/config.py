@@ -9,8 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from stages.core.contract import DatasetReference, OutsidePath, StageConfig, StrictModel
-from stages.core.fields import AddedLater, SplitName
-from stages.core.numbers import PositiveFp32
+from stages.core.fields import AddedLater, PositiveFp32, SplitName
 
 DataFormat = Literal[
     "auto",

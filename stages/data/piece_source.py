@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from stages.core.errors import DataError, ResourceError
-from stages.core.numbers import counted
+from stages.core.lines import counted
 from stages.data.cache import content_key, file_digest, key_parts
 from stages.data.files import (
     JSON_LINES,

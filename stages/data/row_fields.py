@@ -30,7 +30,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stages.core.numbers import LARGEST, counted
+from stages.core.fields import LARGEST
+from stages.core.lines import counted
 from stages.data.messages import (
     FUNCTION_FIELDS,
     MESSAGE_FIELDS,

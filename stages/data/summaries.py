@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stages.core.strict import StrictModel
+from stages.core.fields import StrictModel
 
 if TYPE_CHECKING:
     import numpy as np

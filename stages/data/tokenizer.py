@@ -26,9 +26,9 @@ from pydantic import Field
 from tokenizers import AddedToken, Tokenizer
 
 from stages.core.errors import DataError, ModelError
-from stages.core.numbers import counted
+from stages.core.fields import StrictModel
+from stages.core.lines import counted
 from stages.core.redaction import quoted
-from stages.core.strict import StrictModel
 from stages.data.config import DEFAULT_DATE, SpecialTokensPolicy
 from stages.data.messages import Conversation, Document, PlainText, RowError, Span, listed
 from stages.data.templates import ChatTemplate, Rendered, Work, load_chat_template

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from stages.core.cache_entries import note_use
 from stages.core.errors import DataError
+from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
 from stages.core.redaction import redact
-from stages.core.strict import StrictModel
 from stages.data.config import DataConfig, RowKind
 from stages.data.files import BadRow, Part, Place, Portion, Row
 from stages.data.formats import RowReader

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from pydantic import Field, JsonValue, PositiveInt
 
 from stages.core.contract import StageContext
-from stages.core.strict import StrictModel
+from stages.core.fields import StrictModel
 from stages.rewards.judge import RatingConfig
 from stages.serving.asked import ServedModel
 from stages.serving.config import StopTexts

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from pydantic import NonNegativeInt
 
-from stages.core.strict import StrictModel
+from stages.core.fields import StrictModel
 
 SUFFIX = ".pointer"
 BUFFER_BYTES = 1 << 20

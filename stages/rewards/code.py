@@ -23,7 +23,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stages.core.errors import ResourceError
-from stages.core.numbers import Seconds
+from stages.core.fields import Seconds
 from stages.core.program import bare_environment
 from stages.core.redaction import shortened
 from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores

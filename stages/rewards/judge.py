@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from stages.core.errors import DataError
+from stages.core.fields import Seconds, StrictModel
 from stages.core.files import read_json_lines, remove_cut_off_line
 from stages.core.keys import key_in
-from stages.core.numbers import Seconds
 from stages.core.redaction import quoted, redact
-from stages.core.strict import StrictModel
 from stages.data.messages import PlainText
 from stages.remote.http import RetryBackoff, busy_from_status, busy_from_transport
 from stages.remote.http_answers import Expected, ask_httpx, httpx_client

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from stages.core.errors import DataError
-from stages.core.numbers import Seconds
+from stages.core.fields import Seconds
 from stages.core.program import Program
 from stages.core.redaction import quoted
 from stages.rewards.reward import Completion, CompletionReward, RewardContext, RowCheck, Scores, scored_in_time

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from stages.core.strict import StrictModel
+from stages.core.fields import StrictModel
 from stages.data.messages import Document
 
 

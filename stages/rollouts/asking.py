@@ -16,8 +16,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from stages.core.errors import ServerError, TransientError
+from stages.core.fields import StrictModel
 from stages.core.files import remove_cut_off_line
-from stages.core.strict import StrictModel
 from stages.remote.http import RetryBackoff, busy_from_status, busy_from_transport
 from stages.remote.http_answers import Expected, ask_aiohttp
 from stages.rollouts.options import SamplingOptions

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import ServerError
-from stages.core.numbers import counted
+from stages.core.lines import counted
 from stages.core.redaction import quoted
 from stages.data.messages import THOUGHTS, with_calls_as
 from stages.models.recorded import (

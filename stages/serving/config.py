@@ -9,8 +9,7 @@ from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, field_validat
 
 from stages.core.contract import Execution, StrictModel
 from stages.core.errors import ModelError
-from stages.core.fields import AddedLater
-from stages.core.numbers import Seconds
+from stages.core.fields import AddedLater, Seconds
 from stages.models.model_config import SPELLINGS, shape_of_config
 from stages.models.model_folder import check_config
 

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from stages.core.contract import StageConfig, StageInput
-from stages.core.fields import Product
-from stages.core.strict import StrictModel
+from stages.core.fields import Product, StrictModel
 
 FINDINGS_FILE = "findings.json"
 

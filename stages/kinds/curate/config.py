@@ -10,8 +10,7 @@ import regex
 from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, OutsidePath, StageConfig
-from stages.core.fields import AddedLater, Product, SplitName
-from stages.core.strict import StrictModel
+from stages.core.fields import AddedLater, Product, SplitName, StrictModel
 from stages.data.config import same_datasets
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of

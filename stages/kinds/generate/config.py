@@ -8,8 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, StageConfig
-from stages.core.fields import Product, SplitName
-from stages.core.strict import StrictModel
+from stages.core.fields import Product, SplitName, StrictModel
 from stages.rewards.registry import AnyReward, RewardName
 from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.serving.asked import AskedModelConfig

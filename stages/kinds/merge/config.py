@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from stages.core.contract import AdapterReference, ModelReference, StageConfig, base_of
-from stages.core.fields import AddedLater, Product
-from stages.core.numbers import HELD_IN_FP32
+from stages.core.fields import HELD_IN_FP32, AddedLater, Product
 
 Density = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), HELD_IN_FP32]
 Combination = Literal["linear", "ties", "dare_linear", "dare_ties"]

@@ -15,8 +15,7 @@ from stages.core.contract import (
     StageConfig,
     StrictModel,
 )
-from stages.core.fields import AddedLater
-from stages.core.numbers import NatsPerToken
+from stages.core.fields import AddedLater, NatsPerToken
 from stages.rewards.judge import PairsConfig
 
 MODEL_NAME = r"^[A-Za-z0-9][\w.-]{0,127}$"

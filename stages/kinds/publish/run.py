@@ -14,8 +14,8 @@ from pydantic import Field
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import PublishError
+from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
-from stages.core.strict import StrictModel
 from stages.hubs.delivery import MIB, Progress
 from stages.hubs.listing import Digest, digest_of
 from stages.kinds.publish.bundle import SUMS_FILE, names_in, write_bundle

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, get_args
 from pydantic import Field, JsonValue, PositiveInt, field_validator, model_validator
 
 from stages.core.contract import DatasetReference, ModelReference, StageConfig, StrictModel
-from stages.core.fields import AddedLater, Product, SplitName
-from stages.core.numbers import NatsPerToken
+from stages.core.fields import AddedLater, NatsPerToken, Product, SplitName
 from stages.core.patterns import LIMIT_S, is_endless_on_names
 from stages.kinds.quantize.registry import METHODS
 from stages.serving.engine import Engine, GgufType, Quantization, WeightFiles, WeightFormat, is_k_quant

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from stages.core.contract import Lease, StageContext, StageResult
-from stages.core.numbers import counted
+from stages.core.lines import counted
 from stages.kinds.serve.config import ServeConfig
 from stages.serving.adapters import adapter_folders
 from stages.serving.agreement import agreement_metrics, compare_with_records

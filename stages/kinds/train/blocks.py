@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator
 
 from stages.core.contract import Execution
-from stages.core.numbers import HELD_IN_FP32, NonNegativeFp32, Seconds
-from stages.core.strict import StrictModel
+from stages.core.fields import HELD_IN_FP32, NonNegativeFp32, Seconds, StrictModel
 from stages.engines.settings import LowPrecisionSettings, MoeSettings, MuonSettings
 from stages.planner.workload import Precision, StateBytes
 

@@ -16,8 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from stages.adapters.config import AdapterConfig
 from stages.core.contract import ModelOrAdapterReference, ModelReference, StageConfig, base_of
-from stages.core.fields import AddedLater, Product, without
-from stages.core.numbers import NonNegativeFp32
+from stages.core.fields import AddedLater, NonNegativeFp32, Product, without
 from stages.data.config import DataConfig
 from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe
 from stages.kinds.train.blocks import (

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stages.core.numbers import HELD_IN_FP32, NonNegativeFp32, PositiveFp32
-from stages.core.strict import StrictModel
+from stages.core.fields import HELD_IN_FP32, NonNegativeFp32, PositiveFp32, StrictModel
 from stages.kinds.train.methods.method import Method
 from stages.kinds.train.methods.pairs import METRICS, NLL, chosen_nll, num_chosen_tokens, pair_metrics
 

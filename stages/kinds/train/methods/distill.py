@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from stages.core.fields import AddedLater
-from stages.core.numbers import HELD_IN_FP32, PositiveFp32
-from stages.core.strict import StrictModel
+from stages.core.fields import HELD_IN_FP32, AddedLater, PositiveFp32, StrictModel
 from stages.kinds.train.methods.method import Method, OnPolicySteps, TeacherServer, TeacherTokens
 from stages.kinds.train.methods.rollouts import SamplingOptions
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stages.core.numbers import NonNegativeFp32, PositiveFp32
+from stages.core.fields import NonNegativeFp32, PositiveFp32
 from stages.kinds.train.methods.method import Method
 from stages.kinds.train.methods.rollouts import RolloutOptions
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from stages.core.strict import StrictModel
+from stages.core.fields import StrictModel
 from stages.data.config import RowKind
 from stages.kinds.train.methods.rollouts import SamplingOptions
 from stages.planner.workload import Passes

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, create_model, model_validator
 
 from stages.core.contract import ModelReference, StageConfig
-from stages.core.fields import AddedLater
-from stages.core.strict import StrictModel
+from stages.core.fields import AddedLater, StrictModel
 from stages.kinds.train.methods.method import Method, OnPolicySteps, TeacherServer, TeacherTokens
 from stages.kinds.train.methods.registry import METHODS
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from stages.core.numbers import PositiveFp32
-from stages.core.strict import StrictModel
+from stages.core.fields import PositiveFp32, StrictModel
 from stages.kinds.train.methods.method import Method
 from stages.kinds.train.methods.pairs import METRICS, pair_metrics
 

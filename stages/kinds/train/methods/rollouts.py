@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, PositiveInt
 
-from stages.core.fields import AddedLater
-from stages.core.numbers import PositiveFp32
-from stages.core.strict import StrictModel
+from stages.core.fields import AddedLater, PositiveFp32, StrictModel
 from stages.rewards.registry import AnyReward, RewardName
 from stages.serving.config import ServingConfig, StopTexts
 from stages.serving.registry import chosen_engine, installed_version
