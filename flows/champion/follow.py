@@ -36,8 +36,8 @@ from flows.champion.registrations import only_one
 from flows.champion.registry import CHALLENGER, RegisteredVersion, Registry
 from flows.champion.serving import Serving, Start, end_dead, end_serving, in_background, start_engine
 from stages.core.errors import LifecycleError
+from stages.core.lines import print_timed
 from stages.serving.backend import Canary
-from stages.serving.lines import say
 from stages.serving.proxy import API_KEY_VARIABLE, Proxy, Sampler, listening
 from stages.serving.server import reachable
 from stages.serving.tally import Tally
@@ -173,7 +173,7 @@ class Follower:
     def _start_what_is_missing(self) -> None:
         missing = next(self._missing(), None)
         if self._start and (missing is None or missing.number != self._start.version.number):
-            say(f"the start of version {self._start.version.number} of {self.following.name} is stopped")
+            print_timed(f"the start of version {self._start.version.number} of {self.following.name} is stopped")
             self._stop_start()
         is_champion = missing is self.champion.version
         if missing and not self._start and (is_champion or not self._ending):
@@ -191,7 +191,7 @@ class Follower:
         champion, challenger = self.champion, self.challenger
         if champion.died.is_set() and not champion.backend.is_gone:
             champion.backend.is_gone = True
-            say(str(champion.server.failure("ended by itself")))
+            print_timed(str(champion.server.failure("ended by itself")))
             if self._start and self._start.loads_into is champion:
                 self._note_death_with(self._start.version)
             if challenger and challenger.server is champion.server:
@@ -202,7 +202,7 @@ class Follower:
             challenger.backend.is_gone = True
             if challenger.server is not champion.server:
                 self.aliases.refuse(CHALLENGER, challenger.version)
-                say(f"{challenger.server.failure('ended by itself')}\nall requests go to the champion")
+                print_timed(f"{challenger.server.failure('ended by itself')}\nall requests go to the champion")
             self._withdraw(challenger)
 
     def _note_death_with(self, version: RegisteredVersion) -> None:
@@ -229,18 +229,18 @@ class Follower:
         if number == self.champion.version.number:
             self.champion = serving
             self._proxy.switch(serving.backend)
-            say(f"version {number} of {self.following.name} is served again")
+            print_timed(f"version {number} of {self.following.name} is served again")
         elif successor and successor.number == number:
             self._succeed(serving)
         else:
             self.challenger, share = serving, self.following.canary_share
             self._proxy.set_canary(Canary(serving.backend, share))
-            say(f"version {number} of {self.following.name} gets {share:.1%} of the requests")
+            print_timed(f"version {number} of {self.following.name} gets {share:.1%} of the requests")
 
     def _see_failure(self, start: Start, error: Exception) -> None:
         successor = self._successor()
         if start.version.number == self.champion.version.number:
-            say(f"version {start.version.number} of {self.following.name} could not be started again: {error}")
+            print_timed(f"version {start.version.number} of {self.following.name} could not be started again: {error}")
             self._say_restart(self._restarts.add(lived_s=0.0))
         elif start.loads_into and start.loads_into.died.is_set():
             pass  # `_see_deaths` has noted the engine's death: the start is repeated
@@ -281,7 +281,7 @@ class Follower:
         """Send all requests to a version, and end the former champion after its last answer."""
         former, self.champion = self.champion, successor
         self._proxy.switch(successor.backend)
-        say(f"version {successor.version.number} of {self.following.name} is served")
+        print_timed(f"version {successor.version.number} of {self.following.name} is served")
         self._restarts = Restarts()
         if not former.backend.is_gone:
             self._end(former)
@@ -289,7 +289,7 @@ class Follower:
     def _withdraw(self, challenger: Serving) -> None:
         self.challenger = None
         self._proxy.set_canary(None)
-        say(f"version {challenger.version.number} of {self.following.name} gets no requests any more")
+        print_timed(f"version {challenger.version.number} of {self.following.name} gets no requests any more")
         self._say_side_by_side()
         self._end(challenger)
 
@@ -309,7 +309,7 @@ class Follower:
             return
         reasons = "; ".join(misses(*tallies))
         verdict = f"withdrawn: {reasons}" if reasons else "promoted"
-        say(f"after {num_requests} requests, version {self.challenger.version.number} of {name} is {verdict}")
+        print_timed(f"after {num_requests} requests, version {self.challenger.version.number} of {name} is {verdict}")
         registry = self.following.registry
         self._judging = in_background(
             lambda: registry.withdraw_challenger(name) if reasons else _promote_challenger(registry, name)
@@ -324,29 +324,29 @@ class Follower:
         self._last_trouble.pop(alias, None)
         number = version.number if version else None
         if number != self._announced.get(alias, self.champion.version.number) and number:
-            say(f"version {number} of {self.following.name} is {alias} now")
+            print_timed(f"version {number} of {self.following.name} is {alias} now")
         self._announced[alias] = number
 
     def _refuse(self, alias: str, version: RegisteredVersion, why: str) -> None:
         self.aliases.refuse(alias, version)
         served = f"version {self.champion.version.number} of {self.following.name}"
         again = f"version {version.number} is tried again when {alias} has been moved away and back"
-        say(f"still serving {served}: {why}\n{again}")
+        print_timed(f"still serving {served}: {why}\n{again}")
 
     def _say_restart(self, pause_s: float) -> None:
         when = f"in {pause_s:.0f} s" if pause_s else "now"
         times = f", after {self._restarts.num_deaths} deaths in a row" if self._restarts.num_deaths > 1 else ""
-        say(f"version {self.champion.version.number} of {self.following.name} is started again {when}{times}")
+        print_timed(f"version {self.champion.version.number} of {self.following.name} is started again {when}{times}")
 
     def _say_side_by_side(self) -> None:
         """Print the tallies of a canary that ends."""
-        say(f"side by side, of {self.following.name}:")
+        print_timed(f"side by side, of {self.following.name}:")
         for one in self._proxy.side_by_side()["versions"]:
-            say(json.dumps(one))
+            print_timed(json.dumps(one))
 
     def _say_once(self, about: str, trouble: str) -> None:
         if trouble != self._last_trouble.get(about):
-            say(trouble)
+            print_timed(trouble)
         self._last_trouble[about] = trouble
 
 

@@ -22,13 +22,13 @@ from flows.champion import champions
 from flows.champion.registry import RegisteredVersion
 from stages.adapters.headers import write_idle_adapter
 from stages.core.errors import LifecycleError
+from stages.core.lines import print_timed, starting_lines
 from stages.core.supervisor import descendants, end_processes
 from stages.serving.agreement import compare_with_records
 from stages.serving.backend import Backend, Naming
 from stages.serving.client import check_server
 from stages.serving.config import ServeExecution
 from stages.serving.engine import LaunchSpec
-from stages.serving.lines import say, starting_lines
 from stages.serving.server import Server, started_server
 from stages.serving.tally import ServedVersion
 
@@ -82,7 +82,7 @@ def start_engine(
         server = stack.enter_context(started_server(spec, execution, log_file, runtime))
         is_begun(server)
         title = f"{server.engine.title} for version {version.number}"
-        say(f"starting {title} of {version.name}; its log is {server.log_file}")
+        print_timed(f"starting {title} of {version.name}; its log is {server.log_file}")
         server.wait_until_ready(execution.ready_timeout_s, starting_lines(title))
         if spec.swaps_adapters:
             check_adapter(server, spec.served_name, spec.adapters[spec.served_name])
@@ -112,7 +112,7 @@ def unload_adapter(former: Serving) -> None:
     try:
         server.engine.unload_adapter(server.address, server.api_key, naming.inside, server.client.timeout_s)
     except LifecycleError as error:  # harmless: the proxy sends it no requests
-        say(f"version {former.version.number} of {former.version.name} stays loaded: {error}")
+        print_timed(f"version {former.version.number} of {former.version.name} stays loaded: {error}")
 
 
 def end_serving(former: Serving, is_shared: bool, is_over: threading.Event) -> None:
@@ -128,7 +128,9 @@ def end_serving(former: Serving, is_shared: bool, is_over: threading.Event) -> N
         unload_adapter(former)
     else:
         former.stack.close()
-    say(f"version {former.version.number} of {former.version.name} has answered its last request and was stopped")
+    print_timed(
+        f"version {former.version.number} of {former.version.name} has answered its last request and was stopped"
+    )
 
 
 def end_dead(serving: Serving) -> None:
@@ -201,7 +203,9 @@ def swap_in(server: Server, version: RegisteredVersion) -> bool:
         with suppress(LifecycleError):  # the first error is raised; a server that is gone has nothing to unload
             server.engine.unload_adapter(server.address, server.api_key, naming.inside, server.client.timeout_s)
         raise
-    say(f"version {version.number} of {version.name} was loaded and checked in {time.monotonic() - began_s:.2f} s")
+    print_timed(
+        f"version {version.number} of {version.name} was loaded and checked in {time.monotonic() - began_s:.2f} s"
+    )
     return True
 
 
@@ -211,9 +215,11 @@ def check_adapter(server: Server, name: str, folder: Path) -> None:
     check_server(client, server.engine.smoke_log_probabilities)
     spec = server.spec.model_copy(update={"adapters": {**server.spec.adapters, name: folder}})
     context_tokens = server.engine.context_tokens(client, spec)
-    agreements = compare_with_records(client, spec, [name], context_tokens, say, _idle_name(server.spec))
+    agreements = compare_with_records(client, spec, [name], context_tokens, print_timed, _idle_name(server.spec))
     for one in agreements.values():
-        say(f"{name} differs from what training recorded by {one.from_training.most:.2g} nats per token at most")
+        print_timed(
+            f"{name} differs from what training recorded by {one.from_training.most:.2g} nats per token at most"
+        )
 
 
 def _idle_name(spec: LaunchSpec) -> str:

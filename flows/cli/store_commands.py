@@ -255,10 +255,10 @@ def _become_server(served: list[str], options: list[str]) -> NoReturn:
 
 def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Samples:
     """Record conversations into `folder` until `stack` is closed."""
-    from stages.serving.lines import say
+    from stages.core.lines import print_timed
     from stages.serving.samples import Samples
 
-    say(f"{share:.1%} of the conversations are written to {folder}, which holds {size_mib} MiB of them at most")
+    print_timed(f"{share:.1%} of the conversations are written to {folder}, which holds {size_mib} MiB of them at most")
     return stack.enter_context(Samples(folder, share, size_mib * 2**20))
 
 
@@ -273,10 +273,10 @@ def _keep_following(uri: str, host: str, port: int | None) -> NoReturn:
 def _following(uri: str, canary_share: float, gate_requests: int | None) -> Following:
     from flows.champion import champions
     from flows.champion.follow import Following
-    from stages.serving.lines import say
+    from stages.core.lines import print_timed
 
     name, alias = champions.parse(uri)
-    say(f"asking MLflow for {uri}")
+    print_timed(f"asking MLflow for {uri}")
     return Following(champions.connect(), name, alias, canary_share, gate_requests)
 
 
@@ -289,11 +289,11 @@ def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
     from flows.cli import show as shown
     from flows.ledger.home import store_root
     from flows.store.store import Store
-    from stages.serving.lines import say
+    from stages.core.lines import print_timed
 
     if name.startswith(champions.URI_PREFIX):
         parsed = champions.parse(name)
-        say(f"asking MLflow for {name}")
+        print_timed(f"asking MLflow for {name}")
         version = champions.find(champions.connect(), *parsed)
         spec = champions.launch_spec(version)
         return [*shown.launch_arguments(spec), "--version", version.number]
@@ -305,7 +305,7 @@ def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
     if refusal := artifact.record.refusal(artifact.folder):
         if not is_trial:
             raise refusal
-        say(f"warning: {refusal}")
+        print_timed(f"warning: {refusal}")
     return [*shown.serve_arguments(artifact, index), "--version", artifact.record.version]
 
 

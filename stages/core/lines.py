@@ -1,4 +1,4 @@
-"""Lines for people: unsafe characters are escaped; elsewhere than at a terminal each begins with its time.
+"""Lines for people: unsafe characters as their escapes, numbers with their nouns, times.
 
 A text from outside (a row, a model's answer, a name on a hub) may hold control characters and marks that turn the
 writing direction. A terminal would obey them: they could hide or replace what stands beside them.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except tab and newline, marks of the writing direction, and surrogates, which have no UTF-8."""
+INTERVAL_S = 10.0
+"""Interval of the lines about a server that starts."""
 
 
 def visible(text: str) -> str:
@@ -25,12 +28,30 @@ def counted(number: int, noun: str) -> str:
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Print a text of one or more lines at once."""
+    """Print a text of one or more lines at once; elsewhere than at a terminal each line begins with its time."""
     text = visible(text)
     if not stream.isatty():
         now = time.strftime("%H:%M:%S")
         text = "\n".join(f"{now} {line}" for line in text.splitlines())
     print(text, file=stream, flush=True)
+
+
+def print_timed(message: str) -> None:
+    """Print a line at once with its time, at a terminal too."""
+    print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
+
+
+def starting_lines(title: str) -> Callable[[float], None]:
+    """Return a callback for `Server.wait_until_ready` that prints the elapsed seconds every 10 s."""
+    reported_s = 0.0
+
+    def report(elapsed_s: float) -> None:
+        nonlocal reported_s
+        if elapsed_s >= reported_s + INTERVAL_S:
+            reported_s = elapsed_s
+            print_timed(f"{title} is starting, {elapsed_s:.0f} s so far")
+
+    return report
 
 
 class VisibleStream:

@@ -24,12 +24,12 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from stages.core.errors import DataError, ResourceError
+from stages.core.lines import print_timed
 from stages.core.redaction import redact
 from stages.data.formats import RowReader
 from stages.data.messages import RowError
 from stages.data.personal_data import KINDS, redacted
 from stages.serving.exchange import Exchange
-from stages.serving.lines import say
 
 WHOLE = ("stop", "tool_calls")
 """Finish reasons of complete answers."""
@@ -78,7 +78,7 @@ class Samples:
     ) -> None:
         self._waiting.put(None)
         self._thread.join()
-        say(f"{self._num_written} conversations were written to {self._folder}, {self._num_left_out} left out")
+        print_timed(f"{self._num_written} conversations were written to {self._folder}, {self._num_left_out} left out")
 
     def draws(self) -> bool:
         """Return whether the next conversation is to be sampled."""
@@ -100,7 +100,7 @@ class Samples:
                     self._num_left_out += 1
             self._close()
         except Exception as error:  # such as a full disk, which must not disturb the requests being served
-            say(f"requests are not sampled any more: {self._folder}: {error!r}")
+            print_timed(f"requests are not sampled any more: {self._folder}: {error!r}")
             while self._waiting.get():
                 pass
 
@@ -137,7 +137,7 @@ class Samples:
             size -= files[0].stat().st_size
             files.pop(0).unlink()
             if not self._has_dropped:
-                say(f"{self._folder} is full: for new requests, the oldest are removed")
+                print_timed(f"{self._folder} is full: for new requests, the oldest are removed")
             self._has_dropped = True
 
     def _complete_leftovers(self) -> None:

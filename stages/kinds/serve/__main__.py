@@ -18,12 +18,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from stages.core.errors import LifecycleError, RecipeError
+from stages.core.lines import print_timed, starting_lines
 from stages.kinds.serve.chat import Conversation, chat, sampling_of
 from stages.kinds.serve.run import guard
 from stages.serving.agreement import compare_with_records
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.engine import LaunchSpec
-from stages.serving.lines import say, starting_lines
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import API_KEY_VARIABLE, Server, started_server
 
@@ -89,10 +89,12 @@ def _ready_server(spec: LaunchSpec, execution: ServeExecution, label: str, versi
     folder.mkdir(parents=True, exist_ok=True)
     log_file, runtime = folder / f"{label}.log", folder / f"{label}-{os.getpid()}"
     with started_server(spec, execution, log_file, runtime, version=version) as server:
-        say(f"starting {server.engine.title} {spec.engine_version} for {spec.model}; its log is {log_file}")
+        print_timed(f"starting {server.engine.title} {spec.engine_version} for {spec.model}; its log is {log_file}")
         server.wait_until_ready(execution.ready_timeout_s, starting_lines(server.engine.title))
         server.check()
-        compare_with_records(server.client, spec, spec.folders, server.engine.context_tokens(server.client, spec), say)
+        compare_with_records(
+            server.client, spec, spec.folders, server.engine.context_tokens(server.client, spec), print_timed
+        )
         names = sorted(spec.folders, key=lambda name: name != spec.served_name)
         print(f"serving {', '.join(names)} at {server.url}/v1", flush=True)
         yield server
@@ -108,7 +110,7 @@ def _labels(servers: Sequence[argparse.Namespace]) -> list[str]:
 
 def _conversation(server: Server, label: str, arguments: argparse.Namespace) -> Conversation:
     options, phrase = sampling_of(server.spec.model, arguments.temperature)
-    say(f"{label} answers {phrase}")
+    print_timed(f"{label} answers {phrase}")
     limit = {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
     return Conversation(server.client, label, {**options, **limit}, arguments.system)
 
