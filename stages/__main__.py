@@ -25,8 +25,8 @@ from stages.core.errors import (
 )
 from stages.core.files import write_atomically
 from stages.core.garbage import collect_rarely
+from stages.core.process_tree import die_with_parent
 from stages.core.redaction import redact
-from stages.core.supervisor import die_with_parent
 
 
 def main() -> None:

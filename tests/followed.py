@@ -19,7 +19,7 @@ from flows.champion.registry import CHAMPION, Registry
 from flows.champion.serving import Serving, in_background, start_engine
 from flows.ledger.home import store_root
 from flows.store.store import Store
-from stages.core.supervisor import descendants
+from stages.core.process_tree import descendants
 from stages.serving import registry as engines
 from stages.serving.proxy import Proxy, listening
 from stages.serving.server import listening_socket

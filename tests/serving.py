@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.contract import StageResult
-from stages.core.supervisor import marked_processes
+from stages.core.process_tree import marked_processes
 
 API_KEY = "sk-of-the-tests"
 SERVING = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "kv_cache_memory_gib": 0.0625}

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stages.core.supervisor import die_with_parent
+from stages.core.process_tree import die_with_parent
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("node1", "node2")

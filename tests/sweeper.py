@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from stages.core.supervisor import end_processes, marked_processes
+from stages.core.process_tree import end_processes, marked_processes
 
 MARK_VARIABLE = "TESTS_OF_LLM_LIFECYCLE"
 _sweepers = []

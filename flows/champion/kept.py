@@ -15,7 +15,7 @@ from typing import NoReturn
 from flows.champion import champions
 from flows.servers.kept_commands import DESCRIPTOR, Kept
 from flows.servers.supervisor import keep
-from stages.core.supervisor import TOKEN_VARIABLE
+from stages.core.process_tree import TOKEN_VARIABLE
 from stages.serving.config import ServeExecution
 from stages.serving.proxy import API_KEY_VARIABLE
 from stages.serving.server import listening_socket, reachable

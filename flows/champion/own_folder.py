@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from flows.ledger.home import home
-from stages.core.supervisor import working_directories
+from stages.core.process_tree import working_directories
 
 PREFIX = "serving-"
 """Folders of earlier versions have the label of an engine instead, and no lock."""

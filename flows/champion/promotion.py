@@ -30,7 +30,7 @@ from stages.core.contract import StageContext, StageInput, StageResult
 from stages.core.errors import INTERNAL_ERROR, EvaluationError, LifecycleError, StoreError, full_disk_named
 from stages.core.files import write_atomically
 from stages.core.garbage import collect_rarely
-from stages.core.supervisor import die_with_parent
+from stages.core.process_tree import die_with_parent
 from stages.kinds.promote.config import PromoteConfig
 from stages.kinds.promote.paired import compare
 from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, Standing, Verdict

@@ -23,7 +23,7 @@ from flows.champion.registry import RegisteredVersion
 from stages.adapters.headers import write_idle_adapter
 from stages.core.errors import LifecycleError
 from stages.core.lines import print_timed, starting_lines
-from stages.core.supervisor import descendants, end_processes
+from stages.core.process_tree import descendants, end_processes
 from stages.serving.agreement import compare_with_records
 from stages.serving.backend import Backend, Naming
 from stages.serving.client import check_server

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from stages.core import supervisor
+from stages.core import process_tree
 from stages.core.contract import StrictModel
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -47,7 +47,7 @@ class ProcessIdentity(StrictModel):
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
         """Return the living process of this number. Raises `ProcessLookupError` when there is none."""
-        started_ticks = supervisor.started_ticks(pid)
+        started_ticks = process_tree.started_ticks(pid)
         if started_ticks is None:
             raise ProcessLookupError(pid)
         return cls(
@@ -67,7 +67,7 @@ class ProcessIdentity(StrictModel):
         """Return whether the process runs, as far as that can be seen from here."""
         if self.boot and (self.boot, self.pid_namespace) != (boot_id(), PID_NAMESPACE.stat().st_ino):
             return "foreign"
-        return "alive" if supervisor.started_ticks(self.pid) == self.started_ticks else "dead"
+        return "alive" if process_tree.started_ticks(self.pid) == self.started_ticks else "dead"
 
     def alive(self) -> bool:
         """Return whether the process runs here."""

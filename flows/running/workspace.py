@@ -23,7 +23,7 @@ from flows.store.record import Artifact, Record, UpstreamEntry
 from flows.store.store import Store
 from stages.core.contract import Lease, StageInput, StageResult, StrictModel, Trial
 from stages.core.files import write_atomically
-from stages.core.supervisor import end_processes, marked_processes
+from stages.core.process_tree import end_processes, marked_processes
 
 KEPT = frozenset({SCRATCH_FOLDER, "metrics.jsonl", "events.jsonl", LOG_FILE})
 """Files that an attempt keeps from the one before; all others are removed, so that no old result is committed."""

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from flows.servers.logs import now, open_log
-from stages.core.supervisor import TOKEN_VARIABLE, die_with_parent, marked_processes, started_ticks
+from stages.core.process_tree import TOKEN_VARIABLE, die_with_parent, marked_processes, started_ticks
 
 DESCRIPTOR = "{descriptor}"
 """In a command, stands for the number of the descriptor of the listening socket."""

@@ -44,8 +44,8 @@ from flows.servers.programs import (
 from flows.servers.records import ServerRecord, host_of, is_unsettled_copy, read_records, write_records
 from stages.core.errors import ServerError
 from stages.core.lines import say
+from stages.core.process_tree import TOKEN_VARIABLE, end_processes, marked_processes, send, started_ticks, wait_for_end
 from stages.core.redaction import quoted
-from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes, send, started_ticks, wait_for_end
 
 START_TIMEOUT_S = 300.0
 RESTART_TIMEOUT_S = 60.0

@@ -31,7 +31,7 @@ from flows.running.due import announce_schedule, announce_states
 from flows.running.flow_runs import WORK_POOL
 from flows.running.refresh import COMPARE, announce, final_state, refresh
 from stages.core.errors import StoreError
-from stages.core.supervisor import marked_processes
+from stages.core.process_tree import marked_processes
 
 ASK_INTERVAL_S = 60.0
 """Seconds between queries to Prefect while nothing ends here; each costs it 10 ms of a core."""

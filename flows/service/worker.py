@@ -36,8 +36,8 @@ from flows.service.reaper import Reaper
 from flows.store.policy import policy_file
 from stages.core.errors import ServerError
 from stages.core.garbage import collect_rarely
+from stages.core.process_tree import working_directories
 from stages.core.supervised import Supervised
-from stages.core.supervisor import working_directories
 
 POLL_INTERVAL_S = 1.0
 

@@ -26,8 +26,8 @@ import weakref
 from pathlib import Path
 from typing import Any, Self
 
+from stages.core.process_tree import TOKEN_VARIABLE, end_processes, marked_processes
 from stages.core.program_loop import LIFELINE
-from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes
 
 START_TIMEOUT_S = 300.0
 """Time limit for a program's imports, on a busy machine."""

@@ -1,4 +1,4 @@
-"""Start of a command under the supervisor: the starting side of `supervisor.py`.
+"""Start of a command under the supervisor: the starting side of `process_tree.py`.
 
 Whatever happens (the command ends, the supervisor is killed, this process is killed), no descendant of the command
 stays behind: the supervisor ends them when this process is gone, this process ends them when the supervisor is gone.
@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from stages.core import supervisor
-from stages.core.supervisor import TOKEN_VARIABLE, end_processes, marked_processes
+from stages.core import process_tree
+from stages.core.process_tree import TOKEN_VARIABLE, end_processes, marked_processes
 
 PRIVATE_UMASK = 0o077
 REQUESTS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -59,7 +59,7 @@ class Supervised:
         lifeline, self._lifeline = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervisor.__file__, str(lifeline), str(grace_s), *command],
+                [sys.executable, "-I", "-S", process_tree.__file__, str(lifeline), str(grace_s), *command],
                 env={**environment, TOKEN_VARIABLE: tokens},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -18,7 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from stages.core.supervisor import die_with_parent
+from stages.core.process_tree import die_with_parent
 
 RENDEZVOUS_FILE = "LIFECYCLE_RENDEZVOUS_FILE"
 POLL_INTERVAL_S = 0.05

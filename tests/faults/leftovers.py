@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 from flows.servers.lock import Lock
-from stages.core.supervisor import living_processes, marked_processes
+from stages.core.process_tree import living_processes, marked_processes
 
 MARK_VARIABLE = "FAULT_TESTS"
 SHARED_MEMORY = Path("/dev/shm")

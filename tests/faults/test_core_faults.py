@@ -20,7 +20,7 @@ from stages.core.errors import (
     RefreshStoppedError,
     StageCrashError,
 )
-from stages.core.supervisor import living_processes
+from stages.core.process_tree import living_processes
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import chain
 import pytest
 import tiny
 
-from stages.core.supervisor import living_processes
+from stages.core.process_tree import living_processes
 
 
 def child_of(parent: int) -> int:

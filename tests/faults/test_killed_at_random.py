@@ -25,7 +25,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 from refreshes import LIFECYCLE, ROOT, Home, eventually
 
-from stages.core.supervisor import living_processes
+from stages.core.process_tree import living_processes
 
 STAGE_OF = {"rank": "dpo", "quantizer": "awq", "vLLM": "scores"}
 """Kinds of process that live in one stage only, in the order of these stages."""

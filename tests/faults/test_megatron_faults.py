@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from flows.launch import local
 from flows.launch.failures import failure_of
 from stages.core.errors import ResourceError, StageCrashError, TransientError
-from stages.core.supervisor import living_processes, marked_processes
+from stages.core.process_tree import living_processes, marked_processes
 from stages.kinds.train import checkpoints
 from stages.kinds.train.prediction import PREDICTION_FILE
 from tests.listening import reachable_from_elsewhere

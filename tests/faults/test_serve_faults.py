@@ -31,7 +31,7 @@ from tests.serving import (
 )
 
 PATIENCE_S = 500.0
-ROLES = {"supervisor.py": "supervisor", "VLLM::EngineCore": "engine", "bin/vllm serve": "server"}
+ROLES = {"process_tree.py": "supervisor", "VLLM::EngineCore": "engine", "bin/vllm serve": "server"}
 
 pytestmark = pytest.mark.timeout(1500)
 

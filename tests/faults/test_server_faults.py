@@ -30,7 +30,7 @@ from worker_home import STAND_IN
 
 from flows.servers.lock import Lock
 from stages.core.errors import RefreshStoppedError, ResourceError, ServerError
-from stages.core.supervisor import marked_processes, started_ticks
+from stages.core.process_tree import marked_processes, started_ticks
 
 NOWHERE = "http://127.0.0.1:9/api"
 

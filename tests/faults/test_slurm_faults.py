@@ -18,7 +18,7 @@ import tiny
 from flows.running.runner import Built
 from flows.store.store import Store
 from stages.core.errors import DataError, RecipeError, RefreshStoppedError, StageCrashError, StageTimeoutError
-from stages.core.supervisor import descendants
+from stages.core.process_tree import descendants
 from tests.cluster_stages import messages
 from tests.slurm_cluster import SlurmCluster, eventually, running_cluster, why_not
 

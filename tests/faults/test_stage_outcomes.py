@@ -14,7 +14,7 @@ from flows.launch.stage_process import NONE_COUNTED
 from flows.running.runner import run_stage
 from flows.store.store import Store
 from stages.core.errors import DataError, StageCrashError, StageTimeoutError, StoreError, TransientError
-from stages.core.supervisor import TOKEN_VARIABLE, marked_processes
+from stages.core.process_tree import TOKEN_VARIABLE, marked_processes
 
 
 @pytest.fixture

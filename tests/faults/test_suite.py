@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from stages.core.supervisor import marked_processes
+from stages.core.process_tree import marked_processes
 
 ROOT = Path(__file__).parents[2]
 TESTS = """

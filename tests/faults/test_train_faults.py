@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages.core.errors import LayoutError, ModelError, ResourceError, TrainingError, TransientError
-from stages.core.supervisor import descendants
+from stages.core.process_tree import descendants
 from stages.hubs.builtin import addition_preferences
 from stages.kinds.train import checkpoints
 from stages.kinds.train.run import run

@@ -19,8 +19,8 @@ from flows.running.runner import Attempt, Built, Outcome, run_stage
 from flows.store.store import Store
 from stages.core.contract import StageConfig
 from stages.core.errors import RefreshStoppedError
+from stages.core.process_tree import living_processes
 from stages.core.supervised import Supervised
-from stages.core.supervisor import living_processes
 
 PATIENCE_S = 300.0
 SCRIPT = Path(__file__).with_name("tiny_stage.py")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from year_world import command_of, environ_of, kill
 
-from stages.core.supervisor import living_processes
+from stages.core.process_tree import living_processes
 
 LOOK_EVERY_S = 0.05
 LONGEST_WAIT_S = 25.0
@@ -24,7 +24,7 @@ KINDS: dict[str, Callable[[list[str]], bool]] = {
     "stage": lambda command: "stages" in command and "-m" in command,
     "rank": lambda command: "stages" in command and any("/dpo-" in part for part in command),
     "judge": lambda command: "flows.champion.promotion" in command,
-    "stage's supervisor": lambda command: any(part.endswith("stages/core/supervisor.py") for part in command),
+    "stage's supervisor": lambda command: any(part.endswith("stages/core/process_tree.py") for part in command),
     "engine": lambda command: any(part.endswith("year_engine.py") for part in command),
     "proxy": lambda command: "serve" in command and any(part.endswith("bin/lifecycle") for part in command),
 }

@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 from refreshes import ROOT, Home, eventually, states
 
-from stages.core.supervisor import living_processes
+from stages.core.process_tree import living_processes
 from tests.serving import SERVING
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from stages.core.supervisor import descendants, die_with_parent
+from stages.core.process_tree import descendants, die_with_parent
 from tests.slurm_cluster import free_ports
 
 ROOT = Path(__file__).parents[2]

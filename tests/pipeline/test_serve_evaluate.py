@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from stages.core.contract import StageResult
-from stages.core.supervisor import descendants
+from stages.core.process_tree import descendants
 from stages.harnesses.lm_eval.tasks import select_tasks
 from stages.serving.client import Client
 from tests.judge_server import KEY, judge_server, rating

@@ -16,7 +16,7 @@ import pytest
 from refreshes import LIFECYCLE, PATIENCE_S, Home, eventually, request, stage
 from worker_home import STAND_IN
 
-from stages.core.supervisor import marked_processes
+from stages.core.process_tree import marked_processes
 from tests.listening import listening_addresses, reachable_from_elsewhere, unix_listeners
 
 pytestmark = pytest.mark.timeout(900)

@@ -14,7 +14,7 @@ import pytest
 from flows.champion.registrations import Registration
 from flows.champion.registry import Registry
 from flows.ledger.home import home
-from stages.core.supervisor import descendants
+from stages.core.process_tree import descendants
 from stages.serving.server import listening_socket
 from tests.followed import KEY, ask, registration, tiny_registry
 from tests.promotion import NAME, ROOT

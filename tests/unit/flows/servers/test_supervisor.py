@@ -24,7 +24,7 @@ from flows.servers.lock import Lock
 from flows.servers.logs import rotate
 from flows.servers.programs import listener
 from flows.servers.records import ServerRecord, write_records
-from stages.core.supervisor import TOKEN_VARIABLE, marked_processes, started_ticks
+from stages.core.process_tree import TOKEN_VARIABLE, marked_processes, started_ticks
 
 PATIENCE_S = 20.0
 SERVER = """

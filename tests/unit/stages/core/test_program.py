@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from stages.core import program as program_module
+from stages.core.process_tree import living_processes
 from stages.core.program import Program, ProgramEndedError, ProgramError
-from stages.core.supervisor import living_processes
 
 ROOT = Path(__file__).parents[4]
 MODULE = "tests.unit.stages.core.asked_program"

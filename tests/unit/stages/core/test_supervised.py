@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from stages.core.process_tree import TOKEN_VARIABLE, marked_processes, remove_shared_memory, shared_memory_of
 from stages.core.supervised import Supervised
-from stages.core.supervisor import TOKEN_VARIABLE, marked_processes, remove_shared_memory, shared_memory_of
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_shared_memory_that_a_living_process_maps_is_left_alone(tmp_path):
 def test_a_semaphore_is_found_by_the_process_that_made_it():
     """glibc makes it under another name, which is gone by the time that anyone looks."""
     code = (
-        "import multiprocessing, os; from stages.core.supervisor import shared_memory_of\n"
+        "import multiprocessing, os; from stages.core.process_tree import shared_memory_of\n"
         "lock = multiprocessing.get_context('spawn').Lock()\n"
         "print(*[file.name for file in shared_memory_of([os.getpid()])])"
     )

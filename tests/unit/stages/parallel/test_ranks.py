@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flows.launch.failures import failure_of
-from stages.core.supervisor import descendants
+from stages.core.process_tree import descendants
 from tests.listening import listening_addresses, reachable_from_elsewhere
 from tests.slurm_cluster import free_ports
 

@@ -1,11 +1,12 @@
-"""Supervisor program: runs a command, dies with the process that started it, and takes every descendant along.
+"""Trees of processes: what /proc knows, how one is ended, and the program that runs a command and ends its tree.
 
-    python -I -S supervisor.py LIFELINE GRACE_S COMMAND ARGUMENT…
+    python -I -S process_tree.py LIFELINE GRACE_S COMMAND ARGUMENT…
 
-LIFELINE is the read end of a pipe whose write end only the starting process holds, so its end means that this process
-is gone. (A parent-death signal alone would fire when the starting *thread* ends, and Prefect runs tasks in threads.)
-Descendants are found by walking /proc: some programs start their workers in sessions of their own, where no process
-group reaches them. Exits like the command: with its exit code, or 128 + the signal that killed it.
+The program dies with the process that started it, and takes every descendant of the command along. LIFELINE is the
+read end of a pipe whose write end only the starting process holds, so its end means that this process is gone. (A
+parent-death signal alone would fire when the starting *thread* ends, and Prefect runs tasks in threads.) Descendants
+are found by walking /proc: some programs start their workers in sessions of their own, where no process group reaches
+them. Exits like the command: with its exit code, or 128 + the signal that killed it.
 
 `supervised.py` is the starting side. This file uses the standard library only (psutil is out of reach without
 site-packages) and starts in 30 ms.
