@@ -22,7 +22,7 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.recipe.version import Difference
 from flows.store.content import CONTENT_FOLDERS, outside_files
 from flows.store.record import Artifact, Index
-from stages.core.cache_entries import note_use
+from stages.core.cache import note_use
 from stages.core.errors import LifecycleError
 from stages.core.fields import StrictModel
 from stages.core.files import write_atomically

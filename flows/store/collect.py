@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from flows.store.content import RECORD_FILE, files_in, hash_files
 from flows.store.record import Artifact, Index
 from flows.store.store import TRASH, Store
-from stages.core.cache_entries import entries_of
+from stages.core.cache import entries_of
 from stages.core.contract import StageInput
 from stages.core.errors import ResourceError, StoreError
 

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.data.cache import content_key
+from stages.core.cache import content_key
 from stages.data.dataset import Description, PackedDataset, Row, row_order
 
 WHEEL = 1 << 64

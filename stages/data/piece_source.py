@@ -29,9 +29,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from stages.core.cache import content_key, file_digest
 from stages.core.errors import DataError, ResourceError
 from stages.core.lines import counted
-from stages.data.cache import content_key, file_digest, key_parts
 from stages.data.files import (
     JSON_LINES,
     LONGEST_LINE_BYTES,
@@ -47,7 +47,7 @@ from stages.data.files import (
     read_part,
     read_rows,
 )
-from stages.data.tokenizing import CHUNK_ROWS, PartTokenizer, Piece, PieceStore, Tokenizing, first_rows_read
+from stages.data.tokenizing import CHUNK_ROWS, PartTokenizer, Piece, PieceStore, Tokenizing, first_rows_read, key_parts
 from stages.remote.pointers import is_pointer, size_bytes
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from stages.core.cache import cached_folder, content_key, file_digest, is_intact, is_sealed, write_seal
 from stages.core.contract import is_main_process
 from stages.core.errors import DataError, full_disk_named
 from stages.core.files import write_atomically
 from stages.data.any_rows import check_formats
 from stages.data.bad_rows import BadRows, write_list
-from stages.data.cache import cached_folder, content_key, file_digest, is_intact, is_sealed, key_parts, write_seal
 from stages.data.config import DataConfig, RowKind
 from stages.data.dataset import ABOUT, ARRAYS, LABELS, MARGINS, Description, PackedDataset, is_complete
 from stages.data.files import Place, Portion, find_files, name_of, portions
@@ -33,7 +33,7 @@ from stages.data.piece_source import FileState, PieceSource, Report
 from stages.data.row_fields import Unread
 from stages.data.seen_rows import SeenRows, check_held_out, rows_in_any_order
 from stages.data.tokenizer import TokenizerNotes
-from stages.data.tokenizing import Piece, Tokenizing, over_long_of
+from stages.data.tokenizing import Piece, Tokenizing, key_parts, over_long_of
 from stages.data.units import PackedRows, Unit, Units, cut, pack
 from stages.models.recorded import ToolPrompt
 

@@ -11,14 +11,16 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import JsonValue
 
-from stages.core.cache_entries import note_use
+from stages.core.cache import file_digest, note_use
 from stages.core.errors import DataError
 from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
@@ -39,6 +41,31 @@ NOTES, DIGEST = "notes", "digest"
 """Metadata of a piece's file: its notes as JSON, and the sha256 of notes and arrays."""
 UNIT_ARRAYS = tuple(Units.__dataclass_fields__)
 ROW_ARRAYS = ("digests", "swapped", "numbers")
+PREPARATION_VERSION = 10
+"""Version of the preparation code; raised when the same input would give other tokens, masks or rows than before."""
+TOKENIZER_FILES = (
+    "config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+)
+TEMPLATE_FILES = ("chat_template*",)
+OPTIONS = {
+    "format",
+    "columns",
+    "template_date",
+    "train_on",
+    "turns",
+    "sequence_length",
+    "special_tokens_in_content",
+    "packing",
+    "over_long",
+    "on_bad_rows",
+    "max_bad_row_fraction",
+}
 CHUNK_ROWS = 1024
 RENDERED_ROWS = 64
 """Number of rows that are sent to the template's process at once, to spread the cost of a question."""
@@ -57,6 +84,26 @@ class Tokenizing:
     tokenizer_folder: Path
     rows: RowKind
     reader: RowReader
+
+
+def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows: RowKind) -> dict[str, JsonValue]:
+    """Return all that decides the tokens, the rows and the list of bad rows, except the data files."""
+    template = config.chat_template
+    tokenizer_files = TOKENIZER_FILES if template else TOKENIZER_FILES + TEMPLATE_FILES
+    return {
+        "preparation": PREPARATION_VERSION,
+        "libraries": {name: version(name) for name in ("tokenizers", "transformers", "numpy")},
+        "portion": [portion.name, portion.fraction],
+        "options": config.model_dump(mode="json", include=OPTIONS),
+        "preference": {"examples": False, "pairs": True}.get(rows, rows),  # as caches that exist have it
+        "tokenizer": {
+            path.name: file_digest(path)
+            for pattern in tokenizer_files
+            for path in sorted(tokenizer_folder.glob(pattern))
+            if path.is_file()
+        },
+        "chat_template": file_digest(template) if template and template.is_file() else None,
+    }
 
 
 class PartTokenizer:

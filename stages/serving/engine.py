@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from pydantic import AliasChoices, Field, JsonValue
 
-from stages.core.cache_entries import note_use
+from stages.core.cache import note_use
 from stages.core.contract import StrictModel
 from stages.core.errors import ModelError, RecipeError
 from stages.core.files import write_atomically

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+from stages.core.cache import cached_folder
 from stages.core.errors import ResourceError
 from stages.core.redaction import redact
 from stages.core.supervised import Supervised, was_killed
-from stages.data.cache import cached_folder
 from stages.serving.interpreter import find_package, inherited_environment
 
 PYTHON_VARIABLE = "LIFECYCLE_EVALSCOPE"

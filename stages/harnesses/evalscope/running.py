@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.core.cache_entries import note_use
+from stages.core.cache import note_use
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.core.files import read_json_lines

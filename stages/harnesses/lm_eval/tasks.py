@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from stages.core.cache_entries import note_use_of_file
+from stages.core.cache import note_use_of_file
 from stages.core.errors import EvaluationError, TransientError
 from stages.harnesses.lm_eval import task_files
 from stages.harnesses.lm_eval.task_files import (

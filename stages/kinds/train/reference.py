@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
+from stages.core.cache import content_key, file_digest, is_intact, is_sealed, write_seal
 from stages.core.contract import StageContext, is_main_process
 from stages.data.batch import Batch
-from stages.data.cache import content_key, file_digest, is_intact, is_sealed, write_seal
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
 from stages.kinds.train.methods.method import BatchChange

@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
+from stages.core.cache import content_key, is_intact, is_sealed, write_seal
 from stages.core.contract import StageContext, is_main_process
 from stages.core.errors import LifecycleError, ModelError, RecipeError, ServerError, TransientError
 from stages.core.keys import key_in
 from stages.core.redaction import redact, shortened
 from stages.data.batch import Batch, Candidates
-from stages.data.cache import content_key, is_intact, is_sealed, write_seal
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
 from stages.kinds.train.blocks import TrainExecution

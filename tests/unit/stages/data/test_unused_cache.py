@@ -11,8 +11,7 @@ import pytest
 from flows.planning.changes import keep_contents, kept_contents
 from flows.store.collect import collect, find_garbage
 from flows.store.store import Store
-from stages.core.cache_entries import note_use_of_file
-from stages.data.cache import is_intact, write_seal
+from stages.core.cache import is_intact, note_use_of_file, write_seal
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
 from stages.serving import engine

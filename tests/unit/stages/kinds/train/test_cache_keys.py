@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from stages.data.cache import content_key, file_digest, key_parts
+from stages.core.cache import content_key, file_digest
 from stages.data.config import DataConfig
 from stages.data.files import is_held_out, portions
 from stages.data.mixture import MixedDataset
 from stages.data.piece_source import parts_of
 from stages.data.prepare import prepare_portion
+from stages.data.tokenizing import key_parts
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.registry import METHODS
 from stages.kinds.train.reference import ReferenceModel, model_digest

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from stages.data.cache import cached_folder, content_key, is_intact, is_sealed, write_seal
+from stages.core.cache import cached_folder, content_key, is_intact, is_sealed, write_seal
 from tests.damage import flip_bit
 
 MAKER = """
 import os, sys, time
 from pathlib import Path
-from stages.data.cache import cached_folder
+from stages.core.cache import cached_folder
 
 def make(folder):
     time.sleep(0.3)

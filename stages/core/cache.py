@@ -1,53 +1,60 @@
-"""Cache of finished folders, keyed by everything that decides their content: one process makes an entry, others wait.
+"""Caches: keys of entries, folders that one process makes while others wait, seals of their content, their last use.
 
-A disk may return other bytes than were written, and training would learn them. So files and folders of a cache get a
-seal (sha256), which is compared when they are read. `key_parts` lists what decides the tokens of a dataset.
+<cache>/<room>/<entry>    a file or a folder; where each room of a cache belongs to one kind of content
+
+The last use of an entry is its modification time, which `lifecycle gc` goes by: readers of an entry call `note_use`.
+The time of reading says nothing: many file systems do not keep it (`noatime`).
+
+A disk may return other bytes than were written, and training would learn them. So files and folders may get a seal
+(sha256), which is compared when they are read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Callable
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock
 from pydantic import JsonValue
 
-from stages.core.cache_entries import note_use
 from stages.core.files import write_atomically
-from stages.data.config import DataConfig, RowKind
-from stages.data.files import Portion
 
 KEY_CHARACTERS = 32
 SEAL = ".sha256"
-PREPARATION_VERSION = 10
-"""Version of the preparation code; raised when the same input would give other tokens, masks or rows than before."""
-TOKENIZER_FILES = (
-    "config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-)
-TEMPLATE_FILES = ("chat_template*",)
-OPTIONS = {
-    "format",
-    "columns",
-    "template_date",
-    "train_on",
-    "turns",
-    "sequence_length",
-    "special_tokens_in_content",
-    "packing",
-    "over_long",
-    "on_bad_rows",
-    "max_bad_row_fraction",
-}
+FOLDERS_BELOW_ROOM = {"datasets": 2, "evalscope": 0}
+"""Room → levels of folders down to its entries, for rooms with another program's layout; otherwise 1.
+
+In the room of Hugging Face's `datasets` an entry is a configuration (`json/default-<hash>`); EvalScope's entries are
+one together.
+"""
+
+
+def note_use(entry: Path) -> None:
+    """Write down that an entry is used now, unless it may not be written or is gone."""
+    with suppress(OSError):
+        os.utime(entry)
+
+
+def note_use_of_file(room: Path, file: Path) -> None:
+    """Note the use of the entry that a file belongs to; nothing for a file outside the room."""
+    if file.is_relative_to(room):
+        depth = FOLDERS_BELOW_ROOM.get(room.name, 1)
+        note_use(room.joinpath(*file.relative_to(room).parts[:depth]))
+
+
+def entries_of(room: Path) -> Iterator[Path]:
+    """Yield the entries of a room, what another program keeps beside them included; the room itself if it is a file."""
+    depth = FOLDERS_BELOW_ROOM.get(room.name, 1)
+    level = [room]
+    for _ in range(depth):
+        files = [path for path in level if path.is_symlink() or not path.is_dir()]
+        yield from files
+        level = [inner for path in level if path not in files for inner in path.iterdir()]
+    yield from level
 
 
 def content_key(parts: dict[str, JsonValue]) -> str:
@@ -67,6 +74,8 @@ def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], ma
 
     Leftovers of an interrupted or failed `make` are removed, at the latest by the next one.
     """
+    from filelock import FileLock  # which brings asyncio: not for recipes, whose configs import this module
+
     entry = cache / key
     if is_complete(entry):
         return entry
@@ -115,23 +124,3 @@ def _seal_of(entry: Path) -> Path:
 def _digests(entry: Path) -> dict[str, str]:
     paths = [path for path in entry.iterdir() if path.name != SEAL] if entry.is_dir() else [entry]
     return {path.name: file_digest(path) for path in sorted(paths)}
-
-
-def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows: RowKind) -> dict[str, JsonValue]:
-    """Return all that decides the tokens, the rows and the list of bad rows, except the data files."""
-    template = config.chat_template
-    tokenizer_files = TOKENIZER_FILES if template else TOKENIZER_FILES + TEMPLATE_FILES
-    return {
-        "preparation": PREPARATION_VERSION,
-        "libraries": {name: version(name) for name in ("tokenizers", "transformers", "numpy")},
-        "portion": [portion.name, portion.fraction],
-        "options": config.model_dump(mode="json", include=OPTIONS),
-        "preference": {"examples": False, "pairs": True}.get(rows, rows),  # as caches that exist have it
-        "tokenizer": {
-            path.name: file_digest(path)
-            for pattern in tokenizer_files
-            for path in sorted(tokenizer_folder.glob(pattern))
-            if path.is_file()
-        },
-        "chat_template": file_digest(template) if template and template.is_file() else None,
-    }
