@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import ModelError
+from stages.core.files import read_json_object
 from stages.core.redaction import quoted
-from stages.models.json_object import read_json_object
 from stages.models.weight_files import FLOAT_BYTES, StoredTensor, read_tensors
 
 ADAPTER_FOLDER = "adapter"

@@ -1,4 +1,4 @@
-"""Files that are written atomically, and files of JSON lines, which grow."""
+"""Files of JSON and text: written atomically, read with errors of one sentence, and files of lines, which grow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from stages.core.errors import ModelError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -36,3 +38,25 @@ def remove_cut_off_line(path: Path) -> None:
         content = path.read_bytes()
         with path.open("r+b") as stream:
             stream.truncate(content.rfind(b"\n") + 1)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises ModelError if it is unreadable, not UTF-8, or no object."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON in UTF-8: {error}; fetch or save this file again") from error
+    return parse_json_object(text, str(path))
+
+
+def parse_json_object(text: str, where: str) -> dict[str, Any]:
+    """Return the JSON object in a text that was read from `where`. Raises ModelError when it is none."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"{where} cannot be read as JSON: {error}; fetch or save this file again") from error
+    except RecursionError as error:
+        raise ModelError(f"{where} is nested too deeply to be read; fetch or save this file again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{where} holds a JSON {type(content).__name__}, not an object; fetch or save this file again")
+    return content

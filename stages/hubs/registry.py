@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.core.errors import ModelError
+from stages.core.files import parse_json_object
 from stages.hubs.builtin.catalog import parse_builtin
 from stages.hubs.hub import (
     Hub,
@@ -23,7 +24,6 @@ from stages.hubs.hub import (
     parse_repository,
     parse_stored,
 )
-from stages.models.json_object import parse_json_object
 from stages.models.model_config import CONFIG_FILE
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import ModelError
-from stages.models.json_object import read_json_object
+from stages.core.files import read_json_object
 from stages.models.shape import ModelShape
 
 CONFIG_FILE = "config.json"

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from stages.core.errors import ModelError
+from stages.core.files import read_json_object
 from stages.core.redaction import quoted
-from stages.models.json_object import read_json_object
 from stages.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, check_index, check_values, read_tensors
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from stages.core.errors import ModelError
-from stages.models.json_object import read_json_object
+from stages.core.files import read_json_object
 from stages.models.linear_layers import EMBEDDINGS
 
 WEIGHTS_FILE = "model.safetensors"

@@ -21,9 +21,8 @@ from stages.adapters.files import check_weights, copy_companions, read_adapter
 from stages.adapters.headers import CHANGES_THE_BASE, CONFIG_FILE, read_headers
 from stages.core.contract import StageContext
 from stages.core.errors import ModelError
-from stages.core.files import write_atomically
+from stages.core.files import read_json_object, write_atomically
 from stages.engines.streamed import StreamedModel
-from stages.models.json_object import read_json_object
 from stages.models.recorded import RecordedDocument, differences, write_record
 
 HONOURED = {

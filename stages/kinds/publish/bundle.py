@@ -8,13 +8,12 @@ from pathlib import Path
 
 from stages.adapters.headers import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from stages.core.errors import ModelError
-from stages.core.files import write_atomically
+from stages.core.files import read_json_object, write_atomically
 from stages.core.hashing import sha256_of_files
 from stages.core.redaction import shortened
 from stages.kinds.publish.card import CARD_FILE, licence_files, model_card, repository_of
 from stages.kinds.publish.records import Promoted
 from stages.kinds.publish.targets.target import LocalFile
-from stages.models.json_object import read_json_object
 
 SUMS_FILE = "SHA256SUMS"
 """List of checksums, as `sha256sum --check` reads it.

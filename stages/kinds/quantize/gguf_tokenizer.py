@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.core.errors import ModelError
-from stages.models.json_object import read_json_object
+from stages.core.files import read_json_object
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import ServerError
+from stages.core.files import read_json_object
 from stages.core.lines import visible
-from stages.models.json_object import read_json_object
 from stages.serving.client import Client
 
 NEW = "/new"

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from stages.core.errors import ModelError
-from stages.models.json_object import read_json_object
+from stages.core.files import read_json_object
 from stages.models.model_folder import check_model_folder, check_unquantized, other_architecture
 
 CONFIG = {
