@@ -12,7 +12,7 @@ from typing import Any
 from stages.core.errors import ModelError, RecipeError, ServerError
 from stages.models.linear_layers import Projection
 from stages.models.recorded import Predicted
-from stages.remote.http_answers import AnswerModel
+from stages.remote.http import AnswerModel
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client, Models
 from stages.serving.config import BenchmarkConfig

@@ -13,7 +13,7 @@ from flows.champion import champions
 from flows.champion.registrations import TAG
 from flows.champion.registry import ABSENT, CHAMPION, PREVIOUS
 from stages.core.errors import LifecycleError, ServerError
-from stages.remote.http_answers import Expected, ask_httpx, httpx_client
+from stages.remote.http import Expected, ask_httpx, httpx_client
 
 ALIAS_ROUTE = "/api/2.0/mlflow/registered-models/alias"
 """Route of aliases in MLflow's REST API."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from flows.servers.key import USER
 from stages.core.errors import ServerError
-from stages.remote.http_answers import Answer, AnswerModel, Expected, ask_httpx, httpx_client
+from stages.remote.http import Answer, AnswerModel, Expected, ask_httpx, httpx_client
 
 PAGE = 100
 PAGE_BYTES = 2**26

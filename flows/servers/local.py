@@ -278,7 +278,7 @@ def _check_named(program: ServerProgram, url: str) -> None:
 def _refuses_us(url: str) -> bool:
     import httpx  # takes 0.1 s, and most servers are ours
 
-    from stages.remote.http_answers import Expected, ask_httpx, httpx_client
+    from stages.remote.http import Expected, ask_httpx, httpx_client
 
     credentials = base64.b64encode(os.environ.get("PREFECT_API_AUTH_STRING", "").encode()).decode()
     expected = Expected(url, ANSWER_BYTES, ANSWER_TIMEOUT_S)

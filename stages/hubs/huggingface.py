@@ -23,7 +23,7 @@ from stages.core.redaction import quoted, shortened
 from stages.hubs.hub import Request, Source
 from stages.hubs.listing import Digest, FileSize, Sha1, Sha256
 from stages.hubs.repository import RemoteFile, RepositoryHub, Snapshot, ask_hub
-from stages.remote.http_answers import Answer, AnswerModel
+from stages.remote.http import Answer, AnswerModel
 from stages.remote.hub_file import TOKEN_VARIABLE, authorization, endpoint, token_in
 from stages.remote.pointers import Pointer
 

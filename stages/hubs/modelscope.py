@@ -19,7 +19,7 @@ from stages.core.redaction import quoted
 from stages.hubs.hub import Request, Source
 from stages.hubs.listing import Digest, FileSize, content_hash
 from stages.hubs.repository import LISTING_BYTES, RemoteFile, RepositoryHub, Snapshot, ask_hub
-from stages.remote.http_answers import AnswerModel
+from stages.remote.http import AnswerModel
 from stages.remote.hub_file import token_in
 
 TOKEN_VARIABLE = "MODELSCOPE_API_TOKEN"  # noqa: S105 - the name of a variable

@@ -35,14 +35,17 @@ from stages.hubs.listing import PARTIAL_SUFFIX, Digest, digest_of, digest_of_byt
 from stages.hubs.selection import select_files
 from stages.remote.http import (
     NUM_ATTEMPTS,
+    Answer,
     BusyError,
+    Expected,
     RetryBackoff,
+    ask_httpx,
     busy_from_status,
     busy_from_transport,
     check_part,
     check_status,
+    httpx_client,
 )
-from stages.remote.http_answers import Answer, Expected, ask_httpx, httpx_client
 
 NUM_CONNECTIONS = 4
 MAX_SHOWN_CHARACTERS = 200

@@ -1,4 +1,8 @@
-"""Checks of HTTP answers with a file or a part of one, and retries of servers that are busy or break off.
+"""HTTP answers that may lie, bounded in size, time and decompression, with checked types; retries of busy servers.
+
+In: an `Expected`, which says what may arrive, and a request of httpx, aiohttp or the standard library. Out: an
+`Answer`, whose JSON is checked against a pydantic type. No redirect is followed: a key would go to another host.
+Imports none of the HTTP libraries that it reads from.
 
 Retries wait ever longer, or as long as the server asks, a few times in a row. Not tenacity: its count of attempts
 cannot start again when a transfer progresses between two failures.
@@ -7,25 +11,384 @@ cannot start again when a transfer progresses between two failures.
 from __future__ import annotations
 
 import re
+import socket
 import threading
-from collections.abc import Mapping
+import zlib
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from urllib.parse import urlsplit
 
-from stages.core.errors import DownloadError, TransientError
-from stages.core.redaction import quoted, shortened
-from stages.remote.http_answers import number_in
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from stages.core.errors import DownloadError, LifecycleError, ServerError, TransientError
+from stages.core.redaction import quoted, redact, shortened
 
 if TYPE_CHECKING:
+    import http.client  # with ssl and email, which a plan needs nowhere
+
+    import aiohttp
     import httpx
 
+QUOTED_CHARACTERS = 200
+"""Length of an answer's beginning in a message."""
+CHUNK_BYTES = 64 * 2**10
+EVENT_BYTES = 2**20
+"""Largest event of a stream; events hold a token or a few."""
+REFUSAL_BYTES = 64 * 2**10
+"""Number of bytes that are read of an error's body."""
+ACCEPTED = {"Accept-Encoding": "gzip"}
+COMPRESSED = ("gzip", "x-gzip", "deflate")
+EVENT = b"data:"
+END_OF_EVENTS = b"[DONE]"
 
 NUM_ATTEMPTS = 5
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 60.0
 _BUSY_STATUSES = (408, 429, 500, 502, 503, 504)
-QUOTED_CHARACTERS = 100
+HEADER_CHARACTERS = 100
 _PART = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+Shape = TypeVar("Shape")
+
+
+def number_in(header: str) -> int | None:
+    """Return the number that a header is, or None. `str.isdigit` is true of `²`, which `int` refuses."""
+    return int(header) if _NUMBER.fullmatch(header) else None
+
+
+class AnswerModel(BaseModel):
+    """Object in an answer: numbers must be finite and no texts; unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Bounds of an answer, and the server's name in errors.
+
+    - server: such as `the judge at https://…`
+    - max_bytes: of the body, decompressed
+    - total_s: from the connection to the last byte
+    - error: class of errors that are the server's fault
+    - key: sent with the request, and never shown
+    """
+
+    server: str
+    max_bytes: int
+    total_s: float
+    error: type[LifecycleError] = ServerError
+    key: str = field(default="", repr=False)
+
+    def wrong(self, found: str, body: bytes | None = None) -> LifecycleError:
+        """Return the error of an answer, with its beginning."""
+        shown = "" if body is None else f": {self.quoted(body)}"
+        return self.error(f"{self.server} {found}{shown}")
+
+    def quoted(self, body: bytes) -> str:
+        """Return the beginning of a body for a message, without the key."""
+        text = body.decode(errors="replace")
+        return quoted(redact(text, [self.key]) if self.key else text, QUOTED_CHARACTERS)
+
+    def parsed(self, body: bytes, shape: type[Shape]) -> Shape:
+        """Return the JSON of a body, validated against a type. Raises `error` for any other body."""
+        try:
+            # Not the `json` module: it takes NaN, lone surrogates and any nesting that the stack has room for.
+            return TypeAdapter(shape).validate_python(from_json(body, allow_inf_nan=False), strict=True)
+        except ValidationError as error:  # a ValueError too
+            first = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the answer"
+            place = quoted(place, QUOTED_CHARACTERS)  # keys of an object may be in it
+            raise self.wrong(f"answered with JSON of another form ({place}: {first['msg']})", body) from None
+        except ValueError as error:
+            raise self.wrong(f"answered with something else than JSON ({error})", body) from None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whole answer. headers: names in lower case."""
+
+    expected: Expected
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+    def check(self) -> Self:
+        """Return the answer of a request that was granted. Raises `Expected.error` for any other status."""
+        if self.is_success:
+            return self
+        raise self.refusal()
+
+    def refusal(self) -> LifecycleError:
+        """Return `Expected.error` of a request that was not granted."""
+        if not 300 <= self.status < 400:
+            return self.expected.wrong(f"answered {self.status}", self.body)
+        target = quoted(self.headers.get("location", ""), QUOTED_CHARACTERS)
+        return self.expected.wrong(
+            f"answered {self.status}, a redirect to {target}, which is not followed; name the address that it leads to"
+        )
+
+    def parsed(self, shape: type[Shape]) -> Shape:
+        """Return the JSON of a request that was granted. Raises `Expected.error`."""
+        return self.expected.parsed(self.check().body, shape)
+
+
+class BodyReader:
+    """Decompressing reader of a body, part by part.
+
+    Raises `Expected.error` when the body is larger than expected, or is no gzip. cuts: cut a larger body instead.
+    """
+
+    def __init__(self, expected: Expected, headers: Mapping[str, str], *, cuts: bool = False) -> None:
+        self._expected = expected
+        self._cuts = cuts
+        self._num_bytes = 0
+        self._encoding = headers.get("content-encoding", "").strip().lower()
+        self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32) if self._encoding in COMPRESSED else None
+
+    def add(self, chunk: bytes) -> bytes:
+        """Return the decompressed bytes of a part."""
+        if self._encoding not in (*COMPRESSED, "", "identity"):
+            shown = quoted(self._encoding, QUOTED_CHARACTERS)
+            raise self._expected.wrong(f"answered with the content encoding {shown}; gzip was accepted")
+        room = self._expected.max_bytes - self._num_bytes
+        if self._inflate:
+            try:
+                # One byte more than there is room for: a bomb is noticed before it is large.
+                chunk = self._inflate.decompress(chunk, room + 1)
+            except zlib.error as error:
+                raise self._expected.wrong(f"answered with broken gzip ({error})") from None
+            if self._inflate.unused_data:
+                raise self._expected.wrong("answered with broken gzip (more follows its end)")
+        if len(chunk) > room and not self._cuts:
+            raise self._expected.wrong(f"answered with more than {self._expected.max_bytes} bytes", chunk)
+        self._num_bytes += len(chunk)
+        return chunk[:room]
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_bytes > self._expected.max_bytes
+
+    def end(self) -> None:
+        """Raise `Expected.error` for a body that was cut off."""
+        if self._inflate and self._num_bytes and not self._inflate.eof:
+            raise self._expected.wrong("answered with broken gzip (its end is missing)")
+
+
+class EventReader(Generic[Shape]):
+    """Parser of a stream of server-sent events, each a JSON object, part by part."""
+
+    def __init__(self, expected: Expected, headers: Mapping[str, str], shape: type[Shape]) -> None:
+        self._expected = expected
+        self._body = BodyReader(expected, {name.lower(): value for name, value in headers.items()})
+        self._shape = shape
+        self._line = bytearray()
+        self._is_over = False
+
+    def add(self, chunk: bytes) -> Iterator[Shape]:
+        """Yield the events that a part completes. Raises `Expected.error` for one of another form."""
+        lines = self._body.add(chunk).split(b"\n")
+        for line in lines[:-1]:
+            event, self._line = bytes(self._line + line), bytearray()
+            content = event.removeprefix(EVENT).strip()
+            self._is_over |= content == END_OF_EVENTS
+            if event.startswith(EVENT) and content != END_OF_EVENTS:
+                yield self._expected.parsed(content, self._shape)
+        self._line += lines[-1]
+        if len(self._line) > EVENT_BYTES:
+            raise self._expected.wrong(f"answered with an event of more than {EVENT_BYTES} bytes", bytes(self._line))
+
+    def end(self) -> None:
+        """Raise `Expected.error` for a stream that was cut off."""
+        if not self._is_over:
+            raise self._expected.wrong(f"broke its answer off (without `{END_OF_EVENTS.decode()}`)")
+
+
+class Deadline:
+    """Time limit of a whole request; it shuts down the sockets, since a limit of each read never ends dribbled bytes.
+
+    As a context, it then raises TimeoutError: to some readers, a socket that is shut down is the end of the body.
+    """
+
+    def __init__(self, total_s: float) -> None:
+        self._total_s = total_s
+        self._timer = threading.Timer(total_s, self._end)
+        self._timer.daemon = True
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._is_over = False
+
+    def watch(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._sockets.append(connection)
+        if self._is_over:
+            self._end()
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """Watch each connection that httpx makes (its request extension `trace`)."""
+        if event.endswith((".connect_tcp.complete", ".connect_unix_socket.complete", ".start_tls.complete")):
+            self.watch(info["return_value"].get_extra_info("socket"))
+
+    def _end(self) -> None:
+        self._is_over = True
+        with self._lock:
+            for connection in self._sockets:
+                with suppress(OSError):  # it may be closed
+                    # SSLSocket's own method takes the TLS state away from the thread that reads.
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        self._timer.cancel()
+        if self._is_over and not isinstance(error, LifecycleError | GeneratorExit | KeyboardInterrupt):
+            raise TimeoutError(f"no whole answer within {self._total_s:g} s") from error
+
+
+class _Parts:
+    """Collector of an answer, for readers with and without `await`."""
+
+    def __init__(self, expected: Expected, status: int, headers: Mapping[str, str]) -> None:
+        self._answer = Answer(expected, status, {name.lower(): value for name, value in headers.items()}, b"")
+        cuts = not self._answer.is_success
+        bounds = replace(expected, max_bytes=REFUSAL_BYTES) if cuts else expected
+        self._reader = BodyReader(bounds, self._answer.headers, cuts=cuts)
+        self._body = bytearray()
+
+    def add(self, chunk: bytes) -> bool:
+        """Add a part; returns whether more is wanted. Of a body that explains an error, the beginning is enough."""
+        try:
+            self._body += self._reader.add(chunk)
+        except LifecycleError:
+            if self._answer.is_success:
+                raise
+            return False
+        return not self._reader.is_full
+
+    def answer(self) -> Answer:
+        if self._answer.is_success:
+            self._reader.end()
+        return replace(self._answer, body=bytes(self._body))
+
+
+def _read(expected: Expected, status: int, headers: Mapping[str, str], chunks: Iterable[bytes]) -> Answer:
+    parts = _Parts(expected, status, headers)
+    for chunk in chunks:
+        if not parts.add(chunk):
+            break
+    return parts.answer()
+
+
+@contextmanager
+def opened_directly(
+    expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None = None, read_s: float | None = None
+) -> Iterator[http.client.HTTPResponse]:
+    """Open an answer by the standard library, without proxies: POST with a body, else GET. read_s: limit of each read.
+
+    Raises OSError and http.client.HTTPException for a server that does not answer.
+    """
+    import http.client
+
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=min(expected.total_s, read_s or expected.total_s))
+    with closing(connection), Deadline(expected.total_s) as deadline:
+        connection.connect()
+        deadline.watch(connection.sock)
+        target = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+        connection.request("GET" if body is None else "POST", target, body, {**ACCEPTED, **headers})
+        with connection.getresponse() as response:
+            yield response
+
+
+def ask_directly(expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None = None) -> Answer:
+    """Ask by the standard library. Raises as `opened_directly` does, `Expected.error` for an answer out of bounds."""
+    with opened_directly(expected, url, headers, body) as response:
+        return read_directly(expected, response)
+
+
+def read_directly(expected: Expected, response: http.client.HTTPResponse) -> Answer:
+    """Read an answer of `opened_directly`. Raises as `ask_directly` does."""
+    return _read(expected, response.status, dict(response.getheaders()), direct_chunks(response))
+
+
+def direct_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yield a body as it arrives. Raises http.client.IncompleteRead for one that breaks off."""
+    while chunk := response.read1(CHUNK_BYTES):
+        yield chunk
+    if response.length:  # `read1` does not look
+        import http.client
+
+        raise http.client.IncompleteRead(b"", response.length)
+
+
+def httpx_client(**options: Any) -> httpx.Client:
+    """Return a client for `ask_httpx`. Connections are not used again: of those, httpx shows no socket to watch."""
+    import httpx
+
+    return httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), **options)
+
+
+def ask_httpx(client: httpx.Client, expected: Expected, method: str, url: str, **request: Any) -> Answer:
+    """Ask by httpx, which follows redirects only if its client does.
+
+    client: of `httpx_client`. Raises httpx.TransportError and TimeoutError for a server that does not answer, and
+    `Expected.error` for an answer out of bounds.
+    """
+    headers = {**ACCEPTED, **request.pop("headers", {})}
+    with Deadline(expected.total_s) as deadline:
+        extensions = {"trace": deadline.trace}
+        with client.stream(method, url, headers=headers, extensions=extensions, **request) as response:
+            return _read(expected, response.status_code, response.headers, response.iter_raw())
+
+
+@asynccontextmanager
+async def opened_aiohttp(
+    session: aiohttp.ClientSession,
+    expected: Expected,
+    method: str,
+    url: Any,
+    read_s: float | None = None,
+    **request: Any,
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Open an answer by aiohttp. read_s: limit of each read.
+
+    Raises aiohttp.ClientError, OSError and TimeoutError for a server that does not answer.
+    """
+    import aiohttp
+
+    options: Any = {"allow_redirects": False, "auto_decompress": False, "headers": ACCEPTED, **request}
+    timeout = aiohttp.ClientTimeout(total=expected.total_s, sock_connect=read_s, sock_read=read_s)
+    async with session.request(method, url, timeout=timeout, **options) as response:
+        yield response
+
+
+async def ask_aiohttp(
+    session: aiohttp.ClientSession, expected: Expected, method: str, url: Any, **request: Any
+) -> Answer:
+    """Ask by aiohttp. Raises as `opened_aiohttp` does, and `Expected.error` for an answer out of bounds."""
+    async with opened_aiohttp(session, expected, method, url, **request) as response:
+        return await read_aiohttp(expected, response)
+
+
+async def read_aiohttp(expected: Expected, response: aiohttp.ClientResponse) -> Answer:
+    """Read an answer that nothing has decompressed. Raises as `ask_aiohttp` does."""
+    parts = _Parts(expected, response.status, response.headers)
+    async for chunk in response.content.iter_any():
+        if not parts.add(chunk):
+            break
+    return parts.answer()
 
 
 def check_status(status: int, headers: Mapping[str, str], doing: str, token_variable: str) -> None:
@@ -50,11 +413,11 @@ def check_part(response: httpx.Response, start: int, size_bytes: int, doing: str
         content_range = response.headers.get("content-range", "")
         part = _PART.fullmatch(content_range)
         is_right = part is not None and (int(part[1]), int(part[3])) == (start, size_bytes)
-        sent = f"a part with the Content-Range {quoted(content_range, QUOTED_CHARACTERS)}"
+        sent = f"a part with the Content-Range {quoted(content_range, HEADER_CHARACTERS)}"
     else:
         length = response.headers.get("content-length")
         is_right = start == 0 and (length is None or number_in(length) == size_bytes)
-        sent = f"{shortened(length or 'all', QUOTED_CHARACTERS)} bytes from the beginning"
+        sent = f"{shortened(length or 'all', HEADER_CHARACTERS)} bytes from the beginning"
     if not is_right:
         raise DownloadError(
             f"{doing}: the hub listed {size_bytes} bytes, of which those from byte {start} on were asked for, but the "

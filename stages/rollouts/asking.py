@@ -18,8 +18,7 @@ from pydantic import ValidationError
 from stages.core.errors import ServerError, TransientError
 from stages.core.fields import StrictModel
 from stages.core.files import remove_cut_off_line
-from stages.remote.http import RetryBackoff, busy_from_status, busy_from_transport
-from stages.remote.http_answers import Expected, ask_aiohttp
+from stages.remote.http import Expected, RetryBackoff, ask_aiohttp, busy_from_status, busy_from_transport
 from stages.rollouts.options import SamplingOptions
 from stages.serving.client import COMPLETIONS, Choice, Choices, Client, answer_bytes
 

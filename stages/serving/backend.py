@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from stages.remote.http_answers import Answer, Expected, ask_aiohttp
+from stages.remote.http import Answer, Expected, ask_aiohttp
 from stages.serving.tally import ServedVersion
 
 SESSION_HEADER = "X-Session-Id"

@@ -15,7 +15,7 @@ from pydantic import Field
 from stages.core.errors import ServerError, TransientError
 from stages.core.redaction import quoted, shortened
 from stages.models.recorded import Predicted
-from stages.remote.http_answers import (
+from stages.remote.http import (
     QUOTED_CHARACTERS,
     Answer,
     AnswerModel,

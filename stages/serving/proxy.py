@@ -30,7 +30,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from stages.core.errors import ServerError
-from stages.remote.http_answers import BodyReader, Expected
+from stages.remote.http import BodyReader, Expected
 from stages.serving.backend import Backend, Canary, EngineAddress, Naming, sticky_key
 from stages.serving.client import Models
 from stages.serving.engine_connections import (

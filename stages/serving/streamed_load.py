@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from stages.core.errors import ServerError
-from stages.remote.http_answers import EventReader, opened_aiohttp
+from stages.remote.http import EventReader, opened_aiohttp
 from stages.serving.client import STREAM_TIMEOUT_S, ChatEvent, Client, answer_bytes
 from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import LoadResult

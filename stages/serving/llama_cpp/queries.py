@@ -14,7 +14,7 @@ import aiohttp
 from stages.core.errors import ServerError, TransientError
 from stages.core.redaction import shortened
 from stages.models.recorded import Predicted
-from stages.remote.http_answers import AnswerModel, Expected
+from stages.remote.http import AnswerModel, Expected
 from stages.serving.backend import EngineAddress, post_to_engine
 from stages.serving.client import Choices, Client, Count, Models
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from stages.core.errors import ModelError, ServerError, TransientError
 from stages.core.files import write_atomically
 from stages.core.redaction import shortened
-from stages.remote.http_answers import AnswerModel, Expected
+from stages.remote.http import AnswerModel, Expected
 from stages.serving.backend import EngineAddress, post_to_engine
 from stages.serving.client import Client, Count
 

@@ -22,8 +22,7 @@ from stages.core.errors import PublishError, TransientError
 from stages.core.redaction import quoted
 from stages.hubs.listing import Digest
 from stages.kinds.publish.targets.target import Address, Held, LocalFile, LocalFiles, Names, Sent
-from stages.remote.http import busy_from_status
-from stages.remote.http_answers import AnswerModel, Expected
+from stages.remote.http import AnswerModel, Expected, busy_from_status
 
 USER_VARIABLE, PASSWORD_VARIABLE = "OCI_USERNAME", "OCI_PASSWORD"
 ARTIFACT_TYPE = "application/vnd.llm-lifecycle.model.v1"

@@ -14,8 +14,7 @@ import pytest
 from pydantic import NonNegativeInt
 
 from stages.core.errors import DownloadError, ServerError
-from stages.remote.http import busy_from_status
-from stages.remote.http_answers import (
+from stages.remote.http import (
     Answer,
     AnswerModel,
     EventReader,
@@ -23,6 +22,7 @@ from stages.remote.http_answers import (
     ask_aiohttp,
     ask_directly,
     ask_httpx,
+    busy_from_status,
     httpx_client,
 )
 from tests.lying_server import head, lying_server, whole
