@@ -30,8 +30,7 @@ from stages.serving.engine import (
     dtype_of,
     problems_by_parser,
 )
-from stages.serving.interpreter import find_interpreter, inherited_environment
-from stages.serving.tracebacks import root_cause
+from stages.serving.interpreter import find_interpreter, inherited_environment, root_cause
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
     from stages.serving.backend import EngineAddress

@@ -26,8 +26,7 @@ from stages.models.linear_layers import Projection
 from stages.models.recorded import Predicted
 from stages.serving.config import MOST_STOP_TEXTS, BenchmarkConfig, ServingConfig
 from stages.serving.engine import Capabilities, LaunchSpec, LoadResult, NotAsked, Quantization
-from stages.serving.interpreter import find_package, inherited_environment
-from stages.serving.tracebacks import root_cause
+from stages.serving.interpreter import find_package, inherited_environment, root_cause
 from stages.serving.vllm import servability
 from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
 from stages.serving.vllm.arguments import argument_problems, written
