@@ -1,10 +1,11 @@
-"""Commands about the origin of models: `lifecycle lineage`, `diff`.
+"""Commands about the origin of models: `lifecycle lineage`, `diff`; and their answers as text.
 
 Each command imports what it needs, so that `lifecycle --help` stays fast.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -12,11 +13,13 @@ import click
 from flows.cli.answers import JSON_OPTION, print_json
 
 if TYPE_CHECKING:
-    from flows.champion.differing import Side
-    from flows.report.lineage import Subject
+    from flows.champion.differing import Differences, Side
+    from flows.report.lineage import ContentFile, Lineage, Node, Subject
     from flows.store.record import Index
 
 NAMED = "ARTIFACT|models:/NAME@ALIAS"
+MAX_FILES = 8
+SHOWN_DIGITS = 12
 
 
 @click.command()
@@ -27,7 +30,6 @@ def lineage(name: str, as_json: bool) -> None:
 
     An artifact is named by its version, its stage (the newest), or both; a registered version also by its number.
     """
-    from flows.cli.lineage_text import lineage_as_text
     from flows.report.lineage import lineage_of
 
     index = _index()
@@ -45,7 +47,6 @@ def diff(old: str, new: str, as_json: bool) -> None:
     Each is an artifact by version or stage, a refresh by its id, or models:/NAME@ALIAS or models:/NAME/NUMBER.
     """
     from flows.champion.differing import compare
-    from flows.cli.lineage_text import differences_as_text
     from flows.ledger.home import store_root
     from flows.planning.changes import CONTENTS_CACHE
     from flows.store.store import Store
@@ -78,3 +79,76 @@ def _side(name: str, index: Index) -> Side:
 
     ledger = find_refresh(name)
     return side_of_refresh(ledger.read(), index) if ledger else side_of_subject(_subject(name, index), index)
+
+
+def lineage_as_text(lineage: Lineage) -> str:
+    """Return a tree with a branch a stage; an artifact that is in it twice is shown once.
+
+    Stages that came from outside have their files.
+    """
+    registered = f": {lineage.registered}" if lineage.registered else ""
+    lines = [f"{lineage.name}{registered}", *_lines(lineage.tree, "", "", set()), "evaluations"]
+    for one in lineage.evaluations:
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in one.scores.items())
+        lines.append(f"  {one.stage}-{one.version}: {scores or 'no scores'}")
+    return "\n".join([*lines, *([] if lineage.evaluations else ["  none in the store"])])
+
+
+def _lines(node: Node, field: str, indent: str, shown: set[str]) -> Iterator[str]:
+    """Yield the lines of a node. field: of the stage above, which refers to this one."""
+    title = f"{field}: " if field else ""
+    again = f"{node.kind}/{node.version}" in shown
+    shown.add(f"{node.kind}/{node.version}")
+    yield f"{title}{node.stage}-{node.version} ({node.kind}){', as above' if again else ''}"
+    if again:
+        return
+    branches = [*node.upstream.items()]
+    bar = "│ " if branches else "  "
+    yield from (f"{indent}{bar} {line}" for line in _facts(node))
+    for number, (name, child) in enumerate(branches, 1):
+        is_last = number == len(branches)
+        first, *rest = _lines(child, name, indent + ("   " if is_last else "│  "), shown)
+        yield f"{indent}{'└─ ' if is_last else '├─ '}{first}"
+        yield from rest
+
+
+def _facts(node: Node) -> Iterator[str]:
+    if node.folder is None:
+        yield "no longer in the store: nothing else is known of it"
+        return
+    if node.rebuilt:
+        yield "REBUILT since with other content"
+    yield from (f"DAMAGED: {damage}" for damage in node.damage)
+    built = f"built {node.finished:%Y-%m-%d %H:%M} UTC" if node.finished else "built"
+    of = f"recipe {node.recipe}" + (f", refresh {node.refresh}" if node.refresh else "")
+    yield f"{built} by commit {node.git_commit or 'unknown'}; {of}"
+    if node.source:
+        yield f"from {node.source}, revision {node.revision}"
+    if node.counts:
+        yield ", ".join(
+            f"{name.removeprefix('num_').replace('_', ' ')} {value:,}" for name, value in node.counts.items()
+        )
+    if node.source or node.product == "dataset":
+        yield from map(_file, node.files[:MAX_FILES])
+        if len(node.files) > MAX_FILES:
+            yield f"… and {len(node.files) - MAX_FILES} more files (`--json` lists all)"
+
+
+def _file(file: ContentFile) -> str:
+    amount = f"{file.size_bytes:,} bytes" if file.num_rows is None else f"{file.num_rows:,} rows"
+    return f"{file.name}: {amount}, sha256 {file.sha256[:SHOWN_DIGITS]}"
+
+
+def differences_as_text(differences: Differences) -> str:
+    """Return the differences under a heading for each kind."""
+    lines = [f"from {differences.old}", f"to   {differences.new}"]
+    for heading in ("data", "config", "code", "stages", "scores"):
+        sentences = getattr(differences, heading)
+        lines += [heading, *(f"  {line}" for line in sentences)] if sentences else []
+    if differences.rebuilt:
+        lines.append(f"built again, since what it stands on differs: {', '.join(differences.rebuilt)}")
+    if differences.none:
+        lines.append("nothing differs")
+    if differences.same:
+        lines.append(f"the same in both: {', '.join(differences.same)}")
+    return "\n".join(lines)

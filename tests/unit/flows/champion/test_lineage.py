@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from flows.champion.differing import Side, compare, side_of_subject
-from flows.cli.lineage_text import differences_as_text, lineage_as_text
+from flows.cli.lineage_commands import differences_as_text, lineage_as_text
 from flows.planning.changes import with_changes
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import plan
