@@ -1,4 +1,4 @@
-"""Program that runs Prefect's or MLflow's server behind a guard.
+"""Program that runs Prefect's or MLflow's server behind a guard, with bounds on connections and their waits.
 
     python -m flows.servers.guarded prefect|mlflow --descriptor DESCRIPTOR
     python -m flows.servers.guarded prefect|mlflow --listen ADDRESS:PORT --host NAME:PORT …
@@ -14,25 +14,98 @@ LIFECYCLE_SERVERS_KEY_FILE; a database's password in its URL or, in a file, as L
 from __future__ import annotations
 
 import argparse
+import asyncio
+import functools
 import gc
 import os
 import socket
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from sqlalchemy.engine import make_url
 from starlette.routing import Mount
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flows.servers.bounds import BoundedProtocol
 from flows.servers.guard import Guard, origins
 from flows.servers.key import KEY_FILE_VARIABLE, USER, read_named_key
 from flows.servers.programs import BACKLOG, KEY_VARIABLE, LOOPBACK, MLFLOW_ARTIFACTS, MLFLOW_DATABASE, PREFECT_DATABASE
-from flows.servers.quiet import look_rarely
 from flows.servers.records import server_heartbeat
 from stages.core.errors import LifecycleError, ServerError
 
 DATABASE_PASSWORD_FILE = "LIFECYCLE_DATABASE_PASSWORD_FILE"  # noqa: S105 (a variable's name)
+MAX_CONNECTIONS = 512
+"""Most connections: half of the files that a process may usually open."""
+HEAD_TIMEOUT_S = 15.0
+"""Seconds from the connection, or the last answer, to the end of a request's header."""
+BODY_TIMEOUT_S = 300.0
+LOOK_EVERY_S = 1.0
+RESOLUTION = timedelta(seconds=1)
+SWEEP = timedelta(seconds=30)
+"""Interval of looking for automations that another server changed, and for events that wait for others in vain."""
+
+
+class BoundedProtocol(H11Protocol):
+    """Server side of a connection, closed when the client takes too long. Answers may take any time.
+
+    uvicorn closes a connection that had an answer and sends nothing more. It would hold a connection forever that never
+    sends a request, or sends it byte by byte; with some hundreds of those, no one else would get an answer.
+    """
+
+    _awaited: tuple[str, Any] | None = None
+    _since_s: float
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count the connection, and start watching it."""
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        self._look()
+
+    def _look(self) -> None:
+        # A web socket has a protocol object of its own.
+        if self.transport.is_closing() or self.transport.get_protocol() is not self:
+            return
+        now_s = self.loop.time()
+        if (awaited := self._find_awaited()) != self._awaited:
+            self._awaited, self._since_s = awaited, now_s
+        limit_s = {"head": HEAD_TIMEOUT_S, "body": BODY_TIMEOUT_S}.get(awaited[0]) if awaited else None
+        if limit_s is not None and now_s - self._since_s >= limit_s:
+            self.transport.abort()
+        else:
+            self.loop.call_later(LOOK_EVERY_S, self._look)
+
+    def _find_awaited(self) -> tuple[str, Any] | None:
+        """Return the part that the client has yet to send, and of which request; None if it waits."""
+        if self.cycle is None or self.cycle.response_complete:
+            return "head", self.cycle
+        return ("body", self.cycle) if self.cycle.more_body else None
+
+
+def look_rarely() -> None:
+    """Patch Prefect in this process to look less often for work of its own, before the server's application is made.
+
+    No setting exists for it. Its loops (`SERVICES` in `programs.py`) are run by Docket, in memory. Docket looks for due
+    work four times a second and, through another thread, ten times a second for messages between its workers, of which
+    there is only one.
+    """
+    from burner_redis.pubsub import PubSub
+    from prefect.server.api import background_workers
+    from prefect.server.events import triggers
+
+    rarely = dict.fromkeys(("minimum_check_interval", "scheduling_resolution"), RESOLUTION)
+    background_workers.Worker = functools.partial(background_workers.Worker, **rarely)
+    PubSub._queue_get = _next_message
+    triggers.consumer = functools.partial(triggers.consumer, periodic_granularity=SWEEP)
+
+
+async def _next_message(self: Any, timeout_s: float | None) -> Any:
+    """Return the next message or None, at once if `timeout_s` is 0, else after a wait."""
+    if self._queue.empty() and timeout_s != 0:
+        await asyncio.sleep(RESOLUTION.total_seconds())
+    return None if self._queue.empty() else self._queue.get_nowait()
 
 
 def prefect(hosts: list[str], password: str) -> Guard:

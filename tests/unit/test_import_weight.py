@@ -38,7 +38,6 @@ RULES = [
     (r"flows\.launch\.kubernetes\w*", {"kubernetes"}),
     (r"flows\.launch\.serving_manifests", SERVING),
     (r"flows\.servers\.guarded", {"sqlalchemy", "starlette", "uvicorn"}),
-    (r"flows\.servers\.bounds", {"uvicorn"}),
     (r"flows\.(launch|servers)(\..*)?", set()),
     # Prefect is imported where things run.
     (r"flows\.running\.(due|flow_runs|refresh)", PREFECT),

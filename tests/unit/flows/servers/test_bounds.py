@@ -7,9 +7,9 @@ import socket
 import pytest
 import uvicorn
 
-from flows.servers import bounds
-from flows.servers.bounds import BoundedProtocol
+from flows.servers import guarded
 from flows.servers.guard import Guard
+from flows.servers.guarded import BoundedProtocol
 
 PATIENCE_S = 30.0
 LIMIT_S = 0.3
@@ -41,7 +41,7 @@ class Pages:
 @pytest.fixture
 def served(monkeypatch):
     """Runs a trial with the address of a server that looks often, and its application."""
-    monkeypatch.setattr(bounds, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(guarded, "LOOK_EVERY_S", 0.02)
 
     async def run(trial):
         public = socket.create_server(("127.0.0.1", 0))
@@ -76,7 +76,7 @@ async def drip(writer, data):
 
 @pytest.mark.parametrize("begin", [b"", b"GET / HT"], ids=["nothing", "a part"])
 def test_a_connection_that_asks_for_nothing_is_closed(served, monkeypatch, begin):
-    monkeypatch.setattr(bounds, "HEAD_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(guarded, "HEAD_TIMEOUT_S", LIMIT_S)
 
     async def trial(port, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -89,8 +89,8 @@ def test_a_connection_that_asks_for_nothing_is_closed(served, monkeypatch, begin
 @pytest.mark.parametrize(("limit", "head"), [("HEAD_TIMEOUT_S", ""), ("BODY_TIMEOUT_S", HEAD)])
 def test_a_request_that_comes_byte_by_byte_is_not_waited_for(served, monkeypatch, limit, head):
     """Each byte comes in time; all of them would take longer than the test waits."""
-    monkeypatch.setattr(bounds, "HEAD_TIMEOUT_S", 2 * PATIENCE_S)
-    monkeypatch.setattr(bounds, limit, LIMIT_S)
+    monkeypatch.setattr(guarded, "HEAD_TIMEOUT_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(guarded, limit, LIMIT_S)
 
     async def trial(port, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -111,7 +111,7 @@ def test_an_answer_may_take_longer_and_the_connection_be_used_again(served, monk
             await pages.was_asked.wait()
             with monkeypatch.context() as while_answering:
                 for limit in ("HEAD_TIMEOUT_S", "BODY_TIMEOUT_S"):
-                    while_answering.setattr(bounds, limit, LIMIT_S)
+                    while_answering.setattr(guarded, limit, LIMIT_S)
                 await asyncio.sleep(5 * LIMIT_S)
             pages.was_asked.clear()
             pages.may_answer.set()
@@ -125,7 +125,7 @@ def test_a_web_socket_may_be_silent(served, monkeypatch):
         from websockets.asyncio.client import connect
 
         async with connect(f"ws://127.0.0.1:{port}/") as open_socket:
-            monkeypatch.setattr(bounds, "HEAD_TIMEOUT_S", LIMIT_S)
+            monkeypatch.setattr(guarded, "HEAD_TIMEOUT_S", LIMIT_S)
             await asyncio.sleep(5 * LIMIT_S)
             pages.may_answer.set()
             assert await open_socket.recv() == "late"
@@ -134,8 +134,8 @@ def test_a_web_socket_may_be_silent(served, monkeypatch):
 
 
 def test_connections_beyond_the_bound_are_closed(served, monkeypatch):
-    monkeypatch.setattr(bounds, "MAX_CONNECTIONS", 3)
-    monkeypatch.setattr(bounds, "HEAD_TIMEOUT_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(guarded, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(guarded, "HEAD_TIMEOUT_S", 2 * PATIENCE_S)
 
     async def trial(port, pages):
         pages.may_answer.set()
