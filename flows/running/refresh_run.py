@@ -41,7 +41,7 @@ from flows.running.runner import Built, Launcher, run_stage
 from flows.running.slots import HeldSlots, Slots
 from flows.running.stage_observer import Log, StageObserver, describe
 from flows.running.validation import input_findings
-from flows.tracking.tracker import Tracker
+from flows.tracking.shipper import Tracker
 from stages.core.errors import LifecycleError, RefreshStoppedError, error_classes
 from stages.kinds.check.config import InputProblem
 

@@ -26,9 +26,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from flows.servers.kept_commands import SYSTEMD_VARIABLES, Kept, Plan
+from flows.servers.kept_commands import SYSTEMD_VARIABLES, Kept, Plan, open_log, rotate, say
 from flows.servers.lock import Holder, is_of_this_user, supervisor_folder, this_machine
-from flows.servers.logs import open_log, rotate, say
 from stages.core.process_tree import TOKEN_VARIABLE, end_processes, send
 
 LOOK_EVERY_S = 1.0

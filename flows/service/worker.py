@@ -22,15 +22,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.settings import PREFECT_WORKER_QUERY_SECONDS
 from prefect.workers.process import ProcessWorker
 from prefect.workers.server import build_healthcheck_server
 
 from flows.ledger.home import HomeIdentity, home, home_identity
-from flows.running.flow_runs import WORK_POOL, update_entrypoints
+from flows.running.flow_runs import WORK_POOL, prefect_client, update_entrypoints
+from flows.running.refresh import refresh
 from flows.servers.local import revive_supervisor
 from flows.servers.records import server_heartbeat
-from flows.service.clock import Clock, plan_schedules
 from flows.service.due_runs import DueRuns
 from flows.service.reaper import Reaper
 from flows.store.policy import policy_file
@@ -39,7 +40,48 @@ from stages.core.garbage import collect_rarely
 from stages.core.process_tree import working_directories
 from stages.core.supervised import Supervised
 
+TOLERATED_S = 60.0
 POLL_INTERVAL_S = 1.0
+
+
+class Clock:
+    """Comparison of the wall clock with the monotonic one; plans schedules while Prefect's server does not.
+
+    When the clock was set back, the server plans nothing until the old time comes again, because its loops are due at
+    clock times. Planned runs begin at their new time; late ones are not reported as late.
+    """
+
+    def __init__(self, plan: Callable[[], object], wall_s: Callable[[], float] = time.time):
+        self._plan = plan
+        self._wall_s = wall_s
+        self._offset_s = self._read_offset_s()
+        self._behind_until_s = 0.0
+
+    def look(self) -> None:
+        """Print once that the clock was set back, and plan runs for as long as Prefect's server does not."""
+        offset_s = self._read_offset_s()
+        behind_s = self._offset_s - offset_s
+        self._offset_s = offset_s
+        if behind_s > TOLERATED_S:
+            self._behind_until_s = time.monotonic() + behind_s
+            print(
+                f"the clock was set back by {behind_s / 60:.0f} min: for so long Prefect's server plans no runs and "
+                "reports none as late; the worker plans them; `lifecycle down`, then `up` ends this",
+                flush=True,
+            )
+        if time.monotonic() < self._behind_until_s:
+            self._plan()
+
+    def _read_offset_s(self) -> float:
+        return self._wall_s() - time.monotonic()
+
+
+def plan_schedules() -> None:
+    """Make Prefect plan the next runs of all schedules now. Raises `ServerError` when it does not answer."""
+    with prefect_client() as client:
+        for found in client.read_deployments(flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name]))):
+            if found.schedules and not found.paused:
+                client.request("POST", "/deployments/{id}/schedule", path_params={"id": found.id}, json={})
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
@@ -33,13 +34,51 @@ from flows.store.content import (
     is_pending,
 )
 from flows.store.record import Artifact, Index, Record
-from flows.store.removal import make_writable, remove_tree
 from stages.core.errors import StoreError, full_disk_named
 from stages.core.files import write_atomically
 
+WRITABLE_FOLDER = 0o700
 LOCK_INTERVAL_S = 0.2
 PRIVATE_FOLDER = 0o700
 TRASH = ".trash"
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, a link (not its target), or a folder with all below it; fine when it is gone already.
+
+    Raises OSError, with the path that could not be removed, after removing all else.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    elif any(isinstance(error, PermissionError) for error in _remove_folder(path)):
+        make_writable(path)
+        for error in _remove_folder(path):
+            raise error
+
+
+def make_writable(folder: Path) -> None:
+    """Make a folder and all folders below it writable for their owner. Those of other users stay as they are."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    with suppress(OSError):
+        folder.chmod(WRITABLE_FOLDER)
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                make_writable(Path(entry.path))
+
+
+def _remove_folder(folder: Path) -> list[OSError]:
+    """Remove what can be removed; return the errors of the rest, the innermost first."""
+    errors: list[OSError] = []
+
+    def note(_: object, failed: str, raised: tuple[type[BaseException], BaseException, TracebackType]) -> None:
+        error = raised[1]
+        assert isinstance(error, OSError)
+        if not isinstance(error, FileNotFoundError):  # another process has removed it
+            errors.append(OSError(error.errno, error.strerror, failed))
+
+    shutil.rmtree(folder, onerror=note)
+    return errors
 
 
 class Store:

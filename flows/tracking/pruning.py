@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from flows.ledger.home import home
 from flows.servers.programs import MLFLOW, MLFLOW_FILE
-from flows.store.removal import remove_tree
+from flows.store.store import remove_tree
 from flows.tracking.shipper import CLIENT_ENVIRONMENT
 from stages.core.errors import ServerError
 

@@ -1,4 +1,4 @@
-"""Program that ships the ledgers of refreshes to MLflow.
+"""Program that ships the ledgers of refreshes to MLflow, and the start of it by a refresh.
 
     python -m flows.tracking.shipper LEDGER_FOLDER
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -74,6 +75,7 @@ CLIENT_ENVIRONMENT = {
 }
 RUN_STATUS = {"completed": "FINISHED", "not_promoted": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 ATTEMPT_STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "killed": "KILLED"}
+CLOSE_TIMEOUT_S = 30.0
 
 
 class Shipper:
@@ -311,6 +313,51 @@ def _folder(attempt: AttemptRecord) -> Path:
 def _metrics_file(attempt: AttemptRecord) -> Path | None:
     file = _folder(attempt) / "metrics.jsonl"
     return file if file.exists() else None
+
+
+class Tracker:
+    """Shipping process of one refresh, best effort.
+
+    Importing mlflow costs two CPU-seconds, and a call to a slow server may take any time; in a process of its own
+    neither delays a stage. Events are in the ledger first, so nothing is lost when MLflow, or that process, is away.
+    """
+
+    def __init__(self, ledger: Ledger):
+        self._folder = ledger.folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environment: dict[str, str] = {}
+
+    def start(self, environment: dict[str, str]) -> None:
+        """Start the process; it ends after `close`, or when this process has died.
+
+        environment: where MLflow is, added to the process's own.
+        """
+        self._environment = environment
+        with (self._folder / "tracking.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "flows.tracking.shipper", str(self._folder)],
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C must stop the refresh only, whose end is then shipped
+            )
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Let the process ship the rest and end; what it does not finish, the next refresh ships.
+
+        A process that was killed meanwhile is replaced first.
+        """
+        if self._process and self._process.poll():
+            self.start(self._environment)
+        if self._process and self._process.stdin:
+            self._process.stdin.close()  # by its end the shipper sees that the refresh is over
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
 
 
 if __name__ == "__main__":

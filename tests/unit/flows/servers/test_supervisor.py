@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 
 from flows.ledger.process_identity import ProcessIdentity
-from flows.servers import local, logs, supervisor
+from flows.servers import kept_commands, local, supervisor
 from flows.servers import lock as lock_module
-from flows.servers.kept_commands import DESCRIPTOR, Kept, Plan
+from flows.servers.kept_commands import DESCRIPTOR, Kept, Plan, rotate
 from flows.servers.lock import Lock
-from flows.servers.logs import rotate
 from flows.servers.programs import listener
 from flows.servers.records import ServerRecord, write_records
 from stages.core.process_tree import TOKEN_VARIABLE, marked_processes, started_ticks
@@ -349,7 +348,7 @@ def test_status_says_that_a_server_dies_again_and_again_and_its_last_words(tmp_p
 
 
 def test_a_log_is_rotated_while_a_program_writes_to_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(logs, "LOG_BYTES", 1000)
+    monkeypatch.setattr(kept_commands, "LOG_BYTES", 1000)
     log = tmp_path / "server.log"
     with log.open("ab", buffering=0) as program:
         for number in range(7):

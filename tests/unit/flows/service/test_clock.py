@@ -2,7 +2,7 @@
 
 import time
 
-from flows.service.clock import Clock
+from flows.service.worker import Clock
 
 
 def test_runs_are_planned_after_the_clock_was_set_back_and_it_is_said_once(capsys):
