@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from flows.champion.follow import Follower, Following
-from flows.champion.own_folder import own_folder
 from flows.champion.registrations import Registration
 from flows.champion.registry import CHAMPION, Registry
+from flows.champion.servers_folder import own_folder
 from flows.champion.serving import Serving, in_background, start_engine
 from flows.ledger.home import store_root
 from flows.store.store import Store

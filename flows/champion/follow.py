@@ -30,10 +30,10 @@ from pathlib import Path
 from socket import socket
 from typing import Self
 
-from flows.champion import champions, side_by_side
-from flows.champion.own_folder import own_folder
+from flows.champion import champions, servers_folder
 from flows.champion.registrations import only_one
 from flows.champion.registry import CHALLENGER, RegisteredVersion, Registry
+from flows.champion.servers_folder import own_folder
 from flows.champion.serving import Serving, Start, end_dead, end_serving, in_background, start_engine
 from stages.core.errors import LifecycleError
 from stages.core.lines import print_timed
@@ -127,7 +127,7 @@ class Follower:
         for serving in (self.challenger, self.champion):
             if serving:
                 serving.stack.close()
-        side_by_side.forget(self.following.name)
+        servers_folder.forget_tallies(self.following.name)
 
     @property
     def is_settled(self) -> bool:
@@ -300,9 +300,9 @@ class Follower:
     def _compare(self) -> None:
         """Record the tallies of both versions; move the aliases once the gate has enough requests."""
         if self.challenger is None:
-            side_by_side.forget(self.following.name)
+            servers_folder.forget_tallies(self.following.name)
             return
-        side_by_side.note(self.following.name, self._proxy.side_by_side())
+        servers_folder.note_tallies(self.following.name, self._proxy.side_by_side())
         num_requests, name = self.following.gate_requests, self.following.name
         tallies = [self._proxy.tallies_of_canary.of(one.served) for one in (self.challenger, self.champion)]
         if num_requests is None or self._judging or not have_answered(num_requests, *tallies):

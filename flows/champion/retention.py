@@ -17,9 +17,8 @@ from pathlib import Path
 from filelock import Timeout
 
 from flows.champion.champions import connect, kept_versions
-from flows.champion.own_folder import left_folders
 from flows.champion.registrations import registrations
-from flows.champion.side_by_side import left_notes
+from flows.champion.servers_folder import left_folders, left_notes
 from flows.ledger.home import home, store_root
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import RunningRefreshes, ledger_of, ledgers

@@ -69,7 +69,7 @@ def canary(name: str, version: int | None, promote: bool, withdraw: bool, as_jso
 
 def _show(registry: Any, version: Any, as_json: bool) -> None:
     from flows.champion import champions
-    from flows.champion.side_by_side import as_lines, served_canaries
+    from flows.champion.servers_folder import as_lines, served_canaries
 
     previous, challenger = (registry.find(version.name, alias) for alias in ("previous", "challenger"))
     folder, base = champions.artifact_of(version, version.registration.model).folder, champions.base_of(version)

@@ -30,7 +30,7 @@ from stages.adapters.files import INNER, NUM_NAMED, read_adapter
 from stages.adapters.quantized import quantize_base
 from stages.adapters.targets import PeftTargets, check_layers, peft_targets, targets_of_ranks
 from stages.core.errors import ModelError
-from stages.models.kept_precision import dtype_of_weights
+from stages.models.loaded_weights import dtype_of_weights
 from stages.models.start_up import hide_torchao_from_adapters
 
 ADAPTER_NAME = "default"

@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from stages.core.contract import is_main_process
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
-from stages.models.kept_precision import dtype_of_weights
+from stages.models.loaded_weights import dtype_of_weights
 from stages.models.model_folder import follow_file_mask
 from stages.models.weight_files import weight_paths
 

@@ -1,12 +1,20 @@
-"""Check of loaded weights for NaN and infinity, which no header shows."""
+"""Loaded weights: whether they are finite, which no header shows, and which stay in fp32 beside half precision.
+
+Transformers says so of each architecture (`_keep_in_fp32_modules`, of those that overflow in fp16, and
+`_keep_in_fp32_modules_strict`), or builds them so (LFM2-MoE, Hunyuan-MoE). DeepSeek-V3's router, for one, adds a bias
+to its scores, and sends up to a third of the tokens to other experts when that bias was rounded to bf16.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.core_model_loading import build_glob_alternation
 
 from stages.core.errors import ModelError
 
@@ -25,3 +33,47 @@ def check_all_finite(folder: Path, not_finite: Sequence[str]) -> None:
             f"loading {folder}: {len(not_finite)} weights hold NaN or infinity ({', '.join(not_finite[:NUM_NAMED])}); "
             "whatever made this model diverged, or overflowed its dtype: take an earlier one, or fetch it again"
         )
+
+
+def dtype_of_weights(causal_lm: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """Return a function: name of a weight → the dtype in which Transformers loads it when asked for `dtype`."""
+    patterns = list(causal_lm._get_dtype_plan(dtype))
+    is_listed = build_glob_alternation(patterns)[0].search if patterns else lambda name: None
+    is_built_so = _built_in_fp32(causal_lm, dtype)
+    return lambda name: torch.float32 if name in is_built_so or is_listed(name) else dtype
+
+
+def _built_in_fp32(causal_lm: Any, dtype: torch.dtype) -> set[str]:
+    """Return the names of weights that the architecture's own code makes in fp32, whatever dtype is asked for."""
+    if dtype == torch.float32:
+        return set()
+    own_class: Any = next(one for one in type(causal_lm).__mro__ if one.__module__.startswith("transformers."))
+    with torch.device("meta"):
+        built = own_class._from_config(copy.deepcopy(causal_lm.config), dtype=dtype)
+    return {name for name, weight in built.state_dict().items() if weight.dtype == torch.float32}
+
+
+def modules_kept_in_fp32(causal_lm: Any, dtype: torch.dtype) -> list[nn.Module]:
+    """Return the largest modules whose parameters are all computed in fp32 while the others are in `dtype`.
+
+    Raises ModelError when such a parameter shares a module with others: FSDP2 casts all parameters of a module.
+    """
+    dtype_of = dtype_of_weights(causal_lm, dtype)
+    kept = {name for name, _ in causal_lm.named_parameters() if dtype_of(name) != dtype}
+    modules: list[nn.Module] = []
+    todo: list[tuple[str, nn.Module]] = [("", causal_lm)] if kept else []
+    while todo:
+        prefix, module = todo.pop()
+        names = {f"{prefix}{name}" for name, _ in module.named_parameters()}
+        if names and names <= kept:
+            modules.append(module)
+            kept -= names
+        else:
+            todo += [(f"{prefix}{name}.", child) for name, child in module.named_children()]
+    if kept:
+        raise ModelError(
+            f"{type(causal_lm).__name__} keeps {len(kept)} weights in fp32 "
+            f"({', '.join(sorted(kept)[:NUM_NAMED])}) that "
+            "share a module with others, which cannot be computed in bf16 beside them; say `precision: fp32`"
+        )
+    return modules

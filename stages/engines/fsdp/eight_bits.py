@@ -18,7 +18,7 @@ from torch import nn
 from stages.core.errors import ModelError, ResourceError
 from stages.engines.fsdp.moe import routers_of
 from stages.engines.settings import Fp8Recipe
-from stages.models.kept_precision import modules_kept_in_fp32
+from stages.models.loaded_weights import modules_kept_in_fp32
 from stages.parallel.device_types import missing_package
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from stages.adapters.config import AdapterConfig
 from stages.engines.fsdp.adamw import LowPrecisionAdamW
 from stages.engines.fsdp.muon import MuonAndAdamW, matrices_of_layers
 from stages.engines.settings import EngineSettings, LowPrecisionSettings
-from stages.models.kept_precision import modules_kept_in_fp32
+from stages.models.loaded_weights import modules_kept_in_fp32
 
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Patterns of undecayed names, as in `Trainer.get_decay_parameter_names`; a test compares the two."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from stages.engines.fsdp.model import TargetLogProbabilities, transformer_layers
-from stages.models.kept_precision import modules_kept_in_fp32
+from stages.models.loaded_weights import modules_kept_in_fp32
 from stages.parallel.accelerator import of_device
 from stages.parallel.layout import Layout
 

@@ -1,4 +1,4 @@
-"""Steps that look at one row at a time: each gives the reason to leave a row out, or None.
+"""Steps that look at one row at a time: each gives the reason to leave a row out, or None; and rewards of answers.
 
 Languages are identified by py3langid, naive Bayes over bytes, offline and deterministic (Lui and Baldwin 2012,
 langid.py: An Off-the-shelf Language Identification Tool).
@@ -6,8 +6,10 @@ langid.py: An Off-the-shelf Language Identification Tool).
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import regex
 
@@ -15,12 +17,14 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.core.redaction import quoted
 from stages.data.any_rows import AnyRowReader, ReadRow
-from stages.data.messages import RowError
+from stages.data.messages import Document, PlainText, RowError
 from stages.data.personal_data import redacted
 from stages.harnesses.registry import harness_of
-from stages.kinds.curate.config import CurateConfig, Decontaminate, Language, Length, Patterns
+from stages.kinds.curate.config import CurateConfig, Decontaminate, Language, Length, Patterns, Quality
 from stages.kinds.curate.contamination import SHORTEST_WHOLE, Benchmarks
-from stages.kinds.curate.spool import SourcePlace
+from stages.kinds.curate.spool import SourcePlace, SpooledRow
+from stages.rewards.judging import judging
+from stages.rewards.reward import Completion, RewardContext
 
 LONGEST_CHARACTERS = 4000
 """Number of characters of a row that its language is identified by: more tell nothing new, and take long."""
@@ -33,6 +37,8 @@ SEARCH_TIMEOUT_S = 5.0
 """Longest time of one pattern in one row: some take time that grows exponentially with the text."""
 SHOWN_CHARACTERS = 60
 RowStep = Callable[[ReadRow], str | None]
+ROWS_AT_A_TIME = 256
+KEPT_FOLDER = "rewards"
 
 
 def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str, RowStep]]:
@@ -164,3 +170,40 @@ class Redactor:
             return self._readers[dataset].read(content), None
         except RowError as error:
             return row, ("redact", f"{error}, once personal data are written over")
+
+
+def scored(config: Quality, rows: Iterable[SpooledRow], context: StageContext) -> Iterator[tuple[int, float]]:
+    """Yield the number of each row and its sum of rewards. Raises DataError for a row without one answer to judge."""
+    readers: dict[str, AnyRowReader] = {}
+    own = RewardContext(context.inputs, context.scratch / KEPT_FOLDER, context.warn)
+    with judging(config.rewards, own) as judge:
+        remaining = iter(rows)
+        while batch := list(itertools.islice(remaining, ROWS_AT_A_TIME)):
+            named = []
+            for row in batch:
+                read = readers.setdefault(row.place.dataset, AnyRowReader()).read(row.content)
+                try:
+                    named.append((str(row.place), _completion(read, config.reference)))
+                except DataError as error:
+                    raise DataError(f"`quality`: {row.place} {error}") from error
+            for row, judgement in zip(batch, judge(named), strict=True):
+                yield row.number, judgement.total
+
+
+def _completion(row: ReadRow, column: str | None) -> Completion:
+    """Return the last answer of a row as a completion, with what stands before it as its prompt."""
+    if row.is_prompt or len(row.documents) > 1:
+        found = "is a prompt alone, without an answer" if row.is_prompt else "is a pair of two answers"
+        raise DataError(f"{found}; `quality` judges rows of one answer")
+    (document,) = row.documents
+    if isinstance(document, PlainText):
+        prompt, answer = document.prompt, document.completion
+        asked: Document = replace(document, completion="")
+    else:
+        *before, last = document.messages
+        prompt, answer = "\n".join(message["content"] for message in before), last["content"]
+        asked = replace(document, messages=before, unlearned=frozenset())
+    reference = None if column is None else row.content.get(column)
+    if column is not None and reference is None:
+        raise DataError(f"has nothing in `{column}`, which `quality.reference` names")
+    return Completion(prompt, answer, 0, None if reference is None else str(reference), row.content, asked)

@@ -46,7 +46,7 @@ from stages.kinds.quantize.layers import linear_layers, name_experts_as_stored, 
 from stages.kinds.quantize.samples import batches_of_one_length
 from stages.kinds.quantize.scaling import Scaling, find_scalings
 from stages.kinds.quantize.written import copy_companions, problems_of_written
-from stages.models.kept_precision import dtype_of_weights
+from stages.models.loaded_weights import dtype_of_weights
 from stages.models.model_folder import follow_file_mask
 from stages.serving.engine import Quantization
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.champion.own_folder import own_folder
 from flows.champion.registry import Registry
+from flows.champion.servers_folder import own_folder
 from tests.followed import Followed, following, kill_engine, load_of, registration, tiny_registry
 from tests.promotion import NAME
 from tests.serving import wait_for
@@ -137,7 +137,7 @@ def test_an_engine_that_does_not_start_again_is_tried_until_it_does_or_another_v
 
 
 def test_what_a_killed_server_left_is_removed_and_what_a_living_one_has_is_not(registry):
-    program = "import time\nfrom flows.champion.own_folder import own_folder\nwith own_folder() as folder:\n"
+    program = "import time\nfrom flows.champion.servers_folder import own_folder\nwith own_folder() as folder:\n"
     program += "    print(folder, flush=True)\n    time.sleep(60)"
     command = [sys.executable, "-c", program]
     makers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -8,9 +8,9 @@ from uuid import uuid4
 
 import pytest
 
-from flows.champion import side_by_side
-from flows.champion.own_folder import own_folder
+from flows.champion import servers_folder
 from flows.champion.retention import Housekeeping
+from flows.champion.servers_folder import own_folder
 from flows.ledger.events import FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import ledger_of, ledgers
@@ -158,7 +158,7 @@ def test_a_refresh_whose_ledger_is_damaged_stays_with_its_artifacts_and_the_othe
 
 def test_what_killed_servers_left_goes_once_it_is_old(home, monkeypatch):
     servers = home / "servers"
-    side_by_side.note("alive", {})
+    servers_folder.note_tallies("alive", {})
     note = next(servers.glob("canary-alive-*.json"))
     killed = json.loads(note.read_text())
     killed["process"]["started_ticks"] += 1
@@ -186,13 +186,13 @@ def test_what_killed_servers_left_goes_once_it_is_old(home, monkeypatch):
 def test_in_a_copied_home_no_canary_of_the_original_is_shown(home, monkeypatch):
     (home / "original").mkdir()
     monkeypatch.setenv("LIFECYCLE_HOME", str(home / "original"))
-    side_by_side.note("adder", {"champion": "1", "challenger": "2"})
+    servers_folder.note_tallies("adder", {"champion": "1", "challenger": "2"})
     shutil.copytree(home / "original", home / "copy")
-    (shown,) = side_by_side.served_canaries("adder")
+    (shown,) = servers_folder.served_canaries("adder")
     assert shown.keys() == {"champion", "challenger", "time_s"}
     monkeypatch.setenv("LIFECYCLE_HOME", str(home / "copy"))
-    assert side_by_side.served_canaries("adder") == []
-    assert [path.parent for path in side_by_side.left_notes()] == [home / "copy" / "servers"]
+    assert servers_folder.served_canaries("adder") == []
+    assert [path.parent for path in servers_folder.left_notes()] == [home / "copy" / "servers"]
 
 
 def test_without_a_policy_all_refreshes_stay():

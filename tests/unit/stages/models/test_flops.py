@@ -19,8 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from stages.models.flops import AttentionWork, ModelFlops, attended_pairs, model_flops_utilization
-from stages.models.transformers_flops import model_flops
+from stages.models.flops import AttentionWork, ModelFlops, attended_pairs, model_flops, model_flops_utilization
 
 NUM_TOKENS = 16
 SHAPE = {

@@ -26,7 +26,7 @@ from stages.engines.export import export_model
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.kinds.train.methods.sft import SftLoss
-from stages.models.kept_precision import dtype_of_weights, modules_kept_in_fp32
+from stages.models.loaded_weights import dtype_of_weights, modules_kept_in_fp32
 from stages.parallel.layout import Layout
 from stages.parallel.processes import joined_processes
 

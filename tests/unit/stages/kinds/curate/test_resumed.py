@@ -5,7 +5,7 @@ import json
 import pytest
 
 from stages.core.contract import StageContext
-from stages.kinds.curate import reading, run
+from stages.kinds.curate import run
 from stages.kinds.curate.config import CurateConfig
 from tests.planted_rows import planted_duplicates
 
@@ -71,7 +71,7 @@ def written(work):
 @pytest.mark.parametrize("moment", [1, 5, 12, 25, 40])
 def test_it_goes_on_where_it_was(tmp_path, datasets, monkeypatch, moment):
     monkeypatch.setattr(run, "KEEP_EVERY", KEEP_EVERY)
-    for module in (run, reading):
+    for module in (run, run):
         monkeypatch.setattr(module, "PROGRESS_EVERY", 10)
     whole = curated(tmp_path / "whole", datasets)
     with pytest.raises(Interrupted):

@@ -9,8 +9,7 @@ from gguf import GGMLQuantizationType as Type
 
 from stages.core.errors import RecipeError, ResourceError
 from stages.kinds.quantize.config import QuantizeConfig
-from stages.kinds.quantize.gguf_file import StoredTypes
-from stages.kinds.quantize.k_quants import k_quantizer, type_of
+from stages.kinds.quantize.gguf_file import StoredTypes, k_quantizer, type_of
 from stages.models.linear_layers import Projection
 from stages.serving.llama_cpp import engine
 from stages.serving.registry import ENGINES
@@ -76,7 +75,7 @@ def test_a_library_that_fails_is_an_error_with_its_words(tmp_path: Path, monkeyp
     broken.write_text("#!/bin/sh\necho no such library >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setattr(
-        "stages.kinds.quantize.k_quants.find_llama_cpp", lambda: engine.LlamaCppProgram(broken, "2026.10")
+        "stages.kinds.quantize.gguf_file.find_llama_cpp", lambda: engine.LlamaCppProgram(broken, "2026.10")
     )
 
     with k_quantizer("q6_k") as of_llama_cpp, pytest.raises(ResourceError, match="no such library; make its environ"):

@@ -1,26 +1,41 @@
-"""Tallies of a champion and its challenger, which their server records for other commands of this machine.
+"""Files and folders of running `serve --follow`s, in `<home>/servers`; those of killed ones are ignored, later removed.
 
-`<home>/servers/canary-NAME-PID.json`: a file for each server while it has a challenger. Files of killed servers are
-ignored.
+    canary-NAME-PID.json   tallies of a champion and its challenger, for other commands of this machine: of each server
+                           while it has a challenger
+    serving-…/             temporary files of the engines of one process
+
+Each new process removes the folders of killed ones. A folder is in use while its lock is held: the kernel releases a
+lock with its process on every machine that shares the home, where process numbers mean nothing.
 """
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from flows.ledger.home import HomeIdentity, home, home_identity
 from flows.ledger.process_identity import ProcessIdentity, Standing
 from stages.core.files import write_atomically
+from stages.core.process_tree import working_directories
+
+IDENTITIES = ("process", "home")
+"""Fields of a note; those of earlier versions have no `home`."""
+HEADING = ("version", "requests", "errors", "p50 s", "p95 s", "prompt tokens", "tokens", "ended by")
+PREFIX = "serving-"
+"""Folders of earlier versions have the label of an engine instead, and no lock."""
+LOCK = "lock"
 
 
-def note(name: str, tallies: Mapping[str, Any]) -> None:
+def note_tallies(name: str, tallies: Mapping[str, Any]) -> None:
     """Record the tallies (`Proxy.side_by_side`) of a registered model."""
     _folder().mkdir(parents=True, exist_ok=True)
     identities = {"process": ProcessIdentity.own().model_dump(), "home": home_identity().model_dump()}
@@ -28,7 +43,7 @@ def note(name: str, tallies: Mapping[str, Any]) -> None:
     write_atomically(_file(name), json.dumps(noted))
 
 
-def forget(name: str) -> None:
+def forget_tallies(name: str) -> None:
     """Remove the record: the canary of this process has ended."""
     _file(name).unlink(missing_ok=True)
 
@@ -71,11 +86,6 @@ def as_lines(canary: Mapping[str, Any]) -> list[str]:
     return [title, *("  ".join(row).rstrip() for row in cells)]
 
 
-IDENTITIES = ("process", "home")
-"""Fields of a note; those of earlier versions have no `home`."""
-HEADING = ("version", "requests", "errors", "p50 s", "p95 s", "prompt tokens", "tokens", "ended by")
-
-
 def _row(counted: Mapping[str, Any], canary: Mapping[str, Any]) -> tuple[str, ...]:
     role = "champion" if counted["version"] == canary["champion"] else "challenger"
     latencies = (counted["latency_p50_s"], counted["latency_p95_s"])
@@ -97,3 +107,43 @@ def _folder() -> Path:
 
 def _file(name: str) -> Path:
     return _folder() / f"canary-{name}-{os.getpid()}.json"
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """Make the folder of this process, and remove it in the end."""
+    servers = home() / "servers"
+    servers.mkdir(parents=True, exist_ok=True)
+    with (servers / "serving.lock").open("w") as makers:
+        fcntl.flock(makers, fcntl.LOCK_EX)  # so that no folder is removed between its creation and its lock
+        for left in servers.glob(f"{PREFIX}*/"):
+            if not _is_locked(left):
+                shutil.rmtree(left, ignore_errors=True)
+        folder = TemporaryDirectory(prefix=PREFIX, dir=servers, ignore_cleanup_errors=True)
+        lock = (Path(folder.name) / LOCK).open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    # The lock is closed first, and the folder removed after it: in between, another process may remove it, too.
+    with folder, lock:
+        yield Path(folder.name)
+
+
+def left_folders() -> Iterator[Path]:
+    """Yield folders that no `serve --follow` uses any more, also those that earlier versions made for each engine."""
+    in_use = working_directories()
+    for folder in sorted((home() / "servers").glob("*/")):
+        if folder.name.startswith(PREFIX):
+            if not _is_locked(folder):
+                yield folder
+        elif folder.resolve() not in in_use:  # an engine works in its own
+            yield folder
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        with (folder / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:  # its process is alive
+        return True
+    return False
