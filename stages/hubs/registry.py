@@ -12,7 +12,7 @@ from typing import Any
 
 from stages.core.errors import ModelError
 from stages.core.files import parse_json_object
-from stages.hubs.builtin.catalog import parse_builtin
+from stages.hubs.builtin.hub import parse_builtin
 from stages.hubs.hub import (
     Hub,
     Product,

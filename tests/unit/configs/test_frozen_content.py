@@ -20,7 +20,7 @@ from stages.data.messages import PlainText
 from stages.data.proved_template import PROBE_CALL, PROBES
 from stages.harnesses.judge.harness import VERSION
 from stages.harnesses.question_sets import asked_hashes
-from stages.hubs.builtin.catalog import BUILTINS
+from stages.hubs.builtin.hub import BUILTINS
 from stages.hubs.builtin.qwen3 import CHAT_TEMPLATE, make_tokenizer
 from stages.kinds.train.teacher import PROBE as TEACHER_PROBE
 from stages.rewards.judge import BETTER, RATING, TRIAL, AskedJudge, JudgeReward, PairsConfig, RatingConfig

@@ -22,7 +22,7 @@ from stages.data.files import portions, read_rows
 from stages.data.formats import FORMATS, RowReader
 from stages.data.messages import PlainText
 from stages.data.tokenizer import DocumentTokenizer
-from stages.hubs.builtin.catalog import BUILTINS
+from stages.hubs.builtin.hub import BUILTINS
 from stages.hubs.builtin.qwen3 import make_tokenizer
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.look import look

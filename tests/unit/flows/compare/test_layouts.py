@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from flows.compare.layouts import read_layouts, text_of, without_misfits
 from stages.core.errors import RecipeError
-from stages.hubs.builtin.catalog import BUILTINS
+from stages.hubs.builtin.hub import BUILTINS
 from stages.kinds.train.config import TrainConfig
 from stages.models.model_config import shape_of_config
 

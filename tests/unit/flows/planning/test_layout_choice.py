@@ -7,7 +7,7 @@ import pytest
 from flows.planning.layout_choice import MUCH_FASTER, choose_layouts
 from flows.planning.model_shape import ModelConfigs, download_of
 from stages.core.errors import LayoutError, RecipeError, TransientError
-from stages.hubs.builtin.catalog import BUILTINS
+from stages.hubs.builtin.hub import BUILTINS
 from stages.models.model_config import shape_of_config
 from stages.parallel.layout import AutoLayout, describe_layout
 

@@ -9,7 +9,7 @@ import yaml
 
 from stages.hubs.builtin import addition, addition_preferences
 from stages.hubs.builtin.addition import Problem, split_problems
-from stages.hubs.builtin.catalog import BUILTINS
+from stages.hubs.builtin.hub import BUILTINS
 from stages.kinds.download.builtin import held_out
 from stages.models.model_config import shape_of_config
 from stages.models.model_folder import check_model_folder

@@ -6,7 +6,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from stages.hubs.builtin.catalog import BUILTINS
+from stages.hubs.builtin.hub import BUILTINS
 from stages.hubs.hub import Source, repository
 from stages.hubs.registry import parse_source
 from stages.kinds.download.config import DownloadConfig
