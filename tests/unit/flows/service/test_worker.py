@@ -1,8 +1,9 @@
-"""A clock that is set back is noticed once, and runs are planned for as long as Prefect's server plans none."""
+"""The worker plans runs while a clock that was set back stops Prefect's server, and removes folders of killed ones."""
 
+import subprocess
 import time
 
-from flows.service.worker import Clock
+from flows.service.worker import Clock, remove_left_folders
 
 
 def test_runs_are_planned_after_the_clock_was_set_back_and_it_is_said_once(capsys):
@@ -38,3 +39,17 @@ def test_a_planning_that_failed_is_tried_again(capsys):
             continue
     assert answers == []
     assert "set back by 60 min" in capsys.readouterr().out
+
+
+def test_working_directories_of_a_killed_worker_are_removed_unless_a_refresh_goes_on_there(tmp_path):
+    for name in ("tmpdeadprefect", "tmpliveprefect", "runner_storage"):
+        (tmp_path / name / "below").mkdir(parents=True)
+    refresh = subprocess.Popen(["sleep", "100"], cwd=tmp_path / "tmpliveprefect" / "below")
+    try:
+        remove_left_folders(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {"tmpliveprefect", "runner_storage"}
+    finally:
+        refresh.kill()
+        refresh.wait()
+    remove_left_folders(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"runner_storage"}
