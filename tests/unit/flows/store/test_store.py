@@ -1,4 +1,4 @@
-"""An artifact is whole or not there, whatever happens; one process at a time builds it, and `lifecycle gc` removes it."""
+"""An artifact is whole or not there, whatever happens; one process builds it at a time, and `gc` removes all of it."""
 
 import errno
 import json
