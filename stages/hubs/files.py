@@ -15,8 +15,7 @@ from stages.core.hashing import sha256_of_files
 from stages.core.redaction import shortened
 from stages.hubs.delivery import Progress, check_disk
 from stages.hubs.hub import Request, Source
-from stages.hubs.listing import content_hash, digest_of, path_in
-from stages.hubs.selection import select_files
+from stages.hubs.listing import content_hash, digest_of, path_in, select_files
 
 
 class Files:

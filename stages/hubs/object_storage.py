@@ -20,8 +20,7 @@ from stages.hubs.delivery import (
     size_bytes,
 )
 from stages.hubs.hub import Request, Source
-from stages.hubs.listing import content_hash, path_in
-from stages.hubs.selection import select_files
+from stages.hubs.listing import content_hash, path_in, select_files
 from stages.remote.buckets import Bucket, StoredObject, check_listening, explained
 from stages.remote.pointers import Pointer
 

@@ -31,8 +31,7 @@ from stages.hubs.delivery import (
     size_bytes,
 )
 from stages.hubs.hub import Request, Source
-from stages.hubs.listing import PARTIAL_SUFFIX, Digest, digest_of, digest_of_bytes, path_in
-from stages.hubs.selection import select_files
+from stages.hubs.listing import PARTIAL_SUFFIX, Digest, digest_of, digest_of_bytes, path_in, select_files
 from stages.remote.http import (
     NUM_ATTEMPTS,
     Answer,
