@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import ModelError
+from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
-from stages.core.strict import StrictModel
 
 RECORD = "log_probabilities.json"
 RESOLUTION_NATS = 1e-6
