@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 TRAINING_OVER_FORWARD = 3
 
@@ -76,48 +75,3 @@ def model_flops_utilization(flops: float, seconds: float, peak_flops_per_s: floa
     peak.
     """
     return min(1.0, flops / (seconds * peak_flops_per_s * num_devices))
-
-
-def model_flops(model: Any) -> ModelFlops:
-    """Return the FLOPs of a Transformers causal language model, from its (global) parameter shapes and its config.
-
-    `ModelShape.flops` says the same from the sizes alone, but only for the families it knows.
-    """
-    from torch import nn  # the planner counts without it
-
-    config = model.config.get_text_config()
-    head = model.get_output_embeddings().weight
-    lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    expert_share = _routed_share(config)
-    layer_parameters = frozen_parameters = 0.0
-    for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and parameter is not head and id(parameter) not in lookups:
-            seen = parameter.numel() * (expert_share if ".experts." in name else 1.0)
-            layer_parameters += seen
-            frozen_parameters += 0.0 if parameter.requires_grad else seen
-    attention = _attention_work(config)
-    return ModelFlops(layer_parameters, head.numel(), attention, frozen_parameters, not head.requires_grad)
-
-
-def _routed_share(config: Any) -> float:
-    """Return the share of the routed experts that a token goes through."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    num_experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    return config.num_experts_per_tok / num_experts if num_experts else 1.0
-
-
-def _attention_work(config: Any) -> tuple[AttentionWork, ...]:
-    if not getattr(config, "num_attention_heads", None):  # Mamba keeps a state, whose operations are not counted
-        return ()
-    num_layers = config.num_hidden_layers
-    every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    layer_types = getattr(config, "layer_types", None) or [every_layer] * num_layers
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    query_width = getattr(config, "qk_head_dim", None) or head_width
-    value_width = getattr(config, "v_head_dim", None) or head_width
-    width = config.num_attention_heads * (query_width + value_width)
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    num_full = layer_types.count("full_attention")
-    num_windowed = sum(kind in ("sliding_attention", "chunked_attention") for kind in layer_types)
-    work = [AttentionWork(width * num_full, None), AttentionWork(width * num_windowed, window)]
-    return tuple(layers for layers in work if layers.width)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from stages.data.batch import IGNORED, Batch
 from stages.kinds.train.config import TrainConfig
-from stages.models.flops import model_flops
 from stages.models.shape import ModelShape
+from stages.models.transformers_flops import model_flops
 
 ADAPTER = {"rank": 16, "alpha": 32}
 Steps = Callable[[int], list[float]]

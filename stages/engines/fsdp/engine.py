@@ -37,7 +37,7 @@ from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.fsdp.state import TrainingState
 from stages.engines.loss import Loss, means, stacked, totals_of
 from stages.engines.settings import EngineSettings
-from stages.models.flops import model_flops
+from stages.models.transformers_flops import model_flops
 from stages.parallel.layout import Layout
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from stages.adapters.effect import changing, has_effect, idle_layers
 from stages.adapters.files import check_mergeable, read_adapter, write_adapter
 from stages.adapters.lora import adapted_layers, add_adapter, changed_weights, factors_of, store_base
 from stages.core.errors import ModelError
-from stages.models.flops import model_flops
+from stages.models.transformers_flops import model_flops
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

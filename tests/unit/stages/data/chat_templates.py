@@ -209,7 +209,7 @@ OWN = {
         ("<|CHATBOT_TOKEN|>",),
         ("<|END_OF_TURN_TOKEN|>",),
     ),
-    "glm-4": Published(  # whoever speaks next ends a turn
+    "glm-4": Published(  # the next speaker ends a turn
         "[gMASK]<sop>{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
         ("<|assistant|>\n",),

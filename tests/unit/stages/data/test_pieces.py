@@ -250,7 +250,7 @@ def processes_with(word):
 
 @pytest.fixture
 def program(tmp_path, tokenizer_folder, write_rows):
-    """Command of a program that tokenizes in two processes, and its environment, by a word of which they are found."""
+    """Command of a program that tokenizes in two processes, and its environment, by part of which they are found."""
     folder = write_rows([chat(number) for number in range(20_000)])
     for shard in range(8):
         (folder / f"train-{shard:05}-of-00008.jsonl").write_bytes((folder / "train.jsonl").read_bytes() + b"\n" * shard)

@@ -19,7 +19,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from stages.models.flops import AttentionWork, ModelFlops, attended_pairs, model_flops, model_flops_utilization
+from stages.models.flops import AttentionWork, ModelFlops, attended_pairs, model_flops_utilization
+from stages.models.transformers_flops import model_flops
 
 NUM_TOKENS = 16
 SHAPE = {

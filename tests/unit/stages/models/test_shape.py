@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.core.errors import ModelError
-from stages.models.flops import model_flops
 from stages.models.model_config import shape_of_config
 from stages.models.shape import LatentAttention, ModelShape
+from stages.models.transformers_flops import model_flops
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
 GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48}

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.lora import add_adapter, store_base
-from stages.models.flops import model_flops
 from stages.models.model_config import shape_of_config
+from stages.models.transformers_flops import model_flops
 from stages.parallel.layout import Layout
 from stages.planner.adapted import (
     LowRank,
