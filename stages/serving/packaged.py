@@ -40,40 +40,7 @@ CHECK = "--check-options"
 """Argument of a program that asks the engine's own parser instead of starting a server."""
 QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 CHAT = "/v1/chat/completions"
-
-
-@dataclass(frozen=True)
-class Options:
-    """Names of an engine's command-line options.
-
-    model: "" where the folder is a positional argument.
-    fixed: options that every server gets.
-    enforce_eager: options that keep it from compiling and from capturing graphs.
-    """
-
-    model: str
-    served_name: str
-    host: str
-    port: str
-    tensor_parallel_size: str
-    max_model_len: str
-    max_num_seqs: str
-    fixed: tuple[str, ...]
-    enforce_eager: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Log:
-    """Patterns by which the cause of a failure is found in an engine's log.
-
-    prefix: text before each line, such as time and process.
-    consequences: phrases, in lower case, of exceptions that only follow from others.
-    cures: text of a cause → what to change.
-    """
-
-    prefix: re.Pattern[str]
-    consequences: tuple[str, ...]
-    cures: Mapping[str, str]
+SHARED_OPTIONS = {"dtype": "--dtype", "tool_call_parser": "--tool-call-parser"}
 
 
 @dataclass(frozen=True)
@@ -85,26 +52,23 @@ class PackagedProgram:
     version: str
 
     def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
-        serving, options = spec.serving, self.engine.options
-        command = [str(self.command), "-P", str(self.engine.program)]
-        command += [*([options.model] if options.model else []), str(spec.model)]
+        serving, engine = spec.serving, self.engine
         values = {
-            options.served_name: spec.own_name,
-            options.host: "127.0.0.1",
-            options.port: address.port,
-            "--dtype": dtype_of(spec),
-            options.tensor_parallel_size: serving.tensor_parallel_size,
-            options.max_model_len: self.engine.max_model_len(spec),
-            options.max_num_seqs: serving.max_num_seqs,
-            "--tool-call-parser": serving.tool_call_parser,
+            "served_name": spec.own_name,
+            "host": "127.0.0.1",
+            "port": address.port,
+            "dtype": dtype_of(spec),
+            "tensor_parallel_size": serving.tensor_parallel_size,
+            "max_model_len": engine.max_model_len(spec),
+            "max_num_seqs": serving.max_num_seqs,
+            "tool_call_parser": serving.tool_call_parser,
         }
-        command += [part for name, value in values.items() if value for part in (name, str(value))]
-        command += options.fixed
-        if serving.enforce_eager:
-            command += options.enforce_eager
-        if serving.trust_remote_code:
-            command += ["--trust-remote-code"]
-        return [*command, *(part for parts in self.engine.passed.written(serving.arguments).values() for part in parts)]
+        command = [str(self.command), "-P", str(engine.program), *engine.before_model, str(spec.model)]
+        command += [part for name, value in values.items() if value for part in (engine.options[name], str(value))]
+        command += engine.fixed_options
+        command += engine.eager_options if serving.enforce_eager else ()
+        command += ["--trust-remote-code"] if serving.trust_remote_code else []
+        return [*command, *(part for parts in engine.passed.written(serving.arguments).values() for part in parts)]
 
     def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
         key = {f"{self.engine.name.upper()}_SERVER_KEY": api_key}
@@ -114,7 +78,15 @@ class PackagedProgram:
 class PackagedEngine(FixedWeights):
     """An engine described by its class attributes; a subclass says how its server is asked.
 
+    before_model: option that precedes the model's folder; empty where that is a positional argument.
+    options: setting → the name of the engine's option for it.
+    fixed_options: options that every server gets.
+    eager_options: options that keep it from compiling and from capturing graphs.
     passed: options that a recipe may pass through, of some hundred: those that tune.
+    log_prefix: text before each line of its log, such as time and process.
+    consequences: phrases, in lower case, of exceptions in the log that only follow from others.
+    cures: text of a cause in the log → what to change.
+    load_request: route and request fields by which it takes a prompt of token ids, where not those of completions.
     """
 
     name: str
@@ -123,9 +95,15 @@ class PackagedEngine(FixedWeights):
     waiting_requests_metric: str
     listens_on_sockets = False
     capabilities: Capabilities
-    options: Options
+    before_model: tuple[str, ...] = ()
+    options: Mapping[str, str]
+    fixed_options: tuple[str, ...]
+    eager_options: tuple[str, ...]
     passed: PassedOptions
-    log: Log
+    log_prefix: re.Pattern[str]
+    consequences: tuple[str, ...]
+    cures: Mapping[str, str]
+    load_request: tuple[Any, ...] = ()
 
     @property
     def program(self) -> Path:
@@ -140,15 +118,10 @@ class PackagedEngine(FixedWeights):
         )
 
     def find_program(self) -> PackagedProgram:
-        environment = f".venv-{self.name}"
-        installed = find_interpreter(
-            self.name,
-            title=self.title,
-            variable=f"LIFECYCLE_{self.name.upper()}",
-            environment=environment,
-            how=f"python -m venv {environment} && {environment}/bin/pip install {self.name}",
-        )
-        return PackagedProgram(self, *installed)
+        environment, variable = f".venv-{self.name}", f"LIFECYCLE_{self.name.upper()}"
+        how = f"python -m venv {environment} && {environment}/bin/pip install {self.name}"
+        found = find_interpreter(self.name, title=self.title, variable=variable, environment=environment, how=how)
+        return PackagedProgram(self, *found)
 
     def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
         if refused := list(self.passed.refusals(arguments)):
@@ -161,15 +134,22 @@ class PackagedEngine(FixedWeights):
     def root_cause(self, log: str) -> str | None:
         return root_cause(
             log,
-            prefix=self.log.prefix,
+            prefix=self.log_prefix,
             usage=re.compile(rf"^(?:{self.name} serve|{self.name}_program\.py)\b.*?: error: (.+)"),
-            generic=self.log.consequences,
-            cures=self.log.cures,
+            generic=self.consequences,
+            cures=self.cures,
         )
 
     def max_model_len(self, spec: LaunchSpec) -> int | None:
         """Return the length that the command line states; None to leave it to the engine."""
         return spec.serving.max_model_len
+
+    def generate_load(
+        self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
+    ) -> list[LoadResult]:
+        from stages.serving.streamed_load import generate_load
+
+        return generate_load(client, int(read_config(spec.model)["vocab_size"]), benchmark, folder, *self.load_request)
 
 
 class Sglang(PackagedEngine):
@@ -180,21 +160,18 @@ class Sglang(PackagedEngine):
     settings = QUIET
     waiting_requests_metric = "sglang:num_queue_reqs"
     capabilities = Capabilities("safetensors", prompt_log_probabilities=True, idle_fields=("kv_cache_memory_gib",))
-    options = Options(
-        model="--model-path",
-        served_name="--served-model-name",
-        host="--host",
-        port="--port",
-        tensor_parallel_size="--tp-size",
-        max_model_len="--context-length",
-        max_num_seqs="--max-running-requests",
-        fixed=(
-            *("--enable-metrics", "--load-format", "safetensors"),
-            # At its usual level it logs all of its settings, the key among them.
-            *("--log-level", "warning"),
-        ),
-        enforce_eager=("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
-    )
+    before_model = ("--model-path",)
+    options = SHARED_OPTIONS | {
+        "served_name": "--served-model-name",
+        "host": "--host",
+        "port": "--port",
+        "tensor_parallel_size": "--tp-size",
+        "max_model_len": "--context-length",
+        "max_num_seqs": "--max-running-requests",
+    }
+    # At its usual level it logs all of its settings, the key among them.
+    fixed_options = ("--enable-metrics", "--load-format", "safetensors", "--log-level", "warning")
+    eager_options = ("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled")
     passed = PassedOptions(
         "SGLang",
         (
@@ -209,21 +186,19 @@ class Sglang(PackagedEngine):
             *("speculative-num-draft-tokens", "speculative-ngram-max-trie-depth", "speculative-ngram-capacity"),
         ),
     )
-    log = Log(
-        # Such as `[2026-11-23 10:00:00 TP0] Scheduler hit an exception: Traceback (most recent call last):`.
-        prefix=re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]]*\]\s?(?:Scheduler hit an exception: )?"),
-        consequences=("died during initialization", "cancellederror", "systemexit", "keyboardinterrupt"),
-        cures={
-            "Not enough memory. Please try to increase --mem-fraction-static": (
-                "the weights leave no room for keys and values; raise serving.arguments.mem-fraction-static, or share "
-                "the layers by serving.tensor_parallel_size"
-            ),
-            "out of memory": (
-                "lower serving.arguments.mem-fraction-static or serving.max_num_seqs, or share the layers by "
-                "serving.tensor_parallel_size"
-            ),
-        },
-    )
+    # Such as `[2026-11-23 10:00:00 TP0] Scheduler hit an exception: Traceback (most recent call last):`.
+    log_prefix = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]]*\]\s?(?:Scheduler hit an exception: )?")
+    consequences = ("died during initialization", "cancellederror", "systemexit", "keyboardinterrupt")
+    cures = {  # noqa: RUF012 (never written)
+        "Not enough memory. Please try to increase --mem-fraction-static": (
+            "the weights leave no room for keys and values; raise serving.arguments.mem-fraction-static, or share "
+            "the layers by serving.tensor_parallel_size"
+        ),
+        "out of memory": (
+            "lower serving.arguments.mem-fraction-static or serving.max_num_seqs, or share the layers by "
+            "serving.tensor_parallel_size"
+        ),
+    }
 
     def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
         return client.context_tokens()
@@ -237,12 +212,10 @@ class Sglang(PackagedEngine):
         reports = zip(rows, client.echoed(rows), strict=True)
         return [Predicted(report.of_prompt(len(row), client.url), ()) for row, report in reports]
 
-    def generate_load(
-        self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
-    ) -> list[LoadResult]:
-        from stages.serving.streamed_load import generate_load
 
-        return generate_load(client, int(read_config(spec.model)["vocab_size"]), benchmark, folder)
+def _chat_of_ids(prompt: list[int]) -> dict[str, Any]:
+    """Return the fields of an LMDeploy chat whose prompt is token ids: without messages, it answers to those."""
+    return {"messages": [], "input_ids": prompt}
 
 
 class Lmdeploy(PackagedEngine):
@@ -263,21 +236,17 @@ class Lmdeploy(PackagedEngine):
         dtypes=("bfloat16", "float16"),
         idle_fields=("kv_cache_memory_gib",),
     )
-    options = Options(
-        model="",
-        served_name="--model-name",
-        host="--server-name",
-        port="--server-port",
-        tensor_parallel_size="--tp",
-        max_model_len="--session-len",
-        max_num_seqs="--max-batch-size",
-        fixed=(
-            "--disable-fastapi-docs",
-            # Without it the PyTorch backend refuses requests for log-probabilities.
-            *("--logprobs-mode", "raw_logprobs"),
-        ),
-        enforce_eager=("--eager-mode",),
-    )
+    options = SHARED_OPTIONS | {
+        "served_name": "--model-name",
+        "host": "--server-name",
+        "port": "--server-port",
+        "tensor_parallel_size": "--tp",
+        "max_model_len": "--session-len",
+        "max_num_seqs": "--max-batch-size",
+    }
+    # Without a mode, the PyTorch backend refuses requests for log-probabilities.
+    fixed_options = ("--disable-fastapi-docs", "--logprobs-mode", "raw_logprobs")
+    eager_options = ("--eager-mode",)
     passed = PassedOptions(
         "LMDeploy",
         (
@@ -288,20 +257,19 @@ class Lmdeploy(PackagedEngine):
             "speculative-num-draft-tokens",
         ),
     )
-    log = Log(
-        # Such as `2026-11-24 10:00:00,123 - lmdeploy - ERROR - base.py:45 - RuntimeError: no GPU`.
-        prefix=re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \w+ - (?:ERROR|CRITICAL) - \S+ - "),
-        consequences=("cancellederror", "systemexit", "keyboardinterrupt", "worker failed", "engine loop failed"),
-        cures={
-            "out of memory": (
-                "lower serving.arguments.cache-max-entry-count or serving.max_num_seqs, or share the layers by "
-                "serving.tensor_parallel_size"
-            ),
-            "ompressed-tensors": (
-                "LMDeploy reads int4 weights only, of few group sizes; serve this model with `engine: vllm`"
-            ),
-        },
-    )
+    # Such as `2026-11-24 10:00:00,123 - lmdeploy - ERROR - base.py:45 - RuntimeError: no GPU`.
+    log_prefix = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \w+ - (?:ERROR|CRITICAL) - \S+ - ")
+    consequences = ("cancellederror", "systemexit", "keyboardinterrupt", "worker failed", "engine loop failed")
+    cures = {  # noqa: RUF012 (never written)
+        "out of memory": (
+            "lower serving.arguments.cache-max-entry-count or serving.max_num_seqs, or share the layers by "
+            "serving.tensor_parallel_size"
+        ),
+        "ompressed-tensors": (
+            "LMDeploy reads int4 weights only, of few group sizes; serve this model with `engine: vllm`"
+        ),
+    }
+    load_request = (CHAT, _chat_of_ids)
 
     def max_model_len(self, spec: LaunchSpec) -> int:
         """Return the context length, which is always stated: no answer of the server reports its own choice.
@@ -332,16 +300,3 @@ class Lmdeploy(PackagedEngine):
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
         raise ServerError(f"{self.title} predicts no given tokens")
-
-    def generate_load(
-        self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
-    ) -> list[LoadResult]:
-        from stages.serving.streamed_load import generate_load
-
-        vocabulary = int(read_config(spec.model)["vocab_size"])
-        return generate_load(client, vocabulary, benchmark, folder, CHAT, _chat_of_ids)
-
-
-def _chat_of_ids(prompt: list[int]) -> dict[str, Any]:
-    """Return the fields of an LMDeploy chat whose prompt is token ids: without messages, it answers to those."""
-    return {"messages": [], "input_ids": prompt}
