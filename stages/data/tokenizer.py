@@ -33,7 +33,7 @@ from stages.data.config import DEFAULT_DATE, SpecialTokensPolicy
 from stages.data.messages import Conversation, Document, PlainText, RowError, Span, listed
 from stages.data.templates import ChatTemplate, Rendered, Work, load_chat_template
 from stages.models.recorded import ToolPrompt
-from stages.models.tokenizer_growth import Growth, check_tokenizer_file
+from stages.models.tokenizer_check import Growth, check_tokenizer_file
 
 EXAMPLES = "a0."
 """Texts that show which special tokens are put around them; the first one that the normalizer does not make huge is

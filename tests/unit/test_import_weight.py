@@ -49,7 +49,7 @@ RULES = [
     (r"stages\.data\.template_program", set()),
     (r"stages\.data(\..*)?", DATA),
     (r"stages\.models\.(loaded_weights|start_up|stored_tensors|transformers_flops)", MODELS - {"peft"}),
-    (r"stages\.models\.tokenizer_(growth|probe)", {"tokenizers"}),
+    (r"stages\.models\.tokenizer_check", {"tokenizers"}),
     (r"stages\.parallel\.(accelerator|devices|processes)", {"torch"}),
     (r"stages\.hubs\.builtin\.qwen3", {"torch", "transformers", "tokenizers"}),
     (r"stages\.hubs(\..*)?", HUBS),

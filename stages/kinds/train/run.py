@@ -39,7 +39,7 @@ from stages.models.model_folder import check_model_folder
 from stages.models.recorded import note_trained_on
 from stages.models.shape import ModelShape
 from stages.models.start_up import start_training_quickly
-from stages.models.tokenizer_probe import check_tokenizer
+from stages.models.tokenizer_check import check_tokenizer
 from stages.parallel.accelerator import check_precision, type_at_hand
 from stages.parallel.device_types import check_device, missing_package
 from stages.parallel.devices import device_peak

@@ -15,8 +15,7 @@ from stages.data.config import DataConfig
 from stages.data.messages import PlainText, RowError
 from stages.data.prepare import prepare
 from stages.data.tokenizer import DocumentTokenizer
-from stages.models.tokenizer_growth import FACTORS, Growth
-from stages.models.tokenizer_probe import check_tokenizer
+from stages.models.tokenizer_check import FACTORS, Growth, check_tokenizer
 from tests.unit.stages.data.reports import Reports
 
 GROWS_NOTHING = {"Strip", "StripAccents", "Nmt"}
