@@ -14,6 +14,7 @@ from stages.core.contract import StageResult
 from stages.hubs.builtin import qwen3
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.gguf_file import quantize
+from stages.kinds.quantize.registry import QuantizationJob
 from stages.models.model_folder import GGUF_FILE
 from stages.serving.client import Client
 from stages.serving.engine import LaunchSpec
@@ -36,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = root / "small" / "model"
     rows = [[61, 75, 76], [19, 20]]
     options = {"seed": 0, "trust_remote_code": False, "report": lambda *_: None}
-    quantize(root / "sft" / "model", target, config.quantization, rows, **options)
+    quantize(QuantizationJob(root / "sft" / "model", target, config.quantization, rows, **options))
     return root
 
 

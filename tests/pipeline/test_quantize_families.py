@@ -15,6 +15,7 @@ from stages.kinds.quantize.config import ROUTERS, QuantizeConfig
 from stages.kinds.quantize.divergence import measure_divergence
 from stages.kinds.quantize.layers import build_without_weights, check_quantizable, quantized_layers
 from stages.kinds.quantize.llm_compressor import quantize
+from stages.kinds.quantize.registry import QuantizationJob
 from stages.kinds.quantize.run import run
 from stages.serving.engine import Quantization
 from tests.pipeline.test_quantize import counting_rows, save_model
@@ -51,9 +52,8 @@ def quantize_family(source, target, method, ignore=("lm_head",)):
     """As the stage does, whether or not this machine's vLLM would serve it. Returns the KL in nats per token."""
     quantization, rows = make_quantization(method, ignore), counting_rows(24)
     check_quantizable(build_without_weights(source, trust_remote_code=False), quantization, ignore)
-    assert not quantize(
-        source, target, quantization, rows[:16], seed=0, trust_remote_code=False, report=lambda *_: None
-    )  # fmt: skip
+    options = {"seed": 0, "trust_remote_code": False, "report": lambda *_: None}
+    assert not quantize(QuantizationJob(source, target, quantization, rows[:16], **options))
     everything = [[True] * len(row) for row in rows[16:]]
     divergence = measure_divergence(
         source, target, rows[16:], everything, trust_remote_code=False, report=lambda *_: None

@@ -18,7 +18,7 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from stages.core.errors import ModelError, ResourceError
 from stages.core.files import write_atomically
 from stages.core.redaction import quoted
 from stages.kinds.quantize.gguf_tokenizer import write_tokenizer
+from stages.kinds.quantize.registry import QuantizationJob
 from stages.kinds.quantize.written import copy_companions
 from stages.models.linear_layers import matches
 from stages.models.model_config import read_config
@@ -163,17 +164,9 @@ class Source:
         return int(np.prod(self.shape)) // block * size
 
 
-def quantize(
-    source: Path,
-    target: Path,
-    quantization: Quantization,
-    samples: list[list[int]],
-    *,
-    seed: int,
-    trust_remote_code: bool,
-    report: Callable[[int, int], None],
-) -> list[ModelError]:
+def quantize(job: QuantizationJob) -> list[ModelError]:
     """Write the model as GGUF, as the protocol `Quantizer` says; the samples are rows whose token ids are compared."""
+    source, target, quantization = job.source, job.target, job.quantization
     config = read_config(source)
     architecture: str = config["model_type"]
     target.mkdir()
@@ -191,7 +184,7 @@ def quantize(
     writer.write_ti_data_to_file()
     with k_quantizer(quantization.weights) as of_llama_cpp:
         for number, tensor in enumerate(tensors):
-            report(number, len(tensors))
+            job.report(number, len(tensors))
             # One at a time: a model in fp32 may not fit into memory.
             values = _values(tensor, source, config, architecture)
             writer.write_tensor_data(_stored(values, tensor.stored_as, of_llama_cpp))
@@ -199,7 +192,7 @@ def quantize(
     copy_companions(source, target)
     described = {**config, "quantization_config": {"quant_method": "gguf", "type": quantization.weights}}
     write_atomically(target / "config.json", json.dumps(described, indent=2))
-    problems = [_problem_of_tensors(target / GGUF_FILE, tensors), problem_of_token_ids(target, samples)]
+    problems = [_problem_of_tensors(target / GGUF_FILE, tensors), problem_of_token_ids(target, job.samples)]
     return [problem for problem in problems if problem]
 
 

@@ -43,6 +43,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
 from stages.kinds.quantize.layers import linear_layers, name_experts_as_stored, quantized_layers
+from stages.kinds.quantize.registry import QuantizationJob
 from stages.kinds.quantize.samples import batches_of_one_length
 from stages.kinds.quantize.scaling import Scaling, find_scalings
 from stages.kinds.quantize.written import copy_companions, problems_of_written
@@ -55,36 +56,33 @@ SMOOTHING_STRENGTH = 0.8
 CALIBRATION_BATCH_TOKENS = 8192
 
 
-def quantize(
-    source: Path,
-    target: Path,
-    quantization: Quantization,
-    samples: list[list[int]],
-    *,
-    seed: int,
-    trust_remote_code: bool,
-    report: Callable[[int, int], None],
-) -> list[ModelError]:
+def quantize(job: QuantizationJob) -> list[ModelError]:
     """Write the model in compressed-tensors' format, as the protocol `Quantizer` says."""
-    torch.manual_seed(seed)
+    source, quantization = job.source, job.quantization
+    torch.manual_seed(job.seed)
     # float32 on a CPU: bfloat16 products of small matrices took eight times as long there, and AWQ needs thousands.
     dtype = "auto" if torch.accelerator.is_available() else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=job.trust_remote_code)
     layers, quantized = linear_layers(model), quantized_layers(model, quantization)
     ignored = {name: layer.name for name, layer in layers.items() if name not in quantized}
     batches = [
         {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
-        for batch in batches_of_one_length(samples, CALIBRATION_BATCH_TOKENS)
+        for batch in batches_of_one_length(job.samples, CALIBRATION_BATCH_TOKENS)
     ]
     if any(layer.is_expert for layer in quantized.values()):
         # In this order: the names in files are read from modules that `linearize_moe` replaces.
         name_experts_as_stored(model)
         linearize_moe(model)
     modifiers = make_modifiers(quantization, list(ignored), _scalings(model, quantization, batches, set(quantized)))
-    with _report_layers(model, report), _without_pinned_memory(), _experts_as_they_are(), _fast_search(quantization):
+    with (
+        _report_layers(model, job.report),
+        _without_pinned_memory(),
+        _experts_as_they_are(),
+        _fast_search(quantization),
+    ):
         oneshot(model=model, recipe=modifiers, dataset=DataLoader(batches, batch_size=None))
-    _save(model, source, target, {*ignored, *ignored.values()})
-    return list(problems_of_written(target, {layer.name for layer in quantized.values()}))
+    _save(model, source, job.target, {*ignored, *ignored.values()})
+    return list(problems_of_written(job.target, {layer.name for layer in quantized.values()}))
 
 
 def _scalings(

@@ -1,4 +1,4 @@
-"""Methods of quantization, and the protocol of a quantizer.
+"""Methods of quantization, and the protocol of a quantizer with its job.
 
 A new method is a line here, and a module if its quantizer is new.
 """
@@ -13,6 +13,35 @@ from typing import Protocol
 
 from stages.core.errors import ModelError
 from stages.serving.engine import Quantization, WeightFormat
+
+
+@dataclass(frozen=True)
+class QuantizationJob:
+    """A model to quantize. source, target: folders of the model and of the quantized one, which does not exist yet.
+
+    samples: token ids, a list a row.
+    report: called as report(done, total), with layers that were calibrated.
+    """
+
+    source: Path
+    target: Path
+    quantization: Quantization
+    samples: list[list[int]]
+    seed: int
+    trust_remote_code: bool
+    report: Callable[[int, int], None]
+
+
+class Quantizer(Protocol):
+    """Protocol of a module's function `quantize`."""
+
+    def __call__(self, job: QuantizationJob) -> Sequence[ModelError]:
+        """Write the quantized model of `source` to `target`, with everything else that `source` holds.
+
+        The same folder, samples and seed give the same weights, bit for bit, on the same machine.
+
+        Returns the problems of what was written. Raises ModelError for what cannot be written.
+        """
 
 
 @dataclass(frozen=True)
@@ -42,28 +71,3 @@ def quantizer_of(method: str) -> Quantizer:
     """Return the function that quantizes by a method."""
     quantizer: Quantizer = importlib.import_module(METHODS[method].module).quantize
     return quantizer
-
-
-class Quantizer(Protocol):
-    """Protocol of a module's function `quantize`."""
-
-    def __call__(
-        self,
-        source: Path,
-        target: Path,
-        quantization: Quantization,
-        samples: list[list[int]],
-        *,
-        seed: int,
-        trust_remote_code: bool,
-        report: Callable[[int, int], None],
-    ) -> Sequence[ModelError]:
-        """Write the quantized model of folder `source` to `target`, with everything else that `source` holds.
-
-        The same folder, samples and seed give the same weights, bit for bit, on the same machine.
-
-        samples: token ids, a list a row.
-        report: called as report(done, total), with layers that were calibrated.
-
-        Returns the problems of what was written. Raises ModelError for what cannot be written.
-        """

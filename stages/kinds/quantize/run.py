@@ -19,7 +19,7 @@ from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, LifecycleError, ModelError
 from stages.kinds.quantize.check import check_headers, check_modules
 from stages.kinds.quantize.config import QuantizeConfig
-from stages.kinds.quantize.registry import quantizer_of
+from stages.kinds.quantize.registry import QuantizationJob, quantizer_of
 from stages.kinds.quantize.samples import Samples, read_samples
 from stages.models.model_folder import GGUF_FILE, files_with_weights
 from stages.models.recorded import RECORD, read_record
@@ -48,7 +48,7 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
         f"they hold {layers.fraction_of_weights:.0%} of the weights"
     )
     with _library_errors_explained(f"quantizing {layers.model_class} with {config.method}"):
-        problems = quantizer_of(config.method)(
+        job = QuantizationJob(
             source,
             target,
             config.quantization,
@@ -57,6 +57,7 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
             trust_remote_code=config.trust_remote_code,
             report=lambda done, total: context.progress(done, total, "layers", "calibrating"),
         )
+        problems = quantizer_of(config.method)(job)
     for problem in problems:
         context.refuse(problem)
     before, after = _mebibytes(source), _mebibytes(target)

@@ -29,6 +29,7 @@ from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.divergence import _load, measure_divergence
 from stages.kinds.quantize.gguf_file import StoredTypes, k_quantizer, quantize, type_of
 from stages.kinds.quantize.gguf_tokenizer import SPLITS, splitting_of
+from stages.kinds.quantize.registry import QuantizationJob
 from stages.kinds.quantize.run import run
 from stages.models.linear_layers import Projection
 from stages.models.model_folder import GGUF_FILE, check_model_folder
@@ -118,7 +119,8 @@ def config(gguf_type: str = "f16", **fields) -> QuantizeConfig:
 def write(source: Path, gguf_type: str, samples: list[list[int]] = ROWS, **fields) -> Path:
     target = source.with_name(f"{source.name}-{gguf_type}")
     options = config(gguf_type, **fields).quantization
-    for problem in quantize(source, target, options, samples, seed=0, trust_remote_code=False, report=lambda *_: None):
+    job = QuantizationJob(source, target, options, samples, seed=0, trust_remote_code=False, report=lambda *_: None)
+    for problem in quantize(job):
         raise problem
     return target
 
