@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
 from stages.core.program import Program
-from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores, scored_in_time
+from stages.rewards.reward import AskingReward, Completion
 
 LIMIT_S = 2.0
 """CPU time of one comparison."""
@@ -17,7 +15,7 @@ GRACE_S = 2.0
 """Seconds beyond LIMIT_S before the program is ended."""
 
 
-class JsonSchemaReward(CompletionReward):
+class JsonSchemaReward(AskingReward):
     """1 where the completion is JSON that the schema describes, and nothing else, else 0."""
 
     type: Literal["json_schema"]
@@ -27,42 +25,26 @@ class JsonSchemaReward(CompletionReward):
     @classmethod
     def _is_schema(cls, schema: dict[str, Any]) -> dict[str, Any]:
         from jsonschema import SchemaError
+        from jsonschema.validators import validator_for
 
         try:
-            _validator(schema).check_schema(schema)
+            validator_for(schema).check_schema(schema)
         except SchemaError as error:
             raise ValueError(f"is no JSON Schema: {error.message}") from error
         if outside := [text for text in _references(schema) if not text.startswith("#")]:
             raise ValueError(f"refers to {outside[0]!r}; expected references within it (`#/…`) alone")
         return schema
 
-    def score(self, completion: Completion) -> float:
-        with _program() as program:
-            try:
-                return self._score(program, completion)
-            except TimeoutError:
-                return 0.0
+    @property
+    def limit_s(self) -> float:
+        return LIMIT_S
 
-    @contextmanager
-    def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        with _program() as program:
-            program.start()
-            yield scored_in_time(lambda completion: self._score(program, completion), name, context, LIMIT_S)
+    def program(self) -> Program:
+        return Program("stages.rewards.json_schema_program", str(LIMIT_S))
 
-    def _score(self, program: Program, completion: Completion) -> float:
-        """Return the score. Raises TimeoutError."""
+    def asked(self, program: Program, completion: Completion) -> float:
         question = {"schema": self.json_schema, "text": completion.text}
         return float(program.ask_hostile(question, LIMIT_S + GRACE_S))
-
-
-def _program() -> Program:
-    return Program("stages.rewards.json_schema_program", str(LIMIT_S))
-
-
-def _validator(schema: dict[str, Any]) -> Any:
-    from jsonschema.validators import validator_for
-
-    return validator_for(schema)
 
 
 def _references(schema: object) -> list[str]:

@@ -12,7 +12,7 @@ from stages.core.errors import DataError
 from stages.core.fields import Seconds
 from stages.core.program import Program
 from stages.core.redaction import quoted
-from stages.rewards.reward import Completion, CompletionReward, RewardContext, RowCheck, Scores, scored_in_time
+from stages.rewards.reward import AskingReward, Completion, RowCheck
 
 GRACE_S = 1.0
 """Seconds beyond the program's own limit, for a step that it cannot interrupt."""
@@ -20,7 +20,7 @@ MAX_ENDLESS_ROWS = 5
 """Right answers that may time out while rows are checked, since each costs the full time limit."""
 
 
-class MathReward(CompletionReward):
+class MathReward(AskingReward):
     r"""1 where the completion's answer (in `\boxed{}`, in LaTeX, or a number) equals the reference in value, else 0.
 
     `\frac{1}{2}` equals 0.5; `no_answer` where the completion has no answer.
@@ -50,7 +50,7 @@ class MathReward(CompletionReward):
                 return None
             answer = f"has the right answer {quoted(reference, 60)}, which"
             try:
-                is_mathematics = self._asked(program, reference=reference)
+                is_mathematics = self._answer(program, reference=reference)
             except TimeoutError:
                 num_endless += 1
                 if num_endless > MAX_ENDLESS_ROWS:
@@ -62,30 +62,20 @@ class MathReward(CompletionReward):
                 return f"{answer} cannot be read within {self.timeout_s:g} s, or within the memory that it may have"
             return None if is_mathematics else f"{answer} is no number and no formula"
 
-        with self._program() as program:
+        with self.program() as program:
             yield check
 
-    def score(self, completion: Completion) -> float:
-        with self._program() as program:
-            try:
-                return self._score(program, completion)
-            except TimeoutError:
-                return 0.0
+    @property
+    def limit_s(self) -> float:
+        return self.timeout_s
 
-    @contextmanager
-    def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        with self._program() as program:
-            program.start()
-            yield scored_in_time(lambda completion: self._score(program, completion), name, context, self.timeout_s)
-
-    def _program(self) -> Program:
+    def program(self) -> Program:
         return Program("stages.rewards.math_program", str(self.timeout_s))
 
-    def _score(self, program: Program, completion: Completion) -> float:
-        """Return the score. Raises TimeoutError."""
-        outcome = self._asked(program, text=completion.text, reference=completion.reference)
+    def asked(self, program: Program, completion: Completion) -> float:
+        outcome = self._answer(program, text=completion.text, reference=completion.reference)
         return {"right": 1.0, "no answer": self.no_answer}.get(outcome, 0.0)
 
-    def _asked(self, program: Program, **question: str | None) -> Any:
+    def _answer(self, program: Program, **question: str | None) -> Any:
         """Return the program's answer. Raises TimeoutError."""
         return program.ask_hostile(question, self.timeout_s + GRACE_S)

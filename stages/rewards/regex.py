@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 from pydantic import Field, field_validator
 
 from stages.core.patterns import LIMIT_S, Patterns, pattern_problem
-from stages.rewards.reward import Completion, CompletionReward, RewardContext, Scores, scored_in_time
+from stages.rewards.reward import AskingReward, Completion
 
 
-class RegexReward(CompletionReward):
+class RegexReward(AskingReward):
     r"""1 where the pattern is found in the completion, else 0; `\A` and `\Z` are its beginning and end."""
 
     type: Literal["regex"]
@@ -27,19 +25,12 @@ class RegexReward(CompletionReward):
             raise ValueError(problem)
         return pattern
 
-    def score(self, completion: Completion) -> float:
-        with Patterns(LIMIT_S) as patterns:
-            try:
-                return self._score(patterns, completion)
-            except TimeoutError:
-                return 0.0
+    @property
+    def limit_s(self) -> float:
+        return LIMIT_S
 
-    @contextmanager
-    def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        with Patterns(LIMIT_S) as patterns:
-            patterns.start()
-            yield scored_in_time(lambda completion: self._score(patterns, completion), name, context, LIMIT_S)
+    def program(self) -> Patterns:
+        return Patterns(LIMIT_S)
 
-    def _score(self, patterns: Patterns, completion: Completion) -> float:
-        """Return the score. Raises TimeoutError."""
-        return float(patterns.first_matches([self.pattern], [completion.text], "search") == [0])
+    def asked(self, program: Patterns, completion: Completion) -> float:
+        return float(program.first_matches([self.pattern], [completion.text], "search") == [0])

@@ -115,21 +115,45 @@ class CompletionReward(Reward):
         yield lambda completions: map(self.score, completions)
 
 
-def scored_in_time(score: Callable[[Completion], float], name: str, context: RewardContext, limit_s: float) -> Scores:
-    """Return a scoring function that gives 0 and warns where `score` raises TimeoutError."""
+class AskingReward(CompletionReward):
+    """Base of rewards that ask a program, which may take too long for a completion: it then counts as wrong."""
 
-    def scores(completions: Sequence[Completion]) -> Iterator[float]:
-        num_late = 0
-        for completion in completions:
+    @abstractmethod
+    def program(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the client of the program, not yet started."""
+
+    @abstractmethod
+    def asked(self, program: Any, completion: Completion) -> float:
+        """Return the number. Raises TimeoutError."""
+
+    @property
+    @abstractmethod
+    def limit_s(self) -> float:
+        """Time limit of one comparison."""
+
+    def score(self, completion: Completion) -> float:
+        with self.program() as program:
             try:
-                yield score(completion)
+                return self.asked(program, completion)
             except TimeoutError:
-                num_late += 1
-                yield 0.0
-        if num_late:
-            context.warn(
-                f"the reward {name}: {num_late} of {len(completions)} comparisons took over {limit_s:g} s, or all "
-                "memory that they may have; they count as wrong"
-            )
+                return 0.0
 
-    return scores
+    @contextlib.contextmanager
+    def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
+        def scores(completions: Sequence[Completion]) -> Iterator[float]:
+            num_late = 0
+            for completion in completions:
+                try:
+                    yield self.asked(program, completion)
+                except TimeoutError:
+                    num_late += 1
+                    yield 0.0
+            if num_late:
+                context.warn(
+                    f"the reward {name}: {num_late} of {len(completions)} comparisons took over {self.limit_s:g} s, or "
+                    "all memory that they may have; they count as wrong"
+                )
+
+        with self.program() as program:
+            program.start()
+            yield scores
