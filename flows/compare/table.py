@@ -51,7 +51,11 @@ def grid(rows: Sequence[Row]) -> list[list[str]]:
     measured = [row for row in rows if not row.error]
     shown = [name for name in COLUMNS if any(name in row.metrics for row in measured)]
     heading = ["layout", "devices", *(COLUMNS[name][0] for name in shown)]
-    return [heading, *([row.text, str(row.num_devices), *(_cell(row, name) for name in shown)] for row in measured)]
+    lines = [heading]
+    for row in measured:
+        cells = (COLUMNS[name][1](row.metrics[name]) if name in row.metrics else "–" for name in shown)
+        lines.append([row.text, str(row.num_devices), *cells])
+    return lines
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -84,10 +88,6 @@ def cells(rows: Sequence[Row]) -> list[dict[str, str | int | float | None]]:
         }
         for row in rows
     ]
-
-
-def _cell(row: Row, name: str) -> str:
-    return COLUMNS[name][1](row.metrics[name]) if name in row.metrics else "–"
 
 
 def _in_parts(lines: Sequence[Sequence[str]], widths: Sequence[int], width: int) -> list[str]:

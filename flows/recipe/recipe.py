@@ -114,7 +114,9 @@ def load_stages(
     lines, num_of_layouts = [*problems], 0
     for stage, config in tree.items():
         numbers = [*bad_numbers(config, f"stages.{stage}")]
-        lines += [*_name_problems(stage), *numbers]
+        if not re.fullmatch(NAME_PATTERN, stage):
+            lines.append(f"stages.{stage}: the name of a stage consists of {NAME_RULE}")
+        lines += numbers
         try:
             stages[stage] = _read_stage(resolve_file_sources(config, folder), folder)
         except ValidationError as error:
@@ -203,11 +205,6 @@ def _top_level_problems(tree: Mapping[str, Any]) -> Iterator[str]:
     choices = get_args(OnCollision)
     if tree.get("on_collision", choices[0]) not in choices:
         yield f"on_collision: found {show(tree['on_collision'])}, expected {' or '.join(choices)}"
-
-
-def _name_problems(stage: str) -> Iterator[str]:
-    if not re.fullmatch(NAME_PATTERN, stage):
-        yield f"stages.{stage}: the name of a stage consists of {NAME_RULE}"
 
 
 def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:

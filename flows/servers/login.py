@@ -7,7 +7,7 @@ machine can see; never with the key.
 from __future__ import annotations
 
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -40,15 +40,10 @@ def open_pages(mlflow_page: str = "") -> Iterator[str]:
     yield f"if a page asks for a name and a password, take them from {key_file()}: NAME:PASSWORD"
 
 
-def _prefect_address(host: str, password: str) -> str:
-    return f"http://{host}{LOGIN_PATH}#{quote(f'{USER}:{password}')}"
-
-
-def _mlflow_address(host: str, password: str) -> str:
-    return f"http://{USER}:{quote(password)}@{host}{LOGIN_PATH}"
-
-
-ADDRESSES = {"prefect": _prefect_address, "mlflow": _mlflow_address}
+ADDRESSES: dict[str, Callable[[str, str], str]] = {
+    "prefect": lambda host, password: f"http://{host}{LOGIN_PATH}#{quote(f'{USER}:{password}')}",
+    "mlflow": lambda host, password: f"http://{USER}:{quote(password)}@{host}{LOGIN_PATH}",
+}
 """Server → (host and port, password) → address where a browser gets logged in."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def check_tokenizer_file(folder: Path, *texts: str, max_factor: float = math.inf
         growth = Growth(content.get("normalizer"))
         added = [token["content"] for token in content.get("added_tokens") or () if token.get("normalized")]
         for part in ("pre_tokenizer", "decoder"):
-            if (factor := _product(_steps(content.get(part)))) > MAX_CHAIN_GROWTH:
+            if (factor := math.prod(map(_factor, _steps(content.get(part))))) > MAX_CHAIN_GROWTH:
                 raise ModelError(
                     f"the `{part}` of the tokenizer in {folder} could make a text {factor:,.0f} times as long; "
                     f"expected at most {MAX_CHAIN_GROWTH}; use another tokenizer"
@@ -150,10 +150,6 @@ def _steps(part: Step | None) -> Iterator[Step]:
         yield part
     for step in chain or ():
         yield from _steps(step)
-
-
-def _product(steps: Iterable[Step]) -> float:
-    return math.prod(map(_factor, steps))
 
 
 def _factor(step: Step) -> float:

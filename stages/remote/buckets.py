@@ -83,7 +83,7 @@ class Bucket:
             else:
                 below = self.filesystem.get_file_info(FileSelector(self.path, recursive=True))
                 files = {self._name(one.path): one.path for one in below if one.type == FileType.File}
-            files = {name: path for name, path in files.items() if not any(map(_is_hidden, name.split("/")))}
+            files = {name: path for name, path in files.items() if "/." not in f"/{name}"}
             if not files:
                 raise DownloadError(f"{self.address} holds nothing; check the name of the bucket and the prefix")
             with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
@@ -182,10 +182,6 @@ def check_listening(address: str, limit_s: float) -> None:
         socket.create_connection((url.hostname or "", port), limit_s).close()
     except OSError as error:
         raise TransientError(f"asking for {address}: {url.hostname} does not answer at port {port}: {error}") from None
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".")
 
 
 def _tag(metadata: Mapping[str | bytes, Any]) -> str:

@@ -168,11 +168,8 @@ def labelled(engines: Iterable[tuple[ServedVersion, str]]) -> str:
                 rest = line[sample.end() :]
                 marked = f"{labels},{rest}" if sample["brace"] else f"{labels}}}{rest}"
                 samples.setdefault(family, []).append(f"{sample['name']}{{{marked}")
-    return "".join(f"{line}\n" for family in {**comments, **samples} for line in _lines(family, comments, samples))
-
-
-def _lines(family: str, comments: dict[str, list[str]], samples: dict[str, list[str]]) -> list[str]:
-    return comments.get(family, []) + samples.get(family, [])
+    families = {**comments, **samples}
+    return "".join(f"{line}\n" for one in families for line in comments.get(one, []) + samples.get(one, []))
 
 
 def _escaped(value: str) -> str:

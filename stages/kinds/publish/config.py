@@ -12,10 +12,6 @@ from stages.core.fields import Product, Reference
 from stages.kinds.publish.targets.registry import forms, parse_address
 
 
-def _as_address(text: str) -> str:
-    return str(parse_address(text))
-
-
 class PublishConfig(StageConfig):
     """Send a promoted model to where others find it, with a model card written from the records."""
 
@@ -26,7 +22,9 @@ class PublishConfig(StageConfig):
     promotion: Annotated[str, Reference(("verdict",))] = Field(
         description="Promote stage of the model; a candidate that was not promoted is not published."
     )
-    to: Annotated[str, AfterValidator(_as_address)] = Field(description=f"Place to publish to: {forms()}.")
+    to: Annotated[str, AfterValidator(lambda text: str(parse_address(text)))] = Field(
+        description=f"Place to publish to: {forms()}."
+    )
     private: bool = Field(True, description="Make a repository on a hub visible only to its owner.")
     license: str | None = Field(
         None,
