@@ -28,8 +28,9 @@ from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
 from stages.core.hashing import sha256_of_files
 from stages.core.redaction import REPLACEMENT, is_secret_name, redact, shortened
+from stages.hubs.fetched import FetchedConfig
 from stages.hubs.files import requested_files
-from stages.kinds.download.config import DownloadConfig
+from stages.hubs.registry import HUBS
 
 ROW_FILES = (".jsonl", ".ndjson", ".csv")
 """Suffixes of files whose rows are counted."""
@@ -201,10 +202,7 @@ def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
 
     kept: folder of the contents at earlier plans; the present contents are recorded there.
     """
-    stages = {
-        name: _with_paths(_with_sources(_with_files(stage, index), index), kept)
-        for name, stage in planned.stages.items()
-    }
+    stages = {name: _with_paths(_with_sources(stage, index), kept) for name, stage in planned.stages.items()}
     return replace(planned, stages=stages)
 
 
@@ -225,11 +223,17 @@ def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
     return replace(stage, reason=reason)
 
 
-def _with_files(stage: PlannedStage, index: Index) -> PlannedStage:
-    """Return the stage with the changes in the files of a download."""
+def _with_sources(stage: PlannedStage, index: Index) -> PlannedStage:
+    """Return the stage with the changes in what it fetches: in the files, and in the name of their source."""
     config = stage.config
+    if not isinstance(config, FetchedConfig):
+        return stage
+    return _with_source(_with_files(stage, config, index), config, index)
+
+
+def _with_files(stage: PlannedStage, config: FetchedConfig, index: Index) -> PlannedStage:
     differing = next((one for one in stage.differences if one.field == REVISION), None)
-    if differing is None or not isinstance(config, DownloadConfig) or config.source.hub != "file":
+    if differing is None or not HUBS[config.source.hub].is_local:
         return stage
     earlier = index.nearest(stage.kind, stage.name, stage.identity)
     try:
@@ -243,18 +247,16 @@ def _with_files(stage: PlannedStage, index: Index) -> PlannedStage:
     return replace(stage, reason=stage.reason.replace(str(differing), words))
 
 
-def _with_sources(stage: PlannedStage, index: Index) -> PlannedStage:
-    """Return the stage with a download's former and present source, whole.
+def _with_source(stage: PlannedStage, config: FetchedConfig, index: Index) -> PlannedStage:
+    """Return the stage with its former and present source, whole.
 
     A path is no identity, so the differences of identities do not show it.
     """
-    config = stage.config
-    product = config.product if isinstance(config, DownloadConfig) else None
-    differing = next((one for one in stage.differences if one.field == product), None)
+    differing = next((one for one in stage.differences if one.field == config.product), None)
     earlier = index.nearest(stage.kind, stage.name, stage.identity) if differing else None
-    if differing is None or earlier is None or not isinstance(config, DownloadConfig):
+    if differing is None or earlier is None:
         return stage
-    words = f"{product} {earlier.record.tags.get('source', differing.old)} → {config.source}"
+    words = f"{config.product} {earlier.record.tags.get('source', differing.old)} → {config.source}"
     return replace(stage, reason=stage.reason.replace(str(differing), words))
 
 

@@ -10,9 +10,7 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.recipe.recipe import Recipe
 from stages.core.contract import StageConfig
 from stages.core.errors import ResourceError
-from stages.kinds.train.config import TrainConfig
-from stages.parallel.device_types import device_type, missing_package
-from stages.planner.hardware import named_like
+from stages.parallel.device_types import device_type
 
 VISIBLE_DEVICES = device_type("cuda").visible_devices or ""
 """Variable that limits a process to some of the GPUs that `gpus` finds."""
@@ -21,18 +19,18 @@ VISIBLE_DEVICES = device_type("cuda").visible_devices or ""
 def wanted_slots(config: StageConfig, count: int) -> int:
     """Return the number of slots that a stage holds, of `count`.
 
-    Processes may share cores, but not GPUs; a download needs no GPU. What runs on a cluster is queued there.
+    Processes may share cores, but not GPUs. What runs on a cluster is queued there.
     """
     if config.execution.launcher != "local":
         return 0
-    if gpus() and config.kind == "download":
+    if gpus() and not config.WAITS_FOR_GPUS:
         return 0
     return min(_devices(config), count)
 
 
 def num_devices(config: StageConfig) -> int:
-    """Return the number of devices that a stage keeps busy, on all nodes together; 0 for downloads."""
-    return 0 if config.kind == "download" else config.devices * config.execution.nodes
+    """Return the number of devices that a stage keeps busy, on all nodes together."""
+    return config.devices * config.execution.nodes if config.WAITS_FOR_GPUS else 0
 
 
 def own_gpus(config: StageConfig) -> list[int]:
@@ -42,19 +40,16 @@ def own_gpus(config: StageConfig) -> list[int]:
 
 
 def check_devices(planned: Plan) -> None:
-    """Raise `ResourceError` when a stage would get too few GPUs, or this machine lacks what its precision needs.
-
-    Each process of a training takes a GPU of its own.
-    """
+    """Raise `ResourceError` when a stage would get too few GPUs, or this machine lacks something else that it needs."""
     for name, stage in planned.stages.items():
-        if stage.action != "run" or stage.kind == "download":
+        if stage.action != "run" or not stage.config.WAITS_FOR_GPUS:
             continue
         if problem := next(_device_problems(stage.config), None):
-            split = _split(stage.config)
+            roles = stage.config.device_roles(VISIBLE_DEVICES, _named(stage.config))
             count = _num_gpus(stage.config)
-            wanted = f"{count} GPU{'' if count == 1 else 's'}" + (f" ({split})" if split else "")
+            wanted = f"{count} GPU{'' if count == 1 else 's'}" + (f" ({roles})" if roles else "")
             raise ResourceError(f"stage {name} wants {wanted}, {problem}")
-        if isinstance(stage.config, TrainConfig) and (problem := next(_precision_problems(stage.config), None)):
+        if problem := next(stage.config.missing_here(gpus()), None):
             raise ResourceError(f"stage {name}: {problem}")
 
 
@@ -62,21 +57,8 @@ def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
     """Yield how the devices of a stage are divided, where some train and others sample."""
     for name in chosen:
         config = recipe.stages[name]
-        if split := _split(config):
-            yield f"{name}: {split}; on a CPU both share the cores"
-
-
-def _split(config: StageConfig) -> str | None:
-    if not isinstance(config, TrainConfig) or not config.sampling_devices:
-        return None
-    training = "1 device trains" if config.processes == 1 else f"{config.processes} devices train"
-    sampling = "1 samples" if config.sampling_devices == 1 else f"{config.sampling_devices} sample"
-    sentence = f"{training}, {sampling} completions"
-    named = _named(config)
-    if not named:
-        return sentence
-    own, others = (",".join(part) for part in (named[: config.processes], named[config.processes :]))
-    return f"{sentence}: {VISIBLE_DEVICES} {own} and {others}"
+        if roles := config.device_roles(VISIBLE_DEVICES, _named(config)):
+            yield f"{name}: {roles}; on a CPU both share the cores"
 
 
 def _device_problems(config: StageConfig) -> Iterator[str]:
@@ -97,27 +79,12 @@ def _device_problems(config: StageConfig) -> Iterator[str]:
         if beyond := [one for one in named if one.isdecimal() and int(one) >= count]:
             yield f"but {field} names {', '.join(beyond)}; this machine has 0 to {count - 1}"
     if wanted > count:
-        remedy = (
-            "" if isinstance(config, TrainConfig) else ", or set its execution.slots if processes are to share GPUs"
-        )
+        shares = ", or set its execution.slots if processes are to share GPUs"
+        remedy = "" if config.GPU_FOR_EACH_PROCESS else shares
         yield f"this machine has {count}; change its layout{remedy}"
     slots = execution.slots
     if slots and slots < wanted:
         yield f"but execution.slots is {slots}; each of its processes takes a GPU of its own: leave `slots` out"
-
-
-def _precision_problems(config: TrainConfig) -> Iterator[str]:
-    """Yield what this machine lacks for products in 8 bits; clusters are checked when the stage starts."""
-    if config.precision != "fp8" or config.execution.launcher != "local":
-        return
-    if not gpus():
-        yield "`precision: fp8` is for NVIDIA GPUs, and this machine has none; set `precision: bf16`"
-    for name in gpus():
-        hardware = named_like(name)
-        if hardware and hardware.fp8_tflops is None:
-            yield f"`precision: fp8`: {name} does not multiply in 8 bits; set `precision: bf16`"
-    if missing := missing_package(config.engine, config.precision):
-        yield missing
 
 
 def _named(config: StageConfig) -> list[str]:
@@ -144,5 +111,5 @@ def _devices(config: StageConfig) -> int:
 
 
 def _num_gpus(config: StageConfig) -> int:
-    """Return the number of GPUs: one for each training process, whatever slots they hold."""
-    return max(config.devices, _devices(config)) if isinstance(config, TrainConfig) else _devices(config)
+    """Return the number of GPUs: one for each process where each takes its own, whatever slots they hold."""
+    return max(config.devices, _devices(config)) if config.GPU_FOR_EACH_PROCESS else _devices(config)

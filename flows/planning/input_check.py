@@ -26,7 +26,8 @@ from stages.data.config import DataConfig
 from stages.data.files import find_files
 from stages.data.templates import read_template
 from stages.engines.megatron.families import check_supported
-from stages.kinds.download.config import DownloadConfig
+from stages.hubs.fetched import FetchedConfig
+from stages.hubs.registry import HUBS
 from stages.kinds.train.config import TrainConfig
 from stages.models.model_config import CONFIG_FILE, max_positions, read_config
 from stages.models.model_folder import check_config, check_model_folder, check_unquantized, code_not_run
@@ -60,10 +61,9 @@ def check_models(recipe: Recipe, outside: Outside, index: Index) -> list[str]:
 
 def _check(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, index: Index) -> Iterator[str]:
     download = download_of(recipe, name)
-    source = recipe.stages[download]
-    assert isinstance(source, DownloadConfig)
     if download not in outside:
         return
+    source = recipe.fetched[download]
     model_config = _local_config(source, outside[download], index)
     if model_config is None:
         return
@@ -71,7 +71,7 @@ def _check(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, ind
     check_unquantized(model_config, str(source.source))
     if note := code_not_run(model_config, trusted=config.trust_remote_code):
         yield note
-    if source.source.hub == "file" and source.files is None:
+    if HUBS[source.source.hub].is_local and source.request.patterns is None:
         yield from check_model_folder(Path(source.source.name))
     if config.engine == "megatron":
         shape = check_supported(model_config)
@@ -86,12 +86,12 @@ def _check(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, ind
         )
 
 
-def _local_config(source: DownloadConfig, outside: dict[str, Any], index: Index) -> dict[str, Any] | None:
+def _local_config(source: FetchedConfig, outside: dict[str, Any], index: Index) -> dict[str, Any] | None:
     """Return the `config.json` of what a stage downloads, if it is on this machine."""
     artifact = index.find(source.kind, version_of(identity_of(source, {}, outside)))
     if artifact and not artifact.damage and (artifact.folder / "model" / CONFIG_FILE).is_file():
         return read_config(artifact.folder / "model")
-    return read_known_config(source, outside) if source.source.hub in ("file", "builtin") else None
+    return read_known_config(source, outside) if HUBS[source.source.hub].is_offline else None
 
 
 def check_first_inputs(recipe: Recipe, will_run: Collection[str], outside: Outside, index: Index) -> None:
@@ -150,13 +150,13 @@ def _folder(recipe: Recipe, name: str, outside: Outside, index: Index) -> Path |
 
     A dataset may be one file. A selection of a folder's files is left to the check of inputs.
     """
-    config = recipe.stages[name]
-    if not isinstance(config, DownloadConfig) or name not in outside or config.stream:
+    config = recipe.fetched.get(name)
+    if config is None or name not in outside or config.leaves_files:
         return None
     artifact = index.find(config.kind, version_of(identity_of(config, {}, outside[name])))
     if artifact and not artifact.damage:
         return artifact.folder / CONTENT_FOLDERS[config.product]
     # Headers are read even while files are being hashed; rows of such large files are left to the check of inputs.
     is_known = config.product == "model" or "revision" in outside[name]
-    is_here = config.source.hub == "file" and config.files is None and is_known
+    is_here = HUBS[config.source.hub].is_local and config.request.patterns is None and is_known
     return Path(config.source.name) if is_here else None

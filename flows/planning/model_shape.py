@@ -18,17 +18,17 @@ from flows.store.record import Index
 from stages.core.contract import base_of
 from stages.core.errors import RecipeError, TransientError
 from stages.hubs.answers import Answers
-from stages.hubs.registry import read_model_config
-from stages.kinds.download.config import DownloadConfig
+from stages.hubs.fetched import FetchedConfig
+from stages.hubs.registry import HUBS, read_model_config
 from stages.models.known_models import known_model
 from stages.models.model_config import CONFIG_FILE, read_config, shape_of_config
 from stages.models.shape import ModelShape
 
 
 def download_of(recipe: Recipe, stage: str) -> str:
-    """Return the download that the field `model` of a stage leads to; of adapters, that of their base."""
+    """Return the stage that fetches what the field `model` of a stage leads to; of adapters, that of their base."""
     name = base_of(stage, recipe.stages)
-    while recipe.stages[name].kind != "download":
+    while name not in recipe.fetched:
         upstream = recipe.stages[name].references().get("model")
         if upstream is None:
             raise RecipeError(f"looking for the model of {stage}: {name} refers to none")
@@ -56,7 +56,7 @@ class ModelConfigs:
         if name not in self._answers:
             if name not in self._outside:
                 return None
-            self._answers.ask(name, partial(self._read, _download(self._recipe, name), self._outside[name]))
+            self._answers.ask(name, partial(self._read, self._recipe.fetched[name], self._outside[name]))
         try:
             return self._answers.of(name)
         except TransientError:
@@ -69,7 +69,7 @@ class ModelConfigs:
         config = self.of(name)
         if config is not None:
             return shape_of_config(config)
-        source = str(_download(self._recipe, name).model)
+        source = str(self._recipe.fetched[name].source)
         known = known_model(source)
         if known is None:
             raise TransientError(
@@ -78,24 +78,18 @@ class ModelConfigs:
             )
         return known
 
-    def _read(self, config: DownloadConfig, outside: dict[str, JsonValue]) -> dict[str, Any] | None:
+    def _read(self, config: FetchedConfig, outside: dict[str, JsonValue]) -> dict[str, Any] | None:
         artifact = self._index.find(config.kind, version_of(identity_of(config, {}, outside)))
         if artifact and not artifact.damage:
             return read_config(artifact.folder / "model")
         return read_known_config(config, outside)
 
 
-def read_known_config(config: DownloadConfig, outside: dict[str, JsonValue]) -> dict[str, Any] | None:
+def read_known_config(config: FetchedConfig, outside: dict[str, JsonValue]) -> dict[str, Any] | None:
     """Read the `config.json` of a model from its source; None where the hub has not named the revision.
 
     Files on this machine need no revision: the config is read while the weights beside it are still being hashed.
     """
-    if "revision" not in outside and config.source.hub != "file":
+    if "revision" not in outside and not HUBS[config.source.hub].is_local:
         return None
     return read_model_config(config.source, str(outside.get("revision")))
-
-
-def _download(recipe: Recipe, name: str) -> DownloadConfig:
-    config = recipe.stages[name]
-    assert isinstance(config, DownloadConfig)
-    return config

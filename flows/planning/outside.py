@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,10 +17,8 @@ from stages.core.contract import StageConfig
 from stages.core.errors import EvaluationError, LifecycleError, RecipeError, TransientError
 from stages.core.redaction import shortened
 from stages.hubs.answers import PLANNING_ATTEMPT_S, PLANNING_LIMIT_S, Answers
-from stages.kinds.download.config import DownloadConfig
-from stages.kinds.evaluate.config import EvaluateConfig
+from stages.hubs.registry import HUBS
 
-TASK = re.compile(r"^(task|group):", re.MULTILINE)
 Resolved = dict[str, JsonValue]
 Outside = dict[str, Resolved]
 """Stage name → {field path or name: content hash, revision, …}."""
@@ -50,9 +47,10 @@ def resolve_outside(
     limit_s, one_attempt_s = (None, None) if unreachable is None else (PLANNING_LIMIT_S, PLANNING_ATTEMPT_S)
     hashes, sources, others = Answers[str](limit_s), Answers[Resolved](limit_s), Answers[Resolved](None)
     # Local files last, while hubs answer.
-    for name, config in sorted(sound.items(), key=lambda one: _lies_here(one[1])):
-        answers = sources if isinstance(config, DownloadConfig) else others
-        answers.ask(name, partial(config.resolve_outside, one_attempt_s), here=_lies_here(config))
+    here = {name for name, config in recipe.fetched.items() if HUBS[config.source.hub].is_local}
+    for name, config in sorted(sound.items(), key=lambda one: one[0] in here):
+        answers = sources if name in recipe.fetched else others
+        answers.ask(name, partial(config.resolve_outside, one_attempt_s), here=name in here)
     # A path that several stages name is hashed once.
     for path in {path for config in sound.values() for path in config.outside_paths().values()}:
         hashes.ask(str(path), partial(hash_path, path, one_attempt_s), here=True)
@@ -113,34 +111,15 @@ def _is_special(file: Path) -> bool:
     return not file.is_file() or file.resolve().parts[:2] in (("/", "proc"), ("/", "sys"))
 
 
-def _lies_here(config: StageConfig) -> bool:
-    return isinstance(config, DownloadConfig) and config.source.hub == "file"
-
-
 @contextmanager
 def _about(recipe: Recipe, name: str, field: str | None = None) -> Iterator[None]:
-    """Name the stage, and the field, in errors; the default of a download is its source."""
+    """Name the stage, and the field, in errors; the default is the field of a source, if the stage has one."""
     config = recipe.stages[name]
-    field = field or (config.product if isinstance(config, DownloadConfig) else None)
+    field = field or (config.product if name in recipe.fetched else None)
     where = f"stages.{name}.{field}" if field else f"stages.{name}"
     try:
         yield
     except EvaluationError as error:
-        raise EvaluationError(f"{where}: {_of_a_file_beside(recipe, config) or error}") from error
+        raise EvaluationError(f"{where}: {config.hint_for(recipe.folder) or error}") from error
     except LifecycleError as error:
         raise type(error)(f"{where}: {error}") from error
-
-
-def _of_a_file_beside(recipe: Recipe, config: StageConfig) -> str | None:
-    """Return a hint when an unknown task has a file of its name where task files are not searched."""
-    if not isinstance(config, EvaluateConfig):
-        return None
-    known = set(config.task_folder.rglob("*.y*ml")) if config.task_folder else set()
-    unknown = set(config.tasks) - {file.stem for file in known}
-    files = [file for pattern in ("*.y*ml", "*/*.y*ml") for file in sorted(recipe.folder.glob(pattern))]
-    for file in (file for file in files if file.stem in unknown and file.is_file()):
-        # A file of that name may be a recipe instead of a task.
-        if TASK.search(file.read_text(encoding="utf-8", errors="replace")):
-            folder = file.parent.relative_to(recipe.folder)
-            return f"the task {file.stem} is in {file}, where it is not looked for; write `task_folder: {folder}`"
-    return None

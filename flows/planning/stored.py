@@ -19,7 +19,7 @@ from flows.store.record import Artifact, Index
 from stages.core.errors import INTERNAL_ERROR, LifecycleError, RecipeError, ServerError, error_classes
 from stages.core.fields import Product
 from stages.hubs.hub import Source
-from stages.kinds.download.config import DownloadConfig
+from stages.hubs.registry import HUBS
 
 ADOPTED_RECIPE = "adopted"
 CHAMPION_PROGRAM = "flows.champion.key"
@@ -39,8 +39,8 @@ def find_stored(
     """
     stages, notes = dict(recipe.stages), []
     for name in chosen:
-        config = recipe.stages[name]
-        if not isinstance(config, DownloadConfig) or config.source.hub not in ("store", "adopted", "models"):
+        config = recipe.fetched.get(name)
+        if config is None or not HUBS[config.source.hub].names_artifacts:
             continue
         try:
             artifact = _find(config.source, config.product, index)

@@ -17,7 +17,7 @@ from flows.ledger.home import store_root
 from flows.planning.model_shape import ModelConfigs
 from flows.planning.outside import resolve_outside
 from flows.planning.stored import find_stored
-from flows.recipe.recipe import Recipe, load_stages
+from flows.recipe.recipe import load_stages
 from flows.recipe.version import identity_of, version_of
 from flows.store.store import Store
 from stages.core.errors import DataError, LifecycleError, ModelError, RecipeError
@@ -40,8 +40,8 @@ from stages.data.files import (
 from stages.data.formats import FORMATS, RowReader, likeliest_format, other_format, rename_columns
 from stages.data.messages import Conversation, Document, PlainText, RowError, listed
 from stages.hubs.answers import PLANNING_LIMIT_S
-from stages.hubs.registry import hub_of, parse_source
-from stages.kinds.download.config import DownloadConfig
+from stages.hubs.fetched import FetchedConfig
+from stages.hubs.registry import HUBS, hub_of, parse_source
 from stages.models.known_models import known_model
 from stages.models.model_config import CONFIG_FILE, max_positions, read_config, shape_of_config
 from stages.models.shape import ModelShape
@@ -155,12 +155,11 @@ def find_model(source: str, scratch: Path) -> KnownModel:
     except ValueError as error:
         raise RecipeError(f"reading --model: {error}") from error
     recipe = load_stages("init", Path.cwd(), {"base": {"kind": "download", "model": source}})
-    config = _download(recipe)
-    source = str(config.model)  # now with an absolute path
+    source = str(recipe.fetched["base"].source)  # now with an absolute path
     index = Store(store_root()).index()
     recipe, _ = find_stored(recipe, ["base"], index)
-    config = _download(recipe)
-    if config.source.hub == "file":
+    config = recipe.fetched["base"]
+    if HUBS[config.source.hub].is_local:
         folder = Path(config.source.name)
         return _known(source, read_config(folder), folder)
     unreachable: dict[str, str] = {}
@@ -174,12 +173,6 @@ def find_model(source: str, scratch: Path) -> KnownModel:
     return _known(source, model_config, _tokenizer_of(config, str(outside["base"]["revision"]), scratch))
 
 
-def _download(recipe: Recipe) -> DownloadConfig:
-    config = recipe.stages["base"]
-    assert isinstance(config, DownloadConfig)
-    return config
-
-
 def _known(source: str, config: Mapping[str, Any] | None, folder: Path | None) -> KnownModel:
     if config is None:
         return KnownModel(source, known_model(source), None, folder)
@@ -189,7 +182,7 @@ def _known(source: str, config: Mapping[str, Any] | None, folder: Path | None) -
         return KnownModel(source, None, max_positions(config), folder)
 
 
-def _tokenizer_of(config: DownloadConfig, revision: str, scratch: Path) -> Path | None:
+def _tokenizer_of(config: FetchedConfig, revision: str, scratch: Path) -> Path | None:
     """Fetch only the tokenizer into a folder; None where the hub does not give it now, or makes the model itself."""
     folder = scratch / "tokenizer"
     folder.mkdir()

@@ -25,6 +25,7 @@ from stages.core.errors import LayoutError, RecipeError
 from stages.core.fields import Reference, find_marker
 from stages.core.lines import counted
 from stages.core.redaction import shortened
+from stages.hubs.fetched import FetchedConfig
 from stages.kinds.registry import KINDS
 from stages.kinds.train.config import LAYOUT_PROBLEM
 
@@ -54,6 +55,11 @@ class Recipe:
     stages: dict[str, StageConfig]
     on_collision: OnCollision = "queue"
     text: str = ""
+
+    @property
+    def fetched(self) -> dict[str, FetchedConfig]:
+        """Stages whose product comes from a source outside, where every chain of references ends."""
+        return {name: config for name, config in self.stages.items() if isinstance(config, FetchedConfig)}
 
     def upstream_of(self, stage: str) -> tuple[str, ...]:
         """Return the names of the stages that `stage` refers to directly, each once."""
@@ -211,8 +217,9 @@ def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:
     execution, path = config.execution, f"stages.{stage}.execution"
     if execution.launcher == "local" and execution.nodes > 1:
         yield f"{path}.nodes: found {execution.nodes}, but the local launcher has one node only"
-    elif execution.nodes > 1 and config.kind != "train":
-        yield f"{path}.nodes: found {execution.nodes}, but only a train stage spreads over nodes"
+    elif execution.nodes > 1 and not config.SPANS_NODES:
+        spanning = " or ".join(kind for kind, known in KINDS.items() if known.SPANS_NODES)
+        yield f"{path}.nodes: found {execution.nodes}, but only a {spanning} stage spreads over nodes"
     if execution.network_interface and execution.nodes == 1:
         yield f"{path}.network_interface: found {execution.network_interface}, but processes of one node use none"
     if execution.launcher != "local" and config.product == "server":

@@ -29,8 +29,9 @@ from stages.core.contract import Execution, StageInput
 from stages.core.errors import RecipeError, StoreError
 from stages.core.files import write_atomically
 from stages.data.summaries import DataLook
+from stages.hubs.fetched import FetchedConfig
 from stages.hubs.files import requested_files
-from stages.kinds.download.config import DownloadConfig
+from stages.hubs.registry import HUBS
 from stages.kinds.look.config import LOOK_FILE, LookConfig
 
 LARGE_BYTES = 1 << 30
@@ -106,7 +107,7 @@ def _built(name: str, planned: Plan, request: LookRequest, index: Index, store: 
     if artifact:
         record = artifact.record
         return Built(record.stage, record.kind, record.version, "cached", 0.0, artifact.folder, record)
-    download = stage.config if isinstance(stage.config, DownloadConfig) else None
+    download = stage.config if isinstance(stage.config, FetchedConfig) else None
     if download and download.product != "adapter" and (request.downloads or _is_at_hand(download)):
         return run_stage(stage, {}, store, observer)
     why = planned.unknown.get(name, "it is not in the store")
@@ -119,9 +120,10 @@ def _built(name: str, planned: Plan, request: LookRequest, index: Index, store: 
     )
 
 
-def _is_at_hand(config: DownloadConfig) -> bool:
-    if config.source.hub != "file":
-        return config.source.hub == "builtin"
+def _is_at_hand(config: FetchedConfig) -> bool:
+    hub = HUBS[config.source.hub]
+    if not hub.is_local:
+        return hub.is_offline
     return sum(path.stat().st_size for path in requested_files(config.request).values()) <= LARGE_BYTES
 
 

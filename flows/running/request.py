@@ -12,11 +12,11 @@ from flows.ledger.record import RefreshRecord
 from flows.planning.changes import CONTENTS_CACHE, with_changes
 from flows.planning.checks import (
     Problems,
-    check_gates,
+    check_among,
+    check_arguments,
     check_idle,
+    check_limits,
     check_publishing,
-    check_quantizing,
-    check_serving,
     installation_notes,
 )
 from flows.planning.devices import check_devices, device_notes
@@ -106,7 +106,7 @@ def _plan_of(
     with problems.noted():
         notes += check_idle(recipe, chosen)
     with problems.noted():
-        check_gates(recipe, chosen)
+        check_among(recipe, chosen)
     outside = resolve_outside(recipe, chosen, unreachable, failed)
     without_programs = {name: error for name, error in failed.items() if isinstance(error, ResourceError)}
     for name, error in failed.items():
@@ -117,10 +117,10 @@ def _plan_of(
     sound = {name: resolved for name, resolved in outside.items() if name not in failed}
     configs = ModelConfigs(recipe, sound, index, PLANNING_LIMIT_S if may_be_unreachable else None)
     with problems.noted():
-        check_quantizing(recipe, chosen, configs)
+        check_limits(recipe, chosen, configs)
     unasked: list[str] = []
     with problems.noted():
-        unasked = check_serving(recipe, chosen, configs, at_once=may_be_unreachable)
+        unasked = check_arguments(recipe, chosen, at_once=may_be_unreachable)
     # Before `plan`, since versions contain the chosen layouts.
     with problems.noted():
         recipe, choices = choose_layouts(recipe, chosen, configs, unreachable, failed)

@@ -11,17 +11,17 @@ from typing import Any
 
 from flows.planning.plan import PlannedStage
 from stages.core.redaction import redact
-from stages.kinds.download.config import DownloadConfig
+from stages.hubs.fetched import FetchedConfig
 
 
 def params_of(planned: PlannedStage) -> dict[str, str]:
     """Return the identity config and the outside inputs, flattened: `layout.dp_shard` → `2`.
 
-    A download's source is logged as the recipe has it: its path is no identity, but people look for it.
+    A source is logged as the recipe has it: its path is no identity, but people look for it.
     """
     config = planned.config
     tree = {**_mapping(planned.identity.get("config")), **_mapping(planned.identity.get("outside"))}
-    if isinstance(config, DownloadConfig):
+    if isinstance(config, FetchedConfig):
         tree[config.product] = str(config.source)
     return {name: redact(value) for name, value in flatten(tree).items()}
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
@@ -92,6 +92,10 @@ class Execution(StrictModel):
     slurm: SlurmOptions = Field(SlurmOptions(), description="Only with `launcher: slurm`.")
     kubernetes: KubernetesOptions = Field(KubernetesOptions(), description="Only with `launcher: kubernetes`.")
 
+    def problems_here(self) -> Iterator[str]:
+        """Yield `FIELD: PROBLEM` for each field that this machine does not allow."""
+        return iter(())
+
     @field_validator("environment")
     @classmethod
     def _check_environment(cls, environment: dict[str, str]) -> dict[str, str]:
@@ -114,14 +118,25 @@ class StageConfig(StrictModel, ABC):
     """True if `stages/kinds/<kind>/check.py` checks the stage's inputs before it runs."""
     LESS_MEMORY: ClassVar[str] = "raise its execution.slots, so that less runs beside it"
     """Advice when the kernel kills the stage for lack of memory."""
+    PRODUCTS: ClassVar[tuple[Product, ...]] = ()
+    """Products that stages of the kind may have."""
+    LEARNS: ClassVar[bool] = False
+    """True if the stage's model learns from the datasets that the stage refers to."""
+    SPANS_NODES: ClassVar[bool] = False
+    """True if the stage's processes may spread over several nodes."""
+    WAITS_FOR_GPUS: ClassVar[bool] = True
+    """False if the stage may start while every GPU is taken, and needs none."""
+    GPU_FOR_EACH_PROCESS: ClassVar[bool] = False
+    """True if each process takes a GPU of its own, however many slots the stage holds."""
 
     kind: str
     execution: Execution = Execution()
 
     @property
-    @abstractmethod
     def product(self) -> Product:
         """Product of the stage, as other stages may use it."""
+        (only,) = self.PRODUCTS
+        return only
 
     @property
     def own_chat_template(self) -> Path | None:
@@ -175,6 +190,50 @@ class StageConfig(StrictModel, ABC):
         """Yield problems between this stage and the others of its recipe, beyond what `Reference` checks; one line
         each.
         """
+        return iter(())
+
+    def planned_problems(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        """Yield what else is wrong with this stage among the others of its recipe, as `FIELD: PROBLEM`.
+
+        For checks that read files, such as those of tasks: a plan makes them, not every reading of the recipe.
+        """
+        return iter(())
+
+    def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
+        """Yield what the model that the stage starts from does not allow, as `FIELD: PROBLEM`.
+
+        read_config: returns the model's `config.json`, empty where it cannot be known yet; it may ask a hub. Raises
+        LifecycleError for a config that the download, or the check of its files, will refuse.
+        """
+        return iter(())
+
+    def target_problems(self, store: Path) -> Iterator[str]:
+        """Yield what is wrong with the place outside the store that the stage writes to, as `FIELD: PROBLEM`.
+
+        Reads the environment and looks at folders of this machine; asks no server.
+        """
+        return iter(())
+
+    def to_install(self) -> str | None:
+        """Return what the stage installs before it runs, and how much that is; None if everything is there.
+
+        Raises ResourceError where it cannot be installed.
+        """
+        return None
+
+    def hint_for(self, recipe_folder: Path) -> str | None:
+        """Return which file beside the recipe is meant by a name that the stage cannot resolve, if one is."""
+        return None
+
+    def device_roles(self, variable: str, devices: Sequence[str]) -> str | None:
+        """Return how devices are divided in a stage whose devices have different roles; None for other stages.
+
+        devices: those that the recipe names by this variable, empty if it names none.
+        """
+        return None
+
+    def missing_here(self, gpus: Sequence[str]) -> Iterator[str]:
+        """Yield what the stage needs and a machine with GPUs of these names lacks."""
         return iter(())
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:

@@ -36,6 +36,9 @@ class HubEntry:
     - parse: parser of that rest
     - module: module that holds `HUB`
     - streams: whether its files can be read remotely
+    - is_local: whether its files lie on this machine, outside the store
+    - is_offline: whether its answers need no network
+    - names_artifacts: whether its sources name artifacts of this store, whose folders a plan puts in their place
     """
 
     prefix: str
@@ -44,6 +47,9 @@ class HubEntry:
     module: str
     products: tuple[Product, ...] = ("model", "dataset")
     streams: bool = False
+    is_local: bool = False
+    is_offline: bool = False
+    names_artifacts: bool = False
 
 
 HUBS: dict[str, HubEntry] = {
@@ -51,14 +57,16 @@ HUBS: dict[str, HubEntry] = {
     "modelscope": HubEntry(
         "modelscope://", "{datasets}org/name[@revision]", parse_repository, "stages.hubs.modelscope"
     ),
-    "file": HubEntry("file://", "PATH", parse_path, "stages.hubs.files"),
+    "file": HubEntry("file://", "PATH", parse_path, "stages.hubs.files", is_local=True, is_offline=True),
     "s3": HubEntry("s3://", "BUCKET/PATH", parse_object, "stages.hubs.object_storage", streams=True),
     "gs": HubEntry("gs://", "BUCKET/PATH", parse_object, "stages.hubs.object_storage", streams=True),
     "az": HubEntry("az://", "CONTAINER/PATH", parse_object, "stages.hubs.object_storage", streams=True),
-    "store": HubEntry("store://", "STAGE[-VERSION]", parse_stored, "stages.hubs.stored"),
-    "adopted": HubEntry("adopted:", "NAME", parse_stored, "stages.hubs.stored"),
-    "models": HubEntry("models:/", "NAME@ALIAS", parse_champion, "stages.hubs.stored", ("model",)),
-    "builtin": HubEntry("builtin/", "NAME", parse_builtin, "stages.hubs.builtin.hub"),
+    "store": HubEntry("store://", "STAGE[-VERSION]", parse_stored, "stages.hubs.stored", names_artifacts=True),
+    "adopted": HubEntry("adopted:", "NAME", parse_stored, "stages.hubs.stored", names_artifacts=True),
+    "models": HubEntry(
+        "models:/", "NAME@ALIAS", parse_champion, "stages.hubs.stored", ("model",), names_artifacts=True
+    ),
+    "builtin": HubEntry("builtin/", "NAME", parse_builtin, "stages.hubs.builtin.hub", is_offline=True),
 }
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, JsonValue, PositiveInt
 
 from stages.core.contract import AdapterReference, ModelReference, ServableReference, StageConfig
 from stages.core.fields import AddedLater
 from stages.serving.adapters import adapters_base, base_problems
-from stages.serving.config import LESS_MEMORY, EngineName, ServeExecution, ServingConfig
+from stages.serving.config import LESS_MEMORY, EngineName, ServeExecution, ServingConfig, limit_problems
 from stages.serving.engine import Engine
 from stages.serving.registry import (
     chosen_engine,
@@ -99,6 +99,10 @@ class AskedModelConfig(StageConfig):
     @property
     def devices(self) -> int:
         return self.serving.tensor_parallel_size if self.serving else 1
+
+    def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
+        serving, environment = self.serving or ServingConfig(), self.execution.environment
+        yield from (f"{field}: {what}" for field, what in limit_problems(read_config(), serving, None, environment))
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         return {**installed_version(self.serving_engine)}

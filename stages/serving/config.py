@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, field_validator
 
 from stages.core.contract import Execution, StrictModel
-from stages.core.errors import ModelError
+from stages.core.errors import ModelError, TransientError
 from stages.core.fields import AddedLater, Seconds
+from stages.hubs.answers import PLANNING_LIMIT_S, Answers
 from stages.models.model_config import SPELLINGS, shape_of_config
 from stages.models.model_folder import check_config
 
@@ -88,6 +91,22 @@ class ServeExecution(Execution):
     )
     port: int | None = Field(None, ge=1, le=65535, description="Port that the server listens on; default: a free one.")
     ready_timeout_s: Seconds = Field(600, description="Longest time that the server may take to start.")
+
+    def problems_here(self) -> Iterator[str]:
+        """Yield a host that this machine cannot listen on; that of a cluster's job is known only there."""
+        if self.launcher != "local":
+            return
+        names = Answers[Any](PLANNING_LIMIT_S)
+        names.ask(self.host, partial(socket.getaddrinfo, self.host, 0, type=socket.SOCK_STREAM))
+        try:
+            family = names.of(self.host)[0][0]
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind((self.host, 0))
+        except OSError as error:
+            expected = "expected an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
+            yield f"host: cannot listen on {self.host}: {error.strerror}; {expected}"
+        except TransientError:  # the name server is slow to answer; the model's server will ask it again
+            return
 
 
 LONG_IN_THEMSELVES = ("longrope", "su", "llama3", "default", "mrope")

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from stages.core.contract import StageConfig, StageInput
-from stages.core.fields import Product, StrictModel
+from stages.core.fields import StrictModel
 
 FINDINGS_FILE = "findings.json"
 
@@ -16,15 +16,12 @@ class CheckConfig(StageConfig):
     """Look for problems in the inputs of other stages (→ `findings.json`); run like a stage, but in no recipe."""
 
     STAGE_VERSION: ClassVar[int] = 1
+    PRODUCTS = ("verdict",)
 
     kind: Literal["check"] = "check"
     stages: tuple[StageInput, ...] = Field(
         description="Stages to check. Instead of a model that is not made yet, they get the one it will be made from."
     )
-
-    @property
-    def product(self) -> Product:
-        return "verdict"
 
 
 class InputProblem(StrictModel):

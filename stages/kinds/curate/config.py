@@ -10,7 +10,7 @@ import regex
 from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, OutsidePath, StageConfig
-from stages.core.fields import AddedLater, Product, SplitName, StrictModel
+from stages.core.fields import AddedLater, SplitName, StrictModel
 from stages.data.config import same_datasets
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of
@@ -196,6 +196,7 @@ class CurateConfig(StageConfig):
     """Leave out rows of datasets that should not be learned from, each for a listed reason (→ `data/`)."""
 
     STAGE_VERSION: ClassVar[int] = 2  # `redact` finds addresses beside Chinese and Japanese, and Parquet has no nulls
+    PRODUCTS = ("dataset",)
 
     ASKS_ALL_STAGES: ClassVar[bool] = True  # the tasks of all evaluations are benchmarks
 
@@ -225,10 +226,6 @@ class CurateConfig(StageConfig):
     sample: Sample | None = Field(None, description="Step: keep a random part of the rows.")
     held_out: HeldOut | None = Field(None, description="Step: hold out rows to evaluate on; drops none.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of `sample` and `held_out`.")
-
-    @property
-    def product(self) -> Product:
-        return "dataset"
 
     @property
     def steps(self) -> tuple[str, ...]:

@@ -8,16 +8,18 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from stages.adapters.headers import CONFIG_FILE, WEIGHTS_FILE
-from stages.core.contract import ModelReference, StageConfig
+from stages.core.contract import ModelReference
 from stages.core.fields import AddedLater, SourceText
+from stages.hubs.fetched import FetchedConfig
 from stages.hubs.hub import Request, Source
 from stages.hubs.registry import HUBS, forms, hub_of, parse_source, streaming_prefixes
 
 
-class DownloadConfig(StageConfig):
+class DownloadConfig(FetchedConfig):
     """Fetch a model (→ `model/`), an adapter of one (→ `adapter/`) or a dataset (→ `data/`)."""
 
     STAGE_VERSION: ClassVar[int] = 1
+    PRODUCTS = ("model", "adapter", "dataset")
 
     kind: Literal["download"]
     model: Annotated[str, SourceText()] | None = Field(None, description=f"Source of a model: {forms('model')}.")
@@ -62,15 +64,17 @@ class DownloadConfig(StageConfig):
         return "model" if self.model is not None else "dataset"
 
     @property
+    def leaves_files(self) -> bool:
+        return self.stream
+
+    @property
     def source(self) -> Source:
-        """Parsed source of the model, adapter or dataset."""
         if self.dataset is not None:
             return parse_source(self.dataset, "dataset")
         return parse_source(self.adapter or self.model or "", "model")
 
     @property
     def request(self) -> Request:
-        """Request to the hub."""
         patterns = self.files if self.adapter is None else (CONFIG_FILE, WEIGHTS_FILE)
         return Request(self.source, patterns, self.trust_remote_code)
 

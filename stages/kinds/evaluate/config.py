@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, JsonValue, PositiveInt
 
 from stages.core.contract import OutsidePath, StageConfig
-from stages.core.fields import AddedLater, Product
+from stages.core.fields import AddedLater
 from stages.harnesses.harness import Evaluation, GenerationConfig
 from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of
 from stages.rewards.judge import RatingConfig
 from stages.serving.asked import AskedModelConfig
+
+TASK = re.compile(r"^(task|group):", re.MULTILINE)
+"""Line of a file that defines a task."""
 
 
 class EvaluateConfig(AskedModelConfig):
     """Score a model on tasks by asking a server: a serve stage's, or its own for a model or an adapter."""
 
     STAGE_VERSION: ClassVar[int] = 2  # the harness's own seeds: other few-shot examples than before
+    PRODUCTS = ("scores",)
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["evaluate"]
@@ -50,14 +56,26 @@ class EvaluateConfig(AskedModelConfig):
         None, description="Judge of the answers, with `harness: judge`."
     )
 
-    @property
-    def product(self) -> Product:
-        return "scores"
-
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         harness = harness_of(self.evaluation)
         own = {f"{harness.name}_version": harness.version(), **harness.resolve_outside(self.evaluation, limit_s)}
         return {**super().resolve_outside(limit_s), **own}
+
+    def to_install(self) -> str | None:
+        """Return what the harness installs first: minutes, network and space."""
+        return harness_of(self.evaluation).to_install()
+
+    def hint_for(self, recipe_folder: Path) -> str | None:
+        """Return where an unknown task has a file of its name, if task files are not searched there."""
+        known = set(self.task_folder.rglob("*.y*ml")) if self.task_folder else set()
+        unknown = set(self.tasks) - {file.stem for file in known}
+        files = [file for pattern in ("*.y*ml", "*/*.y*ml") for file in sorted(recipe_folder.glob(pattern))]
+        for file in (file for file in files if file.stem in unknown and file.is_file()):
+            # A file of that name may be a recipe instead of a task.
+            if TASK.search(file.read_text(encoding="utf-8", errors="replace")):
+                folder = file.parent.relative_to(recipe_folder)
+                return f"the task {file.stem} is in {file}, where it is not looked for; write `task_folder: {folder}`"
+        return None
 
     def custom_code(self) -> tuple[str, ...]:
         """Describe the code that the stage runs, also that of its own tasks (`sums.yaml: !function utils.score`).

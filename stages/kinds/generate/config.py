@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, StageConfig
-from stages.core.fields import Product, SplitName, StrictModel
+from stages.core.fields import SplitName, StrictModel
 from stages.rewards.registry import AnyReward, RewardName
 from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.serving.asked import AskedModelConfig
@@ -38,6 +38,7 @@ class GenerateConfig(AskedModelConfig):
     """Let a model answer prompts, and keep completions that rewards approve, as rows to learn from (→ `data/`)."""
 
     STAGE_VERSION: ClassVar[int] = 1
+    PRODUCTS = ("dataset",)
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["generate"]
@@ -69,10 +70,6 @@ class GenerateConfig(AskedModelConfig):
     min_gap: PositiveFloat | None = Field(
         None, description="With `keep: pairs`, how much the best must exceed the worst; default: by any amount."
     )
-
-    @property
-    def product(self) -> Product:
-        return "dataset"
 
     @property
     def prompt_options(self) -> PromptOptions:

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt
 
 from stages.core.contract import StageConfig, StageInput
-from stages.core.fields import Product
 
 LOOK_FILE = "look.json"
 
@@ -16,11 +15,8 @@ class LookConfig(StageConfig):
     """Show the data that a stage will see (`DataLook` → `look.json`); run like a stage, but in no recipe."""
 
     STAGE_VERSION: ClassVar[int] = 1
+    PRODUCTS = ("verdict",)
 
     kind: Literal["look"] = "look"
     stage: StageInput
     num_rows: PositiveInt
-
-    @property
-    def product(self) -> Product:
-        return "verdict"

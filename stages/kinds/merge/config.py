@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from stages.core.contract import AdapterReference, ModelReference, StageConfig, base_of
-from stages.core.fields import HELD_IN_FP32, AddedLater, Product
+from stages.core.fields import HELD_IN_FP32, AddedLater
 
 Density = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), HELD_IN_FP32]
 Combination = Literal["linear", "ties", "dare_linear", "dare_ties"]
@@ -19,6 +19,7 @@ class MergeConfig(StageConfig):
     """Add an adapter, or several, to the model that they were trained on (→ `model/`, in that model's dtype)."""
 
     STAGE_VERSION: ClassVar[int] = 1
+    PRODUCTS = ("model",)
 
     kind: Literal["merge"]
     model: ModelReference
@@ -44,10 +45,6 @@ class MergeConfig(StageConfig):
         "nats per token; it includes the rounding of the merged weights.",
     )
     trust_remote_code: bool = Field(False, description="Run Python files that come with the model.")
-
-    @property
-    def product(self) -> Product:
-        return "model"
 
     @property
     def weighted(self) -> dict[str, float]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from stages.core.contract import (
     ModelOrAdapterReference,
-    Product,
     ScoresReference,
     ServerReference,
     StageConfig,
     StrictModel,
 )
 from stages.core.fields import AddedLater, NatsPerToken
+from stages.harnesses.harness import Evaluation
+from stages.harnesses.registry import harness_of
 from stages.rewards.judge import PairsConfig
 
+SHARES = ("acc", "acc_norm", "exact_match")
+"""Metrics of lm-eval that are means of 0 and 1."""
 MODEL_NAME = r"^[A-Za-z0-9][\w.-]{0,127}$"
 """Pattern of model names in MLflow's registry."""
 
@@ -67,6 +70,7 @@ class PromoteConfig(StageConfig):
     """
 
     STAGE_VERSION: ClassVar[int] = 1
+    PRODUCTS = ("verdict",)
 
     kind: Literal["promote"]
     name: str = Field(pattern=MODEL_NAME, description="Name of the model in MLflow's registry.")
@@ -84,10 +88,6 @@ class PromoteConfig(StageConfig):
         "`evaluations`.",
     )
     gates: GatesConfig = GatesConfig()
-
-    @property
-    def product(self) -> Product:
-        return "verdict"
 
     @property
     def devices(self) -> int:
@@ -125,6 +125,15 @@ class PromoteConfig(StageConfig):
                 f"what was trained here do, not {self.model}; name a serve stage as `server`"
             )
 
+    def planned_problems(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+        """Yield the gates that no refresh could pass or could miss."""
+        evaluations = [stages[name].evaluation for name in self.evaluations if hasattr(stages[name], "evaluation")]
+        yield from (f"gates.{problem}" for problem in _unmeasured_scores(self.gates, evaluations))
+        yield from (f"gates.{problem}" for problem in _beyond_a_share(self.gates, evaluations))
+        benchmark = getattr(stages[self.server], "benchmark", None) if self.server else None
+        if self.gates.min_output_tokens_per_s and self.server and benchmark is None:
+            yield f"gates.min_output_tokens_per_s: {self.server} has no `benchmark`, which measures it; give it one"
+
     def _problems_of_baselines(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         for number, name in enumerate(self.baselines):
             if _model_of(name, stages) == self.model:
@@ -146,6 +155,31 @@ class PromoteConfig(StageConfig):
             largest = self.gates.max_scores.get(name, least)
             if least > largest:
                 yield f"gates: {name} is to be at least {least:g} and at most {largest:g}, which no score is"
+
+
+def _unmeasured_scores(gates: GatesConfig, evaluations: Sequence[Evaluation]) -> Iterator[str]:
+    for field, bounds in (("min_scores", gates.min_scores), ("max_scores", gates.max_scores)):
+        for score in bounds:
+            if not any(harness_of(evaluation).may_give(score, evaluation) for evaluation in evaluations):
+                tasks = ", ".join(task for evaluation in evaluations for task in evaluation.tasks)
+                yield (
+                    f"{field}: no evaluation gives the score {score}; the tasks are {tasks}, and their scores are "
+                    "called TASK.METRIC, or TASK.FILTER.METRIC where the task has filters"
+                )
+
+
+def _beyond_a_share(gates: GatesConfig, evaluations: Sequence[Evaluation]) -> Iterator[str]:
+    """Yield bounds of shares that are meant in percent, or that nothing misses.
+
+    A person's own task code may give such scores in any range, so its tasks are not checked.
+    """
+    if any(evaluation.trust_task_code for evaluation in evaluations):
+        return
+    for field, bounds, free in (("min_scores", gates.min_scores, 0), ("max_scores", gates.max_scores, 1)):
+        for score, bound in bounds.items():
+            if score.rpartition(".")[2] in SHARES and (bound == free or not 0 <= bound <= 1):
+                advice = ", which nothing misses; be stricter, or remove it" if bound == free else "; say 0.4 for 40%"
+                yield f"{field}: {score} is a share, from 0 to 1, and the bound is {bound:g}{advice}"
 
 
 def _model_of(stage: str, stages: Mapping[str, StageConfig]) -> str:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from stages.core.contract import StageConfig
-from stages.core.fields import Product, Reference
-from stages.kinds.publish.targets.registry import forms, parse_address
+from stages.core.errors import PublishError
+from stages.core.fields import Reference
+from stages.kinds.publish.targets.folder import Folder, check_outside
+from stages.kinds.publish.targets.registry import forms, parse_address, token_of
 
 
 class PublishConfig(StageConfig):
     """Send a promoted model to where others find it, with a model card written from the records."""
 
     STAGE_VERSION: ClassVar[int] = 1
+    PRODUCTS = ("publication",)
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["publish"]
@@ -34,12 +39,30 @@ class PublishConfig(StageConfig):
     dry_run: bool = Field(False, description="Only write the card and the list of files; send nothing.")
 
     @property
-    def product(self) -> Product:
-        return "publication"
-
-    @property
     def devices(self) -> int:
         return 0
+
+    def target_problems(self, store: Path) -> Iterator[str]:
+        """Yield why the target cannot take what the stage publishes.
+
+        Of a stage on a cluster only the store is checked, which the cluster shares; its environment and other folders
+        are checked there by the stage itself.
+        """
+        address, is_local = parse_address(self.to), self.execution.launcher == "local"
+        try:
+            if address.scheme == "file":
+                check_outside(Path(address.place), store)
+                if is_local and not self.dry_run:
+                    Folder(Path(address.place)).check()
+        except PublishError as error:
+            yield f"to: {error}"
+            return
+        variable = token_of(address) if is_local and not self.dry_run else None
+        if variable and not {**os.environ, **self.execution.environment}.get(variable):
+            yield (
+                f"to: {self.to} is written to with a token, and the environment has no {variable}; set it, or set "
+                "`dry_run: true`"
+            )
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, JsonValue, PositiveInt, field_validator, model_validator
 
 from stages.core.contract import DatasetReference, ModelReference, StageConfig, StrictModel
-from stages.core.fields import AddedLater, NatsPerToken, Product, SplitName
+from stages.core.errors import RecipeError
+from stages.core.fields import AddedLater, NatsPerToken, SplitName
 from stages.core.patterns import LIMIT_S, is_endless_on_names
 from stages.kinds.quantize.registry import METHODS
+from stages.models.linear_layers import projections_of
+from stages.models.model_config import shape_of_config
 from stages.serving.engine import Engine, GgufType, Quantization, WeightFiles, WeightFormat, is_k_quant
 from stages.serving.registry import engine_of, installed_version
 
@@ -58,6 +61,7 @@ class QuantizeConfig(StageConfig):
     """Quantize a model (→ `model/`)."""
 
     STAGE_VERSION: ClassVar[int] = 2
+    PRODUCTS = ("model",)
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["quantize"]
@@ -146,6 +150,21 @@ class QuantizeConfig(StageConfig):
                 f"{stages[self.model].references()['model']}"
             )
 
+    def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
+        """Yield why the serving engine could not load the quantized model, as far as the model's config shows it.
+
+        What only the headers of its files show is found after its download. The devices of a cluster may accept what
+        those of this machine do not.
+        """
+        if self.execution.launcher != "local":
+            return
+        model_config = read_config()
+        layers = projections_of(shape_of_config(dict(model_config)))
+        try:
+            self.serving_engine.check_loadable(dict(model_config), layers, self.quantization)
+        except RecipeError as error:
+            yield f"model: {error}"
+
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()
         if self.method == "gguf":
@@ -172,10 +191,6 @@ class QuantizeConfig(StageConfig):
         weights = METHODS[self.method].weights or self.gguf_type
         assert weights, "a validator asks for it"
         return weights
-
-    @property
-    def product(self) -> Product:
-        return "model"
 
     @property
     def quantization(self) -> Quantization:

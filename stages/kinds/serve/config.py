@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
 from stages.core.contract import AdapterReference, ModelOrAdapterReference, ModelReference, StageConfig
-from stages.core.fields import AddedLater, Product
+from stages.core.fields import AddedLater
 from stages.serving.adapters import adapters_base, base_problems
-from stages.serving.config import LESS_MEMORY, BenchmarkConfig, ServeExecution, ServingConfig
+from stages.serving.config import LESS_MEMORY, BenchmarkConfig, ServeExecution, ServingConfig, limit_problems
 from stages.serving.registry import (
     chosen_engine,
     engine_problems,
@@ -27,6 +27,7 @@ class ServeConfig(StageConfig):
     """
 
     STAGE_VERSION: ClassVar[int] = 2  # the time between tokens is one of whole answers, not of chunks of them
+    PRODUCTS = ("server",)
 
     HAS_CHECK: ClassVar[bool] = True
     LESS_MEMORY: ClassVar[str] = LESS_MEMORY
@@ -61,6 +62,10 @@ class ServeConfig(StageConfig):
         yield from base_problems(self.model, self.base, self.adapters, stages)
         yield from engine_problems(self.serving, self.base or self.model, bool(self.served_adapters), stages)
 
+    def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
+        problems = limit_problems(read_config(), self.serving, self.benchmark, self.execution.environment)
+        yield from (f"{field}: {what}" for field, what in problems)
+
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()
         yield from idle_serving_fields(self.serving)
@@ -69,10 +74,6 @@ class ServeConfig(StageConfig):
     def served_adapters(self) -> tuple[str, ...]:
         """Stages whose adapters are served."""
         return (self.model, *self.adapters) if self.base else self.adapters
-
-    @property
-    def product(self) -> Product:
-        return "server"
 
     @property
     def devices(self) -> int:

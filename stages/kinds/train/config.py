@@ -6,7 +6,7 @@ The options of a method are in the method's module.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -41,8 +41,10 @@ from stages.kinds.train.supported import (
     row_errors,
     score_head_errors,
 )
+from stages.parallel.device_types import missing_package
 from stages.parallel.layout import AutoLayout, EngineName, Layout, LayoutOrAuto
 from stages.parallel.legality import RunConstraints, layout_errors
+from stages.planner.hardware import named_like
 from stages.planner.workload import Workload
 
 LAYOUT_PROBLEM = "layout"
@@ -57,7 +59,11 @@ class TrainConfig(MethodFields):
     """
 
     STAGE_VERSION: ClassVar[int] = 2
+    PRODUCTS = ("model", "adapter", "reward_model")
     HAS_CHECK: ClassVar[bool] = True
+    LEARNS = True
+    SPANS_NODES = True
+    GPU_FOR_EACH_PROCESS = True
     LESS_MEMORY: ClassVar[str] = "lower layout.micro_batch_size or data.sequence_length, or say layout.recompute: full"
 
     kind: Literal["train"]
@@ -184,6 +190,30 @@ class TrainConfig(MethodFields):
     @property
     def devices(self) -> int:
         return self.processes + self.sampling_devices
+
+    def device_roles(self, variable: str, devices: Sequence[str]) -> str | None:
+        if not self.sampling_devices:
+            return None
+        training = "1 device trains" if self.processes == 1 else f"{self.processes} devices train"
+        sampling = "1 samples" if self.sampling_devices == 1 else f"{self.sampling_devices} sample"
+        sentence = f"{training}, {sampling} completions"
+        if not devices:
+            return sentence
+        own, others = (",".join(part) for part in (devices[: self.processes], devices[self.processes :]))
+        return f"{sentence}: {variable} {own} and {others}"
+
+    def missing_here(self, gpus: Sequence[str]) -> Iterator[str]:
+        """Yield what a machine lacks for products in 8 bits; clusters are checked when the stage starts."""
+        if self.precision != "fp8" or self.execution.launcher != "local":
+            return
+        if not gpus:
+            yield "`precision: fp8` is for NVIDIA GPUs, and this machine has none; set `precision: bf16`"
+        for name in gpus:
+            hardware = named_like(name)
+            if hardware and hardware.fp8_tflops is None:
+                yield f"`precision: fp8`: {name} does not multiply in 8 bits; set `precision: bf16`"
+        if missing := missing_package(self.engine, self.precision):
+            yield missing
 
     @property
     def constraints(self) -> RunConstraints:

@@ -1,0 +1,33 @@
+"""Base config of stages that fetch what others build on."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+from stages.core.contract import StageConfig
+from stages.hubs.hub import Request, Source
+
+
+class FetchedConfig(StageConfig):
+    """Base config of stages whose product comes from a source outside; the field that names it is that of the product.
+
+    Where such a stage ends a chain of references, plans look for the model's config, its rows and its files.
+    """
+
+    WAITS_FOR_GPUS: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def source(self) -> Source:
+        """Parsed source of the product."""
+
+    @property
+    @abstractmethod
+    def request(self) -> Request:
+        """Request to the hub."""
+
+    @property
+    @abstractmethod
+    def leaves_files(self) -> bool:
+        """True if the files stay at their source, and the artifact only points to them."""

@@ -1,0 +1,101 @@
+"""What a stage's kind decides is asked of its config; `flows/` compares kinds in few places, each with its reason."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+from stages.core.contract import StageConfig
+from stages.kinds.registry import KINDS
+
+ROOT = Path(__file__).parents[2]
+MOST_COMPARISONS = 35
+COMPARISONS = {
+    "champion/differing.py": (2, "to be asked of the kind"),
+    "cli/render.py": (1, "manifests are of servers"),
+    "cli/show.py": (1, "to be asked of the kind"),
+    "compare/plan.py": (2, "layouts are compared of trainings"),
+    "launch/local.py": (1, "promotions run in a program that speaks to MLflow, which stages do not"),
+    "planning/changes.py": (1, "only a source has files that change"),
+    "planning/contamination.py": (2, "to be asked of the kind"),
+    "planning/input_check.py": (2, "to be asked of the kind"),
+    "planning/layout_advice.py": (1, "layouts are of trainings"),
+    "planning/layout_choice.py": (1, "layouts are of trainings"),
+    "planning/starter.py": (1, "a starter's recipe trains"),
+    "recipe/recipe.py": (1, "every chain of references ends at a source"),
+    "report/evaluations.py": (2, "to be asked of the kind"),
+    "report/lineage.py": (2, "to be asked of the kind"),
+    "report/sentences.py": (2, "to be asked of the kind"),
+    "report/tables.py": (2, "to be asked of the kind"),
+    "report/trainings.py": (6, "to be asked of the kind"),
+    "running/data_look.py": (1, "a look fetches small sources, and runs nothing else"),
+    "running/outcome.py": (1, "to be asked of the kind"),
+    "tracking/labels.py": (1, "a source is logged, although its path is no identity"),
+    "tracking/rows.py": (1, "to be asked of the kind"),
+    "tracking/shipper.py": (1, "to be asked of the kind"),
+}
+"""File of `flows/` → number of comparisons, and why the file is about that kind and no other."""
+IMPORTS = 26
+"""Imports of kinds' modules in `flows/`, except of the registry; may only fall."""
+
+
+def subclasses(base):
+    """Return a class with all classes below it."""
+    return {base}.union(*map(subclasses, base.__subclasses__()))
+
+
+CONFIGS = {one.__name__ for one in subclasses(StageConfig) if one.__module__.startswith("stages.")} - {"StageConfig"}
+
+
+def names_kinds(node):
+    """Return whether a display, such as a tuple, holds names of kinds and nothing else."""
+    items = node.keys if isinstance(node, ast.Dict) else node.elts
+    return bool(items) and all(isinstance(item, ast.Constant) and item.value in KINDS for item in items)
+
+
+def is_kind(node):
+    """Return whether an expression is called `kind`, such as `record.kind` and `identity["kind"]`."""
+    match node:
+        case ast.Attribute(attr="kind") | ast.Name(id="kind") | ast.Subscript(slice=ast.Constant(value="kind")):
+            return True
+    return False
+
+
+def is_comparison(node):
+    """Return whether a node decides by the kind of a stage: `kind == "train"`, `isinstance(config, TrainConfig)`."""
+    match node:
+        case ast.Compare():
+            inside = [*ast.walk(node)]
+            return any(map(is_kind, inside)) and any(
+                isinstance(one, ast.Constant) and one.value in KINDS for one in inside
+            )
+        case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, classes]):
+            return any(isinstance(one, ast.Name) and one.id in CONFIGS for one in ast.walk(classes))
+        case ast.Tuple() | ast.List() | ast.Set() | ast.Dict():
+            return names_kinds(node)
+    return False
+
+
+def trees():
+    """Yield the name and the syntax tree of each module of `flows/`."""
+    for file in sorted((ROOT / "flows").rglob("*.py")):
+        yield file.relative_to(ROOT / "flows").as_posix(), ast.parse(file.read_text())
+
+
+def test_flows_compare_kinds_in_few_places():
+    found = Counter(name for name, tree in trees() for node in ast.walk(tree) if is_comparison(node))
+    assert found == {name: number for name, (number, _) in COMPARISONS.items()}
+    assert found.total() <= MOST_COMPARISONS
+
+
+def test_flows_import_few_modules_of_kinds():
+    modules = [
+        node.module
+        for _, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stages.kinds.")
+    ]
+    assert len([name for name in modules if name != "stages.kinds.registry"]) == IMPORTS
+
+
+def test_a_stage_makes_a_product_of_its_kind():
+    assert all(config.PRODUCTS for config in KINDS.values())
