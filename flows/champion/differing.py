@@ -72,7 +72,7 @@ def side_of_refresh(record: RefreshRecord, index: Index) -> Side:
     found = {name: index.find(entry.kind, entry.version) for name, entry in record.stages.items()}
     artifacts = tuple(one for name, one in found.items() if one and record.stages[name].artifact)
     unbuilt = {name: entry.state for name, entry in record.stages.items() if not entry.artifact}
-    evaluations = [one for one in artifacts if one.record.kind == "evaluate"]
+    evaluations = [one for one in artifacts if one.record.product == "scores"]
     return Side(record.refresh, artifacts, scores_of(evaluations), None, unbuilt, record.overrides)
 
 
@@ -152,7 +152,7 @@ def _compare_pair(old: Artifact, new: Artifact, kept: Path, lines: dict[str, lis
     own = [
         item for item in differences(old.record.identity, new.record.identity) if not item.field.startswith(UPSTREAM)
     ]
-    if new.record.product == "dataset" or new.record.kind == "download":
+    if new.record.product == "dataset" or "source" in new.record.tags:
         lines["data"] += [f"{name}: {change}" for change in _content(old, new, own)]
     elif not own:
         lines["rebuilt"].append(name)

@@ -258,11 +258,11 @@ def state_of(record: RefreshRecord) -> str:
 
 
 def _config(artifact: Artifact) -> dict[str, Any]:
-    """Return the config that identifies an artifact; of a download also its source, which does not."""
+    """Return the config that identifies an artifact; of what was fetched also its source, which does not."""
     record = artifact.record
     config = record.identity.get("config")
     shown: dict[str, Any] = dict(config) if isinstance(config, dict) else {}
-    if record.kind == "download" and "source" in record.tags:
+    if "source" in record.tags:
         shown[record.product] = record.tags["source"]
     return shown
 

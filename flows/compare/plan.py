@@ -70,7 +70,7 @@ def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
         num_warmup_steps=request.num_warmup_steps,
         num_rounds=request.num_rounds,
         layouts=(
-            *(_entry(text, layout) for text, layout in zip(texts, layouts, strict=True)),
+            *(_entry(*layout) for layout in zip(texts, layouts, configs, strict=True)),
             *(_refused_entry(one, layouts[0]) for one in refused),
         ),
     )
@@ -95,9 +95,7 @@ def _under_layout(planned: PlannedStage, config: TrainConfig, upstream: dict[str
     )
 
 
-def _entry(text: str, planned: PlannedStage) -> LayoutEntry:
-    config = planned.config
-    assert isinstance(config, TrainConfig)
+def _entry(text: str, planned: PlannedStage, config: TrainConfig) -> LayoutEntry:
     return LayoutEntry(
         text=text,
         engine=config.engine,

@@ -11,6 +11,7 @@ from typing import Any
 from flows.recipe.version import Identity
 from flows.store.record import Artifact, Record, UpstreamEntry
 from stages.harnesses.registry import DEFAULT_HARNESS
+from stages.kinds.registry import kind_of, makes
 
 Find = Callable[[str, str], Artifact | None]
 Task = tuple[str, str, str | None]
@@ -23,7 +24,7 @@ def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEn
     upstream: artifacts that it depends on, by field.
     find: returns the artifact of a kind and version.
     """
-    if identity["kind"] != "evaluate":
+    if not makes(str(identity["kind"]), "scores"):
         return
     tasks = _tasks_of(identity, identity["config"], "")
     learned = {(stage, dataset.version): dataset for stage, dataset in _learned(upstream, find)}
@@ -41,7 +42,7 @@ def _learned(upstream: Mapping[str, UpstreamEntry], find: Find) -> Iterator[tupl
         record = _record(entry, find)
         if not record or record.product == "dataset":
             continue
-        for source in record.upstream.values() if record.kind == "train" else ():
+        for source in record.upstream.values() if kind_of(record.kind).LEARNS else ():
             if _is_dataset(source, find):
                 yield record.stage, source
         yield from _learned(record.upstream, find)

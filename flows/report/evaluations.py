@@ -15,6 +15,7 @@ from stages.core.lines import visible
 from stages.core.redaction import redact, shortened
 from stages.harnesses.scores import answer_and_expected, asked, samples_by_score
 from stages.kinds.promote.verdict import VERDICT_FILE, Verdict, tables
+from stages.kinds.registry import makes
 
 ERROR = "_stderr"
 DIFFERENCE = "_difference"
@@ -27,7 +28,7 @@ ELLIPSIS = "… "
 def scores(record: RefreshRecord) -> Iterator[Score]:
     """Yield the scores of all evaluations, in the order of the recipe."""
     for stage, entry in record.stages.items():
-        if entry.kind != "evaluate":
+        if not makes(entry.kind, "scores"):
             continue
         num_samples = samples_by_score(entry.artifact) if entry.artifact else {}
         for name, value in entry.metrics.items():
@@ -83,7 +84,7 @@ def answers(record: RefreshRecord) -> Iterator[AnswersToTask]:
     The model that depends on fewer stages, which is the base where there is one, comes first.
     """
     evaluations = sorted(
-        (name for name, entry in record.stages.items() if entry.kind == "evaluate" and entry.artifact),
+        (name for name, entry in record.stages.items() if makes(entry.kind, "scores") and entry.artifact),
         key=lambda name: len(_ancestors(record, name)),
     )
     tasks: dict[str, dict[str, Path]] = {}

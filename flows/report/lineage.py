@@ -89,8 +89,10 @@ class Subject:
 def artifact_subject(name: str, root: Artifact, index: Index) -> Subject:
     """Return an artifact with every evaluation of it or of a server of it, the newest first."""
     asked = {root.record.version}
-    asked |= {one.record.version for one in index.artifacts if one.record.kind == "serve" and _stands_on(one, asked)}
-    evaluations = [one for one in index.artifacts if one.record.kind == "evaluate" and _stands_on(one, asked)]
+    asked |= {
+        one.record.version for one in index.artifacts if one.record.product == "server" and _stands_on(one, asked)
+    }
+    evaluations = [one for one in index.artifacts if one.record.product == "scores" and _stands_on(one, asked)]
     return Subject(name, root, tuple(sorted(evaluations, key=lambda one: one.record.finished, reverse=True)))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from flows.ledger.record import COPIED, KILLED, AttemptRecord, RefreshRecord
 from flows.report.model import Promotion, Score, ScoreDifference
 from stages.core.files import read_json_lines
+from stages.kinds.registry import makes
 
 STATES = {"cancelled": "was stopped", "not_promoted": "completed, but promoted nothing,"}
 UNSAID_ENDS = {KILLED: "was killed", COPIED: "was copied with its home while it ran,"}
@@ -29,7 +30,7 @@ def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequen
     if record.unsaid_end == COPIED:
         return "How it ended, only the original home knows; a retry here goes on from what was built before the copy."
     failed = [name for name, entry in record.stages.items() if entry.state == "failed"]
-    if failed and not (promotions and all(record.stages[name].kind == "publish" for name in failed)):
+    if failed and not (promotions and all(makes(record.stages[name].kind, "publication") for name in failed)):
         return f"There is no new model: {', '.join(failed)} failed, so what stands on that was not built."
     if record.state in ("running", "cancelled") or record.killed:
         return "There is no result yet: what is built stays, and a retry goes on from there."
@@ -46,7 +47,7 @@ def _publications(record: RefreshRecord) -> Iterator[str]:
     """Yield a sentence for each stage that publishes. A failed one does not undo the promotion."""
     for name, entry in record.stages.items():
         tags = entry.result.tags
-        if entry.kind == "publish" and entry.state == "failed":
+        if makes(entry.kind, "publication") and entry.state == "failed":
             yield f"It is not published: {name} failed, and `lifecycle retry` tries that again."
         elif tags.get("publication") in ("published", "was there"):
             yield f"It is published at {tags['published_to']}."

@@ -7,27 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flows.report.model import RefreshReport, Score, StageReport
+from stages.kinds.registry import kind_of
 
-TRAINING = {
-    "real_tokens_per_s": "tokens/s",
-    "mfu": "MFU",
-    "step_time_s": "s/step",
-    "predicted_step_time_s": "predicted s/step",
-    "peak_memory_gib": "peak GiB",
-    "predicted_memory_gib": "predicted GiB",
-}
-SERVING = {
-    "ttft_ms": "time to first token, ms",
-    "inter_token_latency_ms": "between tokens, ms",
-    "output_tokens_per_s": "output tokens/s",
-}
 UNDER_LOAD = re.compile(r"(?P<metric>\w+)_concurrency_(?P<concurrency>\d+)")
 COUNTED = re.compile(
     r"num_\w+|\w+_fraction|.*(dropped|left_out|kept).*|(mean|max|min|longest|shortest)_\w*(length|tokens)"
 )
-NOT_DATA = ("data_wait_fraction", "communication_fraction", "pipeline_bubble_fraction", "num_files")
-DATA_KINDS = ("download", "curate", "generate", "train")
-
 
 PairedMetric = tuple[str, str, float, float]
 """Stage, metric, and its values in the old and the new refresh."""
@@ -64,32 +49,35 @@ def number(value: float | None, name: str = "") -> str:
 
 def training_table(stages: Sequence[StageReport]) -> Table:
     """Return throughput, MFU, memory and time of trainings, beside their predictions."""
-    shown = [one for one in stages if one.kind == "train" and one.metrics.keys() & TRAINING.keys()]
-    names = [name for name in TRAINING if any(name in one.metrics for one in shown)]
+    shown = [one for one in stages if one.metrics.keys() & kind_of(one.kind).REPORTED.measured.keys()]
+    headings = {name: text for one in shown for name, text in kind_of(one.kind).REPORTED.measured.items()}
+    names = [name for name in headings if any(name in one.metrics for one in shown)]
     rows = tuple((one.name, tuple(one.metrics.get(name) for name in names)) for one in shown)
-    return Table(("stage", *(TRAINING[name] for name in names)), rows)
+    return Table(("stage", *(headings[name] for name in names)), rows)
 
 
 def serving_table(stages: Sequence[StageReport]) -> Table:
     """Return a row for each stage and number of concurrent requests."""
     rows = []
+    headings = {name: text for one in stages for name, text in kind_of(one.kind).REPORTED.under_load.items()}
     for stage in stages:
         loads: dict[int, dict[str, float]] = {}
         for name, value in stage.metrics.items():
             if match := UNDER_LOAD.fullmatch(name):
                 loads.setdefault(int(match["concurrency"]), {})[match["metric"]] = value
         rows += [
-            (f"{stage.name}, {load} at a time", tuple(metrics.get(name) for name in SERVING))
+            (f"{stage.name}, {load} at a time", tuple(metrics.get(name) for name in headings))
             for load, metrics in sorted(loads.items())
         ]
-    return Table(("stage", *SERVING.values()), tuple(rows))
+    return Table(("stage", *headings.values()), tuple(rows))
 
 
 def data_rows(stages: Sequence[StageReport]) -> Iterator[tuple[str, str, float]]:
     """Yield (stage, what is counted, count): rows, documents, tokens, what was left out."""
     for stage in stages:
-        for name, value in stage.metrics.items() if stage.kind in DATA_KINDS else ():
-            if COUNTED.fullmatch(name) and name not in NOT_DATA:
+        reported = kind_of(stage.kind).REPORTED
+        for name, value in stage.metrics.items() if reported.counts_data else ():
+            if COUNTED.fullmatch(name) and name not in reported.not_data:
                 yield stage.name, name.removeprefix("num_").replace("_", " "), value
 
 

@@ -13,6 +13,7 @@ from flows.report.model import Curve, DataOfTraining, Histogram, Share, Training
 from flows.store.record import Artifact, Index
 from flows.tracking.rows import CURVES, HELD_OUT, batches, is_curve
 from stages.data.summaries import LENGTHS_FILE, Lengths
+from stages.kinds.registry import kind_of
 
 MOST_POINTS = 1000
 """Most points of a curve on a page; a screen cannot show more."""
@@ -43,9 +44,9 @@ def training_curves(record: RefreshRecord, index: Index) -> list[TrainingCurves]
 def _training_curves(record: RefreshRecord, index: Index) -> Iterator[TrainingCurves]:
     champions = list(islice(_earlier_champions(record, index), MOST_CHAMPIONS))
     for name, entry in record.stages.items():
-        if entry.kind != "train" or not (own := list(_own_curves(record, name, entry))):
+        if not kind_of(entry.kind).REPORTED.curves or not (own := list(_own_curves(record, name, entry))):
             continue
-        earlier = [curve for one in champions for curve in _curves_behind(one, name, entry.version, index)]
+        earlier = [curve for one in champions for curve in _curves_behind(one, name, entry, index)]
         charts: dict[str, list[Curve]] = {}
         for curve in (*own, *earlier):
             charts.setdefault(_chart_of(curve.metric), []).append(curve)
@@ -67,22 +68,20 @@ def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator
         yield from _curves(folder / "metrics.jsonl", "", behind=False)
 
 
-def _curves_behind(champion: Artifact, stage: str, version: str, index: Index) -> Iterator[Curve]:
+def _curves_behind(champion: Artifact, stage: str, entry: StageEntry, index: Index) -> Iterator[Curve]:
     """Yield the curves of the same stage of an earlier champion, unless it is the very same training."""
     for artifact in closure(champion, index):
         record = artifact.record
-        if (record.kind, record.stage) == ("train", stage) and record.version != version:
+        if (record.kind, record.stage) == (entry.kind, stage) and record.version != entry.version:
             label = f", champion of {champion.record.finished:%Y-%m-%d %H:%M}"
             yield from _curves(artifact.folder / "metrics.jsonl", label, behind=True)
 
 
 def _earlier_champions(record: RefreshRecord, index: Index) -> Iterator[Artifact]:
     """Yield the promotions of the same names by other refreshes, the newest first."""
-    own = {entry.version for entry in record.stages.values() if entry.kind == "promote"}
-    names = {
-        entry.result.tags.get("registered_model") for entry in record.stages.values() if entry.kind == "promote"
-    } - {None}
-    promotions = [one for one in index.artifacts if one.record.kind == "promote" and one.record.version not in own]
+    own = {entry.version for entry in record.stages.values()}
+    names = {entry.result.tags.get("registered_model") for entry in record.stages.values()} - {None}
+    promotions = [one for one in index.artifacts if one.record.product == "verdict" and one.record.version not in own]
     for artifact in sorted(promotions, key=lambda one: one.record.finished, reverse=True):
         tags = final_result(artifact.folder).tags
         if tags.get("verdict") == "promoted" and tags.get("registered_model") in names:
@@ -128,10 +127,8 @@ def _thinned(curve: Curve, most: int) -> Curve:
 
 
 def data_of_trainings(record: RefreshRecord) -> Iterator[DataOfTraining]:
-    """Yield the data of each training that has recorded it; old ones did not count lengths."""
+    """Yield the data of each stage that has recorded it; old trainings did not count lengths."""
     for name, entry in record.stages.items():
-        if entry.kind != "train":
-            continue
         data = DataOfTraining(stage=name, lengths=tuple(_lengths(entry)), shares=tuple(_shares(entry.metrics)))
         if data.lengths or data.shares:
             yield data

@@ -18,6 +18,7 @@ from flows.tracking.rows import scores_text
 from stages.core.lines import say
 from stages.core.redaction import redact, shortened
 from stages.kinds.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
+from stages.kinds.registry import makes
 
 FLOW_RUN = "/runs/flow-run/"
 """Path of a flow run's page in Prefect's UI."""
@@ -101,6 +102,6 @@ def _verdict_sentence(folder: Path) -> str:
 
 def _score_sentences(record: RefreshRecord) -> Iterator[str]:
     for name, entry in record.stages.items():
-        if entry.kind == "evaluate" and entry.artifact:
+        if makes(entry.kind, "scores") and entry.artifact:
             scores = [(metric, value) for metric, value in entry.metrics.items() if not metric.endswith("_stderr")]
             yield f"{name}: " + ", ".join(f"{metric} {value:.4g}" for metric, value in scores[:SHOWN_SCORES])

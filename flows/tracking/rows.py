@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flows.ledger.record import RefreshRecord
 from flows.tracking.pages import RUN_LINK
+from stages.kinds.registry import makes
 from stages.kinds.train.journal import PER_STEP
 from stages.kinds.train.methods.registry import metric_meanings
 
@@ -152,7 +153,7 @@ def stage_tags(record: RefreshRecord, runs: Mapping[str, str | None]) -> dict[st
 
 def scores_text(kind: str, metrics: Mapping[str, float]) -> str:
     """Return `addition.exact_match 0.98`: scores of an evaluation without standard errors; empty for other kinds."""
-    metrics = metrics if kind == "evaluate" else {}
+    metrics = metrics if makes(kind, "scores") else {}
     scores = {name: value for name, value in metrics.items() if "." in name and not name.endswith("_stderr")}
     return ", ".join(f"{name} {value:.4g}" for name, value in scores.items())
 

@@ -58,6 +58,7 @@ from flows.tracking.writing import (
 )
 from stages.core.errors import StoreError
 from stages.core.redaction import redact, shortened
+from stages.kinds.registry import makes
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -142,7 +143,7 @@ class Shipper:
 
     def _begin_attempt(self, attempt: AttemptRecord, parent: str) -> ShippedAttempt:
         tags = {**attempt.tags, "mlflow.parentRunId": parent}
-        tags |= UNFOLDED if attempt.tags["kind"] == "evaluate" else {}
+        tags |= UNFOLDED if makes(attempt.tags["kind"], "scores") else {}
         identity = f"{self.ledger.folder.name}/{attempt.name}"
         run = self._create_run("attempt", identity, attempt.stage, attempt.started_ms, tags)
         log_params(self.client, run, attempt.params)

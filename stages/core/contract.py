@@ -109,6 +109,24 @@ class Execution(StrictModel):
         return environment
 
 
+@dataclass(frozen=True)
+class Reported:
+    """Parts of a kind's final metrics and files that reports show in tables and charts, beside the list of all metrics.
+
+    - measured: metric of the run, such as its speed → heading of its column
+    - under_load: METRIC of the metrics `METRIC_concurrency_N` → heading of its column
+    - counts_data: whether metrics named like a count say what the stage read, made or left out
+    - not_data: metrics that are named like such a count, and are none
+    - curves: whether `metrics.jsonl` shows how the stage learns, step by step
+    """
+
+    measured: Mapping[str, str] = dataclass_field(default_factory=dict)
+    under_load: Mapping[str, str] = dataclass_field(default_factory=dict)
+    counts_data: bool = False
+    not_data: tuple[str, ...] = ()
+    curves: bool = False
+
+
 class StageConfig(StrictModel, ABC):
     """Config of a stage. All of it is identity, except `execution`."""
 
@@ -120,6 +138,8 @@ class StageConfig(StrictModel, ABC):
     """Advice when the kernel kills the stage for lack of memory."""
     PRODUCTS: ClassVar[tuple[Product, ...]] = ()
     """Products that stages of the kind may have."""
+    REPORTED: ClassVar[Reported] = Reported()
+    """What reports show of stages of the kind."""
     LEARNS: ClassVar[bool] = False
     """True if the stage's model learns from the datasets that the stage refers to."""
     SPANS_NODES: ClassVar[bool] = False

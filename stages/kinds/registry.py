@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stages.core.contract import StageConfig
+from stages.core.fields import Product
 from stages.kinds.curate.config import CurateConfig
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.evaluate.config import EvaluateConfig
@@ -26,3 +27,13 @@ KINDS: dict[str, type[StageConfig]] = {
     "promote": PromoteConfig,
     "publish": PublishConfig,
 }
+
+
+def kind_of(name: str) -> type[StageConfig]:
+    """Return the config class of a kind; for one that this version does not know, the base with its defaults."""
+    return KINDS.get(name, StageConfig)
+
+
+def makes(kind: str, product: Product) -> bool:
+    """Return whether stages of a kind may have a product."""
+    return product in kind_of(kind).PRODUCTS

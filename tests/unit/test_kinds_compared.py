@@ -8,30 +8,19 @@ from stages.core.contract import StageConfig
 from stages.kinds.registry import KINDS
 
 ROOT = Path(__file__).parents[2]
-MOST_COMPARISONS = 35
+MOST_COMPARISONS = 12
 COMPARISONS = {
-    "champion/differing.py": (2, "to be asked of the kind"),
     "cli/render.py": (1, "manifests are of servers"),
-    "cli/show.py": (1, "to be asked of the kind"),
-    "compare/plan.py": (2, "layouts are compared of trainings"),
+    "compare/plan.py": (1, "layouts are compared of trainings"),
     "launch/local.py": (1, "promotions run in a program that speaks to MLflow, which stages do not"),
     "planning/changes.py": (1, "only a source has files that change"),
-    "planning/contamination.py": (2, "to be asked of the kind"),
     "planning/input_check.py": (2, "to be asked of the kind"),
     "planning/layout_advice.py": (1, "layouts are of trainings"),
     "planning/layout_choice.py": (1, "layouts are of trainings"),
     "planning/starter.py": (1, "a starter's recipe trains"),
     "recipe/recipe.py": (1, "every chain of references ends at a source"),
-    "report/evaluations.py": (2, "to be asked of the kind"),
-    "report/lineage.py": (2, "to be asked of the kind"),
-    "report/sentences.py": (2, "to be asked of the kind"),
-    "report/tables.py": (2, "to be asked of the kind"),
-    "report/trainings.py": (6, "to be asked of the kind"),
     "running/data_look.py": (1, "a look fetches small sources, and runs nothing else"),
-    "running/outcome.py": (1, "to be asked of the kind"),
     "tracking/labels.py": (1, "a source is logged, although its path is no identity"),
-    "tracking/rows.py": (1, "to be asked of the kind"),
-    "tracking/shipper.py": (1, "to be asked of the kind"),
 }
 """File of `flows/` → number of comparisons, and why the file is about that kind and no other."""
 IMPORTS = 26

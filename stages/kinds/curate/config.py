@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 import regex
 from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
-from stages.core.contract import DatasetReference, OutsidePath, StageConfig
+from stages.core.contract import DatasetReference, OutsidePath, Reported, StageConfig
 from stages.core.fields import AddedLater, SplitName, StrictModel
 from stages.data.config import same_datasets
 from stages.harnesses.harness import Evaluation
@@ -197,6 +197,7 @@ class CurateConfig(StageConfig):
 
     STAGE_VERSION: ClassVar[int] = 2  # `redact` finds addresses beside Chinese and Japanese, and Parquet has no nulls
     PRODUCTS = ("dataset",)
+    REPORTED = Reported(counts_data=True)
 
     ASKS_ALL_STAGES: ClassVar[bool] = True  # the tasks of all evaluations are benchmarks
 

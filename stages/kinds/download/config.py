@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from stages.adapters.headers import CONFIG_FILE, WEIGHTS_FILE
-from stages.core.contract import ModelReference
+from stages.core.contract import ModelReference, Reported
 from stages.core.fields import AddedLater, SourceText
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.hub import Request, Source
@@ -20,6 +20,7 @@ class DownloadConfig(FetchedConfig):
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("model", "adapter", "dataset")
+    REPORTED = Reported(counts_data=True, not_data=("num_files",))
 
     kind: Literal["download"]
     model: Annotated[str, SourceText()] | None = Field(None, description=f"Source of a model: {forms('model')}.")

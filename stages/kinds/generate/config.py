@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from stages.core.contract import DatasetReference, StageConfig
+from stages.core.contract import DatasetReference, Reported, StageConfig
 from stages.core.fields import SplitName, StrictModel
 from stages.rewards.registry import AnyReward, RewardName
 from stages.rollouts.options import PromptOptions, SamplingOptions
@@ -39,6 +39,7 @@ class GenerateConfig(AskedModelConfig):
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("dataset",)
+    REPORTED = Reported(counts_data=True)
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["generate"]

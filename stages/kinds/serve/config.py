@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from stages.core.contract import AdapterReference, ModelOrAdapterReference, ModelReference, StageConfig
+from stages.core.contract import AdapterReference, ModelOrAdapterReference, ModelReference, Reported, StageConfig
 from stages.core.fields import AddedLater
 from stages.serving.adapters import adapters_base, base_problems
 from stages.serving.config import LESS_MEMORY, BenchmarkConfig, ServeExecution, ServingConfig, limit_problems
@@ -28,6 +28,13 @@ class ServeConfig(StageConfig):
 
     STAGE_VERSION: ClassVar[int] = 2  # the time between tokens is one of whole answers, not of chunks of them
     PRODUCTS = ("server",)
+    REPORTED = Reported(
+        under_load={
+            "ttft_ms": "time to first token, ms",
+            "inter_token_latency_ms": "between tokens, ms",
+            "output_tokens_per_s": "output tokens/s",
+        }
+    )
 
     HAS_CHECK: ClassVar[bool] = True
     LESS_MEMORY: ClassVar[str] = LESS_MEMORY

@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_valida
 from pydantic_core import PydanticCustomError
 
 from stages.adapters.config import AdapterConfig
-from stages.core.contract import ModelOrAdapterReference, ModelReference, StageConfig, base_of
+from stages.core.contract import ModelOrAdapterReference, ModelReference, Reported, StageConfig, base_of
 from stages.core.fields import AddedLater, NonNegativeFp32, Product, without
 from stages.data.config import DataConfig
 from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe
@@ -61,6 +61,19 @@ class TrainConfig(MethodFields):
     STAGE_VERSION: ClassVar[int] = 2
     PRODUCTS = ("model", "adapter", "reward_model")
     HAS_CHECK: ClassVar[bool] = True
+    REPORTED = Reported(
+        measured={
+            "real_tokens_per_s": "tokens/s",
+            "mfu": "MFU",
+            "step_time_s": "s/step",
+            "predicted_step_time_s": "predicted s/step",
+            "peak_memory_gib": "peak GiB",
+            "predicted_memory_gib": "predicted GiB",
+        },
+        counts_data=True,
+        not_data=("data_wait_fraction", "communication_fraction", "pipeline_bubble_fraction"),
+        curves=True,
+    )
     LEARNS = True
     SPANS_NODES = True
     GPU_FOR_EACH_PROCESS = True
