@@ -127,7 +127,8 @@ class PromoteConfig(StageConfig):
 
     def planned_problems(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         """Yield the gates that no refresh could pass or could miss."""
-        evaluations = [stages[name].evaluation for name in self.evaluations if hasattr(stages[name], "evaluation")]
+        asked = (getattr(stages[name], "evaluation", None) for name in self.evaluations)
+        evaluations = [evaluation for evaluation in asked if isinstance(evaluation, Evaluation)]
         yield from (f"gates.{problem}" for problem in _unmeasured_scores(self.gates, evaluations))
         yield from (f"gates.{problem}" for problem in _beyond_a_share(self.gates, evaluations))
         benchmark = getattr(stages[self.server], "benchmark", None) if self.server else None
