@@ -21,8 +21,8 @@ from flows.planning.layout_choice import choose_layout
 from flows.planning.survey import KnownModel, Survey, find_model, survey
 from flows.recipe.recipe import load_recipe
 from stages.core.errors import LayoutError
-from stages.data.config import RowKind
 from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.methods.registry import METHODS
 from stages.models.shape import ModelShape
 from stages.rewards.number import NUMBER
 
@@ -30,20 +30,16 @@ FEW_TOKENS = 200_000
 """Tokens over all epochs below which rows are packed shorter: a hundred steps of four packed rows of 512."""
 LONGEST_ROW = 8192
 SHORT_ANSWER_CHARACTERS = 40
-LEARNING_RATES = {
-    "sft": ((0.01, 3e-3), (1.5, 5e-5), (5, 2e-5), (1e9, 1e-5)),
-    "dpo": ((1.5, 2e-6), (1e9, 5e-7)),
-    "kto": ((1.5, 2e-6), (1e9, 5e-7)),
-    "grpo": ((0.01, 3e-4), (1e9, 1e-6)),
-}
-"""Method → (up to so many billion parameters, learning rate of AdamW over all weights)."""
 FASTER_ADAPTER = 10
 """Ratio of an adapter's learning rate to that of whole models (Schulman et al. 2025)."""
 ADAPTERS = {
     "rank 16": "{rank: 16, alpha: 32, target_modules: all-linear}",
     "4 bits": "{rank: 16, alpha: 32, target_modules: all-linear, base_precision: nf4}",
 }
-METHOD_FOR: dict[RowKind, str] = {"examples": "sft", "pairs": "dpo", "labelled": "kto", "prompts": "grpo"}
+METHOD_FOR = {method.rows: method for method in METHODS.values() if method.usual_learning_rates}
+"""Kind of rows → method of a first recipe for them."""
+SHOWN_ROW = {"prompts": "prompt", "pairs": "pair"}
+"""Kind of rows → word for one of them; any other is a row."""
 DEFAULT_MODEL = "hf://Qwen/Qwen3-0.6B"
 GROUPS, GENERATIONS = 16, 8
 """Prompts of a step of GRPO, and answers to each."""
@@ -69,7 +65,12 @@ class _Plan:
 
     @property
     def method(self) -> str:
-        return METHOD_FOR[self.rows.kind]
+        return METHOD_FOR[self.rows.kind].name
+
+    @property
+    def samples(self) -> bool:
+        """Return whether training samples answers to prompts, instead of learning from rows."""
+        return METHOD_FOR[self.rows.kind].needs_rollouts
 
     @property
     def billions(self) -> float:
@@ -96,7 +97,7 @@ class _Plan:
         Short where there is little to learn from: a hundred short rows, packed into three, would be two steps.
         """
         few = self.rows.num_tokens * self.epochs < FEW_TOKENS
-        needed = self.rows.longest + (self.completion_tokens if self.method == "grpo" else 0)
+        needed = self.rows.longest + (self.completion_tokens if self.samples else 0)
         return _power_of_two(needed, least=128 if few else 512, most=self.longest_allowed)
 
     @property
@@ -123,14 +124,14 @@ class _Plan:
     @property
     def num_steps(self) -> int:
         """Return the approximate number of steps of the whole training."""
-        if self.method == "grpo":
+        if self.samples:
             return max(1, self.rows.num_rows * self.epochs // GROUPS)
         return max(1, self.num_packed_rows * self.epochs // self.batch)
 
     @property
     def learning_rate(self) -> float:
         """Return the learning rate of AdamW."""
-        rate = next(rate for most, rate in LEARNING_RATES[self.method] if self.billions <= most)
+        rate = next(rate for most, rate in METHOD_FOR[self.rows.kind].usual_learning_rates if self.billions <= most)
         return rate * FASTER_ADAPTER if self.adapter else rate
 
 
@@ -162,7 +163,7 @@ def _notes(plan: _Plan) -> list[str]:
         )
     if rows.num_bad_rows:
         notes.append(f"{rows.num_bad_rows:,} bad rows, which are left out; the first is {rows.first_bad}")
-    if plan.is_over_long and plan.method != "grpo":
+    if plan.is_over_long and not plan.samples:
         notes.append(f"rows of more than {plan.sequence_length:,} tokens are {_over_long(plan)[1]}")
     if rows.template:
         notes.append(f"the chat template is templates/{rows.template.name}: the model's own does not write these rows")
@@ -174,7 +175,7 @@ def _notes(plan: _Plan) -> list[str]:
 def _with_adapter(plan: _Plan) -> tuple[_Plan, list[str]]:
     """Return the plan, with an adapter where this machine's memory is too small for training all weights."""
     tried = [plan, *(_Plan(plan.name, plan.data, plan.model, plan.rows, adapter) for adapter in ADAPTERS)]
-    if plan.method == "grpo":
+    if plan.samples:
         tried.pop()  # no server samples beside a base in 4 bits
     shape = plan.model.shape or _like(plan.billions)
     for candidate in tried:
@@ -244,7 +245,7 @@ def _other_files(plan: _Plan) -> dict[str, str]:
 
 def _asks_numbers(plan: _Plan) -> bool:
     """Return whether every right answer has a number, which the last number of an answer must equal."""
-    return plan.method == "grpo" and all(NUMBER.search(reference) for reference in plan.rows.references)
+    return plan.samples and all(NUMBER.search(reference) for reference in plan.rows.references)
 
 
 def _last_number(text: str) -> str:
@@ -260,7 +261,7 @@ def _task(plan: _Plan) -> str:
         "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}},
         "test_split": "test",
     }
-    held_out = plan.method != "grpo" or plan.rows.evaluation_split
+    held_out = not plan.samples or plan.rows.evaluation_split
     whose = "Held-out rows" if held_out else "The first rows, which training sees as well,"
     if "text" in questions[0]:
         task |= {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
@@ -279,8 +280,8 @@ def _task(plan: _Plan) -> str:
             {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True, "regexes_to_ignore": [","]}
         ]
         how = "the last number of an answer must be the right one"
-    elif plan.method == "grpo" or median(len(question["answer"]) for question in questions) <= SHORT_ANSWER_CHARACTERS:
-        most = plan.completion_tokens if plan.method == "grpo" else _power_of_two(longest, least=16, most=256)
+    elif plan.samples or median(len(question["answer"]) for question in questions) <= SHORT_ANSWER_CHARACTERS:
+        most = plan.completion_tokens if plan.samples else _power_of_two(longest, least=16, most=256)
         task |= {"output_type": "generate_until", "generation_kwargs": {"until": ["\n"], "max_gen_toks": most}}
         task["metric_list"] = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
         how = "answers must be equal"
@@ -298,7 +299,7 @@ def _lines(tree: dict[str, Any]) -> str:
 def _recipe(plan: _Plan) -> str:
     rows, method = plan.rows, plan.method
     data = {"dataset": "rows", "split": rows.split, "evaluation_split": rows.evaluation_split}
-    if method == "grpo":
+    if plan.samples:
         del data["evaluation_split"]
     else:
         data["format"] = rows.form
@@ -314,9 +315,9 @@ def _recipe(plan: _Plan) -> str:
     if rows.template:
         lines.append(f"chat_template: templates/{rows.template.name}")
     longest = f"has {rows.longest:,} tokens" if rows.is_counted else f"has at most {rows.longest:,} tokens, one a byte"
-    what = "prompt" if method == "grpo" else "pair" if method == "dpo" else "row"
+    what = SHOWN_ROW.get(rows.kind, "row")
     lines.append(f"sequence_length: {plan.sequence_length}        # the longest {what} {longest}")
-    if method != "grpo":
+    if not plan.samples:
         lines.append(f"over_long: {_over_long(plan)[0]}")
         if rows.num_bad_rows:
             lines.append("on_bad_rows: drop")
@@ -343,7 +344,7 @@ stages:
     method: {method}
     model: base
 {adapter}    data:
-{"".join(f"      {line}" + chr(10) for line in lines)}{_grpo(plan) if method == "grpo" else ""}    epochs: {plan.epochs}
+{"".join(f"      {line}" + chr(10) for line in lines)}{_grpo(plan) if plan.samples else ""}    epochs: {plan.epochs}
     global_batch_size: {_batch(plan)}
     layout: auto                   # the fastest that fits this machine; `lifecycle layouts {plan.name}.yaml --gpus 8`
     learning_rate: {plan.learning_rate:.1e}         # usual for {_size(plan.billions)} parameters, {what_learns}
@@ -371,7 +372,7 @@ def _size(billions: float) -> str:
 
 
 def _batch(plan: _Plan) -> str:
-    if plan.method == "grpo":
+    if plan.samples:
         return f"{GROUPS * GENERATIONS}         # answers; about {plan.num_steps:,} steps in all"
     return f"{plan.batch}           # packed rows; about {plan.num_steps:,} steps in all"
 
@@ -390,11 +391,11 @@ def _grpo(plan: _Plan) -> str:
 def _evaluation(plan: _Plan) -> str:
     final = "merged" if plan.adapter else plan.method
     rows = plan.rows
-    whose = "rows that training holds out" if plan.method != "grpo" or rows.evaluation_split else "rows as questions"
+    whose = "rows that training holds out" if not plan.samples or rows.evaluation_split else "rows as questions"
     texts = []
     for stage, model in {"evaluate-base": "base", "evaluate": final}.items():
         is_chat = not rows.is_plain and (rows.has_template or model != "base")
-        asked = "" if plan.method == "grpo" else f"    apply_chat_template: {json.dumps(is_chat)}\n"
+        asked = "" if plan.samples else f"    apply_chat_template: {json.dumps(is_chat)}\n"
         texts.append(f"""
   {stage}:
     kind: evaluate

@@ -164,4 +164,5 @@ DPO = Method(
     averaged_over="pairs",
     headline=("preference_accuracy",),
     is_null_in_identity=True,  # in stores that exist, the identity of an SFT stage holds `dpo: null`
+    usual_learning_rates=((1.5, 2e-6), (1e9, 5e-7)),
 )

@@ -236,4 +236,5 @@ GRPO = Method(
     needs_reference=lambda config: config.beta > 0,
     needs_rollouts=True,
     metrics=METRICS,
+    usual_learning_rates=((0.01, 3e-4), (1e9, 1e-6)),
 )

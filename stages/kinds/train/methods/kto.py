@@ -83,4 +83,5 @@ KTO = Method(
     metrics=OWN_METRICS,
     averaged_over="documents",
     headline=("reward_margin",),
+    usual_learning_rates=((1.5, 2e-6), (1e9, 5e-7)),
 )

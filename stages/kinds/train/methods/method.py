@@ -93,6 +93,11 @@ class Method:
     """Things that the loss is a mean over."""
     is_likelihood: bool = False
     """True if the loss is the negative log-likelihood of the target tokens, in nats a token."""
+    usual_learning_rates: tuple[tuple[float, float], ...] = ()
+    """(up to so many billion parameters, usual learning rate of AdamW over all weights).
+
+    `lifecycle init` proposes the method that has them for its kind of rows.
+    """
     headline: tuple[str, ...] = ()
     """Names of `metrics` that are shown first."""
     is_null_in_identity: bool = False

@@ -29,4 +29,10 @@ class SftLoss:
         return -token_log_probabilities.sum() / totals["targets"], {}
 
 
-SFT = Method(name="sft", rows="examples", build_loss=lambda _: SftLoss(), is_likelihood=True)
+SFT = Method(
+    name="sft",
+    rows="examples",
+    build_loss=lambda _: SftLoss(),
+    is_likelihood=True,
+    usual_learning_rates=((0.01, 3e-3), (1.5, 5e-5), (5, 2e-5), (1e9, 1e-5)),
+)
