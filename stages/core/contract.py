@@ -139,7 +139,7 @@ class StageConfig(StrictModel, ABC):
     PRODUCTS: ClassVar[tuple[Product, ...]] = ()
     """Products that stages of the kind may have."""
     REPORTED: ClassVar[Reported] = Reported()
-    """What reports show of stages of the kind."""
+    """Metrics and charts that reports show of the kind's stages."""
     LEARNS: ClassVar[bool] = False
     """True if the stage's model learns from the datasets that the stage refers to."""
     SPANS_NODES: ClassVar[bool] = False
