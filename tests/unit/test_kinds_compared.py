@@ -1,4 +1,4 @@
-"""What a stage's kind decides is asked of its config; `flows/` compares kinds in few places, each with its reason."""
+"""Comparisons of kinds in `flows/`: few, each with its reason, since a config answers what its kind decides."""
 
 import ast
 from collections import Counter
