@@ -20,7 +20,7 @@ def print_json(value: Any) -> None:
 
 def warn_of_missing_worker() -> None:
     """Print a warning on stderr when recipes are scheduled but no worker runs."""
-    from flows.servers.missing import missing_worker
+    from flows.servers.records import missing_worker
 
     if line := missing_worker():
         click.echo(line, err=True)

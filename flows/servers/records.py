@@ -11,16 +11,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
 from flows.ledger.home import HomeIdentity, home, home_identity
 from flows.ledger.process_identity import Heartbeat, ProcessIdentity, is_silent
-from flows.servers.programs import LOOPBACK
+from flows.servers.programs import LOOPBACK, PREFECT, WORKER
 from stages.core.contract import StrictModel
 from stages.core.errors import StoreError
 from stages.core.files import write_atomically
+
+ACTIVE = """
+    SELECT COUNT(DISTINCT deployment.id) FROM deployment
+    JOIN deployment_schedule ON deployment_schedule.deployment_id = deployment.id
+    WHERE deployment_schedule.active AND NOT deployment.paused
+"""
 
 
 class ServerRecord(StrictModel):
@@ -96,6 +103,29 @@ def host_of(record: ServerRecord) -> str | None:
 def server_heartbeat() -> Heartbeat:
     """Return the heartbeat of a server or worker, for processes that share the home but cannot see it."""
     return Heartbeat(_heartbeat_file())
+
+
+def missing_worker() -> str | None:
+    """Return the warning when recipes are scheduled here and no worker runs; None otherwise.
+
+    Prefect need not run: its database of this home is read. If the user names a Prefect, its workers are elsewhere.
+    """
+    import sqlite3
+
+    records = read_records()
+    prefect, worker = records.get(PREFECT.name), records.get(WORKER.name)
+    # A command that has started the servers has set the variable to ours.
+    if PREFECT.named() not in (None, prefect and prefect.address + PREFECT.client_path):
+        return None
+    if worker and (worker.process.alive() or host_of(worker)):
+        return None
+    try:
+        address = f"{(home() / PREFECT.name / 'prefect.db').as_uri()}?mode=ro"
+        with closing(sqlite3.connect(address, uri=True, timeout=1.0)) as database:
+            (count,) = database.execute(ACTIVE).fetchone()
+    except sqlite3.Error:  # there is no database yet, or Prefect uses another one
+        count = 0
+    return f"no worker runs, so scheduled recipes ({count}) are not refreshed: `lifecycle up`" if count else None
 
 
 def _read() -> ServerRecords:

@@ -1,7 +1,8 @@
 """HTTP answers that may lie, bounded in size, time and decompression, with checked types; retries of busy servers.
 
 In: an `Expected`, which says what may arrive, and a request of httpx, aiohttp or the standard library. Out: an
-`Answer`, whose JSON is checked against a pydantic type. No redirect is followed: a key would go to another host.
+`Answer`, whose JSON is checked against a pydantic type. No redirect is followed: a key would go to another host. The
+key of a server that others run is read here, too (`key_in`).
 Imports none of the HTTP libraries that it reads from.
 
 Retries wait ever longer, or as long as the server asks, a few times in a row. Not tenacity: its count of attempts
@@ -10,6 +11,7 @@ cannot start again when a transfer progresses between two failures.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -25,7 +27,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from stages.core.errors import DownloadError, LifecycleError, ServerError, TransientError
+from stages.core.errors import DownloadError, LifecycleError, RecipeError, ServerError, TransientError
 from stages.core.redaction import quoted, redact, shortened
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     import aiohttp
     import httpx
+
 
 QUOTED_CHARACTERS = 200
 """Length of an answer's beginning in a message."""
@@ -60,6 +63,21 @@ Shape = TypeVar("Shape")
 def number_in(header: str) -> int | None:
     """Return the number that a header is, or None. `str.isdigit` is true of `²`, which `int` refuses."""
     return int(header) if _NUMBER.fullmatch(header) else None
+
+
+def key_in(variable: str | None, field: str) -> str:
+    """Return the key in the environment variable; empty where the server needs none.
+
+    field: field of the recipe that names the variable. Raises RecipeError where the variable is not set.
+    """
+    if not variable:
+        return ""
+    key = os.environ.get(variable, "")
+    if not key:
+        raise RecipeError(
+            f"the environment has no {variable}, which `{field}` names; set it, for instance in `execution.environment`"
+        )
+    return key
 
 
 class AnswerModel(BaseModel):

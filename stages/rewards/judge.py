@@ -21,10 +21,17 @@ from pydantic import Field, PositiveInt, model_validator
 from stages.core.errors import DataError
 from stages.core.fields import Seconds, StrictModel
 from stages.core.files import read_json_lines, remove_cut_off_line
-from stages.core.keys import key_in
 from stages.core.redaction import quoted, redact
 from stages.data.messages import PlainText
-from stages.remote.http import Expected, RetryBackoff, ask_httpx, busy_from_status, busy_from_transport, httpx_client
+from stages.remote.http import (
+    Expected,
+    RetryBackoff,
+    ask_httpx,
+    busy_from_status,
+    busy_from_transport,
+    httpx_client,
+    key_in,
+)
 from stages.rewards.reward import Completion, Reward, RewardContext, Scores
 from stages.serving.client import ChatChoice, Choices, Usage, answer_bytes
 

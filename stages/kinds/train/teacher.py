@@ -23,7 +23,6 @@ from pydantic import JsonValue
 from stages.core.cache import content_key, is_intact, is_sealed, write_seal
 from stages.core.contract import StageContext, is_main_process
 from stages.core.errors import LifecycleError, ModelError, RecipeError, ServerError, TransientError
-from stages.core.keys import key_in
 from stages.core.redaction import redact, shortened
 from stages.data.batch import Batch, Candidates
 from stages.data.dataset import PackedDataset
@@ -40,6 +39,7 @@ from stages.models.model_config import read_config
 from stages.models.model_folder import vocabulary_size
 from stages.models.shape import ModelShape
 from stages.parallel.processes import gathered
+from stages.remote.http import key_in
 from stages.serving.client import Client, token_number
 
 if TYPE_CHECKING:

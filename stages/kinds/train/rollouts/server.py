@@ -21,7 +21,6 @@ import torch
 from stages.core.contract import StageContext, is_main_process
 from stages.core.errors import LifecycleError, ResourceError, ServerError, TrainingError, TransientError
 from stages.core.files import write_atomically
-from stages.core.keys import key_in
 from stages.core.redaction import redact
 from stages.data.batch import Batch
 from stages.engines.engine import Engine
@@ -32,6 +31,7 @@ from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing, most_
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.recorded import Predicted
 from stages.parallel.accelerator import type_at_hand
+from stages.remote.http import key_in
 from stages.rollouts.asking import Answer, Request, ask_all
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
