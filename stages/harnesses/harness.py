@@ -21,8 +21,8 @@ from pydantic import Field, JsonValue, PositiveInt
 from stages.core.contract import StageContext
 from stages.core.fields import StrictModel
 from stages.rewards.judge import RatingConfig
-from stages.serving.asked import ServedModel
 from stages.serving.config import StopTexts
+from stages.serving.served_models import ServedModel
 
 
 class GenerationConfig(StrictModel):

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import LifecycleError, RecipeError, TransientError
-from stages.serving.adapters import adapter_folders
 from stages.serving.agreement import agreement_metrics, compare_with_records
-from stages.serving.asked import AskedModelConfig, ServedModel
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServingConfig
 from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 from stages.serving.registry import engine_of, new_launch_spec
+from stages.serving.served_models import AskedModelConfig, ServedModel, adapter_folders
 from stages.serving.server import Server, api_key, started_server
 
 

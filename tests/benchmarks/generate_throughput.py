@@ -20,9 +20,9 @@ import numpy as np
 from stages.hubs.builtin import qwen3
 from stages.kinds.generate.config import GenerateConfig
 from stages.rollouts.asking import sample_all
-from stages.serving.asked import AskExecution
 from stages.serving.config import BenchmarkConfig, ServingConfig
 from stages.serving.registry import new_launch_spec
+from stages.serving.served_models import AskExecution
 from stages.serving.server import Server, started_server
 
 FIRST_TOKEN, LAST_TOKEN = 10, 200

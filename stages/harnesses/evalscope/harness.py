@@ -20,7 +20,7 @@ from stages.harnesses.evalscope import environment
 from stages.harnesses.evalscope.environment import find_evalscope, is_missing
 from stages.harnesses.harness import Evaluation, Results, TaskItem
 from stages.harnesses.question_sets import items_of, question_sets
-from stages.serving.asked import ServedModel
+from stages.serving.served_models import ServedModel
 
 METRIC = "exact_match"
 

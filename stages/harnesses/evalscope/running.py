@@ -25,8 +25,8 @@ from stages.data.messages import PlainText, make_message
 from stages.harnesses.evalscope.environment import InstalledEvalScope
 from stages.harnesses.harness import Evaluation, Results
 from stages.harnesses.question_sets import question_sets, read_questions
-from stages.serving.asked import ServedModel
 from stages.serving.interpreter import inherited_environment
+from stages.serving.served_models import ServedModel
 
 PROGRAM = Path(__file__).with_name("program.py")
 LOG_FILE = "evalscope.log"

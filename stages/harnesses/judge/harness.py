@@ -13,7 +13,7 @@ from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.harnesses.harness import Evaluation, Results, TaskItem
 from stages.harnesses.question_sets import items_of, read_questions
-from stages.serving.asked import ServedModel
+from stages.serving.served_models import ServedModel
 
 VERSION = "1"
 """Version of the harness; raise it when the same questions, answers and opinions would give other scores."""

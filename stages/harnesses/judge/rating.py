@@ -21,7 +21,7 @@ from stages.rewards.reward import Completion
 from stages.rollouts.asking import Sample, sample_all
 from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.rollouts.prompts import AskedPrompt, check_room, read_prompts
-from stages.serving.asked import ServedModel
+from stages.serving.served_models import ServedModel
 
 METRIC = "rating"
 JUDGE_FILE = "judge.jsonl"

@@ -23,7 +23,7 @@ from stages.harnesses.lm_eval.tasks import (
     resolve_hub_datasets,
     select_tasks,
 )
-from stages.serving.asked import ServedModel
+from stages.serving.served_models import ServedModel
 
 PROGRESS_EVERY = 10
 DATASETS = "datasets"

@@ -40,7 +40,7 @@ from stages.harnesses.harness import Evaluation, TaskItem
 from stages.harnesses.lm_eval.task_files import strings_in
 from stages.harnesses.lm_eval.tasks import TaskSelection
 from stages.models.recorded import noted_date
-from stages.serving.asked import ServedModel
+from stages.serving.served_models import ServedModel
 
 MAX_TRIES = 3
 MAX_SHOWN = 400

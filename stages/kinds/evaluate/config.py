@@ -14,7 +14,7 @@ from stages.core.fields import AddedLater
 from stages.harnesses.harness import Evaluation, GenerationConfig
 from stages.harnesses.registry import DEFAULT_HARNESS, HarnessName, harness_of
 from stages.rewards.judge import RatingConfig
-from stages.serving.asked import AskedModelConfig
+from stages.serving.served_models import AskedModelConfig
 
 TASK = re.compile(r"^(task|group):", re.MULTILINE)
 """Line of a file that defines a task."""

@@ -11,8 +11,8 @@ from stages.core.contract import DatasetReference, Reported, StageConfig
 from stages.core.fields import SplitName, StrictModel
 from stages.rewards.registry import AnyReward, RewardName
 from stages.rollouts.options import PromptOptions, SamplingOptions
-from stages.serving.asked import AskedModelConfig
 from stages.serving.config import StopTexts
+from stages.serving.served_models import AskedModelConfig
 
 
 class PromptsConfig(StrictModel):

@@ -25,8 +25,8 @@ from stages.rewards.judging import Judgement, Named, judging
 from stages.rewards.reward import RewardContext
 from stages.rollouts.asking import Sample, sample_all
 from stages.rollouts.prompts import AskedPrompt, check_room, read_prompts
-from stages.serving.asked import ServedModel
 from stages.serving.endpoint import endpoint_for
+from stages.serving.served_models import ServedModel
 
 COMPLETIONS_FILE = "completions.jsonl"
 REWARDS_FOLDER = "rewards"

@@ -9,7 +9,6 @@ from pydantic import Field, JsonValue, model_validator
 
 from stages.core.contract import AdapterReference, ModelOrAdapterReference, ModelReference, Reported, StageConfig
 from stages.core.fields import AddedLater
-from stages.serving.adapters import adapters_base, base_problems
 from stages.serving.config import LESS_MEMORY, BenchmarkConfig, ServeExecution, ServingConfig, limit_problems
 from stages.serving.registry import (
     chosen_engine,
@@ -18,6 +17,7 @@ from stages.serving.registry import (
     installed_version,
     with_engine,
 )
+from stages.serving.served_models import adapters_base, base_problems
 
 
 class ServeConfig(StageConfig):

@@ -15,11 +15,11 @@ from stages.core.contract import Lease, StageContext, StageResult
 from stages.core.errors import ServerError
 from stages.core.lines import counted
 from stages.kinds.serve.config import ServeConfig
-from stages.serving.adapters import adapter_folders
 from stages.serving.agreement import agreement_metrics, compare_with_records
 from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import LAUNCH_FILE, LoadResult
 from stages.serving.registry import new_launch_spec
+from stages.serving.served_models import adapter_folders
 from stages.serving.server import Server, started_server
 
 WATCH_INTERVAL_S = 0.5

@@ -21,9 +21,9 @@ from stages.kinds.train.methods.method import Method, TeacherServer
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.parallel.layout import EngineName, Layout
 from stages.planner.workload import Precision
-from stages.serving.adapters import NOT_PUT_ON_A_BASE
 from stages.serving.config import ServingConfig
 from stages.serving.registry import chosen_engine
+from stages.serving.served_models import NOT_PUT_ON_A_BASE
 
 NOT_HELD_OUT = "completions have no held-out loss; evaluate the trained model in a stage of `kind: evaluate`"
 NOT_PROMPTS = "the loss is over completions only, not over prompts"

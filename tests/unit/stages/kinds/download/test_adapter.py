@@ -22,7 +22,7 @@ from stages.kinds.download.run import run
 from stages.kinds.merge.config import MergeConfig
 from stages.kinds.merge.run import run as merge
 from stages.models.recorded import read_record
-from stages.serving.adapters import adapter_folders
+from stages.serving.served_models import adapter_folders
 from tests.mergeable import BASE, make_adapter, make_base
 
 SIZES = {

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.harnesses.harness import Evaluation, Results, TaskItem
-from stages.serving.asked import ServedModel
+from stages.serving.served_models import ServedModel
 
 METRIC = "exact_match"
 

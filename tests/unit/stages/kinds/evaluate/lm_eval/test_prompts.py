@@ -15,8 +15,8 @@ from stages.data.tokenizer import DocumentTokenizer
 from stages.harnesses.lm_eval.scoring import LmEvalModel
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.models.recorded import note_trained_on
-from stages.serving.asked import ServedModel
 from stages.serving.client import Client
+from stages.serving.served_models import ServedModel
 from tests.serving import make_model
 from tests.unit.stages.data.chat_templates import published
 

@@ -24,8 +24,8 @@ from stages.harnesses.lm_eval.harness import LmEval
 from stages.harnesses.lm_eval.scoring import LmEvalModel, evaluate_tasks, load_tasks
 from stages.harnesses.lm_eval.tasks import select_tasks
 from stages.kinds.evaluate.config import EvaluateConfig
-from stages.serving.asked import ServedModel
 from stages.serving.client import Client
+from stages.serving.served_models import ServedModel
 from tests.http_server import LoopbackServer
 from tests.serving import make_model
 
