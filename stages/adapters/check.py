@@ -8,11 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftConfig, PeftModel
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import NUM_NAMED, check_mergeable
@@ -20,6 +18,7 @@ from stages.adapters.headers import WEIGHTS_FILE
 from stages.adapters.lora import add_adapter, changed_weights
 from stages.adapters.quantized import quantizable_layers
 from stages.core.errors import ModelError
+from stages.models.loading import model_without_weights
 
 
 def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
@@ -31,13 +30,6 @@ def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
     check_mergeable(changed_weights(causal_lm), folder)
     if config.base_precision in ("nf4", "int8"):
         quantizable_layers(causal_lm, config.base_precision)
-
-
-def model_without_weights(folder: Path, *, trust_remote_code: bool) -> Any:
-    """Return a model on the meta device, built from its config. Raises what Transformers raises."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def loading_problem(folder: Path, base: Path, *, trust_remote_code: bool) -> ModelError | None:

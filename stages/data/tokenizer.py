@@ -32,8 +32,9 @@ from stages.core.redaction import quoted
 from stages.data.config import DEFAULT_DATE, SpecialTokensPolicy
 from stages.data.messages import Conversation, Document, PlainText, RowError, Span, listed
 from stages.data.templates import ChatTemplate, Rendered, Work, load_chat_template
+from stages.models.loading import load_tokenizer
 from stages.models.recorded import ToolPrompt
-from stages.models.tokenizer_check import Growth, check_tokenizer_file
+from stages.models.tokenizer_check import Growth
 
 EXAMPLES = "a0."
 """Texts that show which special tokens are put around them; the first one that the normalizer does not make huge is
@@ -68,7 +69,7 @@ class DocumentTokenizer:
         self._train_on = train_on
         self._turns = turns
         self._template_date = template_date
-        self._tokenizer = load_tokenizer(folder)
+        self._tokenizer = _picklable(folder)
         self._backend = self._tokenizer.backend_tokenizer
         self._content = SpecialTokens(self._backend, special_tokens_in_content)
         self._growth = Growth.of(self._backend)
@@ -543,15 +544,9 @@ class LoadedTokenizer:
     beginning: tuple[int, ...]
 
 
-def load_tokenizer(folder: Path) -> LoadedTokenizer:
+def _picklable(folder: Path) -> LoadedTokenizer:
     """Load the tokenizer of a model artifact's `model/`. Raises ModelError when there is no usable one."""
-    from transformers import AutoTokenizer
-
-    check_tokenizer_file(folder)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises nothing more special, and Transformers anything
-        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+    tokenizer = load_tokenizer(folder)
     if not tokenizer.is_fast:
         raise ModelError(
             f"the tokenizer in {folder} ({type(tokenizer).__name__}) does not say which characters a token stands "

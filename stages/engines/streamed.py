@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from stages.adapters.adapter import Adapter
 from stages.core.errors import ModelError
 from stages.engines.fsdp.model import decoder_of
 from stages.engines.log_probabilities import LogitsTransform, logits_transform
 from stages.engines.rotary import rotates_by_document_length
+from stages.models.loading import load_model
 from stages.models.recorded import Predicted, RecordedDocument
 
 CHUNK_LOGITS = 2**25
@@ -35,15 +34,13 @@ class StreamedModel:
 
         Raises ModelError.
         """
-        disable_progress_bar()
         scratch.mkdir(parents=True, exist_ok=True)
         try:
-            self.causal_lm: Any = AutoModelForCausalLM.from_pretrained(
+            self.causal_lm: Any = load_model(
                 folder,
                 dtype=torch.float32,
                 device_map={"": "disk"},
                 offload_folder=scratch,
-                local_files_only=True,
                 trust_remote_code=trust_remote_code,
             ).eval()
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:

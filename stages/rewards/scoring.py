@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from stages.core.errors import DataError, ModelError
 from stages.data.config import DEFAULT_DATE
 from stages.data.messages import Document, PlainText, RowError, make_message
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
+from stages.models.loading import load_model
 from stages.models.recorded import noted_date
 from stages.rewards.reward import Completion
 
@@ -45,7 +45,7 @@ class Scorer:
 
     @cached_property
     def _model(self) -> Any:
-        model = AutoModelForSequenceClassification.from_pretrained(self._folder, local_files_only=True)
+        model = load_model(self._folder, head="score")
         return model.to(self._device).eval()
 
     @property

@@ -57,7 +57,7 @@ RULES = [
     (r"stages\.serving\.(engine|packaged|(sglang|lmdeploy)_program)", set()),
     (r"stages\.serving\.\w+\.(engine|arguments|option_check|server_program|quantize_program)", set()),
     (r"stages\.serving(\..*)?", SERVING),
-    (r"stages\.rewards\.scoring", {*DATA, "transformers"}),
+    (r"stages\.rewards\.scoring", DATA),
     (r"stages\.rollouts(\..*)?", {*DATA, "aiohttp"}),
     (r"stages\.harnesses\.judge\.rating", {"aiohttp", "numpy", "tokenizers"}),
     (

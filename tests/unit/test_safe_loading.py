@@ -1,6 +1,7 @@
 """Nothing in our code loads pickles, runs a shell, or gives a parser more than data: read from the sources."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("flows", "stages") for path in (ROOT / folder).rglob("*.py"))
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+LOADERS = re.compile(r"Auto(Config|Model\w*|Tokenizer|Processor|\w+Processor)")
 SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
 
 
@@ -54,6 +56,18 @@ def test_torch_load_is_called_for_tensors_alone_and_numpy_without_pickles(trees)
                 assert is_true(option(node, "weights_only")), f"{file}:{node.lineno}"
             if name in ("np.load", "numpy.load"):
                 assert not is_true(option(node, "allow_pickle")), f"{file}:{node.lineno}"
+
+
+def test_model_folders_are_opened_by_one_module(trees):
+    """It decides once which files are read, and which code of a folder runs."""
+    named = {
+        (file, name)
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        for name in (getattr(node, field, None) for field in ("id", "attr", "name", "value"))
+        if isinstance(name, str) and LOADERS.fullmatch(name)
+    }
+    assert {file for file, _ in named} == {"stages/models/loading.py"}
 
 
 def test_yaml_is_loaded_by_safe_loaders_only(trees):

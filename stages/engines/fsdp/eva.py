@@ -19,7 +19,6 @@ from peft.tuners.lora.eva import get_eva_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stages.adapters.check import model_without_weights
 from stages.adapters.config import AdapterConfig
 from stages.adapters.lora import adapted_layers, add_adapter
 from stages.core.errors import ModelError
@@ -27,6 +26,7 @@ from stages.data.batch import Batch
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states
 from stages.engines.documents import PackedDocuments, pad_documents
 from stages.engines.fsdp.model import TargetLogProbabilities, decoder_of
+from stages.models.loading import model_without_weights
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.logging import disable_progress_bar
 
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.batch import IGNORED, Batch
@@ -33,6 +31,7 @@ from stages.engines.log_probabilities import (
     token_log_probabilities,
 )
 from stages.engines.rotary import long_from, rotate_by_document
+from stages.models import loading
 from stages.models.loaded_weights import check_finite
 
 PROBE_LENGTHS = (12, 7)
@@ -105,14 +104,12 @@ def load_model(
     with _named_errors(folder):
         config, build = _how_to_build(folder, device, trust_remote_code)
         if not reads_weights:
-            return TargetLogProbabilities(_with_undefined_weights(_on_meta(config, build)))
-        causal_lm, info = AutoModelForCausalLM.from_pretrained(
+            return TargetLogProbabilities(_with_undefined_weights(loading.build_model(config, **build).eval()))
+        causal_lm, info = loading.load_model(
             folder,
             config=config,
-            use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that `_check_complete` can name them
-            local_files_only=True,
             **build,
         )
         _check_complete(folder, info["missing_keys"], [str(entry[0]) for entry in info["mismatched_keys"]])
@@ -133,7 +130,8 @@ def find_weights(
     weights show.
     """
     with _named_errors(folder):
-        causal_lm = _on_meta(*_how_to_build(folder, device, trust_remote_code))
+        config, build = _how_to_build(folder, device, trust_remote_code)
+        causal_lm = loading.build_model(config, **build).eval()
         files = ModelFiles(folder, deepcopy(causal_lm))
         _check_complete(folder, files.missing, files.mismatched)
         _check_tied(folder, causal_lm, has_untied=files.has_untied())
@@ -184,16 +182,10 @@ def _named_errors(folder: Path) -> Iterator[None]:
 
 def _how_to_build(folder: Path, device: torch.device, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
     """Return the config, and the arguments with which Transformers builds the model."""
-    disable_progress_bar()
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    config = loading.load_config(folder, trust_remote_code=trust_remote_code)
     attention = prepare_attention(config, device)
     build = {"attn_implementation": attention, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
     return config, build
-
-
-def _on_meta(config: Any, build: dict[str, Any]) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **build).eval()
 
 
 def _with_undefined_weights(causal_lm: Any) -> Any:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from stages.core.errors import ModelError
 from stages.data.batch import Batch
 from stages.engines.export import ScoreHead
 from stages.engines.fsdp.model import TargetLogProbabilities
+from stages.models.loading import build_model, class_with_head, load_tokenizer
 
 WRITTEN_AS = "score.weight"
 
@@ -76,16 +76,16 @@ def _head_name(causal_lm: Any) -> str:
 
 def _config_fields(causal_lm: Any, folder: Path) -> dict[str, Any]:
     """Return the fields of the written model's config.json."""
-    known = AutoModelForSequenceClassification._model_mapping
-    if type(causal_lm.config) not in known:
+    written = class_with_head(causal_lm.config, "score")
+    if written is None:
         raise ModelError(
             f"training a reward model: Transformers has no sequence classification for {type(causal_lm).__name__}; "
             "take a model of another family, such as Qwen3 or Llama"
         )
-    found = AutoTokenizer.from_pretrained(folder, local_files_only=True).pad_token_id
+    found = load_tokenizer(folder).pad_token_id
     padding_token = causal_lm.config.get_text_config().pad_token_id if found is None else found
     return {
-        "architectures": [known[type(causal_lm.config)].__name__],
+        "architectures": [written.__name__],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         "pad_token_id": padding_token,
@@ -94,8 +94,7 @@ def _config_fields(causal_lm: Any, folder: Path) -> dict[str, Any]:
 
 def _check_names(causal_lm: Any, head: ScoreHead) -> None:
     """Raise ModelError unless the written weights are those that sequence classification reads."""
-    with torch.device("meta"):
-        expected = set(AutoModelForSequenceClassification.from_config(deepcopy(causal_lm.config)).state_dict())
+    expected = set(build_model(deepcopy(causal_lm.config), head="score").state_dict())
     written = {head.written_as if name == head.name else name for name in causal_lm.state_dict()}
     if written != expected:
         raise ModelError(

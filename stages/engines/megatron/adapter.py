@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.effect import experts_together, of_each_expert
@@ -39,6 +38,7 @@ from stages.engines.megatron.low_rank import ExpertChange, LowRankChange, adapt_
 from stages.engines.megatron.parts import Part, local_parts
 from stages.engines.megatron.weights import named_weights
 from stages.models.flops import ModelFlops
+from stages.models.loading import model_without_weights
 from stages.models.shape import ModelShape
 
 NUM_NAMED = 5
@@ -82,9 +82,7 @@ def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | N
 
     start: folder of an adapter whose values it gets. Raises ModelError as `add_adapter` and `read_start` do.
     """
-    with torch.device("meta"):
-        model_config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        causal_lm = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    causal_lm = model_without_weights(folder, dtype=torch.float32)
     causal_lm.to_empty(device="cpu")
     causal_lm.tie_weights()
     lora = add_adapter(causal_lm, config, seed)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
-from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from stages.adapters.check import loading_problem
@@ -44,6 +43,7 @@ from stages.engines.megatron.pipeline import Consumer, OfLogits, Pipeline
 from stages.engines.megatron.spec import check_precision
 from stages.engines.megatron.weights import export_weights, load_weights
 from stages.engines.settings import EngineSettings
+from stages.models.loading import load_config
 from stages.models.shape import ModelShape
 from stages.parallel.processes import collective_timeout
 
@@ -96,7 +96,7 @@ class MegatronEngine:
         wrapped = wrap_chunks(self._chunks, layout)
         self._adam = Adam(wrapped, settings)
         self._state = MegatronState(self._chunks, shape, self._adam.megatron)
-        rotary = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder, local_files_only=True)).to(device)
+        rotary = LlamaRotaryEmbedding(load_config(folder)).to(device)
         self._pipeline = Pipeline(wrapped, layout, rotary, shape.vocab_size, device, self.compute_dtype, self._clock)
 
     def train_step(

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from stages.adapters.adapter import Adapter
 from stages.adapters.files import check_weights, copy_companions, read_adapter
 from stages.adapters.headers import CHANGES_THE_BASE, CONFIG_FILE, read_headers
@@ -23,6 +21,7 @@ from stages.core.contract import StageContext
 from stages.core.errors import ModelError
 from stages.core.files import read_json_object, write_atomically
 from stages.engines.streamed import StreamedModel
+from stages.models.loading import load_tokenizer
 from stages.models.recorded import RecordedDocument, differences, write_record
 
 HONOURED = {
@@ -106,7 +105,7 @@ def _predicted(adapter: Adapter, base: Path, context: StageContext, trust_remote
 
     Raises ModelError if the adapter changes nothing.
     """
-    tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(base, trust_remote_code=trust_remote_code)
     rows = [tokenizer(text).input_ids for text in TEXTS]
     unread = [RecordedDocument(row[:-1], row[1:], 0.0) for row in rows]
     model = StreamedModel(base, context.scratch / "base", trust_remote_code=trust_remote_code)

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from stages.core.errors import ModelError
 from stages.kinds.quantize.samples import batches_of_one_length
+from stages.models.loading import load_config, load_model, load_tokenizer
 from stages.models.model_folder import GGUF_FILE, holds_gguf
 from stages.models.recorded import Differences, Predicted, RecordedDocument, differences
 
@@ -60,7 +61,7 @@ class Divergence:
 
     def worst_in_words(self, tokenizer_folder: Path) -> str:
         """Return the tokens that followed the most different predictions, with their divergence."""
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        tokenizer = load_tokenizer(tokenizer_folder)
         return ", ".join(f"{tokenizer.decode([worst.token])!r} ({worst.kl_nats:.3f} nats)" for worst in self.worst)
 
     def add(self, reference_logits: torch.Tensor, quantized_logits: torch.Tensor, next_tokens: torch.Tensor) -> None:
@@ -113,7 +114,7 @@ def measure_divergence(
 
 def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     accelerator = torch.accelerator.current_accelerator()
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    model, loading = load_model(
         folder,
         dtype="auto" if accelerator else torch.float32,
         trust_remote_code=trust_remote_code,
@@ -140,7 +141,7 @@ def _of_gguf(folder: Path) -> dict[str, Any]:
     """
     if not holds_gguf(folder):
         return {}
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder)
     del config.quantization_config
     return {"gguf_file": GGUF_FILE, "config": config}
 

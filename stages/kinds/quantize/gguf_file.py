@@ -30,7 +30,6 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGUFReader
 from gguf import GGMLQuantizationType as Type
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from stages.core.errors import ModelError, ResourceError
@@ -40,6 +39,7 @@ from stages.kinds.quantize.gguf_tokenizer import write_tokenizer
 from stages.kinds.quantize.registry import QuantizationJob
 from stages.kinds.quantize.written import copy_companions
 from stages.models.linear_layers import matches
+from stages.models.loading import load_config, load_tokenizer
 from stages.models.model_config import read_config
 from stages.models.model_folder import GGUF_FILE
 from stages.serving.config import ServeExecution, ServingConfig
@@ -315,7 +315,7 @@ def _interleaved(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any
 
 def _rotary_factors(source: Path) -> np.ndarray[Any, Any]:
     """Return the divisors of Llama 3.1's rotary frequencies in llama.cpp: float32 [head_dim / 2]."""
-    config = AutoConfig.from_pretrained(source)
+    config = load_config(source)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     dim = 2 * len(scaled)
     plain = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -364,7 +364,7 @@ def problem_of_token_ids(model: Path, samples: Sequence[Sequence[int]]) -> Model
     model: folder with a GGUF file and the tokenizer that it was made of.
     samples: token ids, a list a row.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     texts = [tokenizer.decode(sample) for sample in samples]
     expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     begun = tokenizer(texts[0])["input_ids"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.core.errors import ModelError
 from stages.core.files import read_json_object
+from stages.models.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -51,7 +52,6 @@ def splitting_of(folder: Path) -> str:
 def write_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> None:
     """Write the tokenizer's keys. vocabulary: rows of the embedding; the file needs a name for each."""
     from gguf import TokenType
-    from transformers import AutoTokenizer
 
     written = read_json_object(folder / "tokenizer.json")
     added = {token["id"]: token for token in written.get("added_tokens", ())}
@@ -69,7 +69,7 @@ def write_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> None:
     writer.add_token_list([names.get(number, f"[unused{number}]") for number in range(vocabulary)])
     writer.add_token_types([kind(number) for number in range(vocabulary)])
     writer.add_token_merges(list(merges))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     begin = tokenizer.bos_token_id
     ends = _ends(folder) or [tokenizer.eos_token_id]
     special = {"bos": begin, "eos": ends[0], "eot": ends[-1], "pad": tokenizer.pad_token_id}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import ModelError, RecipeError
 from stages.models.linear_layers import EXPERTS, Projection, matches
+from stages.models.loading import model_without_weights
 from stages.serving.engine import Quantization
 
 EXPERT_SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")
@@ -40,9 +41,7 @@ def build_without_weights(folder: Path, *, trust_remote_code: bool) -> PreTraine
     Raises ModelError if Transformers does not know the model.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model: PreTrainedModel = model_without_weights(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelError(
             f"Transformers cannot build the model that {folder / 'config.json'} describes: "

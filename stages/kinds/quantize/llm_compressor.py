@@ -38,7 +38,7 @@ from llmcompressor.modifiers.transform.smoothquant.base import SmoothQuantMappin
 from llmcompressor.pipelines.cache import IntermediatesCache
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
@@ -48,6 +48,7 @@ from stages.kinds.quantize.samples import batches_of_one_length
 from stages.kinds.quantize.scaling import Scaling, find_scalings
 from stages.kinds.quantize.written import copy_companions, problems_of_written
 from stages.models.loaded_weights import dtype_of_weights
+from stages.models.loading import load_model
 from stages.models.model_folder import follow_file_mask
 from stages.serving.engine import Quantization
 
@@ -62,7 +63,7 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
     torch.manual_seed(job.seed)
     # float32 on a CPU: bfloat16 products of small matrices took eight times as long there, and AWQ needs thousands.
     dtype = "auto" if torch.accelerator.is_available() else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=job.trust_remote_code)
+    model = load_model(source, dtype=dtype, trust_remote_code=job.trust_remote_code)
     layers, quantized = linear_layers(model), quantized_layers(model, quantization)
     ignored = {name: layer.name for name, layer in layers.items() if name not in quantized}
     batches = [

@@ -18,6 +18,7 @@ from stages.kinds.train.methods.rollouts import RolloutOptions
 from stages.kinds.train.order import repeated_too_often
 from stages.kinds.train.start import data_with_template
 from stages.kinds.train.teacher import check_teacher
+from stages.models.loading import model_without_weights
 from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
 
@@ -105,7 +106,6 @@ def rollout_problems(
 
 def moe_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str, LifecycleError | str]]:
     """Yield the problems of `moe` with this model's routers."""
-    from stages.adapters.check import model_without_weights
     from stages.engines.fsdp.moe import check_mixture
 
     try:
@@ -122,7 +122,7 @@ def adapter_problems(
 ) -> Iterator[tuple[str, LifecycleError | str]]:
     """Yield the problems of `adapter` with this model, from its config and the headers of its files."""
     # Torch and Transformers take seconds to import, and only adapters need them here.
-    from stages.adapters.check import check_adapter, model_without_weights
+    from stages.adapters.check import check_adapter
 
     try:
         causal_lm = model_without_weights(model_folder, trust_remote_code=config.trust_remote_code)

@@ -34,12 +34,12 @@ from stages.kinds.train.rows import RowData
 from stages.kinds.train.start import data_with_template
 from stages.kinds.train.teacher import check_teacher
 from stages.kinds.train.watchdog import Watchdog
+from stages.models.loading import check_tokenizer, model_without_weights
 from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
 from stages.models.recorded import note_trained_on
 from stages.models.shape import ModelShape
 from stages.models.start_up import start_training_quickly
-from stages.models.tokenizer_check import check_tokenizer
 from stages.parallel.accelerator import check_precision, type_at_hand
 from stages.parallel.device_types import check_device, missing_package
 from stages.parallel.devices import device_peak
@@ -257,7 +257,6 @@ def _changing(adapter: Adapter, config: TrainConfig, base: Path) -> Changing:
 
     if not adapter.parameters:
         return changing(adapter, None)
-    from stages.adapters.check import model_without_weights  # and PEFT, which this process has loaded for experts
     from stages.adapters.effect import ChangedParameters
 
     causal_lm = model_without_weights(base, trust_remote_code=config.trust_remote_code)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from stages.kinds.train.methods.method import TeacherServer, TeacherTokens
 from stages.kinds.train.order import even_micro_batches
 from stages.kinds.train.reference import model_digest
 from stages.kinds.train.watchdog import Watchdog
+from stages.models.loading import load_tokenizer
 from stages.models.model_config import read_config
 from stages.models.model_folder import vocabulary_size
 from stages.models.shape import ModelShape
@@ -87,7 +88,7 @@ def teacher_problems(
 ) -> Iterator[LifecycleError]:
     """Yield differences between teacher and model: tokenizer, vocabulary size, fewer tokens than `loss_top_k`."""
     try:
-        tokens = [_vocabulary(folder, trust_remote_code) for folder in (teacher, model)]
+        tokens = [load_tokenizer(one, trust_remote_code=trust_remote_code).get_vocab() for one in (teacher, model)]
         sizes = [vocabulary_size(read_config(folder)) for folder in (teacher, model)]
     except ModelError as error:
         yield error
@@ -339,12 +340,8 @@ class ServedTeacher:
         return records
 
     def _own_tokens(self, model_folder: Path, trust_remote_code: bool) -> list[int]:
-        from transformers import AutoTokenizer  # takes a second
-
-        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-        tokens: list[int] = AutoTokenizer.from_pretrained(model_folder, **options).encode(
-            PROBE, add_special_tokens=False
-        )
+        tokenizer = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
+        tokens: list[int] = tokenizer.encode(PROBE, add_special_tokens=False)
         return tokens
 
 
@@ -536,16 +533,6 @@ def _too_many(asked: TeacherTokens, vocabulary: int | None) -> RecipeError | Non
     return RecipeError(
         f"`loss_top_k` asks for {asked.number} tokens of the teacher, whose vocabulary has {vocabulary}; lower it"
     )
-
-
-def _vocabulary(folder: Path, trust_remote_code: bool) -> dict[str, int]:
-    from transformers import AutoTokenizer  # takes a second
-
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    try:
-        return AutoTokenizer.from_pretrained(folder, **options).get_vocab()
-    except Exception as error:  # tokenizers raises nothing more special
-        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _different_tokens(teacher: dict[str, int], model: dict[str, int]) -> list[str]:

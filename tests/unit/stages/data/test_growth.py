@@ -15,7 +15,8 @@ from stages.data.config import DataConfig
 from stages.data.messages import PlainText, RowError
 from stages.data.prepare import prepare
 from stages.data.tokenizer import DocumentTokenizer
-from stages.models.tokenizer_check import FACTORS, Growth, check_tokenizer
+from stages.models.loading import check_tokenizer
+from stages.models.tokenizer_check import FACTORS, Growth
 from tests.unit.stages.data.reports import Reports
 
 GROWS_NOTHING = {"Strip", "StripAccents", "Nmt"}

@@ -11,7 +11,7 @@ import pytest
 
 from stages.core.errors import ModelError
 from stages.hubs.builtin.qwen3 import make_tokenizer
-from stages.models.tokenizer_check import check_tokenizer
+from stages.models.loading import check_tokenizer
 
 CONFIG = {"vocab_size": 288}
 Content = dict[str, Any]

@@ -1,0 +1,135 @@
+"""A model folder → what Transformers makes of it: config, tokenizer, model.
+
+Decided here for every caller: only files of the folder are read, weights from safetensors (or GGUF) and never from
+pickles, code of the folder runs only where it is trusted, and a tokenizer is loaded only if that cannot fill the
+memory. Importing this module is light: Transformers comes with the first call, which `start_up` may make faster before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from stages.core.errors import ModelError
+from stages.models.model_folder import vocabulary_size
+
+Head = Literal["tokens", "score"]
+"""End of a model: log-probabilities of the next token, or one number a text."""
+AUTO_CLASSES: dict[Head, str] = {"tokens": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
+
+SENTENCE = "The sum of 27 and 15 is 42, she said. "
+REPETITIONS = 50
+MAX_NORMALIZER_GROWTH = 2.0**20
+"""Largest growth of a text by the normalizer. Some published ones reach a thousand; beyond this bound, a text that only
+servers and benchmarks see could fill the memory.
+"""
+LEAST_SHARE = 0.5
+"""Least share of the tokens of so many sentences, relative to those of one sentence times their number."""
+
+
+def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Return Transformers' config of a model folder. Raises what Transformers raises."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+
+
+def load_tokenizer(
+    folder: Path, *texts: str, trust_remote_code: bool = False, max_growth_factor: float = math.inf
+) -> Any:
+    """Return Transformers' tokenizer of a model folder.
+
+    Raises ModelError if it cannot be loaded, or if loading it or encoding one of `texts` could fill the memory;
+    max_growth_factor: see `check_tokenizer_file`.
+    """
+    from transformers import AutoTokenizer
+
+    from stages.models.tokenizer_check import check_tokenizer_file
+
+    check_tokenizer_file(folder, *texts, max_factor=max_growth_factor)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raises nothing more special, and Transformers anything
+        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def load_model(folder: Path, *, head: Head = "tokens", **options: Any) -> Any:
+    """Return the model of a folder with its weights. Raises what Transformers raises.
+
+    options: Transformers' own, such as `dtype` and `trust_remote_code`.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    return _auto_class(head).from_pretrained(folder, local_files_only=True, use_safetensors=True, **options)
+
+
+def build_model(config: Any, *, head: Head = "tokens", **options: Any) -> Any:
+    """Return a model of this config on the meta device. Raises what Transformers raises; options: its own."""
+    import torch
+
+    with torch.device("meta"):
+        return _auto_class(head).from_config(config, **options)
+
+
+def model_without_weights(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Return the model of a folder on the meta device, built from its config, as `build_model` does."""
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    return build_model(config, trust_remote_code=trust_remote_code, **options)
+
+
+def class_with_head(config: Any, head: Head) -> type | None:
+    """Return Transformers' class of models with this config and head; None if it has none."""
+    found: type | None = _auto_class(head)._model_mapping.get(type(config), None)
+    return found
+
+
+def _auto_class(head: Head) -> Any:
+    import transformers
+
+    return getattr(transformers, AUTO_CLASSES[head])
+
+
+def check_tokenizer(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield warnings about the tokenizer in a model folder whose `config.json` is given.
+
+    Raises ModelError for one that cannot be loaded, drops or truncates text, or knows none of it.
+    """
+    tokenizer = load_tokenizer(folder, SENTENCE * REPETITIONS, max_growth_factor=MAX_NORMALIZER_GROWTH)
+    try:
+        once = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"]
+        often = tokenizer(SENTENCE * REPETITIONS, add_special_tokens=False, verbose=False)["input_ids"]
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+    problem = _problem(tokenizer, once, often, vocabulary_size(config))
+    if problem:
+        raise ModelError(f"the tokenizer in {folder} {problem}; take that of the model, or fetch it again")
+    read = tokenizer.decode(once)
+    if _letters(read) != _letters(SENTENCE):
+        yield f"the tokenizer loses parts of texts: {SENTENCE!r} reads {read!r} in its tokens"
+    if tokenizer.eos_token_id is None:
+        yield "the tokenizer has no end-of-text token (`eos_token`): only a chat template can say where an answer ends"
+
+
+def _problem(tokenizer: Any, once: list[int], often: list[int], size: int | None) -> str | None:
+    if not once:
+        return f"makes no tokens of {SENTENCE!r}"
+    if all(token == tokenizer.unk_token_id for token in once):
+        return f"knows nothing of {SENTENCE!r}: all its tokens are {tokenizer.unk_token!r}"
+    if len(often) < LEAST_SHARE * REPETITIONS * len(once):
+        return f"cuts texts: {REPETITIONS} times {len(once)} tokens are {len(often)}"
+    if size is not None and max(once) >= size:
+        return f"makes token {max(once)} of {SENTENCE!r}, beyond the model's vocabulary of {size}"
+    if size is not None and (tokenizer.eos_token_id or 0) >= size:
+        return (
+            f"ends texts with token {tokenizer.eos_token_id} ({tokenizer.eos_token!r}), beyond the model's vocabulary "
+            f"of {size}"
+        )
+    return None
+
+
+def _letters(text: str) -> str:
+    """Return letters and digits without case, since some tokenizers know one case only."""
+    return "".join(filter(str.isalnum, text)).casefold()
