@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import ModelError, RecipeError, ServerError
+from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection
 from stages.models.recorded import Predicted
 from stages.remote.http import AnswerModel
@@ -107,9 +108,7 @@ class TinyEngine:
     def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
         raise ModelError("Tiny loads its weights once")
 
-    def check_loadable(
-        self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
-    ) -> None:
+    def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
         if quantization.weights == "fp8":
             raise RecipeError("Tiny loads no fp8 weights; choose method int8")
 

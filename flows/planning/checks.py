@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,8 +113,13 @@ def check_limits(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs)
 
 def _beyond_the_model(recipe: Recipe, stage: str, configs: ModelConfigs) -> list[str]:
     """Return what a stage's model does not allow; empty where its download, or the check of its files, reports it."""
+
+    def read_config() -> Mapping[str, Any]:
+        facts = configs.of(download_of(recipe, stage))
+        return facts.config if facts else {}
+
     try:
-        return [*recipe.stages[stage].model_problems(lambda: configs.of(download_of(recipe, stage)) or {})]
+        return [*recipe.stages[stage].model_problems(read_config)]
     except LifecycleError:
         return []
 

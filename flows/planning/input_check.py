@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from flows.planning.model_shape import download_of, read_known_config
+from flows.planning.model_shape import download_of, read_known_facts
 from flows.planning.outside import Outside
 from flows.recipe.recipe import Recipe
 from flows.recipe.version import identity_of, version_of
@@ -29,7 +29,7 @@ from stages.engines.megatron.families import check_supported
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS
 from stages.kinds.train.config import TrainConfig
-from stages.models.model_config import CONFIG_FILE, max_positions, read_config
+from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.model_folder import check_config, check_model_folder, check_unquantized, code_not_run
 from stages.parallel.legality import layout_warnings, model_errors
 
@@ -64,21 +64,21 @@ def _check(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, ind
     if download not in outside:
         return
     source = recipe.fetched[download]
-    model_config = _local_config(source, outside[download], index)
-    if model_config is None:
+    facts = _local_facts(source, outside[download], index)
+    if facts is None:
         return
-    check_config(model_config, f"the config of {source.source}")
-    check_unquantized(model_config, str(source.source))
-    if note := code_not_run(model_config, trusted=config.trust_remote_code):
+    check_config(facts, f"the config of {source.source}")
+    check_unquantized(facts, str(source.source))
+    if note := code_not_run(facts, trusted=config.trust_remote_code):
         yield note
     if HUBS[source.source.hub].is_local and source.request.patterns is None:
-        yield from check_model_folder(Path(source.source.name))
+        yield from check_model_folder(ModelFacts(Path(source.source.name)))
     if config.engine == "megatron":
-        shape = check_supported(model_config)
+        shape = check_supported(facts)
         if errors := "; ".join(model_errors(config.engine, config.layout, shape)):
             raise LayoutError(errors)
         yield from layout_warnings(config.engine, config.layout, config.constraints, shape)
-    limit = max_positions(model_config)
+    limit = facts.max_positions
     if limit is not None and config.data.sequence_length > limit:
         yield (
             f"data.sequence_length {config.data.sequence_length} is beyond the {limit} positions of {source.source}; "
@@ -86,12 +86,12 @@ def _check(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, ind
         )
 
 
-def _local_config(source: FetchedConfig, outside: dict[str, Any], index: Index) -> dict[str, Any] | None:
-    """Return the `config.json` of what a stage downloads, if it is on this machine."""
+def _local_facts(source: FetchedConfig, outside: dict[str, Any], index: Index) -> ModelFacts | None:
+    """Return the facts of the model that a stage downloads, if its config is on this machine."""
     artifact = index.find(source.kind, version_of(identity_of(source, {}, outside)))
     if artifact and not artifact.damage and (artifact.folder / "model" / CONFIG_FILE).is_file():
-        return read_config(artifact.folder / "model")
-    return read_known_config(source, outside) if HUBS[source.source.hub].is_offline else None
+        return ModelFacts(artifact.folder / "model")
+    return read_known_facts(source, outside) if HUBS[source.source.hub].is_offline else None
 
 
 def check_first_inputs(recipe: Recipe, will_run: Collection[str], outside: Outside, index: Index) -> None:
@@ -111,7 +111,7 @@ def _adapter(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, i
     folder = _folder(recipe, download_of(recipe, name), outside, index) if config.adapter else None
     try:
         if config.adapter and folder and (folder / CONFIG_FILE).is_file():
-            yield from missing_layers(config.adapter, read_config(folder), folder)
+            yield from missing_layers(config.adapter, ModelFacts(folder))
     except (LifecycleError, SafetensorError, OSError):  # `check_models` reports it
         return
 

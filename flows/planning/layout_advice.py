@@ -19,8 +19,8 @@ from flows.store.store import Store
 from stages.core.errors import LayoutError, ModelError, RecipeError
 from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.kinds.train.config import TrainConfig
+from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.known_models import known_model
-from stages.models.model_config import CONFIG_FILE, read_config, shape_of_config
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.parallel.legality import layout_errors, layout_warnings, model_errors
@@ -193,7 +193,7 @@ def _of_config(model: str) -> ModelShape:
     """Return the shape from a `config.json`, a folder that has one, or the name of a known model."""
     path = Path(model)
     if path.is_file() or (path / CONFIG_FILE).is_file():
-        return shape_of_config(read_config(path))
+        return ModelFacts(path).shape
     known = known_model(model)
     if known is None:
         raise ModelError(

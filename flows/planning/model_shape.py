@@ -7,7 +7,6 @@ else from the source itself, or a table of published models while the source doe
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from pydantic import JsonValue
 
@@ -20,8 +19,8 @@ from stages.core.errors import RecipeError, TransientError
 from stages.hubs.answers import Answers
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, read_model_config
+from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.known_models import known_model
-from stages.models.model_config import CONFIG_FILE, read_config, shape_of_config
 from stages.models.shape import ModelShape
 
 
@@ -37,7 +36,7 @@ def download_of(recipe: Recipe, stage: str) -> str:
 
 
 class ModelConfigs:
-    """Config files of the models that the stages in `outside` download; each hub is asked once.
+    """Facts of the models that the stages in `outside` download; each hub is asked once.
 
     A download that is not in `outside` has none.
     limit_s: time for all of them together; what has not come by then counts as never coming.
@@ -46,10 +45,10 @@ class ModelConfigs:
     def __init__(self, recipe: Recipe, outside: Outside, index: Index, limit_s: float | None = None) -> None:
         self._recipe, self._outside, self._index = recipe, outside, index
         self._limit_s = limit_s
-        self._answers = Answers[dict[str, Any] | None](limit_s)
+        self._answers = Answers[ModelFacts | None](limit_s)
 
-    def of(self, name: str) -> dict[str, Any] | None:
-        """Return the `config.json` of the model that a stage downloads; None when its hub has not answered.
+    def of(self, name: str) -> ModelFacts | None:
+        """Return the facts of the model that a stage downloads; None when its hub has not answered.
 
         Raises DownloadError or ModelError when it cannot be read.
         """
@@ -66,9 +65,9 @@ class ModelConfigs:
 
     def shape_of(self, name: str) -> ModelShape:
         """Return the shape of that model. Raises also ModelError for a family unknown to the planner."""
-        config = self.of(name)
-        if config is not None:
-            return shape_of_config(config)
+        facts = self.of(name)
+        if facts is not None:
+            return facts.shape
         source = str(self._recipe.fetched[name].source)
         known = known_model(source)
         if known is None:
@@ -78,18 +77,18 @@ class ModelConfigs:
             )
         return known
 
-    def _read(self, config: FetchedConfig, outside: dict[str, JsonValue]) -> dict[str, Any] | None:
+    def _read(self, config: FetchedConfig, outside: dict[str, JsonValue]) -> ModelFacts | None:
         artifact = self._index.find(config.kind, version_of(identity_of(config, {}, outside)))
         if artifact and not artifact.damage:
-            return read_config(artifact.folder / "model")
-        return read_known_config(config, outside)
+            return ModelFacts(artifact.folder / "model")
+        return read_known_facts(config, outside)
 
 
-def read_known_config(config: FetchedConfig, outside: dict[str, JsonValue]) -> dict[str, Any] | None:
-    """Read the `config.json` of a model from its source; None where the hub has not named the revision.
+def read_known_facts(config: FetchedConfig, outside: dict[str, JsonValue]) -> ModelFacts | None:
+    """Read the config of a model from its source; None where the hub has not named the revision.
 
     Files on this machine need no revision: the config is read while the weights beside it are still being hashed.
     """
     if "revision" not in outside and not HUBS[config.source.hub].is_local:
         return None
-    return read_model_config(config.source, str(outside.get("revision")))
+    return ModelFacts(read_model_config(config.source, str(outside.get("revision"))))

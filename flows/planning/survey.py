@@ -42,8 +42,8 @@ from stages.data.messages import Conversation, Document, PlainText, RowError, li
 from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, hub_of, parse_source
+from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.known_models import known_model
-from stages.models.model_config import CONFIG_FILE, max_positions, read_config, shape_of_config
 from stages.models.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -161,25 +161,25 @@ def find_model(source: str, scratch: Path) -> KnownModel:
     config = recipe.fetched["base"]
     if HUBS[config.source.hub].is_local:
         folder = Path(config.source.name)
-        return _known(source, read_config(folder), folder)
+        return _known(source, ModelFacts(folder), folder)
     unreachable: dict[str, str] = {}
     outside = resolve_outside(recipe, ["base"], unreachable)
     if unreachable:
         return KnownModel(source, known_model(source))
     artifact = index.find(config.kind, version_of(identity_of(config, {}, outside["base"])))
     if artifact and not artifact.damage:
-        return _known(source, read_config(artifact.folder / "model"), artifact.folder / "model")
-    model_config = ModelConfigs(recipe, outside, index, PLANNING_LIMIT_S).of("base")
-    return _known(source, model_config, _tokenizer_of(config, str(outside["base"]["revision"]), scratch))
+        return _known(source, ModelFacts(artifact.folder / "model"), artifact.folder / "model")
+    facts = ModelConfigs(recipe, outside, index, PLANNING_LIMIT_S).of("base")
+    return _known(source, facts, _tokenizer_of(config, str(outside["base"]["revision"]), scratch))
 
 
-def _known(source: str, config: Mapping[str, Any] | None, folder: Path | None) -> KnownModel:
-    if config is None:
+def _known(source: str, facts: ModelFacts | None, folder: Path | None) -> KnownModel:
+    if facts is None:
         return KnownModel(source, known_model(source), None, folder)
     try:
-        return KnownModel(source, shape_of_config(config), max_positions(config), folder)
+        return KnownModel(source, facts.shape, facts.max_positions, folder)
     except ModelError:  # the planner does not know its family
-        return KnownModel(source, None, max_positions(config), folder)
+        return KnownModel(source, None, facts.max_positions, folder)
 
 
 def _tokenizer_of(config: FetchedConfig, revision: str, scratch: Path) -> Path | None:

@@ -6,29 +6,27 @@ Only of dense models whose files name modules as Transformers does; of all other
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 from stages.adapters.config import AdapterConfig
 from stages.core.errors import ModelError
 from stages.core.redaction import quoted
 from stages.models.adapter_targets import AdapterTargets, is_named
+from stages.models.facts import ModelFacts
 from stages.models.linear_layers import linear_layers, read_projections
-from stages.models.model_config import shape_of_config
 
 NUM_NAMED = 3
 
 
-def missing_layers(adapter: AdapterConfig, model_config: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """Yield a sentence for each adapter field with names that the model in `folder` lacks."""
+def missing_layers(adapter: AdapterConfig, facts: ModelFacts) -> Iterator[str]:
+    """Yield a sentence for each adapter field with names that the model in a folder lacks."""
     try:
-        shape = shape_of_config(dict(model_config))
+        shape = facts.shape
     except ModelError:
         return
-    widths = {layer.name: min(layer.output_size, layer.input_size) for layer in read_projections(folder)}
+    widths = {layer.name: min(layer.output_size, layer.input_size) for layer in read_projections(facts.folder)}
     known = {layer.name for number in range(shape.num_layers) for layer in linear_layers(shape, number)}
-    if shape.num_mixture_layers or not known <= widths.keys() or model_config.get("auto_map"):
+    if shape.num_mixture_layers or not known <= widths.keys() or facts.config.get("auto_map"):
         return
     layers = adapter.layers_to_transform or ()
     if beyond := [str(number) for number in layers if number >= shape.num_layers]:

@@ -33,7 +33,8 @@ from stages.data.row_fields import Unread
 from stages.data.seen_rows import RowDigests
 from stages.data.templates import Rendered, TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer, TokenizerError, TokenizerNotes, Tokens
-from stages.data.units import AnswerCheck, OverLong, Unit, Units, check_learnable, vocabulary_size
+from stages.data.units import AnswerCheck, OverLong, Unit, Units, check_learnable
+from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.recorded import ToolPrompt
 
 SUFFIX = ".safetensors"
@@ -122,7 +123,9 @@ class PartTokenizer:
             template_date=config.template_date,
             special_tokens_in_content=config.special_tokens_in_content,
         )
-        self._answers = AnswerCheck(self.tokenizer.special_tokens, vocabulary_size(task.tokenizer_folder))
+        has_config = (task.tokenizer_folder / CONFIG_FILE).is_file()  # `lifecycle init` fetches a tokenizer alone
+        size = ModelFacts(task.tokenizer_folder).vocabulary_size if has_config else None
+        self._answers = AnswerCheck(self.tokenizer.special_tokens, size)
 
     def pieces(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[Piece]:
         """Yield the pieces of a part; the last one has the number of those before it. `rows` are those of `part`."""

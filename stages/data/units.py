@@ -7,12 +7,10 @@ the least room that it fits into.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -142,16 +140,6 @@ class AnswerCheck:
                 f"has the token {largest}, but the model's vocabulary ends at {self._vocabulary_size - 1}; expected "
                 "the tokenizer that the model was trained with"
             )
-
-
-def vocabulary_size(model_folder: Path) -> int | None:
-    """Return the vocabulary size in a model's config, or in its text part; None where it is not given."""
-    try:
-        config = json.loads((model_folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    sizes = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from stages.core.contract import is_main_process
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
+from stages.models.facts import ModelFacts
 from stages.models.loaded_weights import dtype_of_weights
 from stages.models.model_folder import follow_file_mask
 from stages.models.weight_files import weight_paths
@@ -264,7 +265,7 @@ def _layer(name: str) -> str:
 
 
 def _write_config(source: Path, folder: Path, dtype: torch.dtype, fields: dict[str, Any]) -> None:
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = dict(ModelFacts(source).config)
     config.pop("torch_dtype", None)  # what Transformers 4 called `dtype`
     config["dtype"] = str(dtype).removeprefix("torch.")
     write_atomically(folder / "config.json", json.dumps(config | fields, indent=2) + "\n")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.models.model_config import rotates_by_length
+from stages.models.facts import rotates_by_length
 
 LENGTH_FIELDS = ("max_position_embeddings", "original_max_position_embeddings")
 """Fields of configs and of their `rope_parameters` with a length."""

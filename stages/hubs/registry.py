@@ -24,7 +24,7 @@ from stages.hubs.hub import (
     parse_repository,
     parse_stored,
 )
-from stages.models.model_config import CONFIG_FILE
+from stages.models.facts import CONFIG_FILE
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ memory. Importing this module is light: Transformers comes with the first call, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from stages.core.errors import ModelError
-from stages.models.model_folder import vocabulary_size
+from stages.models.facts import ModelFacts
 
 Head = Literal["tokens", "score"]
 """End of a model: log-probabilities of the next token, or one number a text."""
@@ -92,18 +92,19 @@ def _auto_class(head: Head) -> Any:
     return getattr(transformers, AUTO_CLASSES[head])
 
 
-def check_tokenizer(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield warnings about the tokenizer in a model folder whose `config.json` is given.
+def check_tokenizer(facts: ModelFacts) -> Iterator[str]:
+    """Yield warnings about the tokenizer in a model's folder.
 
     Raises ModelError for one that cannot be loaded, drops or truncates text, or knows none of it.
     """
+    folder = facts.folder
     tokenizer = load_tokenizer(folder, SENTENCE * REPETITIONS, max_growth_factor=MAX_NORMALIZER_GROWTH)
     try:
         once = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"]
         often = tokenizer(SENTENCE * REPETITIONS, add_special_tokens=False, verbose=False)["input_ids"]
     except Exception as error:  # tokenizers raises nothing more special
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
-    problem = _problem(tokenizer, once, often, vocabulary_size(config))
+    problem = _problem(tokenizer, once, often, facts.vocabulary_size)
     if problem:
         raise ModelError(f"the tokenizer in {folder} {problem}; take that of the model, or fetch it again")
     read = tokenizer.decode(once)

@@ -3,7 +3,7 @@
 Reads headers and a few bytes of each weight: a folder that passes has a config that makes sense, complete safetensors
 files (or a GGUF file) and a tokenizer whose tokens the model has. Transformers meets bad values with an AssertionError
 deep in a layer, or not at all. What an architecture requires beyond this shows when it is loaded; what the planner
-requires is checked by `model_config`.
+requires is checked by `facts`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from stages.core.errors import ModelError
 from stages.core.files import read_json_object
 from stages.core.redaction import quoted
+from stages.models.facts import CONFIG_FILE, ModelFacts, is_size
 from stages.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, check_index, check_values, read_tensors
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -41,25 +42,24 @@ ROTARY_NUMBERS = ("factor", "rope_theta", "original_max_position_embeddings")
 DTYPES = {"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "half", "float", "double"}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NUM_NAMED = 5
-LARGEST_SIZE = 2**53
-"""Largest size; no floating-point number holds larger ones exactly."""
 GGUF_FILE = "model.gguf"
 """Name of the GGUF file in a model folder."""
 GGUF_MAGIC = b"GGUF"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
-def check_model_folder(folder: Path) -> list[str]:
-    """Return warnings about the model in `folder`.
+def check_model_folder(facts: ModelFacts) -> list[str]:
+    """Return warnings about a model's folder.
 
     Raises ModelError, naming the file and what to do, unless it is complete and safe and its parts go together.
     """
+    folder = facts.folder
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}; expected a folder with config.json and {WEIGHTS_FILE}")
-    config = _check_config(folder)
-    unusual = filter(None, [other_architecture(config)])
-    checked = [*unusual, *_check_weights(folder, config), *check_tokenizer_files(folder, config)]
-    return [*checked, *other_end(folder, config)]
+    _check_configs(facts)
+    unusual = filter(None, [other_architecture(facts.config)])
+    checked = [*unusual, *_check_weights(facts), *_check_tokenizer_files(facts)]
+    return [*checked, *_other_end(facts)]
 
 
 def follow_file_mask(path: Path) -> None:
@@ -69,21 +69,20 @@ def follow_file_mask(path: Path) -> None:
     path.chmod(0o666 & ~mask)
 
 
-def _check_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+def _check_configs(facts: ModelFacts) -> None:
+    path = facts.folder / CONFIG_FILE
     if not path.is_file():
-        raise ModelError(f"{folder} has no config.json: it is no model saved by `save_pretrained`")
-    config = read_json_object(path)
-    if not config.get("model_type") and not config.get("architectures"):
+        raise ModelError(f"{facts.folder} has no config.json: it is no model saved by `save_pretrained`")
+    if not facts.config.get("model_type") and not facts.config.get("architectures"):
         raise ModelError(f"{path} names neither `model_type` nor `architectures`: it is not the config of a model")
-    check_config(config, str(path))
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        check_generation_config(read_json_object(generation), config, str(generation))
-    return config
+    check_config(facts, str(path))
+    generation = facts.folder / "generation_config.json"
+    if generation.is_file() and (problems := list(_token_ids(read_json_object(generation), facts.vocabulary_size))):
+        raise ModelError(f"{generation}: {'; '.join(problems)}; correct this file or fetch it again")
 
 
-def _check_weights(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+def _check_weights(facts: ModelFacts) -> Iterator[str]:
+    folder = facts.folder
     if holds_gguf(folder):
         check_gguf(folder / GGUF_FILE)
         return
@@ -94,19 +93,18 @@ def _check_weights(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
         files = {WEIGHTS_FILE}
     else:
         raise ModelError(_why_no_weights(folder, sorted(tensors)))
-    _check_count(folder, config, sum(len(tensors[file]) for file in files))
-    if not is_quantized(config):
-        yield from check_values([tensor for file in sorted(files) for tensor in tensors[file]], config)
+    _check_count(facts, sum(len(tensors[file]) for file in files))
+    if not facts.quantization:
+        yield from check_values([tensor for file in sorted(files) for tensor in tensors[file]], facts.fields)
 
 
-def _check_count(folder: Path, config: Mapping[str, Any], num_tensors: int) -> None:
+def _check_count(facts: ModelFacts, num_tensors: int) -> None:
     """Raise ModelError for more layers than tensors in the files: building so many takes hours, or all memory."""
-    text = config.get("text_config")
-    num_layers = (text if isinstance(text, Mapping) else config).get("num_hidden_layers", 0)
+    num_layers = facts.fields.get("num_hidden_layers", 0)
     if num_layers > num_tensors:
         raise ModelError(
-            f"{folder}/config.json says num_hidden_layers {num_layers}, but its files hold only {num_tensors} tensors; "
-            "correct the config, or fetch the model again"
+            f"{facts.folder}/config.json says num_hidden_layers {num_layers}, but its files hold only {num_tensors} "
+            "tensors; correct the config, or fetch the model again"
         )
 
 
@@ -141,10 +139,10 @@ def check_gguf(path: Path) -> None:
         raise ModelError(f"{path} begins with {found!r}, expected {GGUF_MAGIC!r}: it is no GGUF file; make it again")
 
 
-def check_config(config: Mapping[str, Any], where: str) -> None:
+def check_config(facts: ModelFacts, where: str) -> None:
     """Raise ModelError, naming every field and its value, unless the config read from `where` can be a model's."""
-    problems = list(_problems(config))
-    text = config.get("text_config") or {}
+    problems = list(_problems(facts.config))
+    text = facts.config.get("text_config") or {}
     if isinstance(text, Mapping):
         problems += [f"text_config.{problem}" for problem in _problems(text)]
     else:
@@ -154,36 +152,18 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         raise ModelError(f"{where}: {'; '.join(problems[:NUM_NAMED])}{more}; correct this file or fetch it again")
 
 
-def check_generation_config(generation: Mapping[str, Any], config: Mapping[str, Any], where: str) -> None:
-    """Raise ModelError when the tokens that end an answer are not in the model's vocabulary."""
-    if problems := list(_token_ids(generation, vocabulary_size(config))):
-        raise ModelError(f"{where}: {'; '.join(problems)}; correct this file or fetch it again")
-
-
-def check_unquantized(config: Mapping[str, Any], where: str) -> None:
+def check_unquantized(facts: ModelFacts, where: str) -> None:
     """Raise ModelError for a model whose weights are quantized: they cannot be learned, nor quantized again."""
-    if found := _quantization(config):
+    if found := facts.quantization:
         method = found.get("quant_method", "unknown method") if isinstance(found, Mapping) else found
         raise ModelError(f"{where} is quantized already ({method}); take the model that it was made from")
 
 
-def is_quantized(config: Mapping[str, Any]) -> bool:
-    """Return whether the weights are stored as something else than plain floating-point numbers."""
-    return bool(_quantization(config))
-
-
-def vocabulary_size(config: Mapping[str, Any]) -> int | None:
-    """Return the number of rows of the embedding; None where the config does not say."""
-    text = config.get("text_config")
-    size = text.get("vocab_size") if isinstance(text, Mapping) else config.get("vocab_size")
-    return size if _is_size(size) else None
-
-
-def code_not_run(config: Mapping[str, Any], *, trusted: bool) -> str | None:
+def code_not_run(facts: ModelFacts, *, trusted: bool) -> str | None:
     """Return a warning about a model with Python files of its own that are not run, since the recipe does not trust
     them.
     """
-    if not config.get("auto_map") or trusted:
+    if not facts.config.get("auto_map") or trusted:
         return None
     return (
         "the model's config names Python files of its own (auto_map), which are not run: Transformers' own code "
@@ -207,18 +187,18 @@ def other_architecture(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def check_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+def _check_tokenizer_files(facts: ModelFacts) -> Iterator[str]:
     """Yield warnings about a tokenizer's files.
 
     Raises ModelError when there are none, one cannot be read, or one has tokens that the model does not.
     """
+    folder, size = facts.folder, facts.vocabulary_size
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
             f"{folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the tokenizer's files into it"
         )
     files = ("tokenizer.json", "tokenizer_config.json")
     tokenizer, about = (read_json_object(folder / name) if (folder / name).is_file() else {} for name in files)
-    size = vocabulary_size(config)
     if size is None:
         return
     added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or () if _is_token(entry)}
@@ -237,17 +217,16 @@ def check_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> Iterator[s
         )
 
 
-def other_end(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+def _other_end(facts: ModelFacts) -> Iterator[str]:
     """Yield a warning if the tokenizer's end-of-text token is none at which generation stops."""
     files = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-    tokenizer, about, generation = (
-        read_json_object(folder / name) if (folder / name).is_file() else {} for name in files
-    )
+    paths = [facts.folder / name for name in files]
+    tokenizer, about, generation = (read_json_object(path) if path.is_file() else {} for path in paths)
     token = _text(about.get("eos_token"))
     added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or () if _is_token(entry)}
     number = {**_vocabulary(tokenizer), **added}.get(token) if isinstance(token, str) else None
     where = "generation_config.json" if generation.get("eos_token_id") is not None else "config.json"
-    ends = (generation if where == "generation_config.json" else config).get("eos_token_id")
+    ends = (generation if where == "generation_config.json" else facts.config).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     if number is None or ends == [None] or number in ends:
         return
@@ -274,35 +253,27 @@ def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _quantization(config: Mapping[str, Any]) -> Any:
-    """Return the quantization in a config, or in its text part; None without one."""
-    text = config.get("text_config")
-    parts = [config, text] if isinstance(text, Mapping) else [config]
-    found = (part.get(name) for part in parts for name in ("quantization_config", "compression_config"))
-    return next((one for one in found if one), None)
-
-
 def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     for name in ("model_type", "architectures"):
         value, expected = config.get(name), (str if name == "model_type" else list)
         if value is not None and not (isinstance(value, expected) and all(isinstance(one, str) for one in value)):
             yield f"{name} is {value!r}, expected a {'name' if expected is str else 'list of names'}"
     for name in sorted(SIZES & config.keys()):
-        if not _is_size(config[name]):
+        if not is_size(config[name]):
             yield f"{name} is {config[name]!r}, expected a positive whole number"
     for name in sorted((OPTIONAL_SIZES | EXPERTS) & config.keys()):
         values = config[name] if isinstance(config[name], list) else [config[name]]
         none = (None, 0) if name in EXPERTS else (None,)
-        if not all(_is_size(value) or any(value is one for one in none) for value in values):
+        if not all(is_size(value) or any(value is one for one in none) for value in values):
             yield f"{name} is {config[name]!r}, expected a positive whole number"
     yield from _rotary(config)
     if not isinstance(tied := config.get("tie_word_embeddings"), bool | None):
         yield f"tie_word_embeddings is {tied!r}, expected true or false"
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if _is_size(heads) and _is_size(groups) and heads % groups:
+    if is_size(heads) and is_size(groups) and heads % groups:
         yield f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}"
     yield from _dtypes(config)
-    yield from _token_ids(config, vocabulary_size(config))
+    yield from _token_ids(config, ModelFacts(config).vocabulary_size)
 
 
 def _dtypes(config: Mapping[str, Any]) -> Iterator[str]:
@@ -335,10 +306,6 @@ def _token_ids(config: Mapping[str, Any], size: int | None) -> Iterator[str]:
                 yield f"{name} is {token!r}, expected a token's number"
             elif size is not None and token >= size:
                 yield f"{name} {token} is beyond the vocabulary of {size} tokens"
-
-
-def _is_size(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < LARGEST_SIZE
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:

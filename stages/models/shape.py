@@ -1,7 +1,7 @@
 """Shape of a decoder-only language model: the sizes that decide its parameters, FLOPs and memory. No torch.
 
 Its parameter counts by part equal those of the Transformers model. Reading it from a model's config is for
-`model_config`, which layouts it allows for `legality`, and what a step costs for `planner`.
+`facts`, which layouts it allows for `legality`, and what a step costs for `planner`.
 """
 
 from __future__ import annotations

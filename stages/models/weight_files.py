@@ -124,8 +124,8 @@ def read_tensors(path: Path) -> list[StoredTensor]:
     ]
 
 
-def check_values(tensors: list[StoredTensor], config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield warnings about the weights of a model that is not quantized.
+def check_values(tensors: list[StoredTensor], fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield warnings about the weights of a model that is not quantized. fields: `ModelFacts.fields`.
 
     Raises ModelError for integers, for weights that are all zero, and for a tied head that is not the embedding.
     """
@@ -142,14 +142,12 @@ def check_values(tensors: list[StoredTensor], config: Mapping[str, Any]) -> Iter
     zeros = [one.name for one in matrices if one.is_zero()]
     if matrices and len(zeros) == len(matrices):
         raise ModelError(f"all weights in {tensors[0].file.parent} are zero; fetch or save the model again")
-    _check_tied(tensors, config)
+    _check_tied(tensors, fields)
     if zeros:
         yield f"{len(zeros)} of {len(matrices)} matrices hold zeros only ({', '.join(zeros[:NUM_NAMED])})"
 
 
-def _check_tied(tensors: list[StoredTensor], config: Mapping[str, Any]) -> None:
-    text = config.get("text_config")
-    fields = {**config, **text} if isinstance(text, Mapping) else config
+def _check_tied(tensors: list[StoredTensor], fields: Mapping[str, Any]) -> None:
     head = next((one for one in tensors if one.name.endswith(HEADS)), None)
     if head is None or fields.get("tie_word_embeddings") is not True:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,6 +15,7 @@ from stages.data.config import DEFAULT_DATE
 from stages.data.messages import Document, PlainText, RowError, make_message
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
+from stages.models.facts import ModelFacts
 from stages.models.loading import load_model
 from stages.models.recorded import noted_date
 from stages.rewards.reward import Completion
@@ -92,7 +92,7 @@ class Scorer:
 
 def check_score_head(folder: Path) -> None:
     """Raise ModelError unless the model gives one number per answer."""
-    config = json.loads((folder / "config.json").read_text())
+    config = ModelFacts(folder).config
     architectures = config.get("architectures") or []
     num_labels = len(config.get("id2label") or ("LABEL_0", "LABEL_1"))  # Transformers' default is two
     if num_labels != 1 or not any(name.endswith("ForSequenceClassification") for name in architectures):

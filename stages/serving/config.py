@@ -13,7 +13,7 @@ from stages.core.contract import Execution, StrictModel
 from stages.core.errors import ModelError, TransientError
 from stages.core.fields import AddedLater, Seconds
 from stages.hubs.answers import PLANNING_LIMIT_S, Answers
-from stages.models.model_config import SPELLINGS, shape_of_config
+from stages.models.facts import SPELLINGS, ModelFacts
 from stages.models.model_folder import check_config
 
 EngineName = Literal["vllm", "llama_cpp", "sglang", "lmdeploy"]
@@ -117,7 +117,7 @@ BYTES_PER_GIB = 2**30
 
 
 def limit_problems(
-    model_config: Mapping[str, Any],
+    facts: ModelFacts,
     serving: ServingConfig,
     benchmark: BenchmarkConfig | None,
     environment: Mapping[str, str],
@@ -128,15 +128,14 @@ def limit_problems(
 
     Raises ModelError for a config that no model has.
     """
-    check_config(dict(model_config), "its config")
-    fields = {**model_config, **(model_config.get("text_config") or {})}
-    max_tokens = _max_tokens(fields)
+    check_config(facts, "its config")
+    max_tokens = _max_tokens(facts.fields)
     if max_tokens is not None and environment.get(MAY_BE_TOO_LONG) != "1":
         yield from _too_long(serving, benchmark, max_tokens)
-    yield from _undivided(fields, serving.tensor_parallel_size)
+    yield from _undivided(facts.fields, serving.tensor_parallel_size)
     tokens = serving.max_model_len or max_tokens
     if tokens and serving.kv_cache_memory_gib:
-        yield from _too_little_memory(fields, serving, serving.kv_cache_memory_gib, tokens)
+        yield from _too_little_memory(facts, serving, serving.kv_cache_memory_gib, tokens)
 
 
 def _too_long(serving: ServingConfig, benchmark: BenchmarkConfig | None, max_tokens: int) -> Iterator[tuple[str, str]]:
@@ -169,12 +168,10 @@ def _undivided(fields: Mapping[str, Any], ranks: int) -> Iterator[tuple[str, str
         yield field, f"{ranks} ranks, which do not divide the model's feed-forward width of {width}"
 
 
-def _too_little_memory(
-    fields: Mapping[str, Any], serving: ServingConfig, gib: float, tokens: int
-) -> Iterator[tuple[str, str]]:
+def _too_little_memory(facts: ModelFacts, serving: ServingConfig, gib: float, tokens: int) -> Iterator[tuple[str, str]]:
     """Yield a problem if the KV cache cannot hold one request of the greatest length: engines refuse to start then."""
     try:
-        shape = shape_of_config(fields)
+        shape = facts.shape
     except ModelError:  # of a family whose sizes are not known
         return
     if shape.sliding_window:

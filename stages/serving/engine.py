@@ -16,8 +16,9 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
 
 from pydantic import AliasChoices, Field, JsonValue
 
@@ -26,8 +27,8 @@ from stages.core.contract import StrictModel
 from stages.core.errors import ModelError, RecipeError
 from stages.core.files import write_atomically
 from stages.core.redaction import shortened
+from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection, matches
-from stages.models.model_config import read_config
 from stages.models.recorded import Predicted
 from stages.serving.config import BenchmarkConfig, ServingConfig
 
@@ -78,6 +79,11 @@ class LaunchSpec(StrictModel):
     def folders(self) -> dict[str, Path]:
         """Folders of the model and its adapters, by their names in requests."""
         return {self.own_name: self.model, **self.adapters}
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """Facts of `model`."""
+        return ModelFacts(self.model)
 
     def asking(self, name: str) -> LaunchSpec:
         """Return the spec of the same server with another of its names as `served_name`."""
@@ -301,12 +307,10 @@ class Engine(Protocol):
         No request may be under way. Raises as `load_adapter` does.
         """
 
-    def check_loadable(
-        self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
-    ) -> None:
+    def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
         """Raise RecipeError, saying what to change, if a model with these layers could not be served quantized.
 
-        model_config: the unquantized model's `config.json`.
+        facts: of the unquantized model.
         """
 
     def caveats(self, quantization: Quantization) -> list[str]:
@@ -407,7 +411,7 @@ class PassedOptions:
 
 def dtype_of(spec: LaunchSpec) -> str:
     """Return the recipe's dtype; for `auto` and fp32 weights bfloat16, where the engine itself would take float16."""
-    stored = read_config(spec.model)
+    stored = spec.facts.config
     if spec.serving.dtype == "auto" and "float32" in (stored.get("dtype"), stored.get("torch_dtype")):
         return "bfloat16"
     return spec.serving.dtype
@@ -449,9 +453,7 @@ class FixedWeights:
     def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
         self._refuse_reloads()
 
-    def check_loadable(
-        self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
-    ) -> None:
+    def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
         """Accept every model: nothing is quantized for this engine unless a subclass checks it."""
 
     def caveats(self, quantization: Quantization) -> list[str]:

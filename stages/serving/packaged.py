@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 
 from stages.core.errors import ModelError, ServerError
-from stages.models.model_config import max_positions, read_config
 from stages.models.recorded import Predicted
 from stages.serving.config import BenchmarkConfig
 from stages.serving.engine import (
@@ -149,7 +148,7 @@ class PackagedEngine(FixedWeights):
     ) -> list[LoadResult]:
         from stages.serving.streamed_load import generate_load
 
-        return generate_load(client, int(read_config(spec.model)["vocab_size"]), benchmark, folder, *self.load_request)
+        return generate_load(client, int(spec.facts.config["vocab_size"]), benchmark, folder, *self.load_request)
 
 
 class Sglang(PackagedEngine):
@@ -276,7 +275,7 @@ class Lmdeploy(PackagedEngine):
 
         Raises ModelError where neither the recipe nor the model's config gives one.
         """
-        length = spec.serving.max_model_len or max_positions(read_config(spec.model))
+        length = spec.serving.max_model_len or spec.facts.max_positions
         if length is None:
             raise ModelError(
                 f"serving {spec.model} with LMDeploy: its config.json has no max_position_embeddings; say how many "

@@ -18,6 +18,7 @@ from stages.adapters.headers import ADAPTER_FOLDER, read_headers
 from stages.core.contract import AdapterReference, ModelReference, ServableReference, StageConfig, base_of
 from stages.core.errors import ModelError
 from stages.core.fields import AddedLater
+from stages.models.facts import ModelFacts
 from stages.serving.config import LESS_MEMORY, EngineName, ServeExecution, ServingConfig, limit_problems
 from stages.serving.engine import Engine
 from stages.serving.registry import (
@@ -152,7 +153,8 @@ class AskedModelConfig(StageConfig):
 
     def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
         serving, environment = self.serving or ServingConfig(), self.execution.environment
-        yield from (f"{field}: {what}" for field, what in limit_problems(read_config(), serving, None, environment))
+        problems = limit_problems(ModelFacts(read_config()), serving, None, environment)
+        yield from (f"{field}: {what}" for field, what in problems)
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         return {**installed_version(self.serving_engine)}

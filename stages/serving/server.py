@@ -142,7 +142,7 @@ def started_server(
     Raises at once, before anything slow: ModelError for a missing or damaged folder, or an adapter that the engine
     could not put on the model; ResourceError when the port is taken or the engine is not installed.
     """
-    check_model_folder(spec.model)
+    check_model_folder(spec.facts)
     engine = engine_of(spec.engine)
     check_weight_files(spec.model, engine)
     if spec.adapters:

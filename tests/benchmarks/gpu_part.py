@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
 from stages.kinds.train.metrics import GIB, forget_peak_memory, host_peak_bytes
-from stages.models.model_config import read_config, shape_of_config
+from stages.models.facts import ModelFacts
 from stages.models.shape import ModelShape
 from stages.models.start_up import hide_unused_packages
 from stages.parallel.accelerator import device_name, free_bytes, peak_bytes
@@ -74,7 +74,7 @@ def main() -> None:
             raise SystemExit(f"{sys.argv[4]} was asked for, and torch found {device.type}")
         folder = made_model(models / part.model, part.model, device)
         row: dict[str, Any] = {"name": part.name, "part": asdict(part), "status": "measured"}
-        shape = shape_of_config(read_config(folder))
+        shape = ModelFacts(folder).shape
         candidates = layouts(part, shape, device)
         if len(candidates) <= part.place:
             row |= {"status": "skipped", "reason": "no layout is left that is predicted to fit"}

@@ -22,7 +22,7 @@ from stages.data.batch import IGNORED, Batch
 from stages.engines.megatron.compat import prepare_megatron
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
-from stages.models.model_config import read_config, shape_of_config
+from stages.models.facts import ModelFacts
 from stages.parallel.processes import joined_processes
 
 LEARNING_RATE = 1e-3
@@ -53,7 +53,7 @@ def megatron_step(folder: Path, tokens: torch.Tensor, device: torch.device) -> C
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
-    engine = MegatronEngine(folder, config(device).engine_settings, device, shape_of_config(read_config(folder)))
+    engine = MegatronEngine(folder, config(device).engine_settings, device, ModelFacts(folder).shape)
     batch = whole_rows(tokens)
     return lambda: engine.train_step([batch], SftLoss(), LEARNING_RATE, 1.0).loss
 

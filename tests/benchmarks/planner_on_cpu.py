@@ -29,7 +29,7 @@ from stages.data.batch import IGNORED, Batch
 from stages.engines.engine import Engine
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
-from stages.models.model_config import read_config, shape_of_config
+from stages.models.facts import ModelFacts
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import joined_processes
 from stages.planner.hardware import hardware_at_hand
@@ -147,7 +147,7 @@ def make_engine(model: Path, config: TrainConfig, device: torch.device) -> Engin
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
-    return MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model)))
+    return MegatronEngine(model, config.engine_settings, device, ModelFacts(model).shape)
 
 
 def batch_of(num_rows: int) -> Batch:
@@ -168,7 +168,7 @@ def predicted_s(model: Path, config: TrainConfig, file: Path | None) -> float:
     """Return the planner's step time for this stage on this machine."""
     hardware = hardware_at_hand(None, config.layout.world_size, file)
     assert hardware is not None, "a CPU is always known"
-    shape = shape_of_config(read_config(model))
+    shape = ModelFacts(model).shape
     request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)
     return estimate(request, config.engine, config.layout).time.step_time_s
 

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from stages.engines.megatron.compat import prepare_megatron
 from stages.kinds.train.config import TrainConfig
-from stages.models.model_config import read_config, shape_of_config
+from stages.models.facts import ModelFacts
 from tests.parity.methods_program import run_cases
 
 prepare_megatron()
@@ -21,4 +21,4 @@ def main() -> None:
 
 
 def build(model: Path, config: TrainConfig, device: torch.device) -> MegatronEngine:
-    return MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model)))
+    return MegatronEngine(model, config.engine_settings, device, ModelFacts(model).shape)

@@ -24,7 +24,7 @@ from stages.engines.balance import num_tokens
 from stages.engines.loss import Loss
 from stages.engines.megatron.compat import prepare_megatron
 from stages.kinds.train.config import TrainConfig
-from stages.models.model_config import read_config, shape_of_config
+from stages.models.facts import ModelFacts
 from stages.parallel.processes import joined_processes
 from tests.parity.fsdp_program import pack
 from tests.parity.megatron_cases import Case, cases, global_batches, train_config
@@ -68,7 +68,7 @@ def main() -> None:
             case = cases(dist.get_world_size())[index]
             config = TrainConfig.model_validate(train_config(case))
             model = folder / "models" / case.model
-            engine = MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model)))
+            engine = MegatronEngine(model, config.engine_settings, device, ModelFacts(model).shape)
             name = f"{dist.get_world_size()}-{index}"
             result = run(engine, config, case)
             engine.export(folder / "exported" / name, torch.float32)
@@ -107,7 +107,7 @@ def run(engine: Any, config: TrainConfig, case: Case) -> Result:
 
 def continued_loss(model: Path, config: TrainConfig, case: Case, device: torch.device, start: Path) -> float:
     dist.barrier()  # rank 0 has written it
-    engine = MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model)), start)
+    engine = MegatronEngine(model, config.engine_settings, device, ModelFacts(model).shape, start)
     batches = share(global_batches(case.data)[0], engine, config)
     loss = config.learning.build_loss(config.method_options)
     found = engine.evaluate(iter(batches), loss).loss

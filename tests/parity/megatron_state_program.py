@@ -31,7 +31,7 @@ from stages.engines import export
 from stages.engines.megatron.compat import prepare_megatron
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
-from stages.models.model_config import read_config, shape_of_config
+from stages.models.facts import ModelFacts
 from stages.models.shape import ModelShape
 from stages.parallel.processes import joined_processes
 from tests.parity.fsdp_program import pack
@@ -78,7 +78,7 @@ def round_trip(model: Path, layout: dict[str, Any], folder: Path, device: torch.
 
 
 def build(model: Path, layout: dict[str, Any], device: torch.device) -> tuple[Any, ModelShape]:
-    shape = shape_of_config(read_config(model))
+    shape = ModelFacts(model).shape
     config = make_config(["megatron", layout, "fp32"])
     start_model_parallel(config.layout, is_mixture=shape.num_experts > 0, seed=0)
     return build_model_chunks(shape, config.layout, config.precision, device), shape
@@ -155,7 +155,7 @@ def make_engine(
     config = make_config(place, adapter)
     if config.engine == "fsdp":
         return FsdpEngine(model, config.engine_settings, device), config
-    return MegatronEngine(model, config.engine_settings, device, shape_of_config(read_config(model))), config
+    return MegatronEngine(model, config.engine_settings, device, ModelFacts(model).shape), config
 
 
 def make_config(place: list[Any], adapter: dict[str, Any] | None = None) -> TrainConfig:

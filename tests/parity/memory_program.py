@@ -22,7 +22,7 @@ from stages.data.batch import IGNORED, Batch
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
-from stages.models.model_config import read_config, shape_of_config
+from stages.models.facts import ModelFacts
 from stages.parallel.processes import gathered, joined_processes
 from stages.planner.hardware import hardware_at_hand
 from stages.planner.search import SearchRequest, estimate
@@ -39,7 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
     with joined_processes() as device:
-        shape = shape_of_config(read_config(folder))
+        shape = ModelFacts(folder).shape
         hardware = hardware_at_hand(None, config.processes, None)
         assert hardware
         request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)

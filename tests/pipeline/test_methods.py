@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from stages.core.contract import StageResult
 from stages.kinds.train.run import run
 from stages.kinds.train.teacher import check_teacher
+from stages.models.facts import ModelFacts
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import started_server
@@ -124,13 +125,13 @@ def test_a_served_teacher_says_what_the_model_says(with_teacher, served_teacher,
     layout = {"dp_shard": 2, "micro_batch_size": 1}
     config = make_config("distill", steps=8, data=TEXTS, layout=layout, distill=options)
     shared = make_context(tmp_path / "served" / "work", with_teacher, config)
-    assert list(check_teacher(config, with_teacher, base)) == []
+    assert list(check_teacher(config, with_teacher, ModelFacts(base))) == []
     run_to_end(shared.work, config)
     losses = [[row["loss"] for row in logged(one.work)] for one in (alone, shared)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[0][-1] < 0.7 * losses[0][0]
     config = make_config("distill", data=TEXTS, distill={**options, "loss_top_k": 21})
-    (problem,) = check_teacher(config, with_teacher, base)
+    (problem,) = check_teacher(config, with_teacher, ModelFacts(base))
     assert "greater than max allowed: 20" in str(problem)
     assert "--max-logprobs 21" in str(problem)
 

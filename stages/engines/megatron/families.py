@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from stages.core.errors import ModelError
-from stages.models.model_config import rotates_by_length, shape_of_config
+from stages.models.facts import ModelFacts, rotates_by_length
 from stages.models.shape import ModelShape
 
 LAYER_PREFIX = "model.layers.{layer}."
@@ -158,21 +158,19 @@ def _factors(rule: Rule) -> Iterator[Rule]:
         yield Rule(parameter, tuple(factor_name(layer, factor) for layer in layers), cut)
 
 
-def check_supported(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape of a model with this `config.json`.
+def check_supported(facts: ModelFacts) -> ModelShape:
+    """Return the shape of a model with these facts.
 
     Raises ModelError unless Megatron computes what Transformers computes.
     """
-    family = str(config.get("model_type"))
+    family = str(facts.config.get("model_type"))
     rules_of(family)
-    shape = shape_of_config(config)
-    problems = list(_peculiarities(config, shape))
-    if problems:
+    if problems := list(_peculiarities(facts.config, facts.shape)):
         raise ModelError(
             f"engine megatron trains {family} models, but not one with {', '.join(problems)}; say `engine: fsdp`, "
             "which takes any causal language model of Transformers"
         )
-    return shape
+    return facts.shape
 
 
 def _peculiarities(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:

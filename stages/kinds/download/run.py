@@ -6,7 +6,6 @@ needs, and reports the size.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from stages.hubs.delivery import GIB, size_bytes
 from stages.hubs.listing import path_in
 from stages.hubs.registry import hub_of, streaming_hub_of
 from stages.kinds.download.config import DownloadConfig
+from stages.models.facts import ModelFacts
 from stages.models.model_folder import check_model_folder
 from stages.models.recorded import TRAINED_ON_FILE
 from stages.remote.pointers import write_pointer
@@ -42,9 +42,10 @@ def run(config: DownloadConfig, context: StageContext) -> StageResult:
         hub_of(config.source).deliver(config.request, revision, folder, context)
     if config.product == "model":
         _drop_foreign_note(config, context, folder)
-        for unusual in check_model_folder(folder):
+        facts = ModelFacts(folder)
+        for unusual in check_model_folder(facts):
             context.warn(f"{config.source}: {unusual}")
-        _warn_of_missing_code(config, context, folder)
+        _warn_of_missing_code(config, context, facts)
     elif config.base:
         from stages.models.start_up import hide_unused_packages  # torch takes seconds to import
 
@@ -79,10 +80,9 @@ def _drop_foreign_note(config: DownloadConfig, context: StageContext, folder: Pa
         context.milestone(f"{TRAINED_ON_FILE} of {config.source} is left out: only trainings of this store write it")
 
 
-def _warn_of_missing_code(config: DownloadConfig, context: StageContext, folder: Path) -> None:
+def _warn_of_missing_code(config: DownloadConfig, context: StageContext, facts: ModelFacts) -> None:
     """Warn if a model's own code was left out."""
-    model_config = json.loads((folder / "config.json").read_text())
-    if "auto_map" in model_config and not config.trust_remote_code:
+    if "auto_map" in facts.config and not config.trust_remote_code:
         context.warn(
             f"{config.source} brings Python files of its own, which were left out; Transformers may know "
             "the architecture without them. If you trust them, set trust_remote_code: true"

@@ -12,7 +12,7 @@ from stages.core.contract import StageInput
 from stages.core.errors import EvaluationError, LifecycleError, RecipeError
 from stages.harnesses.registry import harness_of
 from stages.kinds.evaluate.config import EvaluateConfig
-from stages.models.model_config import read_config
+from stages.models.facts import ModelFacts
 from stages.models.recorded import has_chat_template, is_asked_as_chat
 from stages.serving.config import limit_problems
 
@@ -51,8 +51,8 @@ def _tasks(config: EvaluateConfig, model: Path | None, cache: Path) -> Iterator[
 def _beyond_the_model(config: EvaluateConfig, stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
     """Yield settings that the model rules out for a server of the stage's own; a serve stage checks its own."""
     if config.serving:
-        model_config = read_config(stage_input.inputs[config.base or config.model] / "model")
-        for field, message in limit_problems(model_config, config.serving, None, os.environ):
+        facts = ModelFacts(stage_input.inputs[config.base or config.model] / "model")
+        for field, message in limit_problems(facts, config.serving, None, os.environ):
             yield field, RecipeError(message)
 
 

@@ -31,6 +31,7 @@ from stages.core.errors import GateError, ModelError
 from stages.engines.export import copy_all_but_weights
 from stages.engines.streamed import StreamedModel, by_document, targets_of
 from stages.kinds.merge.config import MergeConfig
+from stages.models.facts import ModelFacts
 from stages.models.model_folder import check_model_folder
 from stages.models.recorded import (
     RECORD,
@@ -52,7 +53,7 @@ def merge(config: MergeConfig, context: StageContext) -> StageResult:
     A merged model that differs too much or not at all is refused.
     """
     base, trained = context.inputs[config.model] / "model", [context.inputs[name] for name in config.weighted]
-    check_model_folder(base)
+    check_model_folder(ModelFacts(base))
     documents = read_record(trained[0])  # recorded with the first adapter; a mixture uses their tokens alone
     adapters = {name: _read(context.inputs[name], base.parent.name) for name in config.weighted}
     beside = StreamedModel(base, context.scratch / "base", trust_remote_code=config.trust_remote_code)

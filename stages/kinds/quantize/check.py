@@ -11,8 +11,8 @@ from stages.core.errors import LifecycleError, RecipeError
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.gguf_tokenizer import splitting_of
 from stages.kinds.quantize.samples import read_samples
+from stages.models.facts import ModelFacts
 from stages.models.linear_layers import read_projections
-from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder, check_unquantized
 
 
@@ -45,15 +45,15 @@ class QuantizedLayers:
 
 def check_headers(source: Path, config: QuantizeConfig) -> None:
     """Raise ModelError or RecipeError for what cannot work by config and file headers, within milliseconds."""
-    check_model_folder(source)
-    model_config = read_config(source)
-    check_unquantized(model_config, str(source))
+    facts = ModelFacts(source)
+    check_model_folder(facts)
+    check_unquantized(facts, str(source))
     projections = read_projections(source)
     if not config.quantization.layers(projections):
         raise RecipeError(
             f"there is nothing to quantize: `ignore` matches all {len(projections)} linear layers of the model"
         )
-    config.serving_engine.check_loadable(model_config, projections, config.quantization)
+    config.serving_engine.check_loadable(facts, projections, config.quantization)
     if config.method == "gguf":
         splitting_of(source)
         config.serving_engine.find_program()  # which cuts rows into tokens, to be compared

@@ -14,8 +14,8 @@ from stages.core.errors import RecipeError
 from stages.core.fields import AddedLater, NatsPerToken, SplitName
 from stages.core.patterns import LIMIT_S, is_endless_on_names
 from stages.kinds.quantize.registry import METHODS
+from stages.models.facts import ModelFacts
 from stages.models.linear_layers import projections_of
-from stages.models.model_config import shape_of_config
 from stages.serving.engine import Engine, GgufType, Quantization, WeightFiles, WeightFormat, is_k_quant
 from stages.serving.registry import engine_of, installed_version
 
@@ -158,10 +158,10 @@ class QuantizeConfig(StageConfig):
         """
         if self.execution.launcher != "local":
             return
-        model_config = read_config()
-        layers = projections_of(shape_of_config(dict(model_config)))
+        facts = ModelFacts(read_config())
+        layers = projections_of(facts.shape)
         try:
-            self.serving_engine.check_loadable(dict(model_config), layers, self.quantization)
+            self.serving_engine.check_loadable(facts, layers, self.quantization)
         except RecipeError as error:
             yield f"model: {error}"
 

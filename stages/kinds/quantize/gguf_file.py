@@ -18,7 +18,7 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +38,9 @@ from stages.core.redaction import quoted
 from stages.kinds.quantize.gguf_tokenizer import write_tokenizer
 from stages.kinds.quantize.registry import QuantizationJob
 from stages.kinds.quantize.written import copy_companions
+from stages.models.facts import ModelFacts
 from stages.models.linear_layers import matches
 from stages.models.loading import load_config, load_tokenizer
-from stages.models.model_config import read_config
 from stages.models.model_folder import GGUF_FILE
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.engine import K_BLOCK_SIZE, Quantization, is_k_quant
@@ -167,7 +167,8 @@ class Source:
 def quantize(job: QuantizationJob) -> list[ModelError]:
     """Write the model as GGUF, as the protocol `Quantizer` says; the samples are rows whose token ids are compared."""
     source, target, quantization = job.source, job.target, job.quantization
-    config = read_config(source)
+    facts = ModelFacts(source)
+    config = facts.config
     architecture: str = config["model_type"]
     target.mkdir()
     tensors = list(_sources(source, config, architecture, quantization))
@@ -175,7 +176,7 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
     _write_sizes(writer, config, architecture)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{quantization.weights.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    write_tokenizer(writer, source, config["vocab_size"])
+    write_tokenizer(writer, facts)
     # GGUF lists all tensors with their sizes before the first value, so the plan is complete before any file is read.
     for tensor in tensors:
         writer.add_tensor_info(tensor.target, tensor.shape, np.dtype(np.float32), tensor.stored_bytes, tensor.stored_as)
@@ -248,7 +249,9 @@ def stored_types(file: Path, mix: str) -> StoredTypes:
     return StoredTypes(tuple((one.name, int(one.shape[0]), one.tensor_type.name) for one in tensors), mix)
 
 
-def _sources(source: Path, config: dict[str, Any], architecture: str, quantization: Quantization) -> Iterator[Source]:
+def _sources(
+    source: Path, config: Mapping[str, Any], architecture: str, quantization: Quantization
+) -> Iterator[Source]:
     """Yield the tensors of the GGUF file. Raises ModelError for a tensor that GGUF has no name for."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
     for path in sorted(source.glob("*.safetensors")):
@@ -267,7 +270,7 @@ def _sources(source: Path, config: dict[str, Any], architecture: str, quantizati
 
 
 def _stored_as(
-    name: str, target: str, shape: tuple[int, ...], config: dict[str, Any], quantization: Quantization
+    name: str, target: str, shape: tuple[int, ...], config: Mapping[str, Any], quantization: Quantization
 ) -> gguf.GGMLQuantizationType:
     """Return the type of a tensor. name: in the folder; target: in the file."""
     if len(shape) < 2:
@@ -289,7 +292,7 @@ def _stored(
     return gguf.quants.quantize(values, stored_as)
 
 
-def _values(tensor: Source, source: Path, config: dict[str, Any], architecture: str) -> np.ndarray[Any, Any]:
+def _values(tensor: Source, source: Path, config: Mapping[str, Any], architecture: str) -> np.ndarray[Any, Any]:
     """Read a tensor's values as float32."""
     if tensor.file is None:
         return _rotary_factors(source)
@@ -322,7 +325,7 @@ def _rotary_factors(source: Path) -> np.ndarray[Any, Any]:
     return (plain / scaled).numpy()
 
 
-def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str) -> None:
+def _write_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any], architecture: str) -> None:
     rotary = config.get("rope_parameters") or config
     writer.add_name(f"{architecture} by llm-lifecycle")
     writer.add_vocab_size(config["vocab_size"])
@@ -339,7 +342,7 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: 
     writer.add_rope_freq_base(rotary.get("rope_theta", config.get("rope_theta", 10_000.0)))
 
 
-def _head_dim(config: dict[str, Any]) -> int:
+def _head_dim(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.core.errors import ModelError
 from stages.core.files import read_json_object
+from stages.models.facts import ModelFacts
 from stages.models.loading import load_tokenizer
 
 if TYPE_CHECKING:
@@ -49,9 +50,11 @@ def splitting_of(folder: Path) -> str:
     return SPLITS[patterns[0]]
 
 
-def write_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> None:
-    """Write the tokenizer's keys. vocabulary: rows of the embedding; the file needs a name for each."""
+def write_tokenizer(writer: GGUFWriter, facts: ModelFacts) -> None:
+    """Write the tokenizer's keys. The file needs a name for each row of the embedding."""
     from gguf import TokenType
+
+    folder = facts.folder
 
     written = read_json_object(folder / "tokenizer.json")
     added = {token["id"]: token for token in written.get("added_tokens", ())}
@@ -66,12 +69,13 @@ def write_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> None:
     merges = (pair if isinstance(pair, str) else " ".join(pair) for pair in written["model"]["merges"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(splitting_of(folder))
-    writer.add_token_list([names.get(number, f"[unused{number}]") for number in range(vocabulary)])
-    writer.add_token_types([kind(number) for number in range(vocabulary)])
+    numbers = range(facts.config["vocab_size"])
+    writer.add_token_list([names.get(number, f"[unused{number}]") for number in numbers])
+    writer.add_token_types([kind(number) for number in numbers])
     writer.add_token_merges(list(merges))
     tokenizer = load_tokenizer(folder)
     begin = tokenizer.bos_token_id
-    ends = _ends(folder) or [tokenizer.eos_token_id]
+    ends = _ends(facts) or [tokenizer.eos_token_id]
     special = {"bos": begin, "eos": ends[0], "eot": ends[-1], "pad": tokenizer.pad_token_id}
     for name, number in special.items():
         if number is not None:
@@ -87,14 +91,13 @@ def _parts(pre_tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
     return [pre_tokenizer] if pre_tokenizer else []
 
 
-def _ends(folder: Path) -> list[int]:
+def _ends(facts: ModelFacts) -> list[int]:
     """Return the tokens that end an answer, by the model's files."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = read_json_object(path).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return list(found) if isinstance(found, list) else [found]
-    return []
+    path = facts.folder / "generation_config.json"
+    found = read_json_object(path).get("eos_token_id") if path.is_file() else None
+    if found is None:
+        found = facts.config.get("eos_token_id")
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def _unknown(folder: Path, found: str) -> ModelError:

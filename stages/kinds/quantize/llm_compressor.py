@@ -47,6 +47,7 @@ from stages.kinds.quantize.registry import QuantizationJob
 from stages.kinds.quantize.samples import batches_of_one_length
 from stages.kinds.quantize.scaling import Scaling, find_scalings
 from stages.kinds.quantize.written import copy_companions, problems_of_written
+from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.loaded_weights import dtype_of_weights
 from stages.models.loading import load_model
 from stages.models.model_folder import follow_file_mask
@@ -227,7 +228,7 @@ def _save(model: PreTrainedModel, source: Path, target: Path, ignored: set[str])
             tensor.data = tensor.data.to(dtype_of(name))
     shutil.rmtree(target, ignore_errors=True)
     model.save_pretrained(target, max_shard_size="5GB")
-    _complete_config(target / "config.json", dtype, ignored)
+    _complete_config(target, dtype, ignored)
     copy_companions(source, target)
     for path in target.glob("*.safetensors"):
         follow_file_mask(path)
@@ -235,22 +236,22 @@ def _save(model: PreTrainedModel, source: Path, target: Path, ignored: set[str])
 
 def _serving_dtype(source: Path) -> torch.dtype:
     """Return the source's dtype, but bfloat16 for float32, which vLLM's 4-bit kernels do not take."""
-    config = json.loads((source / "config.json").read_text())
+    config = ModelFacts(source).config
     text_config = config.get("text_config", config)
     name = text_config.get("dtype") or text_config.get("torch_dtype")
     return torch.float16 if name == "float16" else torch.bfloat16
 
 
-def _complete_config(path: Path, dtype: torch.dtype, ignored: set[str]) -> None:
+def _complete_config(folder: Path, dtype: torch.dtype, ignored: set[str]) -> None:
     """Set the dtype in the written config, and name the ignored layers both as in memory and as in files.
 
     llm-compressor writes the source's config, which may say float32; vLLM computes in what it says, and looks ignored
     layers up by their names in files.
     """
-    config = json.loads(path.read_text())
+    config = dict(ModelFacts(folder).config)
     for part in (config, config.get("text_config", {})):
         part.pop("torch_dtype", None)
         part["dtype"] = str(dtype).removeprefix("torch.")
     quantization = config.get("quantization_config", {})
     quantization["ignore"] = sorted({*quantization.get("ignore", ()), *ignored})
-    write_atomically(path, json.dumps(config, indent=2))
+    write_atomically(folder / CONFIG_FILE, json.dumps(config, indent=2))

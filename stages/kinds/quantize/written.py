@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from stages.core.errors import ModelError
+from stages.models.facts import ModelFacts
 
 PACKED_TYPES = {"I32", "I8", "F8_E4M3"}
 """Stored types of quantized weights: eight 4-bit numbers in an int32, or 8 bits each."""
@@ -43,7 +43,7 @@ def problems_of_written(folder: Path, expected: set[str]) -> Iterator[ModelError
             f"the quantizer wrote {len(unexpected)} layers quantized that should stay unquantized: "
             f"{', '.join(unexpected[:NUM_NAMED])}; choose another method"
         )
-    if not json.loads((folder / "config.json").read_text()).get("quantization_config", {}).get("quant_method"):
+    if not ModelFacts(folder).config.get("quantization_config", {}).get("quant_method"):
         yield ModelError(
             f"the quantizer wrote no `quantization_config` into {folder / 'config.json'}: no server can read it"
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, RecipeError
 from stages.kinds.serve.config import ServeConfig
-from stages.models.model_config import read_config
+from stages.models.facts import ModelFacts
 from stages.serving.config import limit_problems
 
 
@@ -20,7 +20,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
     config = ServeConfig.model_validate(stage_input.config)
     folder = stage_input.inputs[config.base or config.model] / "model"
     try:
-        problems = [*limit_problems(read_config(folder), config.serving, config.benchmark, os.environ)]
+        problems = [*limit_problems(ModelFacts(folder), config.serving, config.benchmark, os.environ)]
     except LifecycleError as error:
         yield "model", error
     else:

@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from stages.core.contract import AdapterReference, ModelOrAdapterReference, ModelReference, Reported, StageConfig
 from stages.core.fields import AddedLater
+from stages.models.facts import ModelFacts
 from stages.serving.config import LESS_MEMORY, BenchmarkConfig, ServeExecution, ServingConfig, limit_problems
 from stages.serving.registry import (
     chosen_engine,
@@ -70,7 +71,7 @@ class ServeConfig(StageConfig):
         yield from engine_problems(self.serving, self.base or self.model, bool(self.served_adapters), stages)
 
     def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-        problems = limit_problems(read_config(), self.serving, self.benchmark, self.execution.environment)
+        problems = limit_problems(ModelFacts(read_config()), self.serving, self.benchmark, self.execution.environment)
         yield from (f"{field}: {what}" for field, what in problems)
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:

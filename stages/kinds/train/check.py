@@ -18,6 +18,7 @@ from stages.kinds.train.methods.rollouts import RolloutOptions
 from stages.kinds.train.order import repeated_too_often
 from stages.kinds.train.start import data_with_template
 from stages.kinds.train.teacher import check_teacher
+from stages.models.facts import ModelFacts
 from stages.models.loading import model_without_weights
 from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
@@ -32,7 +33,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
     if config.moe != MoeConfig():
         yield from moe_problems(config, model_folder)
     field = f"{config.method}.teacher_server" if config.teacher_server else "teacher"
-    yield from ((field, error) for error in check_teacher(config, stage_input.inputs, model_folder))
+    yield from ((field, error) for error in check_teacher(config, stage_input.inputs, ModelFacts(model_folder)))
     if config.sampling and config.sampling.server:
         from stages.kinds.train.rollouts.server import (
             named_server_problems,  # and torch, with what lies beneath it

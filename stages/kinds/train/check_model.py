@@ -5,48 +5,44 @@ Problems of a layout that hold for every model were found when the config was re
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from stages.core.contract import StageContext
 from stages.core.errors import LayoutError, ModelError
 from stages.engines.megatron.families import check_supported
 from stages.kinds.train.blocks import MoeConfig
 from stages.kinds.train.config import TrainConfig
-from stages.models.model_config import LEARNED_POSITIONS, max_positions, read_config, shape_of_config
+from stages.models.facts import LEARNED_POSITIONS, ModelFacts
 from stages.models.model_folder import check_unquantized, code_not_run
 from stages.models.shape import ModelShape
 from stages.parallel.legality import layout_warnings, model_errors
 
 
-def check_lengths(longest: int, context: StageContext, model_folder: Path) -> None:
+def check_lengths(longest: int, context: StageContext, facts: ModelFacts) -> None:
     """Compare the longest document (tokens) with the number of positions in the model's config.
 
     Raises ModelError when positions are a learned table that is too short; otherwise longer documents only warn.
     """
-    model_config = read_config(model_folder)
-    limit = max_positions(model_config)
+    limit = facts.max_positions
     if limit is None or longest <= limit:
         return
     found = f"the longest document has {longest} tokens, and the model's config says {limit} positions"
-    if model_config.get("model_type") in LEARNED_POSITIONS:
+    if facts.config.get("model_type") in LEARNED_POSITIONS:
         raise ModelError(
             f"{found}, which are a table; lower data.sequence_length, with `over_long: truncate` or `drop`"
         )
     context.warn(f"{found}: it was not trained on longer texts")
 
 
-def check_model(config: TrainConfig, context: StageContext, model_folder: Path) -> ModelShape | None:
+def check_model(config: TrainConfig, context: StageContext, facts: ModelFacts) -> ModelShape | None:
     """Return the model's shape; None for a model whose sizes are unknown, which FSDP2 trains all the same.
 
     Raises LayoutError for a layout that the model does not allow, ModelError for a model that the engine does not
     support. Unwise layouts only warn.
     """
-    model_config = read_config(model_folder)
-    check_unquantized(model_config, str(model_folder))
-    if note := code_not_run(model_config, trusted=config.trust_remote_code):
+    check_unquantized(facts, str(facts.folder))
+    if note := code_not_run(facts, trusted=config.trust_remote_code):
         context.warn(note)
     if config.engine == "megatron":
-        shape = check_supported(model_config)
+        shape = check_supported(facts)
         if config.moe != MoeConfig() and not shape.num_experts:
             raise ModelError(f"`moe` is for mixtures of experts, and {shape.family} has none; remove it")
         if errors := "; ".join(model_errors(config.engine, config.layout, shape)):
@@ -55,7 +51,7 @@ def check_model(config: TrainConfig, context: StageContext, model_folder: Path) 
             context.warn(warning)
         return shape
     try:
-        return shape_of_config(model_config)
+        return facts.shape
     except ModelError as error:
         context.warn(f"the planner cannot predict memory and step time of this model: {error}")
         return None

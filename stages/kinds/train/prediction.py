@@ -18,7 +18,7 @@ from stages.core.contract import StageContext, is_main_process
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
 from stages.kinds.train.config import TrainConfig
-from stages.models.model_config import read_config, shape_of_config
+from stages.models.facts import ModelFacts
 from stages.models.shape import ModelShape
 from stages.parallel.accelerator import device_name, free_bytes
 from stages.parallel.layout import Layout
@@ -82,7 +82,7 @@ def _check_teacher(
     if config.teacher is None:
         return {}
     try:
-        shape = shape_of_config(read_config(context.inputs[config.teacher] / "model"))
+        shape = ModelFacts(context.inputs[config.teacher] / "model").shape
     except ModelError:
         return {}
     teacher_gib = teacher_memory_gib(dataclasses.replace(request, shape=shape), candidate)

@@ -34,8 +34,8 @@ from stages.kinds.train.rows import RowData
 from stages.kinds.train.start import data_with_template
 from stages.kinds.train.teacher import check_teacher
 from stages.kinds.train.watchdog import Watchdog
+from stages.models.facts import ModelFacts
 from stages.models.loading import check_tokenizer, model_without_weights
-from stages.models.model_config import read_config
 from stages.models.model_folder import check_model_folder
 from stages.models.recorded import note_trained_on
 from stages.models.shape import ModelShape
@@ -63,11 +63,11 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     model_folder = context.inputs[config.base or config.model] / "model"
     config = config.model_copy(update={"data": data_with_template(config.data, context.inputs[config.model])})
     _check_machine(config)
-    tokenizer_notes = check_tokenizer(model_folder, read_config(model_folder))
-    for unusual in [*check_model_folder(model_folder), *tokenizer_notes]:
+    facts = ModelFacts(model_folder)
+    for unusual in [*check_model_folder(facts), *check_tokenizer(facts)]:
         context.warn(unusual)
-    shape = check_model(config, context, model_folder)
-    for problem in check_teacher(config, context.inputs, model_folder):
+    shape = check_model(config, context, facts)
+    for problem in check_teacher(config, context.inputs, facts):
         raise problem
     if config.sampling and config.sampling.server:
         from stages.kinds.train.rollouts.server import named_server_problems  # and aiohttp
@@ -75,7 +75,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
         for problem in named_server_problems(config, model_folder, context):
             raise problem
     data = _read_data(config, context, model_folder, shape)
-    check_lengths(data.longest_document, context, model_folder)
+    check_lengths(data.longest_document, context, facts)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
         prediction = predict_run(config, context, shape, device)
         config = config.model_copy(update={"layout": prediction.layout})

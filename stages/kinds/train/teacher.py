@@ -35,9 +35,8 @@ from stages.kinds.train.methods.method import TeacherServer, TeacherTokens
 from stages.kinds.train.order import even_micro_batches
 from stages.kinds.train.reference import model_digest
 from stages.kinds.train.watchdog import Watchdog
+from stages.models.facts import ModelFacts
 from stages.models.loading import load_tokenizer
-from stages.models.model_config import read_config
-from stages.models.model_folder import vocabulary_size
 from stages.models.shape import ModelShape
 from stages.parallel.processes import gathered
 from stages.remote.http import key_in
@@ -60,50 +59,51 @@ RowsOf = tuple[PackedDataset, Sequence[int]]
 NUM_NAMED = 3
 
 
-def check_teacher(config: TrainConfig, inputs: Mapping[str, Path], model_folder: Path) -> Iterator[LifecycleError]:
+def check_teacher(config: TrainConfig, inputs: Mapping[str, Path], facts: ModelFacts) -> Iterator[LifecycleError]:
     """Yield what is wrong with the teacher, if the method has one."""
     asked, trusted = config.teacher_tokens, config.trust_remote_code
     if asked and asked.server:
-        yield from server_problems(asked, config.execution, model_folder, trust_remote_code=trusted)
+        yield from server_problems(asked, config.execution, facts, trust_remote_code=trusted)
     elif asked and config.teacher:
-        teacher = inputs[config.teacher] / "model"
-        yield from teacher_problems(asked, teacher, model_folder, trust_remote_code=trusted)
+        teacher = ModelFacts(inputs[config.teacher] / "model")
+        yield from teacher_problems(asked, teacher, facts, trust_remote_code=trusted)
 
 
 def server_problems(
-    asked: TeacherTokens, execution: TrainExecution, model: Path, *, trust_remote_code: bool
+    asked: TeacherTokens, execution: TrainExecution, model: ModelFacts, *, trust_remote_code: bool
 ) -> Iterator[LifecycleError]:
     """Yield what is wrong with a served teacher, which is asked about a few tokens."""
     try:
-        if too_many := _too_many(asked, vocabulary_size(read_config(model))):
+        if too_many := _too_many(asked, model.vocabulary_size):
             yield too_many
         else:
-            ServedTeacher.of(asked, execution).check(model, trust_remote_code=trust_remote_code)
+            ServedTeacher.of(asked, execution).check(model.folder, trust_remote_code=trust_remote_code)
     except LifecycleError as error:
         yield error
 
 
 def teacher_problems(
-    asked: TeacherTokens, teacher: Path, model: Path, *, trust_remote_code: bool
+    asked: TeacherTokens, teacher: ModelFacts, model: ModelFacts, *, trust_remote_code: bool
 ) -> Iterator[LifecycleError]:
     """Yield differences between teacher and model: tokenizer, vocabulary size, fewer tokens than `loss_top_k`."""
     try:
-        tokens = [load_tokenizer(one, trust_remote_code=trust_remote_code).get_vocab() for one in (teacher, model)]
-        sizes = [vocabulary_size(read_config(folder)) for folder in (teacher, model)]
+        loaded = [load_tokenizer(facts.folder, trust_remote_code=trust_remote_code) for facts in (teacher, model)]
+        tokens = [tokenizer.get_vocab() for tokenizer in loaded]
+        sizes = [teacher.vocabulary_size, model.vocabulary_size]
     except ModelError as error:
         yield error
         return
     if different := _different_tokens(*tokens):
         named = ", ".join(different[:NUM_NAMED])
         yield ModelError(
-            f"the teacher in {teacher} has another tokenizer than the model in {model}: {len(different)} tokens are "
-            f"not the same ({named}); take a teacher of the same family, or train on its answers (`kind: generate`, "
-            "and `method: sft`)"
+            f"the teacher in {teacher.folder} has another tokenizer than the model in {model.folder}: "
+            f"{len(different)} tokens are not the same ({named}); take a teacher of the same "
+            "family, or train on its answers (`kind: generate`, and `method: sft`)"
         )
     elif sizes[0] != sizes[1]:
         yield ModelError(
-            f"the teacher in {teacher} has a vocabulary of {sizes[0]} entries, the model in {model} of {sizes[1]}; "
-            "take a teacher with an embedding of the same size"
+            f"the teacher in {teacher.folder} has a vocabulary of {sizes[0]} entries, the model in {model.folder} of "
+            f"{sizes[1]}; take a teacher with an embedding of the same size"
         )
     elif too_many := _too_many(asked, sizes[0]):
         yield too_many
@@ -144,7 +144,7 @@ def ask_teacher(
             teacher_lifetime.push(stack.pop_all())
         else:
             opened = None
-    is_whole = asked.number == vocabulary_size(read_config(model_folder))
+    is_whole = asked.number == ModelFacts(model_folder).vocabulary_size
     rows = {
         dataset: TeacherRows(np.array(rows), _starts(dataset, rows), np.load(path, mmap_mode="r"), asked, is_whole)
         for (dataset, rows), path in zip(wanted, paths, strict=True)
@@ -479,7 +479,7 @@ def _teacher(config: TrainConfig, context: StageContext, start_digest: str, buil
     assert config.teacher
     folder = context.inputs[config.teacher] / "model"
     alone = config.model_copy(update={"adapter": None, "base": None})
-    shape, digest = check_model(alone, context, folder), model_digest(folder)
+    shape, digest = check_model(alone, context, ModelFacts(folder)), model_digest(folder)
     if digest == start_digest:
         context.warn(f"the teacher, {config.teacher}, is the model that training starts from: there is little to learn")
     size = config.layout.micro_batch_size

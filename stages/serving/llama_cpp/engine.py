@@ -16,8 +16,8 @@ from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
 from stages.core.redaction import shortened
+from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection
-from stages.models.model_config import read_config
 from stages.models.model_folder import GGUF_FILE
 from stages.models.recorded import Predicted
 from stages.serving.config import BenchmarkConfig
@@ -71,7 +71,7 @@ class LlamaCppProgram:
 
     def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
         slots = spec.serving.max_num_seqs or DEFAULT_SLOTS
-        context = spec.serving.max_model_len or int(read_config(spec.model)["max_position_embeddings"])
+        context = spec.serving.max_model_len or int(spec.facts.config["max_position_embeddings"])
         command = [str(self.command), "-P", str(SERVER), str(spec.model / GGUF_FILE), "--alias", spec.own_name]
         command += ["--socket", str(address.socket), "--context", str(context), "--slots", str(slots)]
         return [*command, "--threads", str(free_cores())]
@@ -153,10 +153,8 @@ class LlamaCpp(FixedWeights):
 
         return generate_load(client, meta_of(client).n_vocab, benchmark, folder)
 
-    def check_loadable(
-        self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
-    ) -> None:
-        if problems := "; ".join(config_problems(model_config)):
+    def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
+        if problems := "; ".join(config_problems(facts.config)):
             raise RecipeError(f"the model cannot be written as GGUF: {problems}. Choose another method")
         layers = quantization.layers(projections)
         uneven = [layer for layer in layers if layer.input_size % BLOCK_SIZE]

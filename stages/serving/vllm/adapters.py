@@ -13,14 +13,11 @@ Each option was checked with a server that fails without it (tests/pipeline/test
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from stages.adapters.headers import CHANGES_THE_BASE, AdapterHeaders, read_headers
 from stages.core.errors import ModelError
-from stages.models.model_config import read_config
-from stages.models.model_folder import is_quantized
 from stages.serving.engine import LaunchSpec
 
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -67,13 +64,13 @@ def check_adapters(spec: LaunchSpec) -> None:
     """Raise ModelError for a name that is given twice, a base or an adapter that vLLM could not serve."""
     if spec.own_name in spec.adapters:
         raise ModelError(f"two of the served models are called {spec.own_name}: give each a name of its own")
-    if is_quantized(read_config(spec.model)):
+    if spec.facts.quantization:
         raise ModelError(
             f"serving {', '.join(spec.adapters)} on {spec.model}: it is quantized, and an adapter changes the outputs "
             "of the very weights that it was trained on; serve it on the unquantized model, or merge it into that "
             "(`kind: merge`) and quantize the merged model"
         )
-    if "cpu" in spec.engine_version and _is_mixture(read_config(spec.model)):
+    if "cpu" in spec.engine_version and any(spec.facts.fields.get(name) for name in NUM_EXPERTS):
         raise ModelError(
             f"serving {', '.join(spec.adapters)} on {spec.model}: it is a mixture of experts, which vLLM with adapters "
             "computes by Triton only, wherever they are: on a CPU it starts, and ends at the first request. Merge the "
@@ -104,12 +101,6 @@ def _problems(headers: AdapterHeaders) -> Iterator[str]:
     too_high = {rank for rank in headers.ranks.values() if rank > MAX_RANKS[-1]}
     if too_high:
         yield f"its rank is {max(too_high)}, more than {MAX_RANKS[-1]}"
-
-
-def _is_mixture(config: Mapping[str, Any]) -> bool:
-    text = config.get("text_config")
-    fields = {**config, **text} if isinstance(text, Mapping) else config
-    return any(fields.get(name) for name in NUM_EXPERTS)
 
 
 def _first(value: object) -> object:

@@ -22,6 +22,7 @@ from pydantic import JsonValue
 
 from stages.core.errors import ResourceError, ServerError
 from stages.core.supervised import was_killed
+from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection
 from stages.models.recorded import Predicted
 from stages.serving.config import MOST_STOP_TEXTS, BenchmarkConfig, ServingConfig
@@ -285,10 +286,8 @@ class Vllm:
 
         reload_weights(address, api_key, folder, timeout_s)
 
-    def check_loadable(
-        self, model_config: dict[str, Any], projections: list[Projection], quantization: Quantization
-    ) -> None:
-        heads, device = servability.Heads.of(model_config), servability.serving_device()
+    def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
+        heads, device = servability.Heads.of(facts.config), servability.serving_device()
         servability.check_servable(projections, heads, quantization, device, servability.cpu_flags())
 
     def caveats(self, quantization: Quantization) -> list[str]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -52,7 +52,7 @@ class Heads:
     keys: int
 
     @classmethod
-    def of(cls, model_config: dict[str, Any]) -> Heads | None:
+    def of(cls, model_config: Mapping[str, Any]) -> Heads | None:
         """Return the heads by a `config.json` (of the language model, if it has parts); None if it has none."""
         text_config = model_config.get("text_config", model_config)
         queries = text_config.get("num_attention_heads")

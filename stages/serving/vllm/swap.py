@@ -19,6 +19,7 @@ from pydantic import Field
 from stages.core.errors import ModelError, ServerError, TransientError
 from stages.core.files import write_atomically
 from stages.core.redaction import shortened
+from stages.models.facts import ModelFacts
 from stages.remote.http import AnswerModel, Expected
 from stages.serving.backend import EngineAddress, post_to_engine
 from stages.serving.client import Client, Count
@@ -69,7 +70,7 @@ def prepare_reloads(folder: Path) -> None:
     vLLM on a CPU keeps the head in another order, and does not renew that when it is tied: new layers would answer
     through an old head. Raises ModelError for a model whose weights have other names than most have.
     """
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = ModelFacts(folder).config
     if not config.get("tie_word_embeddings"):
         return
     from safetensors import safe_open

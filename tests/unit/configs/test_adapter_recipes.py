@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from stages.models.model_config import shape_of_config
+from stages.models.facts import ModelFacts
 from stages.planner.memory import GIB, StageMemory, memory
 from tests.unit.configs.test_megatron_recipes import LLAMA_70B, QWEN3_8B, QWEN3_30B, training_stages
 
 
 def predicted(name: str, config: dict) -> StageMemory:
     (stage,) = training_stages(name)
-    return memory(shape_of_config(config), stage.engine, stage.layout, stage.workload).worst
+    return memory(ModelFacts(config).shape, stage.engine, stage.layout, stage.workload).worst
 
 
 def test_llama_70b_under_tp8():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.recipe.recipe import load_recipe
-from stages.models.model_config import shape_of_config
+from stages.models.facts import ModelFacts
 from stages.parallel.legality import layout_warnings, model_errors
 from stages.planner.memory import memory
 
@@ -59,7 +59,7 @@ def test_the_layout_is_the_one_that_the_recipe_is_named_for(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_model_allows_the_layout_and_nothing_about_it_is_unwise(name):
-    shape = shape_of_config(RECIPES[name][0])
+    shape = ModelFacts(RECIPES[name][0]).shape
     assert shape.num_parameters == pytest.approx(PARAMETERS.get(name, 70.55e9), rel=1e-3)
     for config in training_stages(name):
         assert list(model_errors(config.engine, config.layout, shape)) == []
@@ -69,7 +69,7 @@ def test_the_model_allows_the_layout_and_nothing_about_it_is_unwise(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_predicted_memory_fits_with_a_tenth_to_spare(name):
-    shape = shape_of_config(RECIPES[name][0])
+    shape = ModelFacts(RECIPES[name][0]).shape
     for config in training_stages(name):
         assert memory(shape, config.engine, config.layout, config.workload).peak_gib < 0.9 * GPU_GIB
 
@@ -77,7 +77,7 @@ def test_the_predicted_memory_fits_with_a_tenth_to_spare(name):
 @pytest.mark.parametrize("name", [name for name in RECIPES if "lora" in name])
 def test_an_adapter_is_trained_on_a_node_where_whole_weights_would_not_fit(name):
     (config,) = training_stages(name)
-    shape = shape_of_config(RECIPES[name][0])
+    shape = ModelFacts(RECIPES[name][0]).shape
     whole = config.model_copy(update={"adapter": None})
     assert config.execution.nodes == 1 and config.product == "adapter"
     assert memory(shape, config.engine, config.layout, whole.workload).peak_gib > GPU_GIB

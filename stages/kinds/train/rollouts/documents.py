@@ -18,7 +18,7 @@ from stages.data.units import best_fit_decreasing
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.kinds.train.order import even_micro_batches
-from stages.models.model_config import max_positions, read_config
+from stages.models.facts import ModelFacts
 from stages.rollouts.options import PromptOptions
 from stages.rollouts.prompts import AskedPrompt, read_prompts
 
@@ -159,5 +159,5 @@ def completion_packing(
 
 def most_tokens(config: TrainConfig, options: SamplingOptions, model_folder: Path) -> int:
     """Return the largest number of tokens of a prompt and its completion together."""
-    limits = (config.data.sequence_length, options.serving.max_model_len, max_positions(read_config(model_folder)))
+    limits = (config.data.sequence_length, options.serving.max_model_len, ModelFacts(model_folder).max_positions)
     return min(limit for limit in limits if limit)

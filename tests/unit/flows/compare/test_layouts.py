@@ -8,7 +8,7 @@ from flows.compare.layouts import read_layouts, text_of, without_misfits
 from stages.core.errors import RecipeError
 from stages.hubs.builtin.hub import BUILTINS
 from stages.kinds.train.config import TrainConfig
-from stages.models.model_config import shape_of_config
+from stages.models.facts import ModelFacts
 
 
 def make_stage(**fields):
@@ -102,7 +102,7 @@ def test_a_layout_that_cannot_work_does_not_keep_others_from_being_compared():
 
 
 def test_what_the_sizes_of_the_model_do_not_allow_is_not_started():
-    shape = shape_of_config(BUILTINS["qwen3-1m"].sizes)  # 4 heads, 2 of keys, in 4 layers
+    shape = ModelFacts(BUILTINS["qwen3-1m"].sizes).shape  # 4 heads, 2 of keys, in 4 layers
     configs, refused = read_layouts(["fsdp dp_shard=3 micro_batch_size=2", "fsdp", "tp=2", "tp=3", "pp=8"], STAGE)
     fit, unfit = without_misfits(configs, shape, refused)
     assert [text_of(config, 64) for config in fit] == ["fsdp", "megatron tp=2"]

@@ -8,7 +8,7 @@ from flows.planning.layout_choice import MUCH_FASTER, choose_layouts
 from flows.planning.model_shape import ModelConfigs, download_of
 from stages.core.errors import LayoutError, RecipeError, TransientError
 from stages.hubs.builtin.hub import BUILTINS
-from stages.models.model_config import shape_of_config
+from stages.models.facts import ModelFacts
 from stages.parallel.layout import AutoLayout, describe_layout
 
 OUTSIDE = {"base": {"revision": "2"}, "problems": {"revision": "1"}, "sft": {}, "awq": {}}
@@ -53,7 +53,7 @@ def test_the_config_of_a_model_here_is_read_while_its_weights_are_still_being_ha
     outside = {**OUTSIDE, "base": {}}
     here = recipe(base={"model": f"file://{tmp_path / 'model'}"})
     shape = ModelConfigs(here, outside, store.index(), 0.5).shape_of("base")
-    assert shape == shape_of_config(BUILTINS["qwen3-1m"].sizes)
+    assert shape == ModelFacts(BUILTINS["qwen3-1m"].sizes).shape
     elsewhere = recipe(base={"model": "hf://org/name"})
     with pytest.raises(TransientError, match=r"cannot read the config\.json of hf://org/name yet: its hub has not ans"):
         ModelConfigs(elsewhere, outside, store.index(), 0.5).shape_of("base")
@@ -100,4 +100,4 @@ def test_auto_is_no_layout_of_its_own(recipe):
 def test_the_shape_is_known_before_the_model_is_made(recipe, store):
     assert download_of(recipe(), "sft") == "base"
     shape = ModelConfigs(recipe(), OUTSIDE, store.index()).shape_of("base")
-    assert shape == shape_of_config(BUILTINS["qwen3-1m"].sizes)
+    assert shape == ModelFacts(BUILTINS["qwen3-1m"].sizes).shape

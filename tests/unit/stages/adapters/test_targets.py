@@ -16,8 +16,8 @@ from stages.adapters.config import AdapterConfig
 from stages.adapters.lora import adapted_layers, add_adapter
 from stages.adapters.targets import former_names
 from stages.models.adapter_targets import FORMER_NAMES, AdapterTargets
+from stages.models.facts import ModelFacts
 from stages.models.linear_layers import linear_layers, stacked_parameters
-from stages.models.model_config import shape_of_config
 
 ROOT = Path(__file__).parents[4]
 RANK = 2
@@ -62,7 +62,7 @@ def names_of(model):
 
 
 def names_of_shape(family):
-    shape = shape_of_config(AutoConfig.for_model(family, **FAMILIES[family]).to_dict())
+    shape = ModelFacts(AutoConfig.for_model(family, **FAMILIES[family]).to_dict()).shape
     layers = range(shape.num_layers)
     linear = [one.name for layer in layers for one in linear_layers(shape, layer)]
     return linear, [one.name for layer in layers for one in stacked_parameters(shape, layer)]

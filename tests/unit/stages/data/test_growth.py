@@ -15,6 +15,7 @@ from stages.data.config import DataConfig
 from stages.data.messages import PlainText, RowError
 from stages.data.prepare import prepare
 from stages.data.tokenizer import DocumentTokenizer
+from stages.models.facts import ModelFacts
 from stages.models.loading import check_tokenizer
 from stages.models.tokenizer_check import FACTORS, Growth
 from tests.unit.stages.data.reports import Reports
@@ -100,16 +101,13 @@ def test_other_chains_are_refused_when_the_tokenizer_is_loaded(with_part, part, 
 def test_a_downloaded_tokenizer_is_refused_before_it_is_tried(with_part):
     doubles = {**DOUBLES, "pattern": {"String": "e"}, "content": "ee"}
     with pytest.raises(ModelError, match="more than 16 times as many bytes"):
-        list(check_tokenizer(with_part("normalizer", *[doubles] * 19), {}))
+        list(check_tokenizer(ModelFacts(with_part("normalizer", *[doubles] * 19))))
 
 
 def test_a_chain_that_only_a_rare_letter_would_show_is_refused_at_the_download_too(with_part):
     with pytest.raises(ModelError, match=r"the normalizer of the tokenizer in .* 1,099,511,627,776 times as long"):
-        list(
-            check_tokenizer(
-                with_part("normalizer", *[{**DOUBLES, "pattern": {"String": "ж"}, "content": "жж"}] * 40), {}
-            )
-        )
+        rare = {**DOUBLES, "pattern": {"String": "ж"}, "content": "жж"}
+        list(check_tokenizer(ModelFacts(with_part("normalizer", *[rare] * 40))))
 
 
 def test_the_row_whose_pattern_takes_too_many_steps_is_named(with_part, write_rows, tmp_path):

@@ -11,7 +11,7 @@ from stages.hubs.builtin import addition, addition_preferences
 from stages.hubs.builtin.addition import Problem, split_problems
 from stages.hubs.builtin.hub import BUILTINS
 from stages.kinds.download.builtin import held_out
-from stages.models.model_config import shape_of_config
+from stages.models.facts import ModelFacts
 from stages.models.model_folder import check_model_folder
 
 TASKS = Path(__file__).parents[4] / "configs" / "tasks"
@@ -99,8 +99,8 @@ def tokenizer(folder: Path):
 
 
 def test_the_model_s_shape_is_known_before_it_is_made(folder: Path) -> None:
-    made = shape_of_config(json.loads((folder / "config.json").read_text()))
-    assert shape_of_config(BUILTINS["qwen3-1m"].sizes) == made
+    made = ModelFacts(json.loads((folder / "config.json").read_text())).shape
+    assert ModelFacts(BUILTINS["qwen3-1m"].sizes).shape == made
 
 
 def test_the_model_is_a_complete_one_of_about_a_million_parameters_as_readable_as_the_mask_says(
@@ -108,7 +108,7 @@ def test_the_model_is_a_complete_one_of_about_a_million_parameters_as_readable_a
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    check_model_folder(folder)
+    check_model_folder(ModelFacts(folder))
     assert 0.5e6 < AutoModelForCausalLM.from_pretrained(folder).num_parameters() < 3e6
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
 

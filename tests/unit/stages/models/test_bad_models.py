@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from stages.core.errors import ModelError
-from stages.core.files import read_json_object
+from stages.models.facts import ModelFacts
 from stages.models.model_folder import check_model_folder, check_unquantized, other_architecture
 
 CONFIG = {
@@ -161,10 +161,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_is_refused_with_a_sentence_that_names_what_is_wrong(folder: Path, case: str) -> None:
     change, message = REFUSED[case]
-    check_model_folder(folder)
+    check_model_folder(ModelFacts(folder))
     change(folder)
     with pytest.raises(ModelError, match=message) as refused:
-        check_model_folder(folder)
+        check_model_folder(ModelFacts(folder))
     assert str(folder) in str(refused.value)
 
 
@@ -198,13 +198,13 @@ SOUND: dict[str, Change] = {
 @pytest.mark.parametrize("case", SOUND)
 def test_what_is_sound_has_nothing_unusual(folder: Path, case: str) -> None:
     SOUND[case](folder)
-    assert check_model_folder(folder) == []
+    assert check_model_folder(ModelFacts(folder)) == []
 
 
 def test_what_is_only_unusual_is_said(folder: Path) -> None:
     weights(lambda found: {**found, LAYER: 0 * found[LAYER]})(folder)
     text("tokenizer.json", json.dumps(tokenizer(10, {"<image>": 10})))(folder)
-    zeros, tokens = check_model_folder(folder)
+    zeros, tokens = check_model_folder(ModelFacts(folder))
     assert "1 of 3 matrices hold zeros only (model.layers.0.mlp.up_proj.weight)" in zeros
     assert "1 added tokens beyond the model's vocabulary of 10 ('<image>' is 10)" in tokens
 
@@ -214,7 +214,7 @@ def test_a_class_of_another_type_is_said_since_training_and_serving_go_by_one_ea
     folder: Path, model_type: str
 ) -> None:
     config(model_type=model_type)(folder)
-    (said,) = check_model_folder(folder)
+    (said,) = check_model_folder(ModelFacts(folder))
     assert f"model_type is {model_type}, but architectures is LlamaForCausalLM" in said
 
 
@@ -238,4 +238,4 @@ def test_a_quantized_model_is_refused_where_weights_are_learned(folder: Path, pa
     quantized = {"quantization_config": {"quant_method": "gptq"}}
     config(**({"text_config": quantized} if part else quantized))(folder)
     with pytest.raises(ModelError, match=r"quantized already \(gptq\); take the model that it was made from"):
-        check_unquantized(read_json_object(folder / "config.json"), str(folder))
+        check_unquantized(ModelFacts(folder), str(folder))

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from stages.core.errors import ModelError
+from stages.models.facts import ModelFacts
 from stages.models.model_folder import check_model_folder
 
 
@@ -30,15 +31,15 @@ def shard(folder: Path) -> None:
 
 def assert_refused(folder: Path, *words: str) -> None:
     with pytest.raises(ModelError) as caught:
-        check_model_folder(folder)
+        check_model_folder(ModelFacts(folder))
     for word in words:
         assert word in str(caught.value)
 
 
 def test_accepts_a_complete_folder_and_a_sharded_one(folder: Path) -> None:
-    check_model_folder(folder)
+    check_model_folder(ModelFacts(folder))
     shard(folder)
-    check_model_folder(folder)
+    check_model_folder(ModelFacts(folder))
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_refuses_weights_with_bytes_too_many_or_a_damaged_header(folder: Path) -
 
 def test_refuses_pickled_weights_but_tolerates_them_beside_safetensors(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
-    check_model_folder(folder)
+    check_model_folder(ModelFacts(folder))
     (folder / "model.safetensors").unlink()
     assert_refused(folder, "pytorch_model.bin", "can run any code", "safetensors")
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.core.errors import ModelError
-from stages.models.model_config import shape_of_config
+from stages.models.facts import ModelFacts
 from stages.models.shape import LatentAttention, ModelShape
 from stages.models.transformers_flops import model_flops
 
@@ -46,25 +46,25 @@ def transformers_model(family: str, fields: dict) -> tuple[dict, torch.nn.Module
 @pytest.mark.parametrize(("family", "fields"), CONFIGS)
 def test_parameters_are_those_of_the_transformers_model(family, fields):
     config, model = transformers_model(family, fields)
-    assert shape_of_config(config).num_parameters == sum(p.numel() for p in model.parameters())
+    assert ModelFacts(config).shape.num_parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(("family", "fields"), [case for case in CONFIGS if case[0] not in ("bloom", "mpt")])
 def test_flops_are_those_counted_on_the_model(family, fields):
     config, model = transformers_model(family, fields)
-    counted, expected = shape_of_config(config).flops(), model_flops(model)
+    counted, expected = ModelFacts(config).shape.flops(), model_flops(model)
     assert counted.training([17, 3], 11) == pytest.approx(expected.training([17, 3], 11))
 
 
 def test_text_part_of_a_multimodal_config_is_read():
     text = {"model_type": "qwen3", **GROUPED, "head_dim": 8}
-    assert shape_of_config({"model_type": "qwen3_vl", "text_config": text}).num_layers == 3
+    assert ModelFacts({"model_type": "qwen3_vl", "text_config": text}).shape.num_layers == 3
 
 
 def test_both_spellings_of_rotary_base_are_read():
     config = {"model_type": "llama", **GROUPED}
-    assert shape_of_config({**config, "rope_theta": 5e5}).rope_theta == 5e5
-    assert shape_of_config({**config, "rope_parameters": {"rope_theta": 5e5}}).rope_theta == 5e5
+    assert ModelFacts({**config, "rope_theta": 5e5}).shape.rope_theta == 5e5
+    assert ModelFacts({**config, "rope_parameters": {"rope_theta": 5e5}}).shape.rope_theta == 5e5
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"])
@@ -72,22 +72,22 @@ def test_what_is_lacking_is_named(field):
     config = {"model_type": "llama", **GROUPED}
     del config[field]
     with pytest.raises(ModelError, match=field):
-        shape_of_config(config)
+        _ = ModelFacts(config).shape
 
 
 @pytest.mark.parametrize("value", [0, -4, 2.5, "8", True])
 def test_a_size_that_is_no_positive_whole_number_is_named(value):
     with pytest.raises(ModelError, match="vocab_size"):
-        shape_of_config({"model_type": "llama", **GROUPED, "vocab_size": value})
+        _ = ModelFacts({"model_type": "llama", **GROUPED, "vocab_size": value}).shape
 
 
 def test_unknown_family_is_refused_with_those_known():
     with pytest.raises(ModelError, match=r"'mamba'.*llama"):
-        shape_of_config({"model_type": "mamba", **GROUPED})
+        _ = ModelFacts({"model_type": "mamba", **GROUPED}).shape
 
 
 def test_a_shape_survives_being_json():
-    dense = shape_of_config({"model_type": "llama", **GROUPED})
+    dense = ModelFacts({"model_type": "llama", **GROUPED}).shape
     mixture = replace(dense, num_experts=8, experts_per_token=2, expert_ffn_size=512, dense_layers=frozenset({0, 3}))
     assert ModelShape.from_json(dense.to_json()) == dense
     assert ModelShape.from_json(mixture.to_json()) == mixture

@@ -11,15 +11,16 @@ import pytest
 
 from stages.core.errors import ModelError
 from stages.hubs.builtin.qwen3 import make_tokenizer
+from stages.models.facts import ModelFacts
 from stages.models.loading import check_tokenizer
 
-CONFIG = {"vocab_size": 288}
 Content = dict[str, Any]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 288}')
     return tmp_path
 
 
@@ -39,26 +40,27 @@ def cuts(content: Content) -> Content:
 
 @pytest.mark.parametrize(("damage", "message"), [(drops, "makes no tokens of"), (cuts, "cuts texts: 50 times")])
 def test_a_tokenizer_that_loses_texts(folder: Path, damage: Callable[[Content], Content], message: str) -> None:
-    assert list(check_tokenizer(folder, CONFIG)) == []
+    assert list(check_tokenizer(ModelFacts(folder))) == []
     change(folder, "tokenizer.json", damage)
     with pytest.raises(ModelError, match=message):
-        list(check_tokenizer(folder, CONFIG))
+        list(check_tokenizer(ModelFacts(folder)))
 
 
 def test_tokens_that_the_model_lacks(folder: Path) -> None:
+    (folder / "config.json").write_text('{"vocab_size": 16}')
     with pytest.raises(ModelError, match="beyond the model's vocabulary of 16"):
-        list(check_tokenizer(folder, {"vocab_size": 16}))
+        list(check_tokenizer(ModelFacts(folder)))
 
 
 def test_a_damaged_one(folder: Path) -> None:
     change(folder, "tokenizer.json", lambda content: {**content, "model": {"type": "no such thing"}})
     with pytest.raises(ModelError, match="cannot be loaded"):
-        list(check_tokenizer(folder, CONFIG))
+        list(check_tokenizer(ModelFacts(folder)))
 
 
 def test_one_without_an_end_of_text_token_is_said(folder: Path) -> None:
     change(folder, "tokenizer_config.json", lambda content: {**content, "eos_token": None})
-    (note,) = check_tokenizer(folder, CONFIG)
+    (note,) = check_tokenizer(ModelFacts(folder))
     assert "no end-of-text token (`eos_token`)" in note
 
 
@@ -67,13 +69,13 @@ def test_an_end_of_text_token_that_the_model_lacks(folder: Path) -> None:
     with pytest.raises(
         ModelError, match="ends texts with token 288 \\('<not there>'\\), beyond the model's vocabulary"
     ):
-        list(check_tokenizer(folder, CONFIG))
+        list(check_tokenizer(ModelFacts(folder)))
 
 
 def test_one_that_loses_digits_is_said(folder: Path) -> None:
     no_digits = {"type": "Replace", "pattern": {"Regex": "[0-9]"}, "content": ""}
     change(folder, "tokenizer.json", lambda content: {**content, "normalizer": no_digits})
-    (note,) = check_tokenizer(folder, CONFIG)
+    (note,) = check_tokenizer(ModelFacts(folder))
     assert (
         "loses parts of texts: 'The sum of 27 and 15 is 42, she said. ' reads 'The sum of  and  is , she said. '"
         in note
@@ -82,4 +84,4 @@ def test_one_that_loses_digits_is_said(folder: Path) -> None:
 
 def test_one_that_knows_small_letters_only_is_fine(folder: Path) -> None:
     change(folder, "tokenizer.json", lambda content: {**content, "normalizer": {"type": "Lowercase"}})
-    assert list(check_tokenizer(folder, CONFIG)) == []
+    assert list(check_tokenizer(ModelFacts(folder))) == []

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.lora import add_adapter, store_base
-from stages.models.model_config import shape_of_config
+from stages.models.facts import ModelFacts
 from stages.models.transformers_flops import model_flops
 from stages.parallel.layout import Layout
 from stages.planner.adapted import (
@@ -76,7 +76,7 @@ def adapted_model(family, fields, adapter):
     model.to_empty(device="cpu")
     model.tie_weights()
     add_adapter(model, adapter, seed=0)
-    return model, shape_of_config(config.to_dict())
+    return model, ModelFacts(config.to_dict()).shape
 
 
 def learning(shape, adapter):
@@ -124,7 +124,7 @@ def test_experts_and_routers_learn_where_peft_has_them(family, fields):
 
 def test_experts_adapters_lie_with_their_experts():
     """Mixtral's shape, rank 4: gate and up together have 8; a whole expert's factor on one side is cut by etp."""
-    shape, adapter = shape_of_config(AutoConfig.for_model("mixtral", **MIXTURES["mixtral"]).to_dict()), LowRank(4)
+    shape, adapter = ModelFacts(AutoConfig.for_model("mixtral", **MIXTURES["mixtral"]).to_dict()).shape, LowRank(4)
     (stage,) = pipeline_stages(shape.num_layers, 1)
     whole, spread, cut = (
         learning_parameters(shape, "megatron", Layout(dp_shard=4, tp=tp, ep=ep, etp=etp), adapter, stage)
@@ -159,7 +159,7 @@ def test_fsdp_gathers_codes_as_they_are_and_weights_as_they_are_computed():
 def test_stages_of_a_pipeline_hold_the_adapters_of_their_own_layers():
     config = AutoConfig.for_model("llama", **ROTARY)
     shape, adapter = (
-        shape_of_config(config.to_dict()),
+        ModelFacts(config.to_dict()).shape,
         AdapterConfig(rank=4, layers_to_transform=(0, 1, 2), target_modules=("q_proj",)).for_planner,
     )
     first, last = (trained_parameters(shape, adapter, "megatron", stage, 1, 1) for stage in pipeline_stages(4, 2))
@@ -169,7 +169,7 @@ def test_stages_of_a_pipeline_hold_the_adapters_of_their_own_layers():
 def test_megatron_has_factors_for_all_that_it_joins():
     """One matrix holds queries, keys and values: an adapter of the queries has rows for the others, which stay 0."""
     config = AutoConfig.for_model("llama", **ROTARY)
-    shape, (stage,) = shape_of_config(config.to_dict()), pipeline_stages(4, 1)
+    shape, (stage,) = ModelFacts(config.to_dict()).shape, pipeline_stages(4, 1)
     queries, all_of_them = (
         trained_parameters(shape, AdapterConfig(rank=4, target_modules=names).for_planner, "megatron", stage, 2, 1)
         for names in (("q_proj",), ("q_proj", "k_proj", "v_proj"))

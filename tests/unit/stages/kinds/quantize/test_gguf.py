@@ -31,6 +31,7 @@ from stages.kinds.quantize.gguf_file import StoredTypes, k_quantizer, quantize, 
 from stages.kinds.quantize.gguf_tokenizer import SPLITS, splitting_of
 from stages.kinds.quantize.registry import QuantizationJob
 from stages.kinds.quantize.run import run
+from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection
 from stages.models.model_folder import GGUF_FILE, check_model_folder
 from stages.serving.config import ServeExecution, ServingConfig
@@ -148,7 +149,7 @@ def test_transformers_reads_the_same_model(make, name: str) -> None:
     source = make(name)
     target = write(source, "f16", [AutoTokenizer.from_pretrained(source)(text)["input_ids"] for text in TEXTS])
 
-    assert check_model_folder(target) == []
+    assert check_model_folder(ModelFacts(target)) == []
     assert kl(source, target) < 1e-5
     assert {one.tensor_type.name for one in gguf.GGUFReader(target / GGUF_FILE).tensors} == {"F16", "F32"}
 
@@ -247,7 +248,7 @@ def test_a_file_that_is_cut_off_or_none_is_refused(make) -> None:
     (target / GGUF_FILE).write_bytes(b"<html>")
 
     with pytest.raises(ModelError, match="it is no GGUF file"):
-        check_model_folder(target)
+        check_model_folder(ModelFacts(target))
 
 
 @pytest.mark.parametrize(
@@ -407,4 +408,4 @@ def test_a_model_without_a_row_of_whole_blocks_is_refused() -> None:
     )
 
     with pytest.raises(RecipeError, match=r"blocks of 256 inputs, which divide those of no layer \(128, 384\); say"):
-        ENGINES["llama_cpp"].check_loadable(config, [up, down], quantization)
+        ENGINES["llama_cpp"].check_loadable(ModelFacts(config), [up, down], quantization)

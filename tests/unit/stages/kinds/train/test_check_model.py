@@ -11,6 +11,7 @@ from stages.core.contract import StageContext
 from stages.core.errors import ModelError
 from stages.kinds.train.check import moe_problems
 from stages.kinds.train.check_model import check_lengths, check_model
+from stages.models.facts import ModelFacts
 from tests.train_stage import make_config
 
 LLAMA = {
@@ -36,16 +37,16 @@ def warnings(context: StageContext) -> list[str]:
 
 def test_code_of_the_model_that_is_not_run_is_said(tmp_path: Path) -> None:
     folder, context = write(tmp_path, auto_map={"AutoModelForCausalLM": "mine.Model"})
-    check_model(make_config(trust_remote_code=True), context, folder)
+    check_model(make_config(trust_remote_code=True), context, ModelFacts(folder))
     assert warnings(context) == []
-    check_model(make_config(), context, folder)
+    check_model(make_config(), context, ModelFacts(folder))
     assert "(auto_map), which are not run" in warnings(context)[0]
 
 
 def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
     folder, context = write(tmp_path, quantization_config={"quant_method": "awq"})
     with pytest.raises(ModelError, match=r"quantized already \(awq\)"):
-        check_model(make_config(), context, folder)
+        check_model(make_config(), context, ModelFacts(folder))
 
 
 def test_routers_are_asked_for_of_mixtures_only(tmp_path: Path) -> None:
@@ -56,15 +57,15 @@ def test_routers_are_asked_for_of_mixtures_only(tmp_path: Path) -> None:
     [(field, error)] = moe_problems(config, folder)
     assert field == "moe" and said in str(error)
     with pytest.raises(ModelError, match=said):
-        check_model(config, context, folder)
+        check_model(config, context, ModelFacts(folder))
 
 
 def test_documents_beyond_the_positions_are_said_or_refused(tmp_path: Path) -> None:
     folder, context = write(tmp_path)
-    check_lengths(64, context, folder)
+    check_lengths(64, context, ModelFacts(folder))
     assert warnings(context) == []
-    check_lengths(65, context, folder)
+    check_lengths(65, context, ModelFacts(folder))
     assert "longest document has 65 tokens, and the model's config says 64 positions" in warnings(context)[0]
     folder, context = write(tmp_path, model_type="gpt2")
     with pytest.raises(ModelError, match=r"65 tokens.*64 positions, which are a table; lower data\.sequence_length"):
-        check_lengths(65, context, folder)
+        check_lengths(65, context, ModelFacts(folder))

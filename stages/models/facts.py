@@ -1,19 +1,22 @@
-"""A model's `config.json` → its shape. Transformers 4 and 5 spellings; needs no torch and no Transformers.
+"""Facts of a model by its `config.json`, in the spellings of Transformers 4 and 5; needs no torch and no Transformers.
 
-Each process reads a model's config once, and passes the shape on.
+A stage makes one `ModelFacts` of each model folder and passes it on, so that nothing else reads that file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from stages.core.errors import ModelError
 from stages.core.files import read_json_object
 from stages.models.shape import ModelShape
 
 CONFIG_FILE = "config.json"
+LARGEST_SIZE = 2**53
+"""Largest size; no floating-point number holds larger ones exactly."""
 ROTARY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 GPT_FAMILIES = ("gpt2", "opt", "bloom", "mpt")
 LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "xglm", "openai-gpt")
@@ -33,31 +36,71 @@ SPELLINGS = {
 """Field of the shape → names that configs use for it."""
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return a config, or that of a model folder. Raises ModelError when it is no JSON object."""
-    return read_json_object(path / CONFIG_FILE if path.is_dir() else path)
+class ModelFacts:
+    """Facts of a model; its config is read when the first of them is asked for, and not again.
 
-
-def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape of a model with this config; of a multimodal model, that of its text part.
-
-    Raises ModelError for an unknown family, and for missing or invalid fields, by name.
+    Each property raises ModelError for a config that is no JSON object.
     """
-    text = config.get("text_config")
-    fields = {**config, **text} if isinstance(text, Mapping) else config
-    family = fields.get("model_type")
-    if family in ROTARY_FAMILIES:
-        return _rotary(family, fields)
-    if family in GPT_FAMILIES:
-        return _gpt(family, fields)
-    known = ", ".join((*ROTARY_FAMILIES, *GPT_FAMILIES))
-    raise ModelError(f"reading the model's config: model_type is {family!r}; sizes are known for {known}")
+
+    def __init__(self, source: Path | Mapping[str, Any]) -> None:
+        """source: a model folder or a `config.json`, or the content of one that a hub gave."""
+        self._source = source
+
+    @property
+    def folder(self) -> Path:
+        """The model folder."""
+        assert isinstance(self._source, Path), "a config alone, without a folder"
+        return self._source
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """Content of `config.json`."""
+        if not isinstance(self._source, Path):
+            return self._source
+        return read_json_object(self._source / CONFIG_FILE if self._source.is_dir() else self._source)
+
+    @cached_property
+    def fields(self) -> Mapping[str, Any]:
+        """Fields of the config; in a multimodal model those of its text part come first."""
+        text = self.config.get("text_config")
+        return {**self.config, **text} if isinstance(text, Mapping) else self.config
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """Shape of the model, or of its text part.
+
+        Raises ModelError for an unknown family, and for missing or invalid fields, by name.
+        """
+        family = self.fields.get("model_type")
+        if family in ROTARY_FAMILIES:
+            return _rotary(family, self.fields)
+        if family in GPT_FAMILIES:
+            return _gpt(family, self.fields)
+        known = ", ".join((*ROTARY_FAMILIES, *GPT_FAMILIES))
+        raise ModelError(f"reading the model's config: model_type is {family!r}; sizes are known for {known}")
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest text that the model was made for, in tokens; None where the config does not say."""
+        return _optional(self.fields, "max_positions")
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """Number of rows of the embedding; None where the config does not say."""
+        size = self.fields.get("vocab_size")
+        return size if is_size(size) else None
+
+    @property
+    def quantization(self) -> Any:
+        """Quantization of the weights, from the config or its text part; None if they are plain floating-point."""
+        parts = [part for part in (self.config, self.config.get("text_config")) if isinstance(part, Mapping)]
+        found = (part.get(name) for part in parts for name in ("quantization_config", "compression_config"))
+        return next((value for value in found if value), None)
 
 
-def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Return the longest text that a model with this config was made for, in tokens; None where it is not given."""
-    text = config.get("text_config")
-    return _optional({**config, **text} if isinstance(text, Mapping) else config, "max_positions")
+def is_size(value: Any) -> TypeGuard[int]:
+    """Return whether a value of a config can be a size: a whole number above 0 that floating-point can hold."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < LARGEST_SIZE
 
 
 def rotates_by_length(rope_type: str) -> bool:
