@@ -76,6 +76,8 @@ MAX_CONNECTIONS = 2048
 FILES_AT_A_TIME = 65_536
 IDLE_TIMEOUT_S = 60.0
 """Longest time for which a connection may send nothing, or no whole request."""
+MAX_UNSENT_BYTES = 64 * 2**10
+"""Largest part of an answer that waits for its client to read."""
 LINGER_S = 2.0
 """Time for which a refused client's further data are read; else it might not see why it was refused."""
 
@@ -332,6 +334,8 @@ class Proxy:
                 await response.prepare(request)
             if part and not is_last:
                 await response.write(part)
+                if "Transfer-Encoding" in response.headers and (client := request.transport):
+                    await answer.hand_on(partial(_sent_on, client, exchange))
         await response.write_eof(part)
 
     async def _metrics(self) -> str:
@@ -378,6 +382,13 @@ def _begun(answer: EngineConnection, version: ServedVersion | None) -> web.Strea
     if version:
         response.headers[VERSION_HEADER] = version.version
     return response
+
+
+def _sent_on(client: asyncio.Transport, exchange: Exchange | None, chunk: bytes) -> bool:
+    """Send a client a part of a chunked answer; returns False if the client reads too slowly for more at once."""
+    if part := exchange.passed(chunk) if exchange else chunk:
+        client.write(b"%x\r\n%b\r\n" % (len(part), part))
+    return not client.is_closing() and client.get_write_buffer_size() < MAX_UNSENT_BYTES
 
 
 async def _whole(answer: EngineConnection) -> bytes:

@@ -41,6 +41,7 @@ class Model:
         self.go_on = asyncio.Event()
         self.left_alone = asyncio.Event()
         self.num_asked = 0
+        self.num_parts = 0
         routes = [
             Route(COMPLETIONS, self.echo, methods=["GET", "POST"]),
             Route("/v1/chat/completions", self.stream, methods=["POST"]),
@@ -67,7 +68,8 @@ class Model:
     async def flood(self, _: Request) -> Response:
         async def parts() -> AsyncIterator[bytes]:
             while True:
-                yield b"x" * 2**20
+                self.num_parts += 1
+                yield b"%08x" % self.num_parts * 2**13
                 await asyncio.sleep(0)  # once no one reads, sending waits for nothing
 
         self.num_asked += 1
@@ -397,6 +399,26 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(in_front_of_two, monk
         await eventually(lambda: old.num_asked == 1)
         await eventually(lambda: proxy._num_requests == 0)
         writer.close()
+
+    in_front_of_two(trial)
+
+
+def test_an_engine_waits_for_a_client_that_reads_slowly_and_goes_on_when_it_reads(in_front_of_two):
+    async def trial(old, new, next_behind, proxy, client):
+        async def comes_to_rest() -> int:
+            sent = -1
+            while sent != old.num_parts:
+                sent = old.num_parts
+                await asyncio.sleep(0.5)
+            return sent
+
+        async with client.stream("GET", "/metrics") as answer:
+            parts = answer.aiter_bytes(2**16)
+            await anext(parts)
+            at_rest = await comes_to_rest()
+            for number in range(2, at_rest + 100):
+                assert await anext(parts) == b"%08x" % number * 2**13
+            assert await comes_to_rest() > at_rest
 
     in_front_of_two(trial)
 
