@@ -32,19 +32,7 @@ from stages.hubs.delivery import (
 )
 from stages.hubs.hub import Request, Source
 from stages.hubs.listing import PARTIAL_SUFFIX, Digest, digest_of, digest_of_bytes, path_in, select_files
-from stages.remote.http import (
-    NUM_ATTEMPTS,
-    Answer,
-    BusyError,
-    Expected,
-    RetryBackoff,
-    ask_httpx,
-    busy_from_status,
-    busy_from_transport,
-    check_part,
-    check_status,
-    httpx_client,
-)
+from stages.remote import http
 
 NUM_CONNECTIONS = 4
 MAX_SHOWN_CHARACTERS = 200
@@ -89,7 +77,7 @@ class RepositoryHub(ABC):
         doing = f"fetching {shortened(name, 200)} of {source}"
         headers = {**snapshot.headers, "Accept-Encoding": "identity"}
         answer = ask_hub(doing, file.url, headers, "the hub's address", max_bytes=SMALL_FILE_BYTES)
-        check_status(answer.status, answer.headers, doing, snapshot.token_variable)
+        http.check_status(answer.status, answer.headers, doing, snapshot.token_variable)
         if digest_of_bytes(answer.body, file.digest.algorithm) != file.digest:
             raise DownloadError(
                 f"{doing}: the content does not hash to the {file.digest.algorithm} {file.digest.hex} that the hub "
@@ -105,27 +93,27 @@ def ask_hub(
     address: str,
     limit_s: float | None = None,
     max_bytes: int = LISTING_BYTES,
-) -> Answer:
+) -> http.Answer:
     """Ask a hub, again while it is busy; the answer may be a refusal.
 
     doing: begins messages. address: names what has a wrong address, such as `HF_ENDPOINT`. limit_s: of the one attempt
     that there is then. Redirects are followed, by httpx, which sends `Authorization` to the same host alone.
     Raises DownloadError for an answer out of bounds, TransientError when the hub does not answer.
     """
-    expected = Expected(f"{doing}: the hub", max_bytes, limit_s or ANSWER_LIMIT_S, DownloadError)
-    backoff = RetryBackoff(doing, num_attempts=NUM_ATTEMPTS if limit_s is None else 1)
+    expected = http.Expected(f"{doing}: the hub", max_bytes, limit_s or ANSWER_LIMIT_S, DownloadError)
+    backoff = http.RetryBackoff(doing, num_attempts=http.NUM_ATTEMPTS if limit_s is None else 1)
     timeout = httpx.Timeout(min(READ_LIMIT_S, expected.total_s), connect=min(CONNECT_LIMIT_S, expected.total_s))
-    with httpx_client(follow_redirects=True, timeout=timeout) as client:
+    with http.httpx_client(follow_redirects=True, timeout=timeout) as client:
         while True:
             try:
-                answer = ask_httpx(client, expected, "GET", url, headers=dict(headers))
-                busy: BusyError | None = busy_from_status(answer.status, answer.headers)
+                answer = http.ask_httpx(client, expected, "GET", url, headers=dict(headers))
+                busy: http.BusyError | None = http.busy_from_status(answer.status, answer.headers)
                 if busy is None:
                     return answer
             except (httpx.UnsupportedProtocol, httpx.TooManyRedirects, httpx.InvalidURL) as error:
                 raise DownloadError(f"{doing}: {error}; check {address}") from None  # its cause has the address
             except (httpx.TransportError, TimeoutError) as error:
-                busy = busy_from_transport(error)
+                busy = http.busy_from_transport(error)
             backoff.wait(busy)
 
 
@@ -209,18 +197,18 @@ class Fetcher:
         )
 
     def _receive_all(self, file: RemoteFile, partial: Path) -> None:
-        backoff = RetryBackoff(self._about(file), self._stop)
+        backoff = http.RetryBackoff(self._about(file), self._stop)
         while True:
             try:
                 return self._receive(file, partial, backoff)
             except (httpx.UnsupportedProtocol, httpx.TooManyRedirects, httpx.InvalidURL) as error:
                 raise DownloadError(f"{self._about(file)}: {error}; check the hub's address") from error
             except httpx.TransportError as error:
-                backoff.wait(busy_from_transport(error))
-            except BusyError as busy:
+                backoff.wait(http.busy_from_transport(error))
+            except http.BusyError as busy:
                 backoff.wait(busy)
 
-    def _receive(self, file: RemoteFile, partial: Path, backoff: RetryBackoff) -> None:
+    def _receive(self, file: RemoteFile, partial: Path, backoff: http.RetryBackoff) -> None:
         """Send one request for the missing bytes of a file."""
         num_there = partial.stat().st_size if partial.exists() else 0
         if partial.exists() and num_there == file.size_bytes:
@@ -230,15 +218,15 @@ class Fetcher:
             num_there = 0
         headers = {"Range": f"bytes={num_there}-"} if num_there else {}
         with self._client.stream("GET", file.url, headers=headers) as response:
-            check_status(response.status_code, response.headers, self._about(file), self._snapshot.token_variable)
+            http.check_status(response.status_code, response.headers, self._about(file), self._snapshot.token_variable)
             if num_there and response.status_code != httpx.codes.PARTIAL_CONTENT:
                 self._discard(partial)  # A server may ignore the range and send everything.
                 num_there = 0
             # Before anything is written: a server that sends more than the hub lists could fill the disk.
-            check_part(response, num_there, file.size_bytes, self._about(file))
+            http.check_part(response, num_there, file.size_bytes, self._about(file))
             self._write(response, file, partial, backoff)
 
-    def _write(self, response: httpx.Response, file: RemoteFile, partial: Path, backoff: RetryBackoff) -> None:
+    def _write(self, response: httpx.Response, file: RemoteFile, partial: Path, backoff: http.RetryBackoff) -> None:
         with partial.open("ab") as stream:
             for chunk in response.iter_raw():
                 if self._stop.is_set():
@@ -253,7 +241,7 @@ class Fetcher:
                 backoff.progressed()
             num_there = stream.tell()
         if num_there < file.size_bytes:
-            raise BusyError(f"the server stopped after {num_there} of {file.size_bytes} bytes")
+            raise http.BusyError(f"the server stopped after {num_there} of {file.size_bytes} bytes")
 
     def _discard(self, partial: Path) -> None:
         self._report(-partial.stat().st_size)
