@@ -15,15 +15,8 @@ from uuid import UUID
 from zoneinfo import ZoneInfo, available_timezones
 
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas import filters
 from prefect.client.schemas.actions import DeploymentScheduleCreate
-from prefect.client.schemas.filters import (
-    DeploymentFilter,
-    DeploymentFilterTags,
-    FlowRunFilter,
-    FlowRunFilterDeploymentId,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
@@ -99,7 +92,7 @@ def schedule(spec: ScheduleSpec) -> Schedule:
 def schedules() -> list[Schedule]:
     """Return all schedules, by name. Raises `ServerError` when Prefect does not answer."""
     with prefect_client() as client:
-        tagged = DeploymentFilter(tags=DeploymentFilterTags(all_=[SCHEDULE_TAG]))
+        tagged = filters.DeploymentFilter(tags=filters.DeploymentFilterTags(all_=[SCHEDULE_TAG]))
         deployments = client.read_deployments(deployment_filter=tagged)
         return sorted((_describe(client, one) for one in deployments), key=lambda schedule: schedule.name)
 
@@ -182,7 +175,7 @@ def _runs_backwards(first: str, last: str) -> bool:
 def _find_or_explain(client: SyncPrefectClient, name: str) -> DeploymentResponse:
     deployment = find_deployment(client, name)
     if deployment is None or SCHEDULE_TAG not in deployment.tags:
-        tagged = DeploymentFilter(tags=DeploymentFilterTags(all_=[SCHEDULE_TAG]))
+        tagged = filters.DeploymentFilter(tags=filters.DeploymentFilterTags(all_=[SCHEDULE_TAG]))
         known = [one.name for one in client.read_deployments(deployment_filter=tagged)]
         raise RecipeError(f"no recipe called `{name}` is scheduled{closest(name, known)}")
     return deployment
@@ -197,9 +190,9 @@ def _planned(client: SyncPrefectClient, deployment_id: UUID) -> Schedule:
 def _runs_in(client: SyncPrefectClient, deployment_id: UUID, state: StateType) -> list[FlowRun]:
     """Return runs in a state, the next one first. SCHEDULED: no worker has taken it; PENDING: it has not begun."""
     return client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(
-            deployment_id=FlowRunFilterDeploymentId(any_=[deployment_id]),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[state])),
+        flow_run_filter=filters.FlowRunFilter(
+            deployment_id=filters.FlowRunFilterDeploymentId(any_=[deployment_id]),
+            state=filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[state])),
         ),
         sort=FlowRunSort.EXPECTED_START_TIME_ASC,
     )
