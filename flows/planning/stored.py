@@ -40,7 +40,7 @@ def find_stored(
     stages, notes = dict(recipe.stages), []
     for name in chosen:
         config = recipe.fetched.get(name)
-        if config is None or not HUBS[config.source.hub].names_artifacts:
+        if config is None or not HUBS[config.source.hub].artifacts:
             continue
         try:
             artifact = _find(config.source, config.product, index)
@@ -60,7 +60,8 @@ def find_stored(
 
 def _find(source: Source, product: Product, index: Index) -> Artifact:
     artifacts = [one for one in index.artifacts if one.record.product == product and not one.damage]
-    if source.hub == "models":
+    named = HUBS[source.hub].artifacts
+    if named == "champions":
         key = _champion(str(source))
         champion = index.find(*key.split("/"))
         if champion and product == "model" and (base := index.base_of(champion.record)):
@@ -70,7 +71,7 @@ def _find(source: Source, product: Product, index: Index) -> Artifact:
             )
         matches = [one for one in artifacts if f"{one.record.kind}/{one.record.version}" == key]
     else:
-        of_recipe = [one for one in artifacts if source.hub == "store" or one.record.recipe == ADOPTED_RECIPE]
+        of_recipe = [one for one in artifacts if named == "all" or one.record.recipe == ADOPTED_RECIPE]
         matches = [one for one in of_recipe if source.name in (one.record.stage, one.folder.name)]
         artifacts = of_recipe
     if not matches:

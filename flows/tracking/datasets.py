@@ -16,6 +16,7 @@ from flows.store.store import read_artifact
 from stages.core.errors import DataError
 from stages.data.files import Row, find_files, read_rows
 from stages.harnesses.scores import read_samples
+from stages.hubs.registry import HUBS
 from stages.remote.pointers import is_pointer, size_bytes
 
 UPSTREAM = "upstream."
@@ -118,4 +119,5 @@ def _source(record: Record) -> tuple[str, dict[str, str]]:
     hub, _, rest = source.partition("://")
     if hub == "hf":
         return "hugging_face", {"path": rest.removeprefix("datasets/").partition("@")[0], "revision": revision}
-    return ("local" if hub == "file" else "code"), {"uri": rest if hub == "file" else source, "revision": revision}
+    is_local = hub in HUBS and HUBS[hub].is_local
+    return ("local" if is_local else "code"), {"uri": rest if is_local else source, "revision": revision}

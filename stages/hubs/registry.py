@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from stages.core.errors import ModelError
 from stages.core.files import parse_json_object
@@ -38,7 +38,7 @@ class HubEntry:
     - streams: whether its files can be read remotely
     - is_local: whether its files lie on this machine, outside the store
     - is_offline: whether its answers need no network
-    - names_artifacts: whether its sources name artifacts of this store, whose folders a plan puts in their place
+    - artifacts: which artifacts of this store its sources name; a plan puts their folders in place of the sources
     """
 
     prefix: str
@@ -49,7 +49,7 @@ class HubEntry:
     streams: bool = False
     is_local: bool = False
     is_offline: bool = False
-    names_artifacts: bool = False
+    artifacts: Literal["all", "adopted", "champions"] | None = None
 
 
 HUBS: dict[str, HubEntry] = {
@@ -61,10 +61,10 @@ HUBS: dict[str, HubEntry] = {
     "s3": HubEntry("s3://", "BUCKET/PATH", parse_object, "stages.hubs.object_storage", streams=True),
     "gs": HubEntry("gs://", "BUCKET/PATH", parse_object, "stages.hubs.object_storage", streams=True),
     "az": HubEntry("az://", "CONTAINER/PATH", parse_object, "stages.hubs.object_storage", streams=True),
-    "store": HubEntry("store://", "STAGE[-VERSION]", parse_stored, "stages.hubs.stored", names_artifacts=True),
-    "adopted": HubEntry("adopted:", "NAME", parse_stored, "stages.hubs.stored", names_artifacts=True),
+    "store": HubEntry("store://", "STAGE[-VERSION]", parse_stored, "stages.hubs.stored", artifacts="all"),
+    "adopted": HubEntry("adopted:", "NAME", parse_stored, "stages.hubs.stored", artifacts="adopted"),
     "models": HubEntry(
-        "models:/", "NAME@ALIAS", parse_champion, "stages.hubs.stored", ("model",), names_artifacts=True
+        "models:/", "NAME@ALIAS", parse_champion, "stages.hubs.stored", ("model",), artifacts="champions"
     ),
     "builtin": HubEntry("builtin/", "NAME", parse_builtin, "stages.hubs.builtin.hub", is_offline=True),
 }

@@ -3,9 +3,16 @@
 import ast
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 from stages.core.contract import StageConfig
+from stages.harnesses.registry import HARNESSES
+from stages.hubs.registry import HUBS
+from stages.kinds.publish.targets.registry import TARGETS
+from stages.kinds.quantize.registry import METHODS as QUANTIZERS
 from stages.kinds.registry import KINDS
+from stages.kinds.train.methods.registry import METHODS
+from stages.serving.config import EngineName
 
 ROOT = Path(__file__).parents[2]
 MOST_COMPARISONS = 12
@@ -25,6 +32,9 @@ COMPARISONS = {
 """File of `flows/` → number of comparisons, and why the file is about that kind and no other."""
 IMPORTS = 27
 """Imports of kinds' modules in `flows/`, except of the registry; may only fall."""
+
+
+REGISTERED = {*METHODS, *HUBS, *HARNESSES, *get_args(EngineName), *QUANTIZERS, *TARGETS}
 
 
 def subclasses(base):
@@ -84,6 +94,19 @@ def test_flows_import_few_modules_of_kinds():
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stages.kinds.")
     ]
     assert len([name for name in modules if name != "stages.kinds.registry"]) == IMPORTS
+
+
+def test_flows_compare_names_of_registries_in_one_place():
+    """A method, hub, harness, serving engine, quantizer or target of publications says itself what it needs."""
+    compared = [
+        (name, item.value)
+        for name, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        for item in ast.walk(node)
+        if isinstance(item, ast.Constant) and item.value in REGISTERED
+    ]
+    assert compared == [("tracking/datasets.py", "hf")], "MLflow has a word of its own for datasets of that hub"
 
 
 def test_a_stage_makes_a_product_of_its_kind():
