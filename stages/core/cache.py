@@ -74,7 +74,7 @@ def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], ma
 
     Leftovers of an interrupted or failed `make` are removed, at the latest by the next one.
     """
-    from filelock import FileLock  # which brings asyncio: not for recipes, whose configs import this module
+    from filelock import FileLock  # which recipes do without: their configs import this module
 
     entry = cache / key
     if is_complete(entry):
