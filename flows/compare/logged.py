@@ -6,6 +6,7 @@ those instead, so they are refused, with their differences, unless mixing is req
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from flows.compare.layouts import BATCH_FIELD
@@ -16,9 +17,9 @@ from flows.tracking.rows import COMPARISON_IDENTITY
 from stages.core.errors import RecipeError
 from stages.parallel.layout import Layout
 
-NOT_TO_BE_MIXED = (HARDWARE, GIT_COMMIT)
-SAME_WORK_TAGS = ("upstream.model", "upstream.data.dataset")
+EQUAL_TAGS = (HARDWARE, GIT_COMMIT, "upstream.model", "upstream.data.dataset")
 SAME_WORK_PARAMS = ("method", "precision", "data.sequence_length", "data.packing")
+DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 SHOWN_VALUES = 4
 RELATIVE = ("relative_tokens_per_s", "loss_difference")
 
@@ -32,7 +33,9 @@ def rows_of_runs(runs: Sequence[LoggedRun], *, allow_mixed: bool) -> list[Row]:
     chosen = [run for run in runs if _is_training(run)]
     if not chosen:
         raise RecipeError(f"none of the {len(runs)} runs found is a finished or failed run of a train stage")
-    differing = {name: values for name, values in _facts(chosen).items() if len(values) > 1}
+    facts = {name: Counter(run.tags.get(name, "unknown") for run in chosen) for name in EQUAL_TAGS}
+    facts |= {name: Counter(run.params.get(name, "unknown") for run in chosen) for name in SAME_WORK_PARAMS}
+    differing = {name: values for name, values in facts.items() if len(values) > 1}
     if differing and not allow_mixed:
         shown = "\n".join(f"  {name}: {_listed(values)}" for name, values in differing.items())
         raise RecipeError(
@@ -53,13 +56,6 @@ def rows_of_runs(runs: Sequence[LoggedRun], *, allow_mixed: bool) -> list[Row]:
 def _is_training(run: LoggedRun) -> bool:
     measured = run.status == "FINISHED" and "step_time_s" in run.metrics
     return "engine" in run.params and "layout.dp_shard" in run.params and (measured or run.status == "FAILED")
-
-
-def _facts(runs: Sequence[LoggedRun]) -> dict[str, dict[str, int]]:
-    """Return the facts that should be equal → values, and how many runs have each."""
-    facts = {name: [run.tags.get(name, "unknown") for run in runs] for name in (*NOT_TO_BE_MIXED, *SAME_WORK_TAGS)}
-    facts |= {name: [run.params.get(name, "unknown") for run in runs] for name in SAME_WORK_PARAMS}
-    return {name: {value: values.count(value) for value in dict.fromkeys(values)} for name, values in facts.items()}
 
 
 def _listed(values: Mapping[str, int]) -> str:
@@ -88,15 +84,10 @@ def _row(run: LoggedRun, work: str, names_batch: bool) -> Row:
     return Row(
         text=f"{work}{run.params['engine']} {fields}".strip() + batch,
         engine=run.params["engine"],
-        num_devices=_num_devices(layout),
+        num_devices=Layout(**{name: int(layout.get(name, "1")) for name in DEGREES}).world_size,
         global_batch_size=int(run.params[BATCH_FIELD]),
         params=run.params,
         metrics={} if failed else {name: value for name, value in run.metrics.items() if name not in RELATIVE},
         error=first_line(run.tags.get("error", "failed")) if failed else None,
         run_id=run.run_id,
     )
-
-
-def _num_devices(layout: Mapping[str, str]) -> int:
-    degrees = {name: int(layout.get(name, "1")) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp")}
-    return Layout(**degrees).world_size
