@@ -10,7 +10,7 @@ from stages.harnesses.registry import HARNESSES
 from stages.hubs.registry import HUBS
 from stages.kinds.publish.targets.registry import TARGETS
 from stages.kinds.quantize.registry import METHODS as QUANTIZERS
-from stages.kinds.registry import KINDS
+from stages.kinds.registry import KINDS, kind_of, makes
 from stages.kinds.train.methods.registry import METHODS
 from stages.serving.config import EngineName
 
@@ -21,7 +21,7 @@ COMPARISONS = {
     "compare/plan.py": (1, "layouts are compared of trainings"),
     "launch/local.py": (1, "promotions run in a program that speaks to MLflow, which stages do not"),
     "planning/changes.py": (1, "only a source has files that change"),
-    "planning/input_check.py": (2, "to be asked of the kind"),
+    "planning/input_check.py": (2, "first rows and configs on this machine are read for trainings alone"),
     "planning/layout_advice.py": (1, "layouts are of trainings"),
     "planning/layout_choice.py": (1, "layouts are of trainings"),
     "planning/starter.py": (1, "a starter's recipe trains"),
@@ -111,3 +111,9 @@ def test_flows_compare_names_of_registries_in_one_place():
 
 def test_a_stage_makes_a_product_of_its_kind():
     assert all(config.PRODUCTS for config in KINDS.values())
+    assert makes("evaluate", "scores") and not makes("train", "scores")
+
+
+def test_a_kind_of_another_version_has_the_defaults():
+    unknown = kind_of("forecast")
+    assert not unknown.PRODUCTS and not unknown.LEARNS and not unknown.REPORTED.curves

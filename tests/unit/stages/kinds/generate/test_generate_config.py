@@ -159,3 +159,11 @@ def test_what_is_wrong_with_prompts_and_rewards_is_found_before_a_model_is_made(
     (artifacts / "broken.py").write_text("import nothing_like_it")
     own = {"own": {"type": "python", "file": str(artifacts / "broken.py")}}
     assert "No module named 'nothing_like_it'" in problems(artifacts, [good], rewards=own)["rewards.own"]
+
+
+def test_its_own_server_must_listen_on_this_machine_and_hold_what_the_model_can(tmp_path: Path) -> None:
+    config = load(tmp_path, execution={"host": "203.0.113.1"}, serving={"max_model_len": 4096}).stages["answers"]
+    (elsewhere,) = config.execution.problems_here()
+    assert elsewhere.startswith("host: cannot listen on 203.0.113.1")
+    (too_long,) = config.model_problems(lambda: {"model_type": "llama", "max_position_embeddings": 2048})
+    assert too_long == "serving.max_model_len: 4096, but the model has 2048 positions; lower it"
