@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from flows.launch.cluster import CLUSTERS
 from flows.ledger.home import home
 from flows.ledger.machine import gpus, memory_gib, num_cores
 from flows.servers import local as servers
@@ -44,6 +45,7 @@ def examine() -> list[Finding]:
         _disk,
         _shared_memory,
         _gpus,
+        _clusters,
         _pipeline,
         _serving_engines,
         _servers,
@@ -127,6 +129,12 @@ def _gpus() -> list[Finding]:
     names = gpus()
     found = ", ".join(names) if names else "none: everything runs on the CPU"
     return [Finding("GPUs", "ok", found)]
+
+
+def _clusters() -> list[Finding]:
+    """List the clusters that this machine reaches; a refresh needs none."""
+    ways_in = {launcher: cluster.way_in() for launcher, cluster in CLUSTERS.items()}
+    return [Finding(launcher, "ok", way_in) for launcher, way_in in ways_in.items() if way_in]
 
 
 def _pipeline() -> list[Finding]:

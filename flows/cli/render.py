@@ -13,6 +13,7 @@ from flows.planning.plan import PlannedStage
 from flows.running.request import PlannedRefresh, RefreshRequest, make_plan
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import RecipeError
+from stages.core.launchers.kubernetes import KubernetesOptions
 from stages.kinds.serve.config import ServeConfig
 
 
@@ -28,7 +29,7 @@ def stage_manifests(recipe: Path, stage: str, overrides: tuple[str, ...], replic
         model = _built(made, planned, planned.config.base or planned.config.model) / "model"
         adapters = {name: _built(made, planned, name) / ADAPTER_FOLDER for name in planned.config.served_adapters}
         return serving_manifests(stage, model, planned.version, home(), planned.config, replicas, adapters)
-    if planned.config.execution.launcher != "kubernetes":
+    if not isinstance(planned.config.execution.options, KubernetesOptions):
         launcher = planned.config.execution.launcher
         raise RecipeError(
             f"stages.{stage}.execution.launcher: found {launcher}, expected kubernetes to render manifests"

@@ -14,9 +14,10 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
-from flows.launch.cluster_job import Failed, Finished, Interrupted, JobFolder, JobOrder, JobOutcome, Running, Waiting
+from flows.launch.cluster import CLUSTERS
+from flows.launch.cluster_job import Failed, Finished, Interrupted, JobFolder, JobOrder, JobOutcome, Jobs, Waiting
 from flows.launch.failures import leave_error
 from stages.core.errors import LifecycleError, StageTimeoutError, TransientError
 
@@ -28,22 +29,6 @@ COMPLETING_PATIENCE_TICKS = 60
 
 A node that does not answer keeps such a job in the state COMPLETING.
 """
-
-
-class Jobs(Protocol):
-    """Protocol of a cluster: submit, observe and cancel the jobs of one stage."""
-
-    def submit(self) -> str:
-        """Submit a job and return its id."""
-
-    def look(self, job_id: str) -> JobOutcome | Waiting | Running:
-        """Return the job's state. Raises `TransientError` when the cluster does not answer."""
-
-    def name_of(self, job_id: str) -> str:
-        """Return the job's name for messages to people."""
-
-    def cancel(self) -> bool:
-        """Cancel every job of the stage; return whether none is left."""
 
 
 class Agent:
@@ -101,7 +86,7 @@ class Agent:
             return None
         if isinstance(state, Waiting):
             self._say("milestone", f"{self.jobs.name_of(job_id)} waits: {state.reason}")
-        return None if isinstance(state, Waiting | Running) else state
+        return state if isinstance(state, JobOutcome) else None
 
     def _say(self, event: Literal["milestone", "warning"], message: str) -> None:
         """Report a message unless it equals the previous one."""
@@ -117,7 +102,8 @@ class Agent:
         self.jobs.cancel()
         what = f"{self.jobs.name_of(job_id)} of {self.order.stage} was ended by {ended.by}"
         if ended.by_time_limit and not progressed:
-            remedy = "raise execution.slurm.time_limit, or save more often (execution.checkpoint_every_steps)"
+            field = f"execution.{self.order.launcher}.time_limit"
+            remedy = f"raise {field}, or save more often (execution.checkpoint_every_steps)"
             raise StageTimeoutError(f"{what}, and the stage had got no further than before; {remedy}")
         self._num_fruitless = 0 if progressed else self._num_fruitless + 1
         if self._num_fruitless > self.order.interruptions_without_progress:
@@ -133,17 +119,6 @@ class Agent:
         return file.stat().st_size if file.exists() else 0
 
 
-def jobs_of(folder: JobFolder, order: JobOrder) -> Jobs:
-    """Return the client for the cluster that an order names."""
-    if order.launcher == "slurm":
-        from flows.launch.slurm_jobs import SlurmJobs
-
-        return SlurmJobs(folder, order)
-    from flows.launch.kubernetes_jobs import KubernetesJobs  # its client is heavy
-
-    return KubernetesJobs.connect(folder, order)
-
-
 def main() -> int:
     """Run the stage of a work folder as a cluster job, and leave no job behind."""
     work = Path(sys.argv[1])
@@ -153,7 +128,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     jobs: Jobs | None = None
     try:
-        jobs = jobs_of(folder, order)
+        jobs = CLUSTERS[order.launcher].connect(folder, order)
         return Agent(folder, order, jobs).run()
     except LifecycleError as error:
         return leave_error(work, error)

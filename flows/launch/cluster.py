@@ -1,4 +1,4 @@
-"""Launcher for clusters: runs a stage as a job of Slurm or Kubernetes.
+"""Launchers that run a stage as a job of a cluster, and their registry.
 
 The store must lie under the same path here and on the nodes. So must this code: with Slurm under the same path as here,
 with Kubernetes in the image. The job's output, metrics and events go to the files of the work folder, as those of a
@@ -10,26 +10,21 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
-from flows.launch import local
-from flows.launch.agent import jobs_of
-from flows.launch.cluster_job import HEARTBEAT_PATIENCE_S, JobFolder, JobOrder
+from flows.launch import kubernetes, local, slurm
+from flows.launch.cluster_job import HEARTBEAT_PATIENCE_S, Cluster, JobFolder, JobOrder
 from flows.ledger.home import home
 from flows.store.content import LOG_FILE
 from stages.core.contract import StageConfig, StageInput
 from stages.core.errors import LifecycleError
+from stages.core.launchers.registry import LauncherBlocks
 from stages.core.supervised import Supervised
 
+CLUSTERS: dict[str, Cluster] = {"slurm": slurm.CLUSTER, "kubernetes": kubernetes.CLUSTER}
+"""Clusters by launcher. A new one is a module and a line here, and its options in `stages/core/launchers/`."""
 CANCEL_GRACE_S = 40.0
-MACHINES_OWN = re.compile(
-    r"(SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|PET|XDG|SSH|DBUS|LIFECYCLE_STAGE|KUBERNETES)_.*|RANK|WORLD_SIZE|LOCAL_RANK|"
-    r"MASTER_.*|HOSTNAME|PWD|OLDPWD|SHLVL|TERM|DISPLAY|TMPDIR|_|(CUDA|ROCR|HIP|ZE)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|"
-    r"(OMP|RAYON)_NUM_THREADS"
-)
-"""Names of variables that describe this machine or job; they are not passed to the stage's own machine."""
+"""Seconds that the agent has to cancel its job when it is asked to end."""
 
 
 def start(
@@ -46,9 +41,10 @@ def start(
     """
     name = StageInput.model_validate_json((work / "config.json").read_bytes()).name
     order = order_of(name, work, config, stage_command or ["-m", "stages", str(work)], heartbeat_patience_s)
-    JobFolder.of(work).write(order, handed_over(config, order.launcher))
+    environment = {**CLUSTERS[order.launcher].environment(), **local.EVERYWHERE, **config.execution.environment}
+    JobFolder.of(work).write(order, environment)
     (work / LOG_FILE).touch(mode=0o600)
-    return ClusterProcess(work, cancel_left_over, grace_s=CANCEL_GRACE_S)
+    return ClusterProcess(work)
 
 
 def order_of(
@@ -56,34 +52,22 @@ def order_of(
 ) -> JobOrder:
     """Return the order of a stage's job, under a job name that no other job has."""
     execution = config.execution
-    assert execution.launcher != "local"
     # Kubernetes wants names that are labels of DNS, with room for the suffixes of pods.
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:30]
     return JobOrder(
         job=f"lifecycle-{label}-{os.urandom(6).hex()}",
-        launcher=execution.launcher,
         stage=name,
         work=work,
         home=home(),
         stage_command=stage_command,
         nodes=execution.nodes,
-        processes=config.processes,
         threads=execution.threads,
         network_interface=execution.network_interface,
+        processes=config.processes,
         interruptions_without_progress=execution.retries,
-        slurm=execution.slurm,
-        kubernetes=execution.kubernetes,
         heartbeat_patience_s=heartbeat_patience_s,
+        **{field: getattr(execution, field) for field in LauncherBlocks.model_fields},
     )
-
-
-def handed_over(config: StageConfig, launcher: Literal["slurm", "kubernetes"]) -> dict[str, str]:
-    """Return the environment for the stage's processes, without what their node or image sets itself."""
-    ours: dict[str, str] = {}
-    if launcher == "slurm":
-        ours = {name: value for name, value in os.environ.items() if not MACHINES_OWN.fullmatch(name)}
-        ours["PYTHONPATH"] = ":".join(filter(None, [str(local.code_folder()), os.environ.get("PYTHONPATH")]))
-    return {**ours, **local.EVERYWHERE, **config.execution.environment}
 
 
 def cancel_left_over(work: Path) -> None:
@@ -94,7 +78,7 @@ def cancel_left_over(work: Path) -> None:
     folder = JobFolder.of(work)
     order = folder.order()
     if order:
-        jobs_of(folder, order).cancel()
+        CLUSTERS[order.launcher].connect(folder, order).cancel()
 
 
 class ClusterProcess:
@@ -104,18 +88,13 @@ class ClusterProcess:
     the job ends itself, because it receives no heartbeats.
     """
 
-    def __init__(self, work: Path, cancel: Callable[[Path], None], grace_s: float) -> None:
-        """Start the agent.
-
-        cancel: cancels the jobs of a work folder.
-        grace_s: seconds that the cancellation may take.
-        """
+    def __init__(self, work: Path) -> None:
+        """Start the agent."""
         self._work = work
-        self._cancel = cancel
         environment = {**os.environ, "PYTHONPATH": str(local.code_folder()), "PYTHONUNBUFFERED": "1"}
         with (work / LOG_FILE).open("ab") as log:
             command = [sys.executable, "-m", "flows.launch.agent", str(work)]
-            self._agent = Supervised(command, environment=environment, output=log, grace_s=grace_s)
+            self._agent = Supervised(command, environment=environment, output=log, grace_s=CANCEL_GRACE_S)
         self.token = self._agent.token
         self._is_over = False
 
@@ -136,6 +115,6 @@ class ClusterProcess:
             return
         self._is_over = True
         try:
-            self._cancel(self._work)
+            cancel_left_over(self._work)
         except LifecycleError as error:
             JobFolder.of(self._work).report("warning", f"a job may be left in the cluster, and ends itself: {error}")

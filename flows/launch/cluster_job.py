@@ -16,25 +16,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import PositiveFloat, PositiveInt
 
+from flows.launch.network import Place
 from flows.store.content import LAUNCH_FOLDER
-from stages.core.clusters import KubernetesOptions, SlurmOptions
 from stages.core.contract import StageEvent
 from stages.core.errors import LifecycleError
 from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
+from stages.core.launchers.registry import LauncherBlocks
 
 HEARTBEAT_PATIENCE_S = 60.0
 """Seconds without a heartbeat after which a job ends itself; network file systems show changes late."""
 
 
-class JobOrder(StrictModel):
+class JobOrder(LauncherBlocks):
     """Contents of `order.json`: what a job starts on each node.
 
     job: name of the job in the cluster, unique.
@@ -44,7 +45,6 @@ class JobOrder(StrictModel):
     """
 
     job: str
-    launcher: Literal["slurm", "kubernetes"]
     stage: str
     work: Path
     home: Path
@@ -54,8 +54,6 @@ class JobOrder(StrictModel):
     threads: PositiveInt | None
     network_interface: str | None = None
     interruptions_without_progress: int
-    slurm: SlurmOptions
-    kubernetes: KubernetesOptions
     heartbeat_patience_s: PositiveFloat = HEARTBEAT_PATIENCE_S
 
     @property
@@ -199,6 +197,42 @@ class JobFolder:
     @property
     def _environment(self) -> Path:
         return self.path / "environment.json"
+
+
+class Jobs(Protocol):
+    """Protocol of a cluster's client: submit, observe and cancel the jobs of one stage."""
+
+    def submit(self) -> str:
+        """Submit a job and return its id."""
+
+    def look(self, job_id: str) -> JobOutcome | Waiting | Running:
+        """Return the job's state. Raises `TransientError` when the cluster does not answer."""
+
+    def name_of(self, job_id: str) -> str:
+        """Return the job's name for messages to people."""
+
+    def cancel(self) -> bool:
+        """Cancel every job of the stage; return whether none is left."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Launcher that runs stages as jobs on other machines: all in which clusters differ. `cluster.py` lists them.
+
+    connect: returns the client for the jobs of an order.
+    environment: returns the variables of this process that the stage's own machine needs.
+    place: returns a node's place in a job of several, from the variables that the cluster sets there.
+    way_in: returns how this machine reaches the cluster, for `lifecycle doctor`; None where it does not.
+    collects_output: the cluster writes the output of all nodes to the stage's log; otherwise each node does.
+    records_end: a program around `node_task` records how the job ended; otherwise that of the first node does.
+    """
+
+    connect: Callable[[JobFolder, JobOrder], Jobs]
+    environment: Callable[[], dict[str, str]]
+    place: Callable[[Mapping[str, str]], Place]
+    way_in: Callable[[], str | None]
+    collects_output: bool
+    records_end: bool
 
 
 class Pulse:

@@ -35,6 +35,8 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 COUNTERS = ("memory.events", "memory.oom_control")
 """Files that count kills in cgroups v2 and v1; both have a line `oom_kill N`, in processes."""
+INTERRUPTED = 128 + signal.SIGTERM
+"""Exit code of a program that was asked to end."""
 LIMITS = ("memory.max", "memory.limit_in_bytes")
 GIB = 2**30
 

@@ -18,9 +18,10 @@ from kubernetes.config import ConfigException
 from urllib3.exceptions import HTTPError
 
 from flows.launch.cluster_job import Failed, Finished, Interrupted, JobFolder, JobOrder, JobOutcome, Running, Waiting
+from flows.launch.failures import INTERRUPTED
 from flows.launch.manifests import JOB_LABEL, Manifest, job_manifests
-from flows.launch.node_task import INTERRUPTED
 from stages.core.errors import RecipeError, ResourceError, StageCrashError, TransientError
+from stages.core.launchers.kubernetes import KubernetesOptions
 
 STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 """Reasons of waiting containers that are about to run."""
@@ -45,7 +46,7 @@ class KubernetesJobs:
         self.order = order
         self._api = api
         self._name = order.job
-        self._namespace = order.kubernetes.namespace
+        self._namespace = order.block(KubernetesOptions).namespace
         self._manifests = {manifest["kind"]: manifest for manifest in job_manifests(order)}
         self._kind = list(self._manifests)[-1]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.launch.cluster_job import JobFolder, JobOrder
-from stages.core.clusters import KubernetesOptions
+from stages.core.launchers.kubernetes import KubernetesOptions
 
 Manifest = dict[str, Any]
 
@@ -43,7 +43,7 @@ def job_manifests(order: JobOrder) -> list[Manifest]:
     """Return all objects of one job, the job itself last."""
     if order.nodes == 1:
         return [_job(order, {})]
-    if order.kubernetes.job == "train_job":
+    if order.block(KubernetesOptions).job == "train_job":
         return [_network_policy(order), _train_job(order)]
     address = {"MASTER_ADDR": f"{order.job}-0.{order.job}", "MASTER_PORT": str(_port(order))}
     return [_network_policy(order), _headless_service(order), _job(order, address)]
@@ -108,7 +108,7 @@ def _train_job(order: JobOrder) -> Manifest:
     template = {"metadata": {"labels": _labels(order)}, "spec": pod}
     replicated = {"name": TRAINER_CONTAINER, "template": {"spec": {"template": template}}}
     spec = {
-        "runtimeRef": {"name": order.kubernetes.training_runtime},
+        "runtimeRef": {"name": order.block(KubernetesOptions).training_runtime},
         "trainer": {
             "image": container["image"],
             "command": container["command"],
@@ -133,7 +133,7 @@ def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
 
     Secrets are referenced by name, never copied; all other environment lies in the shared home.
     """
-    asked = order.kubernetes
+    asked = order.block(KubernetesOptions)
     plain = {"HOME": "/tmp", **environment}  # noqa: S108 (a volume)
     variables = [{"name": name, "value": value} for name, value in plain.items()]
     container = {
@@ -202,7 +202,8 @@ def environment_by_reference(secrets: dict[str, str]) -> list[Manifest]:
 
 
 def _metadata(order: JobOrder) -> Manifest:
-    return {"name": order.job, "namespace": order.kubernetes.namespace, "labels": _labels(order)}
+    namespace = order.block(KubernetesOptions).namespace
+    return {"name": order.job, "namespace": namespace, "labels": _labels(order)}
 
 
 def _labels(order: JobOrder) -> dict[str, str]:

@@ -33,18 +33,6 @@ class Place:
     first_machine: str | None = None
 
 
-def place_of(environment: Mapping[str, str]) -> Place:
-    """Return this node's place from the variables of a Slurm step, of a TrainJob, or of an indexed Job."""
-    if "SLURM_PROCID" in environment:
-        address = environment.get("MASTER_ADDR") or environment["SLURM_LAUNCH_NODE_IPADDR"]
-        rank, port = int(environment["SLURM_PROCID"]), environment["MASTER_PORT"]
-        return Place(rank, address, port, environment.get(FIRST_MACHINE))
-    if "PET_NODE_RANK" in environment:
-        address = environment["PET_MASTER_ADDR"]
-        return Place(int(environment["PET_NODE_RANK"]), address, environment["PET_MASTER_PORT"])
-    return Place(int(environment["JOB_COMPLETION_INDEX"]), environment["MASTER_ADDR"], environment["MASTER_PORT"])
-
-
 def this_machine() -> str:
     """Return an id that all processes of a machine share until it restarts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flows.launch import local
+from flows.launch.cluster import CLUSTERS
 from flows.launch.cluster_job import JobEnd, JobFolder, JobOrder, Pulse
-from flows.launch.failures import leave_error
-from flows.launch.network import Place, check_reachable, is_loopback, place_of
+from flows.launch.failures import INTERRUPTED, leave_error
+from flows.launch.network import Place, check_reachable, is_loopback
 from flows.store.content import LOG_FILE
 from stages.core.errors import ResourceError
 from stages.core.supervised import Supervised
 
 POLL_INTERVAL_S = 0.2
-INTERRUPTED = 128 + signal.SIGTERM
 
 
 def main() -> int:
@@ -38,20 +38,21 @@ def main() -> int:
     assert order, f"no order in {folder.path}"
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    place = place_of(os.environ) if order.nodes > 1 else None
+    cluster = CLUSTERS[order.launcher]
+    place = cluster.place(os.environ) if order.nodes > 1 else None
     environment = complete({**os.environ, **folder.environment()}, order, place)
     try:
         if place:
             check_reachable(place, environment)
     except ResourceError as error:
         return leave_error(order.work, error)
-    with _output(order) as output:
+    with _output(order, cluster.collects_output) as output:
         process = Supervised(command(order, place), environment=environment, output=output)
     code = _wait(process, folder, order, stop)
     if code is None:
         return INTERRUPTED
-    if order.launcher == "kubernetes" and (place is None or place.rank == 0):
-        folder.write_end(JobEnd(job_id=order.job, exit_code=code))  # with Slurm, the batch step does it
+    if not cluster.records_end and (place is None or place.rank == 0):
+        folder.write_end(JobEnd(job_id=order.job, exit_code=code))
     return code
 
 
@@ -72,13 +73,9 @@ def _wait(process: Supervised, folder: JobFolder, order: JobOrder, stop: threadi
     return code
 
 
-def _output(order: JobOrder) -> BinaryIO:
-    """Return the stream for the stage's output.
-
-    Slurm collects the output of all nodes in the log; Kubernetes keeps each pod's apart, so there it goes to the log
-    directly.
-    """
-    if order.launcher == "slurm":
+def _output(order: JobOrder, is_collected: bool) -> BinaryIO:
+    """Return the stream for the stage's output: the log, unless the cluster collects there what nodes print."""
+    if is_collected:
         return os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     return (order.work / LOG_FILE).open("ab")
 

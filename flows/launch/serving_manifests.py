@@ -20,8 +20,8 @@ from flows.launch.manifests import (
     volume_mounts,
     volumes,
 )
-from stages.core.clusters import KubernetesOptions
 from stages.core.errors import RecipeError
+from stages.core.launchers.kubernetes import KubernetesOptions
 from stages.kinds.serve.config import ServeConfig
 from stages.serving.backend import EngineAddress
 from stages.serving.engine import LaunchSpec
@@ -130,7 +130,7 @@ def serving_manifests(
 
 def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
     """Return the Kubernetes options of a serve stage. Raises `RecipeError` when the image or key is missing."""
-    asked = config.execution.kubernetes
+    asked = config.execution.block(KubernetesOptions)
     if not asked.image:
         title = chosen_engine(config.serving).title
         raise RecipeError(f"stages.{name}.execution.kubernetes.image: missing; name the image that holds {title}")
@@ -143,7 +143,7 @@ def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
 
 
 def _pod(name: str, model: Path, home: Path, config: ServeConfig, adapters: Mapping[str, Path]) -> Manifest:
-    asked = config.execution.kubernetes
+    asked = config.execution.block(KubernetesOptions)
     engine = chosen_engine(config.serving)
     # The image holds one build of the engine; it is the CPU build if no GPUs are requested.
     program = engine.program_in_image(on_cpu=not asked.gpus_per_node)

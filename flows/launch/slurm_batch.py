@@ -21,6 +21,7 @@ from flows.launch.cluster_job import JobEnd, JobFolder, JobOrder
 from flows.launch.failures import leave_error
 from flows.launch.network import FIRST_MACHINE, address_of, this_machine
 from stages.core.errors import ResourceError
+from stages.core.launchers.slurm import SlurmOptions
 
 POLL_INTERVAL_S = 0.2
 GRACE_S = 25.0
@@ -58,7 +59,7 @@ def step_command(order: JobOrder, folder: JobFolder) -> list[str]:
     """Return the `srun` command with one task a node; the first task that fails ends the others."""
     srun = ["srun", "--export=ALL", f"--nodes={order.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     # srun does not take the number of cores over from sbatch.
-    srun += [f"--cpus-per-task={order.slurm.cpus_per_node or order.cores_per_node}"]
+    srun += [f"--cpus-per-task={order.block(SlurmOptions).cpus_per_node or order.cores_per_node}"]
     labels = ["--label"] if order.nodes > 1 else []
     return [*srun, *labels, sys.executable, "-m", "flows.launch.node_task", str(folder.path)]
 

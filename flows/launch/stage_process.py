@@ -38,7 +38,7 @@ class Process(Protocol):
 
 def start(work: Path, config: StageConfig) -> Process:
     """Start the stage whose `config.json` lies in `work` on the launcher that `execution.launcher` names."""
-    if config.execution.launcher == "local":
+    if config.execution.is_local:
         return local.start(work, config)
     return cluster.start(work, config)
 
@@ -68,7 +68,7 @@ def watch(
         exit_code = process.poll()
         redact_files(work, secrets_in({**os.environ, **planned.config.execution.environment}))
         if exit_code:
-            is_local = planned.config.execution.launcher == "local"
+            is_local = planned.config.execution.is_local
             is_counted = is_local and memory_kills.count() > num_kills
             about_memory = "" if is_counted else NONE_COUNTED if is_local else NOT_COUNTED_HERE
             error = failure_of(work, planned.name, exit_code, log_begin, about_memory)

@@ -21,7 +21,7 @@ def wanted_slots(config: StageConfig, count: int) -> int:
 
     Processes may share cores, but not GPUs. What runs on a cluster is queued there.
     """
-    if config.execution.launcher != "local":
+    if not config.execution.is_local:
         return 0
     if gpus() and not config.WAITS_FOR_GPUS:
         return 0
@@ -64,11 +64,9 @@ def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
 def _device_problems(config: StageConfig) -> Iterator[str]:
     """Yield what to change in a stage, as the end of a sentence that says how many GPUs it wants."""
     execution, count, wanted = config.execution, len(gpus()), _num_gpus(config)
-    if execution.launcher != "local":
-        cluster = execution.slurm if execution.launcher == "slurm" else execution.kubernetes
-        asked = cluster.gpus_per_node
-        if asked and asked < wanted:
-            yield f"but execution.{execution.launcher}.gpus_per_node is {asked}; raise it, or change its layout"
+    if not execution.is_local:
+        if problem := execution.options.gpu_problem(wanted):
+            yield f"but execution.{execution.launcher}.{problem}"
         return
     if not count or (VISIBLE_DEVICES in execution.environment and not _named(config)):
         return  # there are no GPUs, or the recipe hides them from the stage

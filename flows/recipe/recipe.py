@@ -215,20 +215,20 @@ def _top_level_problems(tree: Mapping[str, Any]) -> Iterator[str]:
 
 def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:
     execution, path = config.execution, f"stages.{stage}.execution"
-    if execution.launcher == "local" and execution.nodes > 1:
-        yield f"{path}.nodes: found {execution.nodes}, but the local launcher has one node only"
+    if execution.is_local and execution.nodes > 1:
+        yield f"{path}.nodes: found {execution.nodes}, but the {execution.launcher} launcher has one node only"
     elif execution.nodes > 1 and not config.SPANS_NODES:
         spanning = " or ".join(kind for kind, known in KINDS.items() if known.SPANS_NODES)
         yield f"{path}.nodes: found {execution.nodes}, but only a {spanning} stage spreads over nodes"
     if execution.network_interface and execution.nodes == 1:
         yield f"{path}.network_interface: found {execution.network_interface}, but processes of one node use none"
-    if execution.launcher != "local" and config.product == "server":
+    if not execution.is_local and config.product == "server":
         yield (
             f"{path}.launcher: found {execution.launcher}, but a server answers on its own machine only; "
             "expected local (an evaluation on a cluster starts its own server)"
         )
-    if execution.launcher == "kubernetes" and not execution.kubernetes.image:
-        yield f"{path}.kubernetes.image: missing; name the image that holds this pipeline"
+    for problem in execution.options.problems():
+        yield f"{path}.{execution.launcher}.{problem}"
 
 
 def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, Any]) -> Iterator[str]:

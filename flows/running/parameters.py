@@ -22,11 +22,12 @@ from flows.recipe.text import absolute, read_tree
 from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
 from stages.core.fields import OutsideInput, SourceText, find_marker
+from stages.core.launchers.registry import BLOCKS
 from stages.core.redaction import shortened
 from stages.kinds.publish.config import PublishConfig
 from stages.kinds.registry import KINDS
 
-OF_THE_RECIPE = frozenset({"environment", "launcher", "slurm", "kubernetes"})
+OF_THE_RECIPE = frozenset({"environment", "launcher", *BLOCKS})
 """Fields of `execution` that only the recipe may set."""
 CODE_FIELDS = frozenset({"trust_remote_code", "trust_task_code"})
 SERVER_FIELDS = frozenset({"url", "key_variable"})

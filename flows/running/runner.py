@@ -226,7 +226,7 @@ def _find_cached(
 
 
 def _resolve_inputs(planned: PlannedStage, upstream: Mapping[str, Built]) -> ResolvedInputs:
-    is_local = planned.config.execution.launcher == "local"  # servers listen on this machine's loopback only
+    is_local = planned.config.execution.is_local  # servers listen on this machine's loopback only
     servers = {name: upstream[name].server for name in planned.ancestors} if is_local else {}
     return ResolvedInputs(
         inputs={name: upstream[name].artifact for name in planned.ancestors},

@@ -31,7 +31,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, JsonValue, PositiveInt, ValidationInfo, field_validator
 
-from stages.core.clusters import KubernetesOptions, SlurmOptions
 from stages.core.errors import LifecycleError, class_name, error_classes
 from stages.core.fields import (
     OutsideInput,
@@ -44,6 +43,7 @@ from stages.core.fields import (
     values_named,
     without,
 )
+from stages.core.launchers.registry import BLOCKS, LauncherBlocks
 from stages.core.redaction import redact
 
 AdapterReference = Annotated[str, Reference(("adapter",))]
@@ -72,10 +72,9 @@ FINDING = "finding"
 """Tag of an artifact that its own stage refuses: `ERROR_CLASS: MESSAGE`."""
 
 
-class Execution(StrictModel):
+class Execution(LauncherBlocks):
     """Execution options of a stage, such as where it runs and how often it is tried; never part of its identity."""
 
-    launcher: Literal["local", "slurm", "kubernetes"] = Field("local", description="Program that starts the processes.")
     nodes: PositiveInt = Field(1, description="Machines; more than one only for training on a cluster.")
     network_interface: NetworkInterface | None = Field(
         None, description="Network interface of each of several nodes, such as ib0; processes use no other."
@@ -89,8 +88,6 @@ class Execution(StrictModel):
     environment: dict[str, str] = Field(
         default_factory=dict, description="Variables added to the process's environment."
     )
-    slurm: SlurmOptions = Field(SlurmOptions(), description="Only with `launcher: slurm`.")
-    kubernetes: KubernetesOptions = Field(KubernetesOptions(), description="Only with `launcher: kubernetes`.")
 
     def problems_here(self) -> Iterator[str]:
         """Yield `FIELD: PROBLEM` for each field that this machine does not allow."""
@@ -258,10 +255,10 @@ class StageConfig(StrictModel, ABC):
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         """Yield dotted path and reason of each field that has no effect given the other fields, set or not."""
-        if self.execution.launcher != "slurm":
-            yield "execution.slurm", f"the launcher is {self.execution.launcher}"
-        if self.execution.launcher != "kubernetes" and self.product != "server":  # `lifecycle render` is of servers
-            yield "execution.kubernetes", f"the launcher is {self.execution.launcher}"
+        execution, is_server = self.execution, self.product == "server"
+        for name, options in BLOCKS.items():
+            if not isinstance(execution.options, options) and not (is_server and options.DESCRIBES_SERVERS):
+                yield f"execution.{name}", f"the launcher is {execution.launcher}"
 
     def custom_code(self) -> tuple[str, ...]:
         """Return options that make the stage run or keep code from outside, such as `serving.trust_…`."""

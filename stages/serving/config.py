@@ -94,7 +94,7 @@ class ServeExecution(Execution):
 
     def problems_here(self) -> Iterator[str]:
         """Yield a host that this machine cannot listen on; that of a cluster's job is known only there."""
-        if self.launcher != "local":
+        if not self.is_local:
             return
         names = Answers[Any](PLANNING_LIMIT_S)
         names.ask(self.host, partial(socket.getaddrinfo, self.host, 0, type=socket.SOCK_STREAM))

@@ -99,7 +99,7 @@ class PromoteConfig(StageConfig):
         return self.gates.max_regression_standard_errors is not None or self.pairs is not None
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        if self.execution.launcher != "local":
+        if not self.execution.is_local:
             yield "execution.launcher: a promotion asks MLflow where the refresh runs; expected local"
         for number, name in enumerate(self.evaluations):
             if (model := _model_of(name, stages)) != self.model:

@@ -48,7 +48,7 @@ class PublishConfig(StageConfig):
         Of a stage on a cluster only the store is checked, which the cluster shares; its environment and other folders
         are checked there by the stage itself.
         """
-        address, is_local = parse_address(self.to), self.execution.launcher == "local"
+        address, is_local = parse_address(self.to), self.execution.is_local
         try:
             if address.scheme == "file":
                 check_outside(Path(address.place), store)

@@ -156,7 +156,7 @@ class QuantizeConfig(StageConfig):
         What only the headers of its files show is found after its download. The devices of a cluster may accept what
         those of this machine do not.
         """
-        if self.execution.launcher != "local":
+        if not self.execution.is_local:
             return
         facts = ModelFacts(read_config())
         layers = projections_of(facts.shape)

@@ -217,7 +217,7 @@ class TrainConfig(MethodFields):
 
     def missing_here(self, gpus: Sequence[str]) -> Iterator[str]:
         """Yield what a machine lacks for products in 8 bits; clusters are checked when the stage starts."""
-        if self.precision != "fp8" or self.execution.launcher != "local":
+        if self.precision != "fp8" or not self.execution.is_local:
             return
         if not gpus:
             yield "`precision: fp8` is for NVIDIA GPUs, and this machine has none; set `precision: bf16`"

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from flows.launch import node_task
-from flows.launch.cluster import MACHINES_OWN, order_of
+from flows.launch.cluster import order_of
 from flows.launch.cluster_job import Failed, Finished, Interrupted, JobEnd, JobFolder, Running, Waiting
 from flows.launch.kubernetes_jobs import outcome as kubernetes_outcome
 from flows.launch.network import Place
-from flows.launch.slurm_jobs import JobView, parse_job, sbatch_arguments
-from flows.launch.slurm_jobs import outcome as slurm_outcome
+from flows.launch.slurm import MACHINES_OWN, JobView, parse_job, sbatch_arguments
+from flows.launch.slurm import outcome as slurm_outcome
 from flows.recipe.recipe import load_stages
 from stages.core.errors import RecipeError, ResourceError, StageCrashError, StageTimeoutError
 from stages.kinds.registry import KINDS

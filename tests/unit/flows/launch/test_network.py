@@ -13,7 +13,8 @@ import pytest
 from flows.launch import slurm_batch
 from flows.launch.cluster import order_of
 from flows.launch.cluster_job import JobFolder
-from flows.launch.network import Place, address_of, check_reachable, place_of, this_machine
+from flows.launch.network import Place, address_of, check_reachable, this_machine
+from flows.launch.slurm import place_of
 from stages.core.errors import ResourceError
 from stages.kinds.registry import KINDS
 

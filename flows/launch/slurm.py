@@ -1,4 +1,4 @@
-"""Jobs of one stage in Slurm, through its commands: submitted, observed and cancelled.
+"""Launcher `slurm`: jobs of one stage, through Slurm's commands, and what nodes of a job find in their environment.
 
 The commands get an environment without our variables, so that no secret reaches Slurm's records.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flows.launch import local
 from flows.launch.cluster_job import (
+    Cluster,
     Failed,
     Finished,
     Interrupted,
@@ -26,19 +28,20 @@ from flows.launch.cluster_job import (
     Running,
     Waiting,
 )
+from flows.launch.network import FIRST_MACHINE, Place
 from flows.store.content import LOG_FILE
-from stages.core.errors import (
-    LifecycleError,
-    RecipeError,
-    ResourceError,
-    StageCrashError,
-    StageTimeoutError,
-    TransientError,
-)
+from stages.core.errors import RecipeError, ResourceError, StageCrashError, StageTimeoutError, TransientError
+from stages.core.launchers.slurm import SlurmOptions
 from stages.core.supervised import was_killed
 
 COMMAND_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.5
+MACHINES_OWN = re.compile(
+    r"(SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|PET|XDG|SSH|DBUS|LIFECYCLE_STAGE|KUBERNETES)_.*|RANK|WORLD_SIZE|LOCAL_RANK|"
+    r"MASTER_.*|HOSTNAME|PWD|OLDPWD|SHLVL|TERM|DISPLAY|TMPDIR|_|(CUDA|ROCR|HIP|ZE)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|"
+    r"(OMP|RAYON)_NUM_THREADS"
+)
+"""Names of variables that describe this machine or job; they are not passed to the stage's own machine."""
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "SLURM_CONF", "KRB5CCNAME")
 UNREACHABLE = re.compile(r"unable to contact|timed out|connection refused|try again|temporarily", re.IGNORECASE)
 FIELDS = ("JobState", "Reason", "NodeList", "Restarts", "ExitCode")
@@ -89,7 +92,7 @@ def sbatch_arguments(order: JobOrder, folder: JobFolder) -> list[str]:
 
     No environment is passed to Slurm, which would keep it in its records.
     """
-    asked = order.slurm
+    asked = order.block(SlurmOptions)
     options = {
         "job-name": order.job,
         "chdir": str(order.work),
@@ -121,35 +124,35 @@ def outcome(view: JobView | None, end: JobEnd | None, order: JobOrder, job_id: s
     if view and view.state in INTERRUPTIONS:
         return Interrupted(INTERRUPTIONS[view.state], by_time_limit=view.state == "TIMEOUT")
     if view and view.state in KILLED:
-        return Failed(_error_of(view, order, job_id))
+        return _killed(view, order, job_id)
     if end and end.exit_code is not None:
         return Finished(end.exit_code)
     if end:  # it got SIGTERM, but Slurm does not name a cancellation: only the time limit sends that
         return Interrupted(INTERRUPTIONS["TIMEOUT"], by_time_limit=True)
-    return Failed(_unexplained(view, order, job_id))
+    return _unexplained(view, order, job_id)
 
 
-def _error_of(view: JobView, order: JobOrder, job_id: str) -> LifecycleError:
+def _killed(view: JobView, order: JobOrder, job_id: str) -> Failed:
     job = f"Slurm job {job_id} of {order.stage}"
     if view.state in ("CANCELLED", "REVOKED"):
-        return StageCrashError(
-            f"{job} was cancelled by somebody else (scancel); run again to continue from the last checkpoint"
-        )
+        remedy = "run again to continue from the last checkpoint"
+        return Failed(StageCrashError(f"{job} was cancelled by somebody else (scancel); {remedy}"))
     if view.state == "OUT_OF_MEMORY":
         remedy = "raise execution.slurm.memory_gib_per_node, or lower layout.micro_batch_size"
-        return ResourceError(f"{job} took more memory than it had asked for on {view.nodes}; {remedy}")
-    return StageTimeoutError(f"{job} could not end before its deadline; see the options of execution.slurm")
+        return Failed(ResourceError(f"{job} took more memory than it had asked for on {view.nodes}; {remedy}"))
+    return Failed(StageTimeoutError(f"{job} could not end before its deadline; see the options of execution.slurm"))
 
 
-def _unexplained(view: JobView | None, order: JobOrder, job_id: str) -> LifecycleError:
+def _unexplained(view: JobView | None, order: JobOrder, job_id: str) -> Failed:
     signal_number = int(view.exit_code.partition(":")[2] or 0) if view else 0  # Slurm writes CODE:SIGNAL
     if view and was_killed(-signal_number):
-        what = f"the batch step of Slurm job {job_id} of {order.stage} was killed by signal {signal_number}"
-        return StageCrashError(f"{what} on {view.nodes}; run again to continue from the last checkpoint", died=True)
+        event = f"the batch step of Slurm job {job_id} of {order.stage} was killed by signal {signal_number}"
+        remedy = "run again to continue from the last checkpoint"
+        return Failed(StageCrashError(f"{event} on {view.nodes}; {remedy}", died=True))
     state = f"ended as {view.state} ({view.reason}, exit code {view.exit_code})" if view else "is unknown to Slurm"
-    return StageCrashError(
-        f"Slurm job {job_id} of {order.stage} {state} before its first process ran; check that the nodes "
-        f"see {order.work} and this Python environment under the same paths"
+    remedy = f"check that the nodes see {order.work} and this Python environment under the same paths"
+    return Failed(
+        StageCrashError(f"Slurm job {job_id} of {order.stage} {state} before its first process ran; {remedy}")
     )
 
 
@@ -235,3 +238,31 @@ def _run(program: str, *arguments: str) -> str:
     if UNREACHABLE.search(complaint):
         raise TransientError(f"Slurm does not answer: {complaint}")
     raise _RefusedError(complaint)
+
+
+def way_in() -> str | None:
+    """Return the program that submits jobs, or None where this machine belongs to no cluster."""
+    return (program := shutil.which("sbatch")) and f"jobs are submitted with {program}"
+
+
+def user_environment() -> dict[str, str]:
+    """Return the variables of this process but those of its machine: a node finds our code under the same path."""
+    ours = {name: value for name, value in os.environ.items() if not MACHINES_OWN.fullmatch(name)}
+    return {**ours, "PYTHONPATH": ":".join(filter(None, [str(local.code_folder()), os.environ.get("PYTHONPATH")]))}
+
+
+def place_of(environment: Mapping[str, str]) -> Place:
+    """Return this node's place from the variables of a Slurm step."""
+    address = environment.get("MASTER_ADDR") or environment["SLURM_LAUNCH_NODE_IPADDR"]
+    rank, port = int(environment["SLURM_PROCID"]), environment["MASTER_PORT"]
+    return Place(rank, address, port, environment.get(FIRST_MACHINE))
+
+
+CLUSTER = Cluster(
+    connect=SlurmJobs,
+    environment=user_environment,
+    place=place_of,
+    way_in=way_in,
+    collects_output=True,
+    records_end=True,  # the batch step, `slurm_batch.py`
+)

@@ -1,0 +1,44 @@
+"""Launcher `kubernetes`: all that clusters differ in, without the client for jobs, which takes long to import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from flows.launch.cluster_job import Cluster, JobFolder, JobOrder, Jobs
+from flows.launch.network import Place
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+
+
+def connect(folder: JobFolder, order: JobOrder) -> Jobs:
+    """Return the client for the jobs of an order; only the agent, and who cancels a job that it left, need it."""
+    from flows.launch.kubernetes_jobs import KubernetesJobs
+
+    return KubernetesJobs.connect(folder, order)
+
+
+def way_in() -> str | None:
+    """Return the credentials that `connect` uses, or None where this machine has none."""
+    config = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    files = [SERVICE_ACCOUNT, *map(Path, config.split(os.pathsep))]
+    return next((f"jobs are created with {file}" for file in files if file.is_file()), None)
+
+
+def place_of(environment: Mapping[str, str]) -> Place:
+    """Return this pod's place from the variables of a TrainJob (PET_…), or of an indexed Job."""
+    if "PET_NODE_RANK" in environment:
+        address = environment["PET_MASTER_ADDR"]
+        return Place(int(environment["PET_NODE_RANK"]), address, environment["PET_MASTER_PORT"])
+    return Place(int(environment["JOB_COMPLETION_INDEX"]), environment["MASTER_ADDR"], environment["MASTER_PORT"])
+
+
+CLUSTER = Cluster(
+    connect=connect,
+    environment=dict,  # the image has its own; secrets come by reference
+    place=place_of,
+    way_in=way_in,
+    collects_output=False,  # each pod's output is kept apart
+    records_end=False,
+)

@@ -1,0 +1,13 @@
+"""Launcher `local`: the stage's processes run on this machine, beside the refresh."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from stages.core.launchers.launcher import LauncherOptions
+
+
+class LocalOptions(LauncherOptions):
+    """Local launcher, which has no options of its own."""
+
+    IS_LOCAL: ClassVar[bool] = True

@@ -1,0 +1,66 @@
+"""Registry of launchers, and the fields of `execution` that depend on it: `launcher`, and a block for each.
+
+A new launcher is a module beside this one and a line here; a cluster also has a module and a line in `flows/launch/`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from pydantic import Field, create_model
+
+from stages.core.fields import StrictModel
+from stages.core.launchers.kubernetes import KubernetesOptions
+from stages.core.launchers.launcher import LauncherOptions
+from stages.core.launchers.local import LocalOptions
+from stages.core.launchers.slurm import SlurmOptions
+
+LAUNCHERS: dict[str, type[LauncherOptions]] = {
+    "local": LocalOptions,
+    "slurm": SlurmOptions,
+    "kubernetes": KubernetesOptions,
+}
+BLOCKS = {name: options for name, options in LAUNCHERS.items() if options.model_fields}
+"""Launchers with a block of options in `execution`."""
+Options = TypeVar("Options", bound=LauncherOptions)
+
+if TYPE_CHECKING:
+    LauncherName = str
+else:
+    LauncherName = Literal[tuple(LAUNCHERS)]
+
+
+class LauncherFields(StrictModel):
+    """Launcher of a stage; `LauncherBlocks` adds a block of options for each launcher that has some."""
+
+    launcher: LauncherName = Field("local", description="Program that starts the processes.")
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether the processes run on the refresh's machine."""
+        return LAUNCHERS[self.launcher].IS_LOCAL
+
+    @property
+    def options(self) -> LauncherOptions:
+        """Return the options of the chosen launcher, which know its limits."""
+        return self.block(LAUNCHERS[self.launcher])
+
+    def block(self, options: type[Options]) -> Options:
+        """Return the options of a launcher, whether it is the chosen one or not."""
+        return next((value for _, value in self if isinstance(value, options)), options())
+
+
+if TYPE_CHECKING:  # the blocks depend on the registry, which no type checker runs
+
+    class LauncherBlocks(LauncherFields):
+        """`LauncherFields` with a block for each launcher."""
+else:
+    LauncherBlocks = create_model(
+        "LauncherBlocks",
+        __base__=LauncherFields,
+        __module__=__name__,
+        **{
+            name: (options, Field(options(), description=f"Only with `launcher: {name}`."))
+            for name, options in BLOCKS.items()
+        },
+    )

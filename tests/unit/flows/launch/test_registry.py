@@ -1,0 +1,92 @@
+"""A launcher is known in its own modules: everything else asks the registries."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from flows.launch.cluster import CLUSTERS
+from flows.launch.cluster_job import JobOrder
+from stages.core.launchers.registry import BLOCKS, LAUNCHERS
+
+ROOT = Path(__file__).parents[4]
+OWNERS = ("stages/core/launchers/", "flows/launch/cluster.py", *(f"flows/launch/{name}" for name in LAUNCHERS))
+OWNERS += ("flows/launch/manifests.py", "flows/launch/serving_manifests.py", "flows/cli/render.py")
+"""Beginnings of the files that may know one launcher; manifests are Kubernetes'."""
+OPTIONS = {options.__name__ for options in LAUNCHERS.values()}
+OLD_ORDER = """
+{"job": "lifecycle-sft-0a", "launcher": "slurm", "stage": "sft", "work": "/w", "home": "/h",
+ "stage_command": ["-m", "stages", "/w"], "nodes": 2, "processes": 4, "threads": 3, "network_interface": "ib0",
+ "interruptions_without_progress": 2, "heartbeat_patience_s": 60.0,
+ "slurm": {"partition": "gpu", "account": null, "qos": null, "time_limit": "1-00:00:00", "gpus_per_node": 4,
+  "cpus_per_node": null, "memory_gib_per_node": null, "warning_s": 60, "options": ["--constraint=h100"]},
+ "kubernetes": {"image": null, "store_claim": "llm-lifecycle-home", "namespace": "default",
+  "service_account": "llm-lifecycle-stage", "job": "train_job", "training_runtime": "torch-distributed",
+  "gpus_per_node": null, "gpu_resource": "nvidia.com/gpu", "cpus_per_node": null, "memory_gib_per_node": null,
+  "shared_memory_gib": 8.0, "secrets": {}, "node_selector": {}}}
+"""
+"""Order of a job that was queued before launchers had a registry."""
+
+
+def names_of_launchers(tree):
+    """Yield the nodes that know one launcher: its block, its options, its name alone, or a comparison with any name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if any(getattr(side, "attr", getattr(side, "id", None)) == "launcher" for side in sides):
+                yield node
+        elif (
+            (isinstance(node, ast.Attribute) and node.attr in BLOCKS)
+            or (isinstance(node, ast.Constant) and node.value in BLOCKS)
+            or (isinstance(node, ast.alias) and node.name in OPTIONS)
+        ):
+            yield node
+
+
+def test_a_launcher_is_known_in_its_own_modules_only():
+    found = [
+        f"{name}:{node.lineno}"
+        for folder in ("flows", "stages")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if not (name := str(file.relative_to(ROOT))).startswith(OWNERS)
+        for node in names_of_launchers(ast.parse(file.read_text()))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'execution.launcher != "local"',
+        'launcher in ("local", "slurm")',
+        "execution.slurm.qos",
+        'names = {"kubernetes"}',
+        "from stages.core.launchers.slurm import SlurmOptions",
+    ],
+)
+def test_a_launcher_that_is_known_is_seen(line):
+    assert list(names_of_launchers(ast.parse(line)))
+
+
+def test_every_launcher_is_local_or_a_cluster():
+    assert CLUSTERS.keys() == {name for name, options in LAUNCHERS.items() if not options.IS_LOCAL}
+
+
+def test_an_order_of_an_earlier_version_is_read():
+    order = JobOrder.model_validate_json(OLD_ORDER)
+    assert (order.launcher, order.options.time_limit, order.cores_per_node) == ("slurm", "1-00:00:00", 12)
+
+
+def test_a_machine_says_by_what_it_reaches_a_cluster(tmp_path, monkeypatch):
+    for name in ("sbatch", "config"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", f"{tmp_path}/none:{tmp_path}/config")
+    ways_in = {name: cluster.way_in() for name, cluster in CLUSTERS.items()}
+    assert ways_in == {
+        "slurm": f"jobs are submitted with {tmp_path}/sbatch",
+        "kubernetes": f"jobs are created with {tmp_path}/config",
+    }
+    monkeypatch.setenv("PATH", "/none")
+    monkeypatch.setenv("KUBECONFIG", "/none")
+    assert not any(cluster.way_in() for cluster in CLUSTERS.values())
