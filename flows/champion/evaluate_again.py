@@ -16,7 +16,7 @@ from flows.ledger.machine import num_slots
 from flows.planning.devices import on_devices, wanted_slots
 from flows.planning.plan import PlannedStage
 from flows.recipe.version import identity_of, resume_key_of, version_of
-from flows.running.runner import Attempt, Built, Outcome, run_stage
+from flows.running.runner import Attempt, AttemptEnd, Built, run_stage
 from flows.running.slots import Slots
 from flows.store.record import Artifact
 from flows.store.store import Store
@@ -100,6 +100,6 @@ class _Reporter:
     def tick(self) -> None:
         pass
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: AttemptEnd) -> None:
         if outcome.result:
             self._context.milestone(f"evaluated the champion in {outcome.seconds:.0f} s: {outcome.folder.name}")

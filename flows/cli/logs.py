@@ -34,7 +34,7 @@ class StageLog:
             return False
         record = self.ledger.read()
         is_over = record.state != "running" or record.interrupted
-        return record.attempts[self.attempt].outcome is None and not is_over
+        return record.attempts[self.attempt].ended is None and not is_over
 
     def read(self, follow: bool) -> Iterator[str]:
         """Yield its text in pieces; with `follow`, until the attempt has ended. Raises `StoreError` when it is gone."""
@@ -68,8 +68,7 @@ class StageLog:
     def _folder_now(self) -> Path:
         if not self.ledger:
             return self.folder
-        attempt = self.ledger.read().attempts[self.attempt]
-        return attempt.folder or attempt.work
+        return self.ledger.read().attempts[self.attempt].folder
 
 
 def find_log(name: str, refresh: str | None) -> StageLog:
@@ -79,10 +78,8 @@ def find_log(name: str, refresh: str | None) -> StageLog:
     neither.
     """
     for ledger in _ledgers(refresh):
-        attempts = [attempt for attempt in ledger.read().attempts.values() if attempt.stage == name]
-        if attempts:
-            last = attempts[-1]
-            return StageLog(last.folder or last.work, ledger, last.name)
+        if attempts := ledger.read().attempts_at(name):
+            return StageLog(attempts[-1].folder, ledger, attempts[-1].name)
     if refresh:
         raise StoreError(f"looking for the log of {name}: refresh {refresh} has not tried to build it")
     return StageLog(find_artifact(Store(store_root()).index(), name).folder)

@@ -79,7 +79,7 @@ def _newest_first(recipe: str | None, stage: str | None, unreadable: list[str]) 
             unreadable.append(ledger.folder.name)
             continue
         for attempt in reversed(record.attempts.values()):
-            if recipe in (None, record.recipe) and stage in (None, attempt.stage):
+            if recipe in (None, record.recipe) and stage in (None, attempt.began.stage):
                 yield _stage_run(record, attempt)
 
 
@@ -87,15 +87,15 @@ def _stage_run(record: RefreshRecord, attempt: AttemptRecord) -> StageRun:
     return StageRun(
         refresh=record.refresh,
         recipe=record.recipe,
-        stage=attempt.stage,
-        number=attempt.number,
+        stage=attempt.began.stage,
+        number=attempt.began.number,
         kind=attempt.tags["kind"],
         version=attempt.tags["version"],
         outcome=attempt.outcome,
-        started_ms=attempt.started_ms,
-        seconds=(attempt.ended_ms - attempt.started_ms) / 1000 if attempt.ended_ms else None,
+        started_ms=attempt.began.time_ms,
+        seconds=attempt.seconds,
         metrics=attempt.metrics,
-        mlflow_run_id=run_id_of(record.key_of(attempt.stage, attempt.number)),
+        mlflow_run_id=run_id_of(record.key_of(attempt.began.stage, attempt.began.number)),
         host=None if attempt.outcome else record.elsewhere,
     )
 

@@ -93,36 +93,52 @@ class StageEntry:
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """Attempt at building a stage.
+    """Attempt at building a stage: the events of its beginning and its end.
 
-    first_byte, last_byte: this attempt's part of `metrics.jsonl`.
-    num_devices: devices that it keeps busy; None where that was not recorded.
-    folder: where its files are, once it has ended.
+    ended: None while it runs, or until the ledger of a dead refresh is closed.
     """
 
-    stage: str
-    number: int
-    work: Path
-    started_ms: int
-    first_byte: int
-    params: dict[str, str]
-    tags: dict[str, str]
-    num_devices: int | None = None
-    folder: Path | None = None
-    last_byte: int | None = None
-    ended_ms: int | None = None
-    energy_j: float | None = None
-    outcome: Outcome | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    files: tuple[str, ...] = ()
-    error: str | None = None
-    retried: bool = False
-    """True if the refresh tried the stage again by itself."""
+    began: AttemptBegan
+    ended: AttemptEnded | None = None
 
     @property
     def name(self) -> str:
         """Return the name of the attempt, unique within the refresh."""
-        return f"{self.stage}-{self.number}"
+        return f"{self.began.stage}-{self.began.number}"
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Return how it ended; None while it runs."""
+        if self.ended and self.ended.error_class in STOPPED:
+            return "cancelled"
+        return self.ended.outcome if self.ended else None
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of its files: its work folder until it has ended."""
+        return self.ended.folder if self.ended else self.began.work
+
+    @property
+    def last_byte(self) -> int | None:
+        """Return the end of its part of the stage's metrics; None while that grows."""
+        return self.ended.last_byte if self.ended else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the time between its beginning and its end; None while it runs."""
+        return (self.ended.time_ms - self.began.time_ms) / 1000 if self.ended else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the final metrics with `stage_time_s`, the run time of its process; empty unless it finished."""
+        if self.ended and self.ended.outcome == "finished":
+            return {**self.ended.metrics, "stage_time_s": self.ended.seconds}
+        return {}
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Return the tags of its beginning and of its end."""
+        return {**self.began.tags, **(self.ended.tags if self.ended else {})}
 
 
 @dataclass(frozen=True)
@@ -207,6 +223,15 @@ class RefreshRecord:
         cached = all(entry.state == "cached" for entry in self.stages.values())
         return self.state == "completed" and cached and not self.comparison
 
+    @property
+    def latest_try(self) -> list[AttemptRecord]:
+        """Return the attempts since the refresh was last started, in order."""
+        return [attempt for attempt in self.attempts.values() if attempt.began.time_ms >= self.started_ms]
+
+    def attempts_at(self, stage: str) -> list[AttemptRecord]:
+        """Return the attempts of all tries at a stage, in order."""
+        return [attempt for attempt in self.attempts.values() if attempt.began.stage == stage]
+
     def trials_of(self, layout: int) -> list[TrialEnded]:
         """Return all rounds of a layout, in order."""
         return [trial for trial in self.trials if trial.layout == layout]
@@ -272,7 +297,7 @@ def with_time_so_far(record: RefreshRecord, now_ms: int) -> RefreshRecord:
     """
     if record.state != "running" or record.interrupted:
         return record
-    began_ms = {attempt.stage: attempt.started_ms for attempt in record.attempts.values()}
+    began_ms = {attempt.began.stage: attempt.began.time_ms for attempt in record.attempts.values()}
     stages = {
         name: replace(entry, seconds=(now_ms - began_ms[name]) / 1000) if entry.state == "running" else entry
         for name, entry in record.stages.items()
@@ -295,7 +320,7 @@ def _begun(record: RefreshRecord | None, event: RefreshBegan) -> RefreshRecord:
 
 
 def _attempt_begun(record: RefreshRecord, event: AttemptBegan) -> RefreshRecord:
-    attempt = AttemptRecord(**_fields(event), started_ms=event.time_ms)
+    attempt = AttemptRecord(event)
     record = replace(record, attempts={**record.attempts, attempt.name: attempt})
     key = record.key_of(event.stage, event.number)
     changes = {"work": event.work, "attempt": key, "error": None, "error_class": None, "killed": False}
@@ -307,30 +332,18 @@ def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
 
     Several processes may close the ledger of a dead one.
     """
-    attempt = record.attempts[f"{event.stage}-{event.number}"]
-    if attempt.outcome:
+    begun = record.attempts[f"{event.stage}-{event.number}"]
+    if begun.ended:
         return record
-    outcome: Outcome = "cancelled" if event.error_class in STOPPED else event.outcome
-    ended = replace(
-        attempt,
-        folder=event.folder,
-        last_byte=event.last_byte,
-        ended_ms=event.time_ms,
-        energy_j=event.energy_j,
-        outcome=outcome,
-        metrics={**event.metrics, "stage_time_s": event.seconds} if event.outcome == "finished" else {},
-        tags={**attempt.tags, **event.tags},
-        files=event.files,
-        error=event.error,
-        retried=event.retried,
-    )
-    record = replace(record, attempts={**record.attempts, ended.name: ended})
+    attempt = replace(begun, ended=event)
+    record = replace(record, attempts={**record.attempts, attempt.name: attempt})
     changes = {"seconds": round(event.seconds, 2), "error": event.error, "error_class": event.error_class, "work": None}
-    changes["killed"] = outcome == "killed"
+    changes["killed"] = attempt.outcome == "killed"
     if event.retried:
         return _with_entry(record, event.stage, state="waiting", waits_for=ANOTHER_TRY, **changes)
     if event.outcome != "finished":
-        return _with_entry(record, event.stage, state="cancelled" if outcome == "cancelled" else "failed", **changes)
+        state = "cancelled" if attempt.outcome == "cancelled" else "failed"
+        return _with_entry(record, event.stage, state=state, **changes)
     result = StageResult(metrics=event.metrics, tags=event.tags, files=list(event.files))
     return _with_entry(record, event.stage, state="built", artifact=event.folder, built=result, **changes)
 

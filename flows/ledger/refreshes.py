@@ -178,7 +178,7 @@ def close_interrupted() -> list[str]:
         if record.interrupted:
             ledger = ledger_of(record.refresh)
             for attempt in record.attempts.values():
-                if attempt.outcome is None:
+                if attempt.ended is None:
                     error = record.unsaid_end if record.is_copied else "the refresh was killed"
                     ledger.append(end_of(attempt, "killed", error=error))
             ledger.append(RefreshKilled(process=record.process, copied=record.is_copied))
@@ -188,11 +188,12 @@ def close_interrupted() -> list[str]:
 
 def end_of(attempt: AttemptRecord, outcome: Outcome, **fields: object) -> AttemptEnded:
     """Return the end of an attempt. Its files are in its work folder unless `folder` names another."""
-    fields = {"folder": attempt.work, **fields}
+    began = attempt.began
+    fields = {"folder": began.work, **fields}
     folder = fields["folder"]
     assert isinstance(folder, Path)
     return AttemptEnded(
-        stage=attempt.stage, number=attempt.number, outcome=outcome, last_byte=metrics_size(folder), **fields
+        stage=began.stage, number=began.number, outcome=outcome, last_byte=metrics_size(folder), **fields
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.ledger.home import hardware_file
-from flows.ledger.record import AttemptRecord, RefreshRecord, StageEntry
+from flows.ledger.record import RefreshRecord, StageEntry
 from flows.report.evaluations import answers, promotions, scores
 from flows.report.lineage import node_of
 from flows.report.model import Cost, RefreshReport, Span, StageReport
@@ -20,7 +20,7 @@ from stages.planner.hardware import from_yaml
 
 LOG_LINES = 40
 LOG_BYTES = 16_384
-MS_PER_HOUR = 3_600_000
+SECONDS_PER_HOUR = 3600
 JOULES_PER_KWH = 3_600_000
 
 
@@ -63,7 +63,7 @@ def read_report(record: RefreshRecord, index: Index) -> RefreshReport:
 
 def _stage(record: RefreshRecord, name: str, entry: StageEntry) -> StageReport:
     builder = entry.attempt.partition("/")[0] if entry.attempt else None
-    attempts = [one for one in record.attempts.values() if one.stage == name]
+    attempts = record.attempts_at(name)
     folder = entry.work or (attempts[-1].folder if attempts else None)
     return StageReport(
         name=name,
@@ -92,32 +92,30 @@ def _log_tail(file: Path) -> tuple[str, ...]:
 
 def _spans(record: RefreshRecord) -> Iterator[Span]:
     """Yield the attempts of the latest try; one that still runs has no length yet."""
-    attempts = [one for one in record.attempts.values() if one.started_ms >= record.started_ms]
-    begin_ms = min((one.started_ms for one in attempts), default=0)
+    attempts = record.latest_try
+    begin_ms = min((attempt.began.time_ms for attempt in attempts), default=0)
     for attempt in attempts:
         yield Span(
-            stage=attempt.stage,
-            number=attempt.number,
+            stage=attempt.began.stage,
+            number=attempt.began.number,
             outcome=attempt.outcome or "running",
-            start_s=(attempt.started_ms - begin_ms) / 1000,
-            seconds=_milliseconds(attempt) / 1000,
-            num_devices=attempt.num_devices,
-            retried=attempt.retried,
+            start_s=(attempt.began.time_ms - begin_ms) / 1000,
+            seconds=attempt.seconds or 0.0,
+            num_devices=attempt.began.num_devices,
+            retried=bool(attempt.ended and attempt.ended.retried),
         )
 
 
 def _cost(record: RefreshRecord) -> Cost:
     attempts = record.attempts.values()
     file = hardware_file()
-    energies_j = [one.energy_j for one in attempts if one.energy_j is not None]
+    ends = [attempt.ended for attempt in attempts if attempt.ended]
+    energies_j = [end.energy_j for end in ends if end.energy_j is not None]
+    device_seconds = sum((attempt.began.num_devices or 0) * (attempt.seconds or 0.0) for attempt in attempts)
     return Cost(
-        device_hours=sum((one.num_devices or 0) * _milliseconds(one) / MS_PER_HOUR for one in attempts),
+        device_hours=device_seconds / SECONDS_PER_HOUR,
         price_per_device_hour=from_yaml(file).price_per_device_hour if file.is_file() else None,
         hardware_file=file,
         energy_kwh=sum(energies_j) / JOULES_PER_KWH if energies_j else None,
-        unknown=tuple(dict.fromkeys(one.stage for one in attempts if one.num_devices is None)),
+        unknown=tuple(dict.fromkeys(attempt.began.stage for attempt in attempts if attempt.began.num_devices is None)),
     )
-
-
-def _milliseconds(attempt: AttemptRecord) -> int:
-    return (attempt.ended_ms or attempt.started_ms) - attempt.started_ms

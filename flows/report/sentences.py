@@ -93,10 +93,13 @@ def warnings_of(record: RefreshRecord) -> list[str]:
         for message in {event["message"]: None for event in events if event["event"] == "warning"}:
             stages.setdefault(message, []).append(name)
     warned = [f"{', '.join(names)}: {message}" for message, names in stages.items()]
-    retried = (one for one in record.attempts.values() if one.retried and one.started_ms >= record.started_ms)
-    return [*warned, *(f"{one.stage}: attempt {one.number} {_reason(one)}" for one in retried)]
+    return [*warned, *(text for attempt in record.latest_try if (text := _retry_warning(attempt)))]
 
 
-def _reason(attempt: AttemptRecord) -> str:
+def _retry_warning(attempt: AttemptRecord) -> str | None:
+    """Return why the stage was tried again; None if it was not."""
+    if not (attempt.ended and attempt.ended.retried):
+        return None
     how = "was killed" if attempt.outcome == "killed" else "failed"
-    return f"{how}, tried again: {next(iter((attempt.error or '').splitlines()), '')}"
+    reason = next(iter((attempt.ended.error or "").splitlines()), "")
+    return f"{attempt.began.stage}: attempt {attempt.began.number} {how}, tried again: {reason}"

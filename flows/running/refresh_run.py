@@ -85,7 +85,7 @@ class RefreshRun:
         self.record = after(earlier, began)
         if self.comparison:
             self.append(self.comparison.began)
-        self._last_attempts = {attempt.stage: attempt.number for attempt in self.record.attempts.values()}
+        self._last_attempts = {attempt.began.stage: attempt.began.number for attempt in self.record.attempts.values()}
         self._heartbeat = Heartbeat(self.ledger.folder / HEARTBEAT_FILE)
         self._heartbeat.start()
 
@@ -190,7 +190,7 @@ class RefreshRun:
         self.servers.stop_all()
         if self.record.state == "running":
             for attempt in self.record.attempts.values():
-                if attempt.outcome is None:  # its end could not be recorded: the disk was full
+                if attempt.ended is None:  # its end could not be recorded: the disk was full
                     self.append(end_of(attempt, "killed", error="how it ended could not be recorded"))
             self.append(self._concluded(self._end()))
             if self.comparison:

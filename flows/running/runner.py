@@ -72,7 +72,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptEnd:
     """End of an attempt. folder: where its files are now: the artifact, or the work folder of a failure."""
 
     folder: Path
@@ -93,7 +93,7 @@ class Observer(Protocol):
     def tick(self) -> None:
         """Called about every 0.3 s while the process runs, and once after it has ended."""
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, end: AttemptEnd) -> None:
         """Called after the commit, or after the failure; exactly once for each `started`."""
 
 
@@ -181,9 +181,9 @@ def _build(
     except BaseException as error:
         if process:
             process.stop()
-        observer.ended(Outcome(work, time.monotonic() - started_s, None, error))
+        observer.ended(AttemptEnd(work, time.monotonic() - started_s, None, error))
         raise
-    observer.ended(Outcome(artifact.folder, seconds, result, None))
+    observer.ended(AttemptEnd(artifact.folder, seconds, result, None))
     server = LiveServer(result.lease, process) if result.lease else None
     return Built(
         planned.name, planned.kind, planned.version, "built", seconds, artifact.folder, artifact.record, server
@@ -199,7 +199,7 @@ def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, 
     result = hook.complete(store, attempt.planned, built.artifact, observer.tick, stop)
     seconds = time.monotonic() - started_s
     observer.started(attempt)
-    observer.ended(Outcome(built.artifact, seconds, result, None))
+    observer.ended(AttemptEnd(built.artifact, seconds, result, None))
     return replace(built, state="built", seconds=seconds)
 
 

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows.ledger.events import AnyEvent, AttemptBegan, AttemptEnded, StageWaits
-from flows.ledger.events import Outcome as EventOutcome
+from flows.ledger.events import AnyEvent, AttemptBegan, Outcome, StageWaits
 from flows.ledger.machine import energy_j
-from flows.ledger.record import RefreshRecord
-from flows.ledger.refreshes import metrics_size
+from flows.ledger.record import AttemptRecord, RefreshRecord
+from flows.ledger.refreshes import end_of, metrics_size
 from flows.planning.devices import num_devices, own_gpus
-from flows.running.runner import Attempt, Outcome
+from flows.running.runner import Attempt, AttemptEnd
 from flows.tracking.labels import params_of, tags_of
 from stages.core.contract import StageResult
 from stages.core.errors import LifecycleError, RefreshStoppedError
@@ -45,7 +44,7 @@ class StageObserver:
         self._append = append
         self._log = log
         self._is_retried = is_retried
-        self._began: AttemptBegan | None = None
+        self._attempt: AttemptRecord | None = None
         self._events = Tail(Path())
         self._gpus: list[int] = []
         self._energy_before_j: float | None = None
@@ -59,7 +58,7 @@ class StageObserver:
         self._log.info("waiting: another refresh is building the same artifact")
 
     def started(self, attempt: Attempt) -> str:
-        self._began = AttemptBegan(
+        began = AttemptBegan(
             stage=self._stage,
             number=attempt.number,
             work=attempt.work,
@@ -75,7 +74,8 @@ class StageObserver:
                 "git_commit": self._refresh.git_commit or "unknown",
             },
         )
-        self._append(self._began)
+        self._attempt = AttemptRecord(began)
+        self._append(began)
         self._gpus = own_gpus(attempt.planned.config)
         self._energy_before_j = energy_j(self._gpus)
         self._events = Tail(attempt.work / "events.jsonl", at_end=True)
@@ -89,24 +89,22 @@ class StageObserver:
             if level is not None:
                 self._log.log(level, event.get("message", ""))
 
-    def ended(self, outcome: Outcome) -> None:
-        assert self._began
-        result = outcome.result or StageResult()
+    def ended(self, end: AttemptEnd) -> None:
+        assert self._attempt
+        result = end.result or StageResult()
         # First: an error that is not tried again may say why from then on.
-        is_retried = outcome.error is not None and self._is_retried(outcome.error)
+        is_retried = end.error is not None and self._is_retried(end.error)
         self._append(
-            AttemptEnded(
-                stage=self._stage,
-                number=self._began.number,
-                outcome=_in_a_word(outcome),
-                folder=outcome.folder,
-                last_byte=metrics_size(outcome.folder),
-                seconds=outcome.seconds,
+            end_of(
+                self._attempt,
+                _in_a_word(end),
+                folder=end.folder,
+                seconds=end.seconds,
                 metrics=result.metrics,
                 tags=result.tags,
                 files=tuple(result.files),
-                error=describe(outcome.error) if outcome.error else None,
-                error_class=type(outcome.error).__name__ if outcome.error else None,
+                error=describe(end.error) if end.error else None,
+                error_class=type(end.error).__name__ if end.error else None,
                 energy_j=self._energy_used_j(),
                 retried=is_retried,
             )
@@ -117,12 +115,12 @@ class StageObserver:
         return None if after_j is None or self._energy_before_j is None else after_j - self._energy_before_j
 
 
-def _in_a_word(outcome: Outcome) -> EventOutcome:
-    if outcome.result:
+def _in_a_word(end: AttemptEnd) -> Outcome:
+    if end.result:
         return "finished"
-    if isinstance(outcome.error, RefreshStoppedError | KeyboardInterrupt):
+    if isinstance(end.error, RefreshStoppedError | KeyboardInterrupt):
         return "cancelled"
-    return "killed" if isinstance(outcome.error, LifecycleError) and outcome.error.died else "failed"
+    return "killed" if isinstance(end.error, LifecycleError) and end.error.died else "failed"
 
 
 def describe(error: BaseException) -> str:

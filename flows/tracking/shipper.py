@@ -135,20 +135,21 @@ class Shipper:
         if known.done:
             return True
         known = self._ship_metrics(attempt, known)
-        if attempt.outcome is None:
+        if attempt.ended is None:
             return False
         self._finish_attempt(attempt, known.run_id)
         self._save_attempt(attempt, known.model_copy(update={"done": True}))
         return True
 
     def _begin_attempt(self, attempt: AttemptRecord, parent: str) -> ShippedAttempt:
+        began = attempt.began
         tags = {**attempt.tags, "mlflow.parentRunId": parent}
         tags |= UNFOLDED if makes(attempt.tags["kind"], "scores") else {}
         identity = f"{self.ledger.folder.name}/{attempt.name}"
-        run = self._create_run("attempt", identity, attempt.stage, attempt.started_ms, tags)
-        log_params(self.client, run, attempt.params)
-        log_datasets(self.client, run, datasets_read(attempt.tags, attempt.params, store_root()))
-        return self._save_attempt(attempt, ShippedAttempt(run_id=run, next_byte=attempt.first_byte))
+        run = self._create_run("attempt", identity, began.stage, began.time_ms, tags)
+        log_params(self.client, run, began.params)
+        log_datasets(self.client, run, datasets_read(attempt.tags, began.params, store_root()))
+        return self._save_attempt(attempt, ShippedAttempt(run_id=run, next_byte=began.first_byte))
 
     def _ship_layout(self, record: RefreshRecord, number: int, parent: str) -> None:
         """Create the run of a layout of a finished comparison; its last values are those of the table."""
@@ -188,7 +189,7 @@ class Shipper:
         file = _metrics_file(attempt)
         if file is None:
             return known
-        logged = known_steps(file, attempt.first_byte)
+        logged = known_steps(file, attempt.began.first_byte)
         for batch in batches(file, known.next_byte, attempt.last_byte, METRICS_PER_BATCH):
             log_metrics(self.client, known.run_id, [row for row in batch.rows if row.step > logged.get(row.name, -1)])
             # Saved after each batch: a kill repeats one batch at most, and MLflow drops equal values.
@@ -196,16 +197,17 @@ class Shipper:
         return known
 
     def _finish_attempt(self, attempt: AttemptRecord, run: str) -> None:
-        assert attempt.outcome and attempt.ended_ms
+        ended = attempt.ended
+        assert ended and attempt.outcome
         file = _metrics_file(attempt)
-        log_metrics(self.client, run, final_rows(attempt.metrics, file, attempt.last_byte, attempt.ended_ms))
-        tags = attempt.tags | ({"error": attempt.error} if attempt.error else {})
+        log_metrics(self.client, run, final_rows(attempt.metrics, file, ended.last_byte, ended.time_ms))
+        tags = attempt.tags | ({"error": ended.error} if ended.error else {})
         scores = scores_text(attempt.tags["kind"], attempt.metrics)
         tags |= {"scores": scores} if scores else {}
         set_tags(self.client, run, tags)
         log_datasets(self.client, run, tasks_read(_folder(attempt)))
-        log_files(self.client, run, _folder(attempt), attempt.files)
-        self.client.set_terminated(run, ATTEMPT_STATUS[attempt.outcome], attempt.ended_ms)
+        log_files(self.client, run, _folder(attempt), ended.files)
+        self.client.set_terminated(run, ATTEMPT_STATUS[attempt.outcome], ended.time_ms)
 
     def _finish_parent(self, record: RefreshRecord, parent: str) -> None:
         assert self.shipped.experiment_id
@@ -306,9 +308,8 @@ def _folder(attempt: AttemptRecord) -> Path:
 
     The work folder of a failed attempt becomes the artifact of a later one.
     """
-    artifact = store_root() / attempt.tags["kind"] / f"{attempt.stage}-{attempt.tags['version']}"
-    folder = attempt.folder or attempt.work
-    return folder if folder.exists() else artifact
+    artifact = store_root() / attempt.tags["kind"] / f"{attempt.began.stage}-{attempt.tags['version']}"
+    return attempt.folder if attempt.folder.exists() else artifact
 
 
 def _metrics_file(attempt: AttemptRecord) -> Path | None:

@@ -56,7 +56,7 @@ def to_the_end(run, name):
 
 
 def outcomes(run, name):
-    return [(one.outcome, one.retried) for one in run.record.attempts.values() if one.stage == name]
+    return [(attempt.outcome, attempt.ended.retried) for attempt in run.record.attempts_at(name)]
 
 
 @pytest.mark.parametrize(

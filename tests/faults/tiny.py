@@ -15,7 +15,7 @@ from typing import Any
 from flows.launch import local
 from flows.planning.plan import PlannedStage, plan
 from flows.recipe.recipe import load_stages
-from flows.running.runner import Attempt, Built, Outcome, run_stage
+from flows.running.runner import Attempt, AttemptEnd, Built, run_stage
 from flows.store.store import Store
 from stages.core.contract import StageConfig
 from stages.core.errors import RefreshStoppedError
@@ -32,7 +32,7 @@ class Notes:
 
     said: list[str] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[AttemptEnd] = field(default_factory=list)
 
     def waiting(self) -> None:
         self.said.append("waiting")
@@ -45,7 +45,7 @@ class Notes:
     def tick(self) -> None:
         self.said.append("tick")
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: AttemptEnd) -> None:
         self.said.append("ended")
         self.outcomes.append(outcome)
 

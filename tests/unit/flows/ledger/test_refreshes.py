@@ -1,8 +1,10 @@
 """Ledgers are readable after a crash, a full disk and a retry, and show which refreshes run and what a retry builds."""
 
+import ast
 import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ from flows.tracking import shipper
 from flows.tracking.shipper import only_shipper, ship_pending
 from stages.core.errors import StoreError
 
+ROOT = Path(__file__).parents[4]
 DEAD = ProcessIdentity(pid=1, started_ticks=-1)
 ENDED = RefreshEnded(state="completed", seconds=1.0)
 
@@ -76,7 +79,7 @@ def test_a_refresh_runs_until_it_ends_or_its_process_is_dead(begin):
 
 def test_what_runs_is_shown_with_the_time_that_it_has_taken(begin, home):
     ledger = begin("alive", "rows", "base")
-    started_ms = attempt(ledger, home, "rows").started_ms
+    started_ms = attempt(ledger, home, "rows").began.time_ms
     record = with_time_so_far(ledger.read(), started_ms + 61_000)
     assert record.stages["rows"].seconds == 61 and record.stages["base"].seconds == 0
     assert record.seconds >= 61
@@ -122,7 +125,7 @@ def test_a_built_stage_has_the_metrics_and_the_verdict_that_it_said(begin, home)
 def test_a_killed_refresh_is_closed_and_what_it_had_not_done_is_skipped(begin, home):
     ledger = begin("dead", "rows", "sft", "awq", process=DEAD)
     finish(ledger, home, "rows")
-    work = attempt(ledger, home, "sft").work
+    work = attempt(ledger, home, "sft").folder
     (work / "metrics.jsonl").write_text('{"step": 1}\n')
     assert ledger.read().interrupted
     assert close_interrupted() == ["dead"]
@@ -174,7 +177,7 @@ def test_in_a_copy_of_the_home_what_ran_is_over_and_in_the_original_it_goes_on(b
     ship_pending(client=None)  # which would be asked at once
     assert not (ledger_of("running").folder / "mlflow.json").exists()
     closed = ledger_of("running").read()
-    assert (closed.state, closed.error, closed.attempts["sft-1"].error) == ("failed", COPIED, COPIED)
+    assert (closed.state, closed.error, closed.attempts["sft-1"].ended.error) == ("failed", COPIED, COPIED)
     assert "killed" not in happened(closed)
     begin("running", "sft", home=home_identity())
     assert ledger_of("running").read().standing == "alive"
@@ -270,3 +273,16 @@ def test_a_refresh_that_another_process_ships_is_left_to_it(begin):
     with only_shipper(ledger):
         ship_pending(client=None)  # which would be asked at once
     assert not (ledger.folder / "mlflow.json").exists()
+
+
+def test_the_events_of_attempts_are_read_by_the_ledger_alone():
+    """Everything else has an `AttemptRecord`."""
+    importers = {
+        (str(file.relative_to(ROOT)), alias.name)
+        for file in sorted((ROOT / "flows").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in ("AttemptBegan", "AttemptEnded") and file.parent.name != "ledger"
+    }
+    assert importers == {("flows/running/stage_observer.py", "AttemptBegan")}, "which writes the first"
