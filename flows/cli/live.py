@@ -18,6 +18,7 @@ from flows.ledger.events import TrialEnded
 from flows.ledger.record import ANOTHER_TRY, RefreshRecord, StageEntry
 from flows.running.stage_observer import Tail
 from stages.core.lines import say, visible
+from stages.core.metric_series import MetricSeries, metrics_size
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -52,11 +53,11 @@ SHOWN_CHARACTERS = 120
 
 
 class StageFeed:
-    """Reader of a running stage's `events.jsonl` and `metrics.jsonl`, from their present ends."""
+    """Reader of a running stage's events and metrics, from their present ends."""
 
     def __init__(self, work: Path):
         self._events = Tail(work / "events.jsonl", at_end=True)
-        self._rows = Tail(work / "metrics.jsonl", at_end=True)
+        self._series = MetricSeries(work, metrics_size(work))
         self._first: tuple[float, float] | None = None
         self.done: float | None = None
         self.total: float | None = None
@@ -74,8 +75,8 @@ class StageFeed:
                 self._note_progress(row)
             else:
                 messages.append(f"{WARNING if row.get('event') == 'warning' else ''}{row.get('message', '')}")
-        for row in self._rows.rows():
-            self.metrics |= {name: row[name] for name in SHOWN if isinstance(row.get(name), int | float)}
+        for logged in self._series.steps():
+            self.metrics |= {name: logged.values[name] for name in SHOWN if name in logged.values}
         return messages
 
     def _note_progress(self, row: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from flows.ledger.events import CompareBegan, LayoutMeasured, TrialEnded
 from flows.ledger.record import RefreshRecord
-from stages.core.files import read_json_lines
+from stages.core.metric_series import LoggedStep, MetricSeries
 from stages.core.redaction import shortened
 from stages.kinds.train.journal import PER_STEP
 
@@ -23,8 +23,6 @@ SOMETIMES = (PROFILED, "pipeline_bubble_fraction")
 """Metrics that only some steps have."""
 PER_RUN = ("peak_memory_gib", "predicted_step_time_s", "predicted_memory_gib", "predicted_pipeline_bubble_fraction")
 """Final metrics of a run."""
-Step = dict[str, float]
-"""A line of `metrics.jsonl`."""
 RANK_PREFIX = "peak_memory_gib_rank_"
 REASON_CHARACTERS = 600
 
@@ -78,19 +76,19 @@ def _measured(record: RefreshRecord, comparison: CompareBegan, number: int) -> L
 
 def metrics_of(trials: Sequence[TrialEnded], num_warmup_steps: int) -> dict[str, float]:
     """Return the metrics of a layout whose trials all succeeded."""
-    steps_of_trials = [read_json_lines(trial.work / "metrics.jsonl") for trial in trials]
+    steps_of_trials = [list(MetricSeries(trial.work).steps()) for trial in trials]
     rounds = [_measured_steps(steps, num_warmup_steps) for steps in steps_of_trials]
-    metrics = {name: _median_of_medians(name, rounds) for name in PER_STEP if name in rounds[0][0]}
-    metrics["step_time_iqr_s"] = interquartile_range([step["step_time_s"] for steps in rounds for step in steps])
+    metrics = {name: _median_of_medians(name, rounds) for name in PER_STEP if name in rounds[0][0].values}
+    metrics["step_time_iqr_s"] = interquartile_range([step.values["step_time_s"] for steps in rounds for step in steps])
     for name in SOMETIMES:
-        values = [step[name] for steps in steps_of_trials for step in steps if name in step]
+        values = [step.values[name] for steps in steps_of_trials for step in steps if name in step.values]
         metrics |= {name: statistics.median(values)} if values else {}
     ranks = [name for name in trials[0].metrics if name.startswith(RANK_PREFIX)]
     ranks.sort(key=lambda name: int(name.removeprefix(RANK_PREFIX)))
     for name in (*PER_RUN, *ranks):
         values = [trial.metrics[name] for trial in trials if name in trial.metrics]
         metrics |= {name: statistics.median(values)} if values else {}
-    return {**metrics, "loss": steps_of_trials[0][-1]["loss"]}
+    return {**metrics, "loss": steps_of_trials[0][-1].values["loss"]}
 
 
 def with_differences(rows: Sequence[Row]) -> list[Row]:
@@ -117,14 +115,16 @@ def _differences(row: Row, first: Row) -> dict[str, float]:
     return relative
 
 
-def _measured_steps(steps: Sequence[Step], num_warmup_steps: int) -> list[Step]:
+def _measured_steps(steps: Sequence[LoggedStep], num_warmup_steps: int) -> list[LoggedStep]:
     """Return the steps after the warm-up, without the profiled one unless there is no other."""
-    steady = [step for step in steps if step["step"] > num_warmup_steps]
-    return [step for step in steady if PROFILED not in step] or steady
+    steady = [step for step in steps if step.step > num_warmup_steps]
+    return [step for step in steady if PROFILED not in step.values] or steady
 
 
-def _median_of_medians(name: str, rounds: Sequence[Sequence[Mapping[str, float]]]) -> float:
-    return statistics.median(statistics.median(step[name] for step in steps if name in step) for steps in rounds)
+def _median_of_medians(name: str, rounds: Sequence[Sequence[LoggedStep]]) -> float:
+    return statistics.median(
+        statistics.median(step.values[name] for step in steps if name in step.values) for steps in rounds
+    )
 
 
 def first_line(message: str, most_characters: int = REASON_CHARACTERS) -> str:

@@ -20,6 +20,7 @@ from flows.launch.cluster import CLUSTERS
 from flows.launch.cluster_job import Failed, Finished, Interrupted, JobFolder, JobOrder, JobOutcome, Jobs, Waiting
 from flows.launch.failures import leave_error
 from stages.core.errors import LifecycleError, StageTimeoutError, TransientError
+from stages.core.metric_series import metrics_size
 
 TICK_S = 0.5
 TICKS_PER_LOOK = 10
@@ -47,14 +48,15 @@ class Agent:
         Raises the stage's error when the cluster ended the stage.
         """
         while True:
-            before = self._num_metrics_bytes()
+            # Steps that are repeated after a checkpoint are not logged again, so the file grows only with progress.
+            before = metrics_size(self.order.work)
             job_id = self.jobs.submit()
             ended = self._follow(job_id)
             if isinstance(ended, Finished):
                 return ended.exit_code
             if isinstance(ended, Failed):
                 raise ended.error
-            self._go_on(job_id, ended, progressed=self._num_metrics_bytes() > before)
+            self._go_on(job_id, ended, progressed=metrics_size(self.order.work) > before)
 
     def _follow(self, job_id: str) -> JobOutcome:
         """Wait until the job is over; ask every tick once the stage's processes have ended."""
@@ -109,14 +111,6 @@ class Agent:
         if self._num_fruitless > self.order.interruptions_without_progress:
             raise TransientError(f"{what}; {self._num_fruitless} jobs in a row got no further than the ones before")
         self._say("milestone", f"{what}; submitting it again, to continue from its last checkpoint")
-
-    def _num_metrics_bytes(self) -> int:
-        """Return the size of the metrics file, which grows only with progress.
-
-        Steps that are repeated after a checkpoint are not logged again.
-        """
-        file = self.order.work / "metrics.jsonl"
-        return file.stat().st_size if file.exists() else 0
 
 
 def main() -> int:

@@ -31,6 +31,7 @@ from flows.ledger.record import LEDGER_FILE, AttemptRecord, RefreshRecord, fold
 from stages.core.errors import StoreError, full_disk_named
 from stages.core.files import write_atomically
 from stages.core.lines import say
+from stages.core.metric_series import metrics_size
 
 REPORT_FILE, ROWS_FILE, NOTE_FILE = "report.html", "comparison.json", "note.md"
 LONGEST_END = 65_536
@@ -195,11 +196,3 @@ def end_of(attempt: AttemptRecord, outcome: Outcome, **fields: object) -> Attemp
     return AttemptEnded(
         stage=began.stage, number=began.number, outcome=outcome, last_byte=metrics_size(folder), **fields
     )
-
-
-def metrics_size(folder: Path) -> int:
-    """Return the bytes of a folder's `metrics.jsonl`, 0 when there is none."""
-    try:
-        return (folder / "metrics.jsonl").stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -11,7 +11,8 @@ from flows.ledger.record import RefreshRecord, StageEntry, final_result
 from flows.report.lineage import closure
 from flows.report.model import Curve, DataOfTraining, Histogram, Share, TrainingCurves
 from flows.store.record import Artifact, Index
-from flows.tracking.rows import CURVES, HELD_OUT, batches, is_curve
+from flows.tracking.rows import CURVES, HELD_OUT, is_curve, rows_of
+from stages.core.metric_series import MetricSeries
 from stages.data.summaries import LENGTHS_FILE, Lengths
 from stages.kinds.registry import kind_of
 
@@ -65,7 +66,7 @@ def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator
     attempts = record.attempts_at(name)
     folder = entry.artifact or entry.work or (attempts[-1].folder if attempts else None)
     if folder:
-        yield from _curves(folder / "metrics.jsonl", "", behind=False)
+        yield from _curves(folder, "", behind=False)
 
 
 def _curves_behind(champion: Artifact, stage: str, entry: StageEntry, index: Index) -> Iterator[Curve]:
@@ -74,7 +75,7 @@ def _curves_behind(champion: Artifact, stage: str, entry: StageEntry, index: Ind
         record = artifact.record
         if (record.kind, record.stage) == (entry.kind, stage) and record.version != entry.version:
             label = f", champion of {champion.record.finished:%Y-%m-%d %H:%M}"
-            yield from _curves(artifact.folder / "metrics.jsonl", label, behind=True)
+            yield from _curves(artifact.folder, label, behind=True)
 
 
 def _earlier_champions(record: RefreshRecord, index: Index) -> Iterator[Artifact]:
@@ -88,18 +89,14 @@ def _earlier_champions(record: RefreshRecord, index: Index) -> Iterator[Artifact
             yield artifact
 
 
-def _curves(file: Path, label: str, *, behind: bool) -> Iterator[Curve]:
-    """Yield the curves in a file.
-
-    A later row of a step replaces an earlier one: a resumed attempt repeats the steps after its checkpoint.
-    """
-    points: dict[str, dict[int, float]] = {}
-    for batch in batches(file, 0, None, largest=MOST_POINTS) if file.is_file() else ():
-        for row in batch.rows:
-            if is_curve(row.name):
-                points.setdefault(row.name, {})[row.step] = row.value
+def _curves(folder: Path, label: str, *, behind: bool) -> Iterator[Curve]:
+    """Yield the curves that a training has logged."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for logged in MetricSeries(folder).steps():
+        for row in filter(lambda row: is_curve(row.name), rows_of(logged)):
+            points.setdefault(row.name, []).append((row.step, row.value))
     for name in sorted(points, key=lambda name: (name not in CURVES, list(points).index(name))):
-        yield _curve(name, label, sorted(points[name].items()), behind)
+        yield _curve(name, label, points[name], behind)
 
 
 def _curve(metric: str, label: str, points: list[tuple[int, float]], behind: bool) -> Curve:

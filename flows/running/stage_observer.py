@@ -12,12 +12,13 @@ from typing import Any
 from flows.ledger.events import AnyEvent, AttemptBegan, Outcome, StageWaits
 from flows.ledger.machine import energy_j
 from flows.ledger.record import AttemptRecord, RefreshRecord
-from flows.ledger.refreshes import end_of, metrics_size
+from flows.ledger.refreshes import end_of
 from flows.planning.devices import num_devices, own_gpus
 from flows.running.runner import Attempt, AttemptEnd
 from flows.tracking.labels import params_of, tags_of
 from stages.core.contract import StageResult
 from stages.core.errors import LifecycleError, RefreshStoppedError
+from stages.core.metric_series import metrics_size
 from stages.core.redaction import redact
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]

@@ -18,14 +18,14 @@ from flows.launch.cluster import cancel_left_over
 from flows.ledger.provenance import git_commit, package_versions
 from flows.planning.contamination import contamination_warnings
 from flows.planning.plan import PlannedStage
-from flows.store.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, content_digest, hash_files
+from flows.store.content import ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, SERIES, content_digest, hash_files
 from flows.store.record import Artifact, Record, UpstreamEntry
 from flows.store.store import Store
 from stages.core.contract import Lease, StageInput, StageResult, StrictModel, Trial
 from stages.core.files import write_atomically
 from stages.core.process_tree import end_processes, marked_processes
 
-KEPT = frozenset({SCRATCH_FOLDER, "metrics.jsonl", "events.jsonl", LOG_FILE})
+KEPT = frozenset({SCRATCH_FOLDER, *SERIES, LOG_FILE})
 """Files that an attempt keeps from the one before; all others are removed, so that no old result is committed."""
 
 

@@ -13,6 +13,7 @@ from flows.recipe.version import canonical_json
 from stages.core.contract import StrictModel
 from stages.core.fields import Product
 from stages.core.hashing import sha256_of_files
+from stages.core.metric_series import METRICS_FILE
 
 RECORD_FILE = "record.json"
 PENDING_RECORD_FILE = ".record.json"
@@ -24,7 +25,9 @@ LAUNCH_FOLDER = ".launch"
 NOT_OF_THE_ARTIFACT = frozenset(
     {RECORD_FILE, PENDING_RECORD_FILE, PENDING_HOOK_FILE, ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, LAUNCH_FOLDER}
 )
-BOOKKEEPING = frozenset({"config.json", "metrics.jsonl", "events.jsonl", "result.json"})
+SERIES = frozenset({METRICS_FILE, "events.jsonl"})
+"""Files to which every attempt at a stage appends."""
+BOOKKEEPING = frozenset({"config.json", *SERIES, "result.json"})
 """Files that the contract puts beside the content of an artifact; they differ with each build."""
 
 CONTENT_FOLDERS: dict[Product, str] = {"model": "model/", "adapter": "adapter/", "dataset": "data/"}

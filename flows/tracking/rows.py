@@ -1,8 +1,7 @@
-"""Values that are logged to MLflow: metrics from `metrics.jsonl`, tags and parameters of a refresh."""
+"""Values that are logged to MLflow: metrics of stages, tags and parameters of a refresh."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from flows.ledger.record import RefreshRecord
 from flows.tracking.pages import RUN_LINK
+from stages.core.metric_series import LoggedStep, MetricSeries
 from stages.kinds.registry import makes
 from stages.kinds.train.journal import PER_STEP
 from stages.kinds.train.methods.registry import metric_meanings
@@ -19,7 +19,7 @@ COMPARISON_IDENTITY = "lifecycle.comparison"
 HELD_OUT = "evaluation_"
 """Prefix of metrics over held-out rows."""
 CURVES = ("loss", f"{HELD_OUT}loss")
-NOT_METRICS = ("step", "time_ms")
+METRICS_PER_BATCH = 1000
 MEDIAN = "_median"
 """Suffix of the final value of a metric that every step has."""
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
@@ -43,41 +43,25 @@ class MetricBatch:
     next_byte: int
 
 
-def batches(file: Path, first_byte: int, last_byte: int | None, largest: int) -> Iterator[MetricBatch]:
-    """Yield the complete lines between two bytes of a `metrics.jsonl`, in batches of at most `largest` values.
-
-    last_byte: default: the end of the file.
-    """
+def batches(series: MetricSeries, largest: int = METRICS_PER_BATCH) -> Iterator[MetricBatch]:
+    """Yield what a series has not read yet, in batches of at most `largest` values."""
     rows: list[MetricRow] = []
-    position = first_byte
-    with file.open("rb") as stream:
-        stream.seek(first_byte)
-        for line in stream:
-            if not line.endswith(b"\n") or (last_byte is not None and position >= last_byte):
-                break
-            more = metric_rows(line)
-            # A line is never split, so that `next_byte` is the beginning of a line.
-            if rows and len(rows) + len(more) > largest:
-                yield MetricBatch(rows, position)
-                rows = []
-            rows = rows + more
-            position += len(line)
-    if position > first_byte:
-        yield MetricBatch(rows, position)
+    next_byte = first_byte = series.position
+    for logged in series.steps():
+        more = rows_of(logged)
+        # A line is never split, so that `next_byte` is the beginning of a line.
+        if rows and len(rows) + len(more) > largest:
+            yield MetricBatch(rows, next_byte)
+            rows = []
+        rows = rows + more
+        next_byte = series.position
+    if series.position > first_byte:
+        yield MetricBatch(rows, series.position)
 
 
-def metric_rows(line: bytes) -> list[MetricRow]:
-    """Return the values of one line; empty when a crash has torn it."""
-    try:
-        row = json.loads(line)
-        step, time_ms = int(row["step"]), int(row["time_ms"])
-    except (ValueError, TypeError, KeyError):
-        return []
-    return [
-        MetricRow(acceptable(name), float(value), time_ms, step)
-        for name, value in row.items()
-        if name not in NOT_METRICS
-    ]
+def rows_of(logged: LoggedStep) -> list[MetricRow]:
+    """Return the values of one line."""
+    return [MetricRow(acceptable(name), value, logged.time_ms, logged.step) for name, value in logged.values.items()]
 
 
 def is_curve(name: str) -> bool:
@@ -90,27 +74,15 @@ def acceptable(name: str) -> str:
     return REFUSED.sub("_", name)
 
 
-def known_steps(file: Path, first_byte: int) -> dict[str, int]:
-    """Return the last step of each metric that earlier attempts logged, before `first_byte`.
-
-    A step that is logged again is not shipped again.
-    """
-    steps: dict[str, int] = {}
-    for batch in batches(file, 0, first_byte, largest=1000) if first_byte else ():
-        for row in batch.rows:
-            steps[row.name] = max(row.step, steps.get(row.name, row.step))
-    return steps
-
-
-def final_rows(metrics: dict[str, float], file: Path | None, last_byte: int | None, ended_ms: int) -> list[MetricRow]:
+def final_rows(metrics: dict[str, float], folder: Path, last_byte: int | None, ended_ms: int) -> list[MetricRow]:
     """Return final metrics as values of the last step, without those that were logged last anyway.
 
     The median of what every step measures has a name of its own: as a second value of the last step, a chart would draw
     it as another point of the curve.
     """
     last: dict[str, MetricRow] = {}
-    for batch in batches(file, 0, last_byte, largest=1000) if file else ():
-        last |= {row.name: row for row in batch.rows}
+    for logged in MetricSeries(folder, last_byte=last_byte).steps():
+        last |= {row.name: row for row in rows_of(logged)}
     step = max((row.step for row in last.values()), default=0)
     rows = [MetricRow(acceptable(name), value, ended_ms, step) for name, value in metrics.items()]
     return [
@@ -175,8 +147,8 @@ def stage_rows(record: RefreshRecord, ended_ms: int) -> list[MetricRow]:
     for name, entry in record.stages.items():
         if entry.state not in ("built", "cached"):
             continue
-        file = entry.artifact / "metrics.jsonl" if entry.state == "built" and entry.artifact else None
-        curve = [row for batch in batches(file, 0, None, 1000) for row in batch.rows] if file and file.exists() else []
+        folder = entry.artifact if entry.state == "built" else None
+        curve = [row for logged in MetricSeries(folder).steps() for row in rows_of(logged)] if folder else []
         last_step = max((row.step for row in curve), default=0)
         losses = [row for row in curve if is_curve(row.name)]
         drawn = {row.name for row in losses}
@@ -228,11 +200,9 @@ def trial_rows(record: RefreshRecord, number: int) -> list[MetricRow]:
     """Return the steps of all rounds of a layout; each round's steps are numbered after those of the one before."""
     assert record.comparison
     steps_per_round = record.comparison.num_warmup_steps + record.comparison.num_steps
-    files = [(trial.round, trial.work / "metrics.jsonl") for trial in record.trials_of(number)]
     return [
-        replace(row, step=row.step + (round_number - 1) * steps_per_round)
-        for round_number, file in files
-        if file.exists()
-        for batch in batches(file, 0, None, largest=1000)
-        for row in batch.rows
+        replace(row, step=row.step + (trial.round - 1) * steps_per_round)
+        for trial in record.trials_of(number)
+        for logged in MetricSeries(trial.work).steps()
+        for row in rows_of(logged)
     ]

@@ -36,7 +36,6 @@ from flows.tracking.rows import (
     batches,
     final_rows,
     how_measured,
-    known_steps,
     layout_tags,
     note,
     parent_params,
@@ -47,16 +46,9 @@ from flows.tracking.rows import (
     stage_tags,
     trial_rows,
 )
-from flows.tracking.writing import (
-    LONGEST_VALUE,
-    METRICS_PER_BATCH,
-    log_datasets,
-    log_files,
-    log_metrics,
-    log_params,
-    set_tags,
-)
+from flows.tracking.writing import LONGEST_VALUE, log_datasets, log_files, log_metrics, log_params, set_tags
 from stages.core.errors import StoreError
+from stages.core.metric_series import MetricSeries, last_steps
 from stages.core.redaction import redact, shortened
 from stages.kinds.registry import makes
 
@@ -186,12 +178,12 @@ class Shipper:
         return str(self.client.create_run(experiment, start_time=started_ms, tags=tags, run_name=name).info.run_id)
 
     def _ship_metrics(self, attempt: AttemptRecord, known: ShippedAttempt) -> ShippedAttempt:
-        file = _metrics_file(attempt)
-        if file is None:
-            return known
-        logged = known_steps(file, attempt.began.first_byte)
-        for batch in batches(file, known.next_byte, attempt.last_byte, METRICS_PER_BATCH):
-            log_metrics(self.client, known.run_id, [row for row in batch.rows if row.step > logged.get(row.name, -1)])
+        folder = _folder(attempt)
+        # A step that an earlier attempt has logged, too, is not shipped again.
+        earlier = last_steps(folder, attempt.began.first_byte)
+        series = MetricSeries(folder, known.next_byte, attempt.last_byte, earlier)
+        for batch in batches(series):
+            log_metrics(self.client, known.run_id, batch.rows)
             # Saved after each batch: a kill repeats one batch at most, and MLflow drops equal values.
             known = self._save_attempt(attempt, known.model_copy(update={"next_byte": batch.next_byte}))
         return known
@@ -199,14 +191,14 @@ class Shipper:
     def _finish_attempt(self, attempt: AttemptRecord, run: str) -> None:
         ended = attempt.ended
         assert ended and attempt.outcome
-        file = _metrics_file(attempt)
-        log_metrics(self.client, run, final_rows(attempt.metrics, file, ended.last_byte, ended.time_ms))
+        folder = _folder(attempt)
+        log_metrics(self.client, run, final_rows(attempt.metrics, folder, ended.last_byte, ended.time_ms))
         tags = attempt.tags | ({"error": ended.error} if ended.error else {})
         scores = scores_text(attempt.tags["kind"], attempt.metrics)
         tags |= {"scores": scores} if scores else {}
         set_tags(self.client, run, tags)
-        log_datasets(self.client, run, tasks_read(_folder(attempt)))
-        log_files(self.client, run, _folder(attempt), ended.files)
+        log_datasets(self.client, run, tasks_read(folder))
+        log_files(self.client, run, folder, ended.files)
         self.client.set_terminated(run, ATTEMPT_STATUS[attempt.outcome], ended.time_ms)
 
     def _finish_parent(self, record: RefreshRecord, parent: str) -> None:
@@ -310,11 +302,6 @@ def _folder(attempt: AttemptRecord) -> Path:
     """
     artifact = store_root() / attempt.tags["kind"] / f"{attempt.began.stage}-{attempt.tags['version']}"
     return attempt.folder if attempt.folder.exists() else artifact
-
-
-def _metrics_file(attempt: AttemptRecord) -> Path | None:
-    file = _folder(attempt) / "metrics.jsonl"
-    return file if file.exists() else None
 
 
 class Tracker:

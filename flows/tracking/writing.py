@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.tracking.datasets import ReadDataset
-from flows.tracking.rows import MetricRow
+from flows.tracking.rows import METRICS_PER_BATCH, MetricRow
 from stages.core.redaction import shortened
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ from typing import Any
 
 MOST_ROWS = 1000
 """Most rows of a table; a browser reads the whole table."""
-METRICS_PER_BATCH = 1000
 PARAMS_PER_BATCH = 100
 LONGEST_VALUE = 6000
 TABLES_TAG = "mlflow.loggedArtifacts"

@@ -44,6 +44,7 @@ from stages.core.fields import (
     without,
 )
 from stages.core.launchers.registry import BLOCKS, LauncherBlocks
+from stages.core.metric_series import METRICS_FILE
 from stages.core.redaction import redact
 
 AdapterReference = Annotated[str, Reference(("adapter",))]
@@ -422,7 +423,7 @@ class StageContext:
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one line to `metrics.jsonl`; a step may be logged again after a resume, the first one counts."""
-        self._append("metrics.jsonl", {"step": step, "time_ms": time.time_ns() // 1_000_000, **metrics})
+        self._append(METRICS_FILE, {"step": step, "time_ms": time.time_ns() // 1_000_000, **metrics})
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
         """Report how far the stage is, and once a minute in its log; cheap enough to call every 100 milliseconds."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -11,8 +10,8 @@ from typing import Any
 
 from stages.core.contract import StageContext, is_main_process
 from stages.core.files import remove_cut_off_line
+from stages.core.metric_series import METRICS_FILE, MetricSeries
 
-METRICS_FILE = "metrics.jsonl"
 PROGRESS_EVERY_S = 0.5
 MUCH_COMMUNICATION = 0.3
 """Share of a step spent in collectives from which on a warning is given."""
@@ -41,8 +40,8 @@ class Journal:
         self._log_every_steps = log_every_steps
         if is_main_process():
             remove_cut_off_line(context.work / METRICS_FILE)
-        self.rows = read_metrics(context.work)
-        """Metrics that all attempts have logged, this one included."""
+        self.rows = [{"step": logged.step, **logged.values} for logged in MetricSeries(context.work).steps()]
+        """Metrics that all attempts have logged, this one included; a dictionary a step."""
         self._last_logged_step = max((int(row["step"]) for row in self.rows), default=0)
         self._last_progress_s = 0.0
         self._attempt: list[Metrics] = []
@@ -107,18 +106,11 @@ class Journal:
         return f", {self._attempt[-1]['real_tokens_per_s']:,.0f} tokens/s" if self._attempt else ""
 
 
-def read_metrics(work: Path) -> list[Metrics]:
-    """Return the metrics that all attempts have logged, a dictionary a step; a line that was cut off is left out."""
-    path = work / METRICS_FILE
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 SERIES = {"loss": "training", "evaluation_loss": "held out"}
 
 
 def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the losses in `rows` (lines of `metrics.jsonl`) over the steps, as PNG."""
+    """Draw the losses in `rows` (of a `Journal`) over the steps, as PNG."""
     from matplotlib import artist
 
     # Matplotlib builds a docstring of all setters for each class at import, which takes longer than the picture.

@@ -7,7 +7,8 @@ from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
 from flows.tracking.labels import flatten, params_of, tags_of
-from flows.tracking.rows import batches, final_rows, known_steps, metric_rows
+from flows.tracking.rows import batches, final_rows, rows_of
+from stages.core.metric_series import LoggedStep, MetricSeries, last_steps
 
 
 def log(work, *steps):
@@ -18,11 +19,10 @@ def log(work, *steps):
 
 def test_batches_are_small_enough_and_end_at_lines(tmp_path):
     log(tmp_path, *range(25))
-    file = tmp_path / "metrics.jsonl"
-    found = list(batches(file, 0, None, largest=10))
+    found = list(batches(MetricSeries(tmp_path), largest=10))
     assert [len(batch.rows) for batch in found] == [10, 10, 5]
-    assert found[-1].next_byte == file.stat().st_size
-    resumed = list(batches(file, found[0].next_byte, None, largest=100))
+    assert found[-1].next_byte == (tmp_path / "metrics.jsonl").stat().st_size
+    resumed = list(batches(MetricSeries(tmp_path, found[0].next_byte), largest=100))
     assert [row.step for batch in resumed for row in batch.rows] == list(range(10, 25))
 
 
@@ -30,7 +30,7 @@ def test_nothing_beyond_the_last_byte_is_read(tmp_path):
     log(tmp_path, 1)
     end = (tmp_path / "metrics.jsonl").stat().st_size
     log(tmp_path, 2)
-    (batch,) = batches(tmp_path / "metrics.jsonl", 0, end, largest=10)
+    (batch,) = batches(MetricSeries(tmp_path, last_byte=end), largest=10)
     assert [row.step for row in batch.rows] == [1]
 
 
@@ -38,28 +38,26 @@ def test_known_steps_are_those_before_the_attempt(tmp_path):
     log(tmp_path, 1, 2)
     end = (tmp_path / "metrics.jsonl").stat().st_size
     log(tmp_path, 3)
-    assert known_steps(tmp_path / "metrics.jsonl", end) == {"loss": 2}
-    assert known_steps(tmp_path / "metrics.jsonl", 0) == {}
+    assert last_steps(tmp_path, end) == {"loss": 2}
+    assert last_steps(tmp_path, 0) == {}
 
 
 def test_final_figures_belong_to_the_last_step_and_are_told_once(tmp_path):
     log(tmp_path, 1, 2)
     final = {"loss": 2.0, "evaluation_loss": 0.5}
-    (row,) = final_rows(final, tmp_path / "metrics.jsonl", None, ended_ms=7)
+    (row,) = final_rows(final, tmp_path, None, ended_ms=7)
     assert (row.name, row.value, row.step) == ("evaluation_loss", 0.5, 2)
-    assert [row.step for row in final_rows(final, None, None, ended_ms=7)] == [0, 0]
+    assert [row.step for row in final_rows(final, tmp_path / "empty", None, ended_ms=7)] == [0, 0]
 
 
 def test_a_median_is_no_second_point_of_its_curve(tmp_path):
     rows = [{"step": step, "time_ms": step, "tokens_per_s": 100.0 * step} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (row,) = final_rows({"tokens_per_s": 200.0}, tmp_path / "metrics.jsonl", None, ended_ms=7)
+    (row,) = final_rows({"tokens_per_s": 200.0}, tmp_path, None, ended_ms=7)
     assert (row.name, row.value, row.step) == ("tokens_per_s_median", 200.0, 3)
-    assert [row.name for row in final_rows({"tokens_per_s": 200.0}, None, None, ended_ms=7)] == ["tokens_per_s"]
-
-
-def test_a_torn_line_has_no_rows():
-    assert metric_rows(b'{"step": 1, "time_ms": 1, "lo') == []
+    assert [row.name for row in final_rows({"tokens_per_s": 200.0}, tmp_path / "empty", None, ended_ms=7)] == [
+        "tokens_per_s"
+    ]
 
 
 def test_nested_parameters_become_dotted():
@@ -125,5 +123,5 @@ def test_equal_layouts_have_equal_texts(tmp_path):
 
 
 def test_names_that_mlflow_would_refuse_are_made_acceptable():
-    (row,) = metric_rows(b'{"step": 1, "time_ms": 1, "addition.exact_match,strict": 0.5}')
+    (row,) = rows_of(LoggedStep(1, 1, {"addition.exact_match,strict": 0.5}))
     assert row.name == "addition.exact_match_strict"

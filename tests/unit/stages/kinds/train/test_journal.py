@@ -7,7 +7,8 @@ import json
 import pytest
 
 from stages.core.contract import StageContext
-from stages.kinds.train.journal import Journal, read_metrics
+from stages.core.metric_series import MetricSeries
+from stages.kinds.train.journal import Journal
 
 NUM_STEPS = 20
 
@@ -24,9 +25,10 @@ def test_a_resumed_run_does_not_log_a_step_twice(context):
     resumed = Journal(context, NUM_STEPS, log_every_steps=1)
     for step in range(5, 11):
         resumed.log(step, {"loss": float(step), "tokens_per_s": 2.0})
-    rows = read_metrics(context.work)
-    assert [row["step"] for row in rows] == list(range(1, 11))
-    assert rows[6]["tokens_per_s"] == 1.0
+    steps = list(MetricSeries(context.work).steps())
+    assert [logged.step for logged in steps] == list(range(1, 11))
+    assert steps[6].values["tokens_per_s"] == 1.0
+    assert (context.work / "metrics.jsonl").read_text().count("\n") == 10
     assert [row["step"] for row in resumed.rows] == list(range(1, 11))
     assert resumed.summary() == {"loss": 10.0, "tokens_per_s": 2.0}
 
@@ -36,7 +38,8 @@ def test_a_line_that_was_cut_off_is_logged_again(context):
     with (context.work / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 2, "lo')
     Journal(context, NUM_STEPS, log_every_steps=1).log(2, {"loss": 2.0})
-    assert [(row["step"], row["loss"]) for row in read_metrics(context.work)] == [(1, 1.0), (2, 2.0)]
+    steps = MetricSeries(context.work).steps()
+    assert [(logged.step, logged.values["loss"]) for logged in steps] == [(1, 1.0), (2, 2.0)]
 
 
 def test_the_first_the_last_and_every_nth_step_are_due(context):

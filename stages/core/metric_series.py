@@ -1,0 +1,92 @@
+"""Metrics that a stage logs while it runs, as everything reads them: JSON lines in `metrics.jsonl` of its work folder.
+
+A line holds "step", "time_ms" and numbers by metric name; NaN and Infinity stand for themselves. The file outlives the
+attempts at a stage: one that resumes from a checkpoint may log steps again, of which the first value counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+METRICS_FILE = "metrics.jsonl"
+NOT_METRICS = ("step", "time_ms")
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    """Line of the file. values: by metric, without those that an earlier line has for the same or a later step."""
+
+    step: int
+    time_ms: int
+    values: dict[str, float]
+
+
+class MetricSeries:
+    """Reader of a work folder's or artifact's metrics, a line at a time; it continues where it stopped reading.
+
+    position: byte at which the next line begins.
+    last_steps: last step of each metric that was read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        first_byte: int = 0,
+        last_byte: int | None = None,
+        last_steps: Mapping[str, int] | None = None,
+    ) -> None:
+        """Begin at a byte. last_byte: default: wherever the file ends; last_steps: those of the lines before."""
+        self.position = first_byte
+        self.last_steps = dict(last_steps or {})
+        self._file = folder / METRICS_FILE
+        self._last_byte = last_byte
+
+    def steps(self) -> Iterator[LoggedStep]:
+        """Yield what was logged since the last call. The file need not exist yet.
+
+        An unfinished last line is read once it is whole; a line that a crash has torn is left out.
+        """
+        with suppress(FileNotFoundError), self._file.open("rb") as stream:
+            stream.seek(self.position)
+            for line in stream:
+                if not line.endswith(b"\n") or (self._last_byte is not None and self.position >= self._last_byte):
+                    return
+                self.position += len(line)
+                if (logged := _parse(line)) and (new := self._without_repeats(logged)):
+                    yield new
+
+    def _without_repeats(self, logged: LoggedStep) -> LoggedStep | None:
+        step, last_steps = logged.step, self.last_steps
+        values = {name: value for name, value in logged.values.items() if step > last_steps.get(name, step - 1)}
+        last_steps.update(dict.fromkeys(values, step))
+        return LoggedStep(step, logged.time_ms, values) if values else None
+
+
+def _parse(line: bytes) -> LoggedStep | None:
+    """Return what a line says; None for one that a crash has torn."""
+    try:
+        row = json.loads(line)
+        values = {name: float(value) for name, value in row.items() if name not in NOT_METRICS}
+        return LoggedStep(int(row["step"]), int(row["time_ms"]), values)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def last_steps(folder: Path, last_byte: int) -> dict[str, int]:
+    """Return the last step of each metric before a byte of a folder's metrics."""
+    series = MetricSeries(folder, last_byte=last_byte)
+    for _ in series.steps():
+        pass
+    return series.last_steps
+
+
+def metrics_size(folder: Path) -> int:
+    """Return the bytes of a folder's metrics, 0 when there are none."""
+    try:
+        return (folder / METRICS_FILE).stat().st_size
+    except FileNotFoundError:
+        return 0
