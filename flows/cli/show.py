@@ -122,16 +122,18 @@ def find_artifact(index: Index, name: str) -> Artifact:
     Raises `StoreError` when there is none, or several versions begin so.
     """
     newest = _newest_first(index)
-    by_stage = [one for one in newest if name in (one.record.stage, one.folder.name)]
+    by_stage = [artifact for artifact in newest if name in (artifact.record.stage, artifact.folder.name)]
     if by_stage:
         return by_stage[0]
-    by_version = [one for one in newest if len(name) >= SHORTEST_PREFIX and one.record.version.startswith(name)]
+    by_version = [
+        artifact for artifact in newest if len(name) >= SHORTEST_PREFIX and artifact.record.version.startswith(name)
+    ]
     if len(by_version) == 1:
         return by_version[0]
     if by_version:
-        found = ", ".join(one.folder.name for one in by_version)
-        raise StoreError(f"looking for `{name}`: the versions of {found} begin so; give more digits")
-    known = {one.record.stage for one in newest} | {ledger.folder.name for ledger in ledgers()}
+        candidates = ", ".join(artifact.folder.name for artifact in by_version)
+        raise StoreError(f"looking for `{name}`: the versions of {candidates} begin so; give more digits")
+    known = {artifact.record.stage for artifact in newest} | {ledger.folder.name for ledger in ledgers()}
     raise StoreError(
         f"looking for `{name}`: no artifact or refresh is called so, nor does one version{closest(name, known)}; "
         "`lifecycle show` lists them"

@@ -94,7 +94,7 @@ def verify(as_json: bool) -> None:
             for trouble in ("damaged", "missing", "extra"):
                 for file in getattr(verification, trouble):
                     click.echo(f"         {trouble}: {file}")
-    bad = [one for one in verified if not one.whole]
+    bad = [verification for verification in verified if not verification.whole]
     if as_json:
         damaged = [
             {"artifact": str(one.artifact.folder), "damaged": one.damaged, "missing": one.missing, "extra": one.extra}
@@ -102,7 +102,7 @@ def verify(as_json: bool) -> None:
         ]
         print_json({"verified": len(verified), "damaged": damaged})
     if bad and not as_json:
-        names = ", ".join(one.artifact.record.stage for one in bad)
+        names = ", ".join(verification.artifact.record.stage for verification in bad)
         raise StoreError(f"{len(bad)} of {len(verified)} artifacts are damaged: {names}; --force builds a stage again")
     if bad:
         sys.exit(StoreError.exit_code)
@@ -127,17 +127,18 @@ def gc(by_policy: bool, dry_run: bool, older_than_days: float, as_json: bool) ->
     policy = read_policy() if by_policy else None
     if by_policy and policy is None:
         raise RecipeError(f"there is no {policy_file()}; expected such as `keep: {{refreshes: 30, days: 90}}`")
-    found = Housekeeping(policy, older_than_days)
-    done = Collected(tuple(found.garbage), ()) if dry_run else found.collect()
+    housekeeping = Housekeeping(policy, older_than_days)
+    done = Collected(tuple(housekeeping.garbage), ()) if dry_run else housekeeping.collect()
     if as_json:
-        items = [{"path": str(one.path), "size_bytes": one.size_bytes, "reason": one.reason} for one in done.removed]
+        removed = done.removed
+        items = [{"path": str(item.path), "size_bytes": item.size_bytes, "reason": item.reason} for item in removed]
         print_json({"dry_run": dry_run, "garbage": items, "failures": done.failures})
         if done.failures:
             sys.exit(StoreError.exit_code)
         return
-    for one in done.removed:
-        click.echo(f"{one.size_bytes / 2**20:9.1f} MiB  {one.path}  {one.reason}")
-    total_mib = sum(one.size_bytes for one in done.removed) / 2**20
+    for item in done.removed:
+        click.echo(f"{item.size_bytes / 2**20:9.1f} MiB  {item.path}  {item.reason}")
+    total_mib = sum(item.size_bytes for item in done.removed) / 2**20
     click.echo(f"{total_mib:.1f} MiB {'would be' if dry_run else 'were'} freed")
     if done.failures:
         listed = "\n".join(f"  {failure}" for failure in done.failures)

@@ -60,12 +60,12 @@ def _promotion(stage: str, entry: StageEntry, folder: Path) -> Promotion:
     else:
         differences = [
             ScoreDifference(
-                name=one.name,
-                difference=one.difference,
-                interval=one.shown_interval,
-                nothing_solved=one.num_samples if one.solved_by_neither else None,
+                name=paired.name,
+                difference=paired.difference,
+                interval=paired.shown_interval,
+                nothing_solved=paired.num_samples if paired.solved_by_neither else None,
             )
-            for one in verdict.differences
+            for paired in verdict.differences
         ]
     return Promotion(
         stage=stage,

@@ -93,8 +93,8 @@ def score_bars(scores: Sequence[Score]) -> dict[str, list[Bar]]:
 
 
 def _bars(group: Sequence[Score]) -> list[Bar]:
-    bottoms, tops = zip(*(one.interval or (one.value, one.value) for one in group), strict=True)
-    is_share = all(0 <= one.value <= 1 for one in group)
+    bottoms, tops = zip(*(score.interval or (score.value, score.value) for score in group), strict=True)
+    is_share = all(0 <= score.value <= 1 for score in group)
     low = 0.0 if is_share else min(0.0, *bottoms)
     high = 1.0 if is_share else max(0.0, *tops) or 1.0
 
@@ -102,10 +102,10 @@ def _bars(group: Sequence[Score]) -> list[Bar]:
         return 100 * (min(max(value, low), high) - low) / (high - low)
 
     bars = []
-    for one, bottom, top in zip(group, bottoms, tops, strict=True):
-        ends = sorted((place(0.0), place(one.value)))
+    for score, bottom, top in zip(group, bottoms, tops, strict=True):
+        ends = sorted((place(0.0), place(score.value)))
         error = place(bottom), place(top)
-        bars.append(Bar(one, place(0.0), ends[0], ends[1] - ends[0], error[0], error[1] - error[0]))
+        bars.append(Bar(score, place(0.0), ends[0], ends[1] - ends[0], error[0], error[1] - error[0]))
     return bars
 
 

@@ -71,13 +71,13 @@ class DueRuns:
         """
         if time.monotonic() < self._asks_whole_at_s and not await self._is_anything_due():
             return []
-        found = await self._ask()
+        scheduled = await self._ask()
         self._asks_whole_at_s = time.monotonic() + ASK_WHOLE_S
         left_out = set()
-        for *missed, latest in missed_runs([one.flow_run for one in found], datetime.now(UTC)):
+        for *missed, latest in missed_runs([one.flow_run for one in scheduled], datetime.now(UTC)):
             await self._leave_out(missed, latest)
             left_out |= {run.id for run in missed}
-        return [one for one in found if one.flow_run.id not in left_out]
+        return [one for one in scheduled if one.flow_run.id not in left_out]
 
     async def _is_anything_due(self) -> bool:
         before = datetime.now(UTC) + timedelta(seconds=PREFECT_WORKER_PREFETCH_SECONDS.value())

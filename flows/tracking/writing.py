@@ -52,16 +52,16 @@ def log_datasets(client: MlflowClient, run: str, datasets: Iterable[ReadDataset]
     inputs = [
         DatasetInput(
             Dataset(
-                one.name,
-                one.digest,
-                one.source_type,
-                json.dumps(one.source),
-                schema=json.dumps({"mlflow_colspec": one.columns}) if one.columns else None,
-                profile=json.dumps(one.profile),
+                dataset.name,
+                dataset.digest,
+                dataset.source_type,
+                json.dumps(dataset.source),
+                schema=json.dumps({"mlflow_colspec": dataset.columns}) if dataset.columns else None,
+                profile=json.dumps(dataset.profile),
             ),
-            [InputTag("mlflow.data.context", one.context)],
+            [InputTag("mlflow.data.context", dataset.context)],
         )
-        for one in datasets
+        for dataset in datasets
     ]
     if inputs:
         client.log_inputs(run, inputs)

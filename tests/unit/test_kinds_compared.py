@@ -106,7 +106,7 @@ def test_flows_compare_names_of_registries_in_one_place():
         for item in ast.walk(node)
         if isinstance(item, ast.Constant) and item.value in REGISTERED
     ]
-    assert compared == [("tracking/datasets.py", "hf")], "MLflow has a word of its own for datasets of that hub"
+    assert compared == [("tracking/datasets.py", "hf")], "MLflow has its own name for datasets of that hub"
 
 
 def test_a_stage_makes_a_product_of_its_kind():

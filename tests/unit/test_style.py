@@ -29,6 +29,10 @@ EXPLAINING = {"description", "help"}
 """Arguments whose text a person reads: of a pydantic field, and of a command's option."""
 
 
+VAGUE = {"one", "found", "told", "said", "stays", "means"}
+"""Names that say nothing of what is bound to them."""
+SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp
+SCOPES |= ast.GeneratorExp
 DEFINITIONS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -82,6 +86,31 @@ def test_the_text_reads_no_worse_than_it_did(folder, what):
     shown = "\n".join(places.get(what, ()))
     assert count <= bound, f"{count} {what} in {folder}, at most {bound} are allowed; take the new ones out:\n{shown}"
     assert count >= bound - SLACK[what], f"only {count} {what} are left in {folder}: lower its bound, {bound}, to that"
+
+
+def lives_of_vague_names(scope):
+    """Yield each vague name that is bound or read in a scope, with the first and the last line where it stands."""
+    lines, todo = {}, list(ast.iter_child_nodes(scope))
+    while todo:
+        node = todo.pop()
+        if isinstance(node, SCOPES):
+            yield from lives_of_vague_names(node)
+            continue
+        name = getattr(node, "id", getattr(node, "arg", None))
+        if name in VAGUE and not isinstance(node, ast.keyword):
+            lines.setdefault(name, []).append(node.lineno)
+        todo += ast.iter_child_nodes(node)
+    yield from ((name, min(where), max(where)) for name, where in lines.items())
+
+
+def test_a_name_that_lives_over_five_lines_says_what_it_is():
+    found = [
+        f"{file.relative_to(ROOT)}:{first}: {name}, until line {last}"
+        for file in sorted((ROOT / "flows").rglob("*.py"))
+        for name, first, last in lives_of_vague_names(ast.parse(file.read_text()))
+        if last - first >= 5
+    ]
+    assert found == []
 
 
 if __name__ == "__main__":
