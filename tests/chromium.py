@@ -1,4 +1,4 @@
-"""A page in a real browser: the machine's Chromium, headless and offline. Tests skip where there is none."""
+"""Open pages in a real browser: the machine's Chromium, headless and offline. Tests skip where there is none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Seen:
 
 @contextmanager
 def started() -> Iterator[Browser]:
-    """The machine's browser, or one that Playwright has installed."""
+    """Run Chromium: the machine's, or the one that Playwright has installed."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     with sync_playwright() as playwright:
         try:
@@ -43,7 +43,7 @@ def started() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, file: Path, width: int = 1280, scheme: str = "light") -> Iterator[tuple[Page, Seen]]:
-    """A file in a page of its own, from file://, without a network."""
+    """Open a local file in a new browser page without network; yields the page and what it complained about."""
     seen = Seen()
     context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": width, "height": 900})
     page = context.new_page()

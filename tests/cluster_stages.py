@@ -47,19 +47,19 @@ class Refresh:
 
     @property
     def work(self) -> Path:
-        """The SFT's work folder."""
+        """Work folder of the SFT stage."""
         planned = self.stages["sft"]
         return self.store.work_folder(planned.kind, planned.name, planned.resume_key)
 
     @property
     def job(self) -> str:
-        """The name of its job."""
+        """Name of the SFT stage's cluster job."""
         order = JobFolder.of(self.work).order()
         assert order
         return order.job
 
     def run(self, **options: Any) -> Built:
-        """Build everything; returns the SFT."""
+        """Build all stages; returns the built SFT stage."""
         built: dict[str, Built] = {}
         for name in SOURCES:
             built[name] = run_stage(self.stages[name], built, self.store, Notes())

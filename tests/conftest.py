@@ -50,14 +50,14 @@ LONGEST = (
     "test_megatron_curves.py",
     "test_megatron.py",
 )
-"""Files that take minutes. A worker that began one last would have the others wait for it; the many short unit tests
-fill what is left. The order is that of `build/suite.json`, which `make test` writes."""
+"""Test files that take minutes, slowest first, so that no worker begins one last while the others wait; short tests
+fill the rest. The order is that of `build/suite.json`, which `make test` writes."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules of all tests make a million objects, which stay: looking through them again and again for garbage took a
-    fifth of the collection, and some of the time of every test."""
+    """Turn off garbage collection while tests are collected, and freeze what they import: a million objects, whose
+    repeated scans took a fifth of the collection, and some of the time of every test."""
     gc.disable()
     try:
         return (yield)

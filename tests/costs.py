@@ -39,7 +39,7 @@ def pytest_runtest_protocol(item: pytest.Item):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node) -> None:
-    """Take over what a worker of pytest-xdist has counted."""
+    """Add up the times of test files that a pytest-xdist worker measured."""
     total = node.config.stash.setdefault(COSTS, {})
     total |= getattr(node, "workeroutput", {}).get("costs", {})
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def flip_bit(path: Path, at: int) -> None:
-    """Turn over one bit of the byte at a position."""
+    """Flip the lowest bit of the byte at an offset."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)

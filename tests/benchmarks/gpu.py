@@ -116,12 +116,12 @@ def ordered(device: str) -> list[Part | str]:
 
 
 def name_of(what: Part | str) -> str:
-    """Return the name that the table shows."""
+    """Return the name of a benchmark part as the result table shows it."""
     return what.name if isinstance(what, Part) else what
 
 
 class Run:
-    """Parts that are done, and those that are left."""
+    """Progress of a benchmark: its parts that are done, with results, and those that are left."""
 
     def __init__(self, out: Path, device: str, end_s: float, models: Path | None) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ class Run:
         self.rows: list[dict[str, Any]] = json.loads(self.file.read_text()) if self.file.exists() else []
 
     def part(self, what: Part | str) -> None:
-        """Run it, unless it is done or there is no time; after memory ran out, with the next layout."""
+        """Run a part, unless it is done or time is short; if memory runs out, try the next layout."""
         for place in range(MOST_PLACES):
             one = replace(what, place=place) if isinstance(what, Part) else what
             row = self._done(one) or self._run(one)
@@ -208,7 +208,7 @@ class Run:
                 started.stop()
 
     def _keep(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Write all rows at once, so that what is killed leaves the rows before."""
+        """Add a result and rewrite the results files atomically, so that a killed process leaves the earlier ones."""
         self.rows = [other for other in self.rows if other["part"] != row["part"]] + [row]
         for file, text in ((self.file, json.dumps(self.rows, indent=1)), (self.out / "gpu.md", table(self.rows))):
             half = file.with_suffix(".half")

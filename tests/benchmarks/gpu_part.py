@@ -48,7 +48,7 @@ NUM_KERNELS = 12
 
 
 def config_of(part: Part, **layout: Any) -> TrainConfig:
-    """Return the config of a train stage that does the same."""
+    """Return the config of a train stage that does the same training as a benchmark part."""
     engine = part.program if part.program == "megatron" else "fsdp"
     return TrainConfig.model_validate(
         {

@@ -115,7 +115,7 @@ def trl(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device
     rows = Dataset.from_dict({"input_ids": tokens.tolist()})
 
     class Ends(TrainerCallback):
-        """When each step began or ended."""
+        """Callback that records the time at the start of training and after each step."""
 
         def on_train_begin(self, *arguments: Any, **_: Any) -> None:
             self.times_s = [now_s(device)]

@@ -34,7 +34,7 @@ TOLD = {
     "fused cross-entropy": {"fused_cross_entropy": True},
     "no TP, gradient or p2p overlap": {"overlaps_layers": False, "overlaps_gradients": False},
 }
-"""Fields of `Software` by the words that state them in a row's note."""
+"""Fields of `Software` that are set by certain words in a row's note."""
 ALLOCATED = "max allocated"
 """Mark in the note of rows whose memory counts tensors only, without the driver and idle memory."""
 RESERVED = "max reserved"
@@ -53,7 +53,7 @@ class Measured:
     memory_gib: float | None
     out_of_memory: bool
     table: str | None = None
-    """Name of a further table, which nothing was fitted to; None for those of `data/`."""
+    """Name of a held-out table, which no constant was fitted to; None for rows of `data/`."""
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -71,12 +71,12 @@ class Measured:
 
     @property
     def is_told(self) -> bool:
-        """The row describes its program, at least its recomputation."""
+        """Return whether the row describes its training program, at least its recomputation."""
         return not any(assumption.startswith("recompute=") for assumption in self.run.assumed)
 
     @property
     def is_seen(self) -> bool:
-        """The row was in view when constants were set."""
+        """Return whether the row's measurements were known when the planner's constants were fitted."""
         if self.table == "mlperf":
             return self.run.cells["source"].split("@")[0].split()[-1] in SEEN_SUBMITTERS
         return self.table != "bridge" or self.run.workload.precision != "fp4"
@@ -86,7 +86,7 @@ class Measured:
         return predicted_step_time_s(_with(self.run, efficiency))
 
     def predicted_gib(self, efficiency: Efficiency | None = None) -> float:
-        """Predict the peak memory with these constants, counting only what the row's figure counts."""
+        """Predict the peak memory of a run, counting only what the published figure counts."""
         run = _with(self.run, efficiency)
         note = run.cells.get("note", "")
         if ALLOCATED not in note and RESERVED not in note:

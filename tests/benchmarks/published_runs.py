@@ -257,7 +257,7 @@ def _shape(cells: Cells) -> ModelShape:
 
 
 def _as_stated(known: ModelShape, cells: Cells) -> ModelShape:
-    """Return a known model with the row's sizes in place of its own."""
+    """Return a known model's shape with the sizes that the row states."""
     columns = {"num_layers": "layers", "num_heads": "heads", "num_kv_heads": "kv_heads", "ffn_size": "ffn"}
     stated: dict[str, Any] = {field: value for field, column in columns.items() if (value := cells.number(column))}
     if vocab := cells.number("vocab"):

@@ -168,7 +168,7 @@ def events_engine(folder: Path) -> Iterator[tuple[EngineAddress, EngineAddress, 
 
 @contextmanager
 def vllm(folder: Path, model: Path | None) -> Iterator[tuple[EngineAddress, EngineAddress, bytes]]:
-    """Yield the same for vLLM."""
+    """Yield the addresses of a real vLLM and of its proxy, and the bytes of a request."""
     if not model:
         make_model(model := folder / "model")
     spec = new_launch_spec(model, "model", ServingConfig.model_validate({**SERVING, "max_model_len": 128}))
@@ -210,7 +210,7 @@ def main() -> None:
 
 
 def line(concurrency: int, results: dict[str, list[Measured]]) -> str:
-    """Return the medians of the rounds, and their ratios."""
+    """Return a table line: the medians of requests/s and latency, direct and through the proxy."""
     rate, p50, p99, used = (
         [statistics.median(getattr(one, name) for one in results[way]) for way in ("direct", "proxy")]
         for name in ("requests_per_s", "ttft_p50_ms", "ttft_p99_ms", "processor_ms")

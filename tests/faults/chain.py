@@ -21,7 +21,7 @@ STAGES = ("base", "rows", "sft", "awq", "scores")
 
 
 def run_stage_process(work: Path) -> None:
-    """Hash on from what the inputs hold, with a checkpoint after each step; ranks other than 0 follow it."""
+    """Run a stage that chains hashes of its inputs, one checkpoint a step; ranks other than 0 wait for rank 0."""
     stage_input = json.loads((work / "config.json").read_text())
     checkpoint = work / "scratch" / "checkpoint.json"
     if os.environ.get("RANK", "0") != "0":
@@ -60,7 +60,7 @@ def _contents(artifact: Path) -> list[Path]:
 
 
 def recipe(ranks: int) -> dict[str, dict[str, object]]:
-    """As the quickstart's: two downloads, training on `ranks` processes, quantization, scores."""
+    """Return a recipe like the quickstart's: two downloads, training on `ranks` processes, quantization, scores."""
     execution = {"execution": {"threads": 1}}
     return {
         "base": {"kind": "download", "model": "builtin/qwen3-1m", **execution},
@@ -81,7 +81,7 @@ def recipe(ranks: int) -> dict[str, dict[str, object]]:
 
 
 def run_refresh(root: Path, ranks: int) -> dict[str, dict[str, object]]:
-    """Every stage in turn, through the real runner, store and supervisor."""
+    """Run all stages of the refresh in order, through the real runner, store and supervisor."""
     import tiny
 
     from flows.launch import local
@@ -106,25 +106,25 @@ def run_refresh(root: Path, ranks: int) -> dict[str, dict[str, object]]:
 
 
 def start(root: Path, ranks: int = 1) -> subprocess.Popen[str]:
-    """A refresh as a process of its own."""
+    """Start a refresh in a process of its own."""
     command = [sys.executable, __file__, str(root), str(ranks)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(refresh: subprocess.Popen[str]) -> dict[str, dict[str, object]]:
-    """Return the outcome of its stages, once it has ended well."""
+    """Wait for a refresh to succeed, and return the outcome of its stages."""
     said, errors = refresh.communicate(timeout=300)
     assert refresh.returncode == 0, errors
     return json.loads(said)
 
 
 def identities(refresh: dict[str, dict[str, object]]) -> dict[str, tuple[object, object]]:
-    """Version and digest of each stage: what a disturbed refresh must have in common with an undisturbed one."""
+    """Return version and digest of each stage, which must be the same with and without faults."""
     return {name: (stage["version"], stage["digest"]) for name, stage in refresh.items()}
 
 
 def step_of(root: Path, stage: str) -> int:
-    """At which step the stage's last checkpoint is."""
+    """Return the step of the stage's last checkpoint; 0 without one."""
     checkpoint = next(root.glob(f".work/*/{stage}-*/scratch/checkpoint.json"), None)
     return json.loads(checkpoint.read_text())["step"] if checkpoint else 0
 

@@ -23,7 +23,7 @@ def leftovers(tmp_path_factory: pytest.TempPathFactory) -> Leftovers:
 
 @pytest.fixture(scope="module", autouse=True)
 def marked(leftovers: Leftovers) -> Iterator[None]:
-    """Mark the processes that fault tests start; those that other tests of this process share are not marked."""
+    """Mark the processes that fault tests start, by an environment variable; shared processes get no mark."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in leftovers.environment().items():
             patch.setenv(name, value)
@@ -32,7 +32,7 @@ def marked(leftovers: Leftovers) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(leftovers: Leftovers) -> Iterator[None]:
-    """No process, shared memory, held lock or temporary file of a test is there after it."""
+    """Fail a test that leaves a process, shared memory, a held lock or a temporary file."""
     before = leftovers.look()
     yield
     end_s = time.monotonic() + PATIENCE_S
@@ -43,14 +43,14 @@ def nothing_is_left(leftovers: Leftovers) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, tuple[object, object]]]:
-    """Versions and digests of a refresh that nothing happens to, by the number of ranks of its training."""
+    """Versions and digests of a refresh without faults, by the number of ranks of its training."""
     refreshes = {ranks: chain.start(tmp_path_factory.mktemp("undisturbed"), ranks) for ranks in (1, 2)}
     return {ranks: chain.identities(chain.finish(refresh)) for ranks, refresh in refreshes.items()}
 
 
 @pytest.fixture
 def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
-    """Makes faults by name and stage; each is a line of the table if the test passes."""
+    """Provide a function that makes faults by name and stage; each is a line of the table if the test passes."""
 
     def make(name: str, stage: str) -> Fault:
         one = Fault(name, stage)
@@ -62,7 +62,7 @@ def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
 
 @pytest.fixture
 def fault(request: pytest.FixtureRequest, new_fault: Callable[[str, str], Fault]) -> Fault:
-    """The one fault of the test, to be named by it."""
+    """Provide the fault of a test with a single one; the test sets its name and stage."""
     return new_fault(request.node.name, "")
 
 

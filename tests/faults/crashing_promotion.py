@@ -1,4 +1,4 @@
-"""A promotion whose hook comes to grief: in place of `flows.champion.promotion`, with the same arguments.
+"""A promotion whose hook is killed or loses MLflow: replaces `flows.champion.promotion`, with the same arguments.
 
 PROMOTION_FAULT says how: `METHOD NUMBER` kills it, as a power cut would, right after the call of this number of a
 method of MLflow's client (0: before the first one); `away` takes MLflow from it; `judge` kills it before the verdict.
@@ -28,7 +28,7 @@ def die(*_: Any) -> NoReturn:
 
 
 def crash_after(method: str, number: int) -> None:
-    """Let this process be killed after the call of this number of a method of the client."""
+    """Kill this process after the given number of calls of a method of MLflow's client."""
     real = getattr(MlflowClient, method)
     num_calls = 0
 

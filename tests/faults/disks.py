@@ -1,4 +1,4 @@
-"""Small file systems of their own, to be filled or made read-only. The session's mounts are its own, too."""
+"""Small file systems for tests that fill them or make them read-only, mounted in the session's mount namespace."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 @contextlib.contextmanager
 def mounted(folder: Path, *options: str) -> Iterator[None]:
-    """A file system of its own at `folder`."""
+    """Mount a file system at `folder` until the end of the context."""
     folder.mkdir(exist_ok=True)
     if subprocess.run(["mount", *options, str(folder)], check=False).returncode:
         pytest.skip("this container may not mount")
@@ -39,7 +39,7 @@ def fill_last_block(file: Path) -> None:
 
 @contextlib.contextmanager
 def filled(disk: Path) -> Iterator[None]:
-    """A disk that nothing more goes into, for as long as another program is greedy."""
+    """Keep a disk full until the end of the context, by a file of another program."""
     file = disk / "of-another-program"
     with file.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
         while True:

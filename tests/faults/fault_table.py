@@ -10,7 +10,7 @@ HEADINGS = ("fault", "stage", "detected in s", "recovered in s", "lost")
 
 @dataclass
 class Fault:
-    """A line of the table. `lost`: what had to be done again."""
+    """A fault: a line of the table of `make faults`. `lost`: the work that had to be done again."""
 
     name: str
     stage: str
@@ -25,13 +25,13 @@ class Fault:
         self.seconds[what] = time.monotonic() - began_s
 
     def cells(self) -> tuple[str, ...]:
-        """As text, in the order of HEADINGS."""
+        """Return the cells of this fault's table line, in the order of HEADINGS."""
         times = [f"{self.seconds[what]:.1f}" if what in self.seconds else "" for what in ("detected", "recovered")]
         return (self.name, self.stage, *times, self.lost)
 
 
 def lines(faults: Sequence[Fault]) -> Iterator[str]:
-    """The table as text."""
+    """Yield the lines of the table of faults, with aligned columns."""
     rows = [HEADINGS, *(fault.cells() for fault in faults)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     for row in rows:

@@ -22,7 +22,7 @@ DAEMONS = ("slurmd", "slurmctld", "slurmstepd", "munged", "postgres")
 
 
 class Leftovers:
-    """Everything that exists now, by kind; the difference to an earlier look is what a test has left."""
+    """Finds what a test leaves behind: the difference between two snapshots of processes, locks and files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class Leftovers:
         return {MARK_VARIABLE: self._mark.partition("=")[2], "TMPDIR": str(self._temporary)}
 
     def look(self) -> dict[str, set[str]]:
-        """Processes but servers that tests share, shared memory, locks that are held, and temporary files."""
+        """Return a snapshot: marked processes except shared servers, shared memory, held locks, temporary files."""
         servers = self._servers()
         processes = {pid: _command(pid) for pid in marked_processes(self._mark) if pid != os.getpid()}
         others = {pid: command for pid, command in processes.items() if pid not in servers and not _is_daemon(command)}
@@ -53,7 +53,7 @@ class Leftovers:
         return files if self.has_own_shared_memory else files - _open_files()
 
     def _servers(self) -> set[int]:
-        """Processes of Prefect and MLflow servers that `lifecycle up` has started, and of their supervisors."""
+        """Return the processes of Prefect and MLflow servers that `lifecycle up` started, and of their supervisors."""
         files = [path.read_text() for path in self._folder.glob("**/servers.json")]
         supervisors = {Lock(path.parents[1]).holder() for path in self._folder.glob("**/supervisor/lock")} - {None}
         environments = {pid: _environment(pid) for pid in marked_processes(self._mark)}
@@ -65,12 +65,12 @@ class Leftovers:
 
 
 def new(before: dict[str, set[str]], after: dict[str, set[str]]) -> list[str]:
-    """Return what did not exist before, a line each."""
+    """Return what a later snapshot of leftovers has and an earlier one lacks, a line each."""
     return [f"{kind}: {thing}" for kind, things in after.items() for thing in sorted(things - before[kind])]
 
 
 def _mount_own_shared_memory() -> bool:
-    """Only for this process and those it starts: in a mount namespace of their own."""
+    """Mount a tmpfs on /dev/shm for this process and its children only; returns whether that worked."""
     libc = ctypes.CDLL(None)
     return (
         libc.unshare(CLONE_NEWNS) == 0
@@ -107,13 +107,13 @@ def _environment(pid: int) -> str:
 
 
 def _tokens(environment: str) -> list[str]:
-    """Marks that our supervisor and servers put into the environments of what they start."""
+    """Return the token values that our supervisor and servers put into the environment of their child processes."""
     variables = (line.partition("=") for line in environment.split("\0"))
     return [value for name, _, value in variables if name.endswith("_TOKEN") and name.startswith("LIFECYCLE") and value]
 
 
 def _open_files() -> set[str]:
-    """Files that some living process has mapped."""
+    """Return the shared-memory files that some living process has mapped."""
     found = set()
     for pid in living_processes():
         try:

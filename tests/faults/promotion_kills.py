@@ -1,4 +1,4 @@
-"""Promotions and rollbacks, each killed at a random moment of another stretch: `promotion_kills.py SEED NUM_KILLS`.
+"""Kill promotions and rollbacks at random moments, spread over their duration: `promotion_kills.py SEED NUM_KILLS`.
 
 Prints a JSON line for each kill: who was champion and previous before it, after it, and had the move been completed.
 This process imports MLflow once and never asks it: every move, and every look at the registry, is a fork of its own.
@@ -25,13 +25,13 @@ from stages.kinds.promote.verdict import VERDICT_FILE, Verdict
 from tests.promotion import NAME, commit, offer
 
 LATEST = 1.5
-"""Share of an undisturbed promotion after which the last is killed, which is over by then."""
+"""Time of the last kill as a multiple of an undisturbed promotion's duration, so that it comes after the end."""
 Standing = tuple[str | None, str | None]
-"""Versions in the registry that are champion and previous."""
+"""Numbers of the registered versions that are champion and previous; None for none."""
 
 
 def forked(act: Callable[[], object], kill_after_s: float | None = None) -> str:
-    """Run `act` in a fork, perhaps killed; what it returned, as JSON, or nothing."""
+    """Run `act` in a forked process, which may be killed; returns its result as JSON, or "" if it was killed."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         os.close(reader)
@@ -49,7 +49,7 @@ def forked(act: Callable[[], object], kill_after_s: float | None = None) -> str:
 
 
 def look() -> Standing:
-    """As `lifecycle champion` does it."""
+    """Return champion and previous version, looked up as `lifecycle champion` does."""
     registry = champions.connect()
     found = champions.find(registry, NAME, CHAMPION)
     previous = registry.find(NAME, PREVIOUS)
@@ -64,7 +64,7 @@ def roll_back() -> None:
 
 
 def promotion_of(mark: str, champion: str | None) -> Callable[[], None]:
-    """The hook of a candidate that was judged better than the champion."""
+    """Return a function that runs the promotion hook of a candidate that was judged better than the champion."""
     store = Store(store_root())
     planned, upstream = offer(store, mark, [1.0] * 10, max_regression_standard_errors=None)
     verdict = Verdict(outcome="promoted", name=NAME, champion_version=champion, against=None, missed=())

@@ -1,4 +1,4 @@
-"""Whatever dies, no process of a stage stays behind, nothing half-made is taken for an artifact, and work resumes.
+"""Whatever process dies, none of a stage's stays, no incomplete artifact is accepted, and work resumes.
 
 Real processes throughout; only what the stage computes is small.
 """
@@ -106,7 +106,7 @@ def test_a_stage_that_is_stopped_leaves_nothing(store):
 
 
 def test_a_stage_outlives_the_thread_that_started_it(store):
-    """Prefect runs tasks in the threads of a pool, and a parent-death signal would come when such a thread ends."""
+    """Prefect runs tasks in pool threads, and a parent-death signal is sent when the starting thread ends."""
 
     def launch_in_a_thread(work, config):
         started = []

@@ -22,7 +22,7 @@ MIB = 2**20
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """A refresh of a tree, whose stages are built by hand."""
+    """Provide a function that starts a refresh of a recipe whose stages the test builds one by one."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     store = Store(tmp_path / "store")
 
@@ -41,7 +41,7 @@ def training(mode, **environment):
 
 
 def to_the_end(run, name):
-    """Try as the Prefect flow does; returns how often."""
+    """Retry a stage until it succeeds, as the Prefect flow does; returns the number of attempts."""
     number = 1
     while True:
         try:

@@ -19,7 +19,7 @@ def child_of(parent: int) -> int:
 
 
 def rank_of(store: Path, rank: int) -> int:
-    """The process of a rank."""
+    """Return the pid of a rank of the stage that runs on this store."""
     for pid in living_processes():
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -41,7 +41,7 @@ def find(victim: str, refresh: subprocess.Popen[str], store: Path) -> int:
 
 
 def disturb(store, stage, victim, number, ranks, fault) -> str:
-    """Kill when the stage has done some steps. Returns what the refresh said in the end."""
+    """Send a signal to a process of a refresh once its stage has done some steps; returns its error output."""
     fault.name, fault.stage = f"{number.name} of {victim}", stage
     refresh = chain.start(store, ranks)
     tiny.eventually(lambda: chain.step_of(store, stage) >= 2 or refresh.poll() is not None, f"{stage} made no steps")
@@ -54,7 +54,7 @@ def disturb(store, stage, victim, number, ranks, fault) -> str:
 
 
 def others_of(store: Path) -> list[int]:
-    """Living processes that name the store."""
+    """Return the command-line files of living processes that name the store."""
     commands = [Path(f"/proc/{pid}/cmdline") for pid in living_processes()]
     return [path for path in commands if path.exists() and str(store).encode() in read(path)]
 
@@ -67,7 +67,7 @@ def read(path: Path) -> bytes:
 
 
 def recover(store, stage, ranks, undisturbed, fault) -> None:
-    """Run again: nothing that was done is done again, and all bytes are those of an undisturbed refresh."""
+    """Run a disturbed refresh again: finished stages are cached, and all digests are those of an undisturbed one."""
     reached = chain.step_of(store, stage)
     assert 2 <= reached <= chain.NUM_STEPS
     with fault.timed("recovered"):
@@ -89,11 +89,11 @@ FEW = {
     (0, signal.SIGTERM),
     (1, signal.SIGKILL),
 }
-"""Each signal for each kind of process, and each stage; the others are nightly."""
+"""Cases that run by day: each signal for each kind of process, and each stage; the others are nightly."""
 
 
 def kills(*all_of_them):
-    """Parameters of a test."""
+    """Return the parameters of a test, with all but `FEW` marked as nightly."""
     return [pytest.param(*one, marks=() if one in FEW else pytest.mark.nightly) for one in all_of_them]
 
 

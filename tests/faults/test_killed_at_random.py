@@ -28,7 +28,7 @@ from refreshes import LIFECYCLE, ROOT, Home, eventually
 from stages.core.process_tree import living_processes
 
 STAGE_OF = {"rank": "dpo", "quantizer": "awq", "vLLM": "scores"}
-"""Kinds of process that live in one stage only, in the order of these stages."""
+"""Stages by the kind of process that runs in them only, in the order in which the stages run."""
 ALWAYS_THERE = ("flow", "supervisor", "prefect", "mlflow")
 POLL_INTERVAL_S = 0.1
 TIMEOUT_S = 1800
@@ -116,20 +116,20 @@ def start(home: Home, recipe: Path) -> subprocess.Popen[str]:
 
 
 def forget(home: Home) -> None:
-    """Remove all that was made of the downloads."""
+    """Delete all artifacts except downloads."""
     for folder in (home.folder / "store").iterdir():
         if folder.name != "download":
             shutil.rmtree(folder)
 
 
 def finished(refresh: subprocess.Popen[str]) -> dict[str, Any] | None:
-    """Return the output of a refresh; None for one that did not end well."""
+    """Return the output of a refresh once it ends; None if it failed."""
     said, _ = refresh.communicate(timeout=TIMEOUT_S)
     return json.loads(said) if refresh.returncode == 0 else None
 
 
 def made(home: Home, said: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Version and digest of each stage's artifact."""
+    """Return version and digest of each stage's artifact."""
     versions = {name: entry["version"] for name, entry in said["stages"].items()}
     records = {
         name: next(home.folder.glob(f"store/*/{name}-{version}/record.json")) for name, version in versions.items()
@@ -138,7 +138,7 @@ def made(home: Home, said: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def living(home: Home, refresh: subprocess.Popen[str]) -> dict[str, list[int]]:
-    """Processes by what they are, while a stage runs; of a server, the leader of its group."""
+    """Return the refresh's living processes by kind; of a server, the leader of its process group."""
     found: dict[str, list[int]] = {}
     store = str(home.folder / "store")
     for pid, (parent, _) in living_processes().items():
@@ -160,7 +160,7 @@ def living(home: Home, refresh: subprocess.Popen[str]) -> dict[str, list[int]]:
 
 
 def read(pid: int, file: str) -> str:
-    """Arguments or variables, one a line; nothing of a process that has ended."""
+    """Return a process's arguments or variables, one a line; "" if it has ended."""
     try:
         return "\n" + Path(f"/proc/{pid}/{file}").read_text(errors="replace").replace("\0", "\n")
     except OSError:
@@ -168,7 +168,7 @@ def read(pid: int, file: str) -> str:
 
 
 def kill_later(pid: int, after_s: float, *, with_group: bool) -> bool:
-    """False for a process that has ended by itself before."""
+    """Kill a process after a delay; returns False if it ended by itself before."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -186,7 +186,7 @@ def kill_later(pid: int, after_s: float, *, with_group: bool) -> bool:
 
 
 def drawn_order(chance: random.Random) -> list[str]:
-    """All kinds, in the order in which they are to die."""
+    """Return all kinds of process in a random order in which to kill them."""
     kinds = list(STAGE_OF)
     for kind in ALWAYS_THERE:
         kinds.insert(chance.randint(0, len(kinds)), kind)
@@ -196,7 +196,7 @@ def drawn_order(chance: random.Random) -> list[str]:
 def kill_in_turn(
     home: Home, refresh: subprocess.Popen[str], kinds: list[str], longest_wait_s: float, chance: random.Random
 ) -> None:
-    """Until the refresh ends: wait for a process of the kind whose turn it is, and kill it; takes it off `kinds`."""
+    """Kill one process of each kind in order while the refresh runs; removes each kind killed from `kinds`."""
     while kinds and refresh.poll() is None:
         kind = kinds[0]
         pids = living(home, refresh).get(kind)

@@ -25,9 +25,9 @@ from tests.train_stage import logged, make_artifacts, make_config, make_context
 NUM_STEPS, SAVE_EVERY = 12, 3
 TP2, PP2 = {"tp": 2, "micro_batch_size": 2}, {"pp": 2, "micro_batch_size": 2}
 HANG_TIMEOUT_S = 30.0
-"""Loading the model must take less, however slow the machine is."""
+"""Timeout of a hanging step in seconds; loading the model must take less, even on a slow machine."""
 NUM_MANY_ROWS = 1024
-"""A micro-batch of them takes about 2 GiB."""
+"""Number of rows whose micro-batch takes about 2 GiB."""
 HEADROOM_BYTES = 2**30
 
 
@@ -64,7 +64,7 @@ def log_of(work):
 
 
 def rank_of(process, rank):
-    """The process of a rank."""
+    """Return the pid of a rank."""
     for pid in marked_processes(process.token):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if f"RANK={rank}".encode() in variables:
@@ -73,7 +73,7 @@ def rank_of(process, rank):
 
 
 def signalled_after_a_checkpoint(work, artifacts, config, number):
-    """A run whose last rank got a signal after its first checkpoint; (exit code, the error that it became)."""
+    """Signal a run's last rank after its first checkpoint; returns the exit code and the error raised for it."""
     process = start(work, artifacts, config)
     tiny.eventually((work / "scratch" / "checkpoints" / f"step-{SAVE_EVERY}").exists, "no checkpoint")
     ranks = {rank_of(process, rank) for rank in (0, 1)}
@@ -88,7 +88,7 @@ def signalled_after_a_checkpoint(work, artifacts, config, number):
 
 @pytest.fixture(scope="module")
 def uninterrupted(artifacts, tmp_path_factory):
-    """Work folder of a run that nothing happened to."""
+    """Work folder of a run without interruption."""
     work = tmp_path_factory.mktemp("uninterrupted") / "work"
     run_to_end(work, artifacts, megatron_config(TP2))
     return work
@@ -126,7 +126,7 @@ def test_a_hung_collective_ends_with_the_stacks_in_the_log_and_the_next_attempt_
 
 
 def assert_nearly_equal(work, uninterrupted, base):
-    """Another layout sums in another order; measured by how far training moved the weights."""
+    """Compare weights relative to how far training moved them, since another layout sums in another order."""
     resumed, expected, before = (
         load_file(folder / "model" / "model.safetensors") for folder in (work, uninterrupted, base)
     )
@@ -161,7 +161,7 @@ def test_a_run_that_gets_no_memory_says_what_was_predicted_and_what_needs_less(a
 
 
 def rank_of_only(process):
-    """The stage of a single process: what the supervisor runs."""
+    """Return the pid of a single-process stage: the supervisor's only child."""
     return next(pid for pid, (parent, _) in living_processes().items() if parent == process.pid)
 
 

@@ -33,7 +33,7 @@ CRASHES = [
     ("set_registered_model_alias", 1),
     ("set_registered_model_alias", 2),
 ]
-"""Before anything is written, between any two writes that matter, and after the last."""
+"""Crash points: before the first write, between any two writes that matter, and after the last."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -63,7 +63,7 @@ def become_champion(registry: Registry, digest: str) -> str:
 
 
 def cut_short(store: Store, monkeypatch: pytest.MonkeyPatch, fault: str, error: str) -> Path:
-    """Promote a candidate whose hook comes to this grief; returns the artifact, which was committed before."""
+    """Promote a candidate whose hook fails as `fault` says; returns the artifact, which was committed before."""
     planned, upstream = offer(store, "candidate", BETTER, max_regression_standard_errors=None)
     with monkeypatch.context() as faulty:
         faulty.setitem(local.PROGRAMS, "promote", "tests.faults.crashing_promotion")
@@ -89,7 +89,7 @@ def verdict_of(built: Built) -> Verdict:
 
 
 def everything_in(mlflow: MlflowClient) -> list[str]:
-    """Versions with their tags, and what the aliases point to."""
+    """Return all registered versions with their tags, and the targets of the aliases."""
     versions = sorted(mlflow.search_model_versions(f"name = '{NAME}'"), key=lambda one: int(one.version))
     aliases = mlflow.get_registered_model(NAME).aliases
     return [str(aliases), *(f"{one.version} {one.run_id} {sorted(one.tags.items())}" for one in versions)]

@@ -46,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(root: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """Provide a copy of the model that a test may damage."""
     shutil.copytree(root / "sft" / "model", tmp_path / "model")
     return tmp_path / "model"
 
@@ -62,7 +62,7 @@ def runtime(root: Path) -> Path:
 
 
 def processes_by_role(folder: Path) -> dict[str, int]:
-    """supervisor, server (the API server) and engine → pid, of a server whose temporary files lie in `folder`."""
+    """Return role → pid (supervisor, API server, engine) of the server whose temporary files lie in `folder`."""
     found = {}
     for pid in served_processes(folder):
         try:
@@ -77,13 +77,13 @@ def processes_by_role(folder: Path) -> dict[str, int]:
 
 
 def port_of(stage: int) -> int:
-    """Return the port of its proxy."""
+    """Return the port that a serve stage's proxy listens on."""
     (address,) = listening_addresses([stage])
     return int(address.rpartition(":")[2])
 
 
 def failure_of(work: Path, process: subprocess.Popen[bytes]) -> tuple[int, str]:
-    """Exit code and message of a stage that fails."""
+    """Wait for a stage to fail; returns its exit code and error message."""
     exit_code = process.wait(PATIENCE_S)
     return exit_code, json.loads((work / "error.json").read_text())["message"]
 
@@ -215,7 +215,7 @@ def test_whatever_is_killed_while_a_server_starts_takes_it_along(root: Path, fau
 def test_an_evaluation_goes_on_where_it_was_whoever_is_killed(
     root: Path, new_fault: Callable[..., Fault], victims: list[str]
 ) -> None:
-    """By day, `tests/pipeline/test_serve_evaluate.py` kills lm-eval."""
+    """Kills of lm-eval itself are tested in `tests/pipeline/test_serve_evaluate.py`, which runs by day."""
     shutil.rmtree(root / "evaluate", ignore_errors=True)
     left = range(200, 201)
     for victim in victims:
@@ -249,7 +249,7 @@ def evaluation_work(root: Path) -> Path:
 
 
 def disturb_evaluation(work: Path, victim: str, fault: Fault) -> tuple[int, int]:
-    """Kill somebody after some answers. Returns how many requests were answered, and how many there were to be."""
+    """Kill a process of an evaluation after some answers; returns the numbers of answered and of all requests."""
     with stage_process(work) as process:
         wait_for(lambda: answers_and_requests(work)[0] >= 40 or process.poll() is not None, what="the 40th answer")
         assert process.poll() is None, (work / "log.txt").read_text()[-3000:]

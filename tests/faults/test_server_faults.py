@@ -48,7 +48,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def restarted(home):
-    """The home; servers that a test stops are there again for the next one."""
+    """Provide the home, and restart its servers after a test that stops them."""
     yield home
     assert home.lifecycle("up").returncode == 0
 

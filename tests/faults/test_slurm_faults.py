@@ -26,10 +26,10 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 STUCK = {"TINY_STEP_SECONDS": "300"}
 SLOW = {"TINY_STEP_SECONDS": "1"}
 SLOWEST = {"TINY_STEP_SECONDS": "5"}
-"""Ten steps outlast the patience of a job without a refresh, and the half minute between looks at time limits."""
+"""Ten slow steps: longer than a job waits for a vanished refresh, and than Slurm's interval between limit checks."""
 SOON_OVER = {"time_limit": "1", "warning_s": 15}
-"""Slurm knows no shorter limit than a minute, but tells the job before: here 15 to 45 s after its start, since Slurm
-looks at time limits each 30 s, and tells whom it would tell too late at its next look."""
+"""Slurm's shortest time limit is a minute. The job is warned 15 to 45 s after its start, since Slurm checks limits
+every 30 s and warns one check early where the next would be too late."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def work_of(store: Store, file: str) -> Path:
 
 
 def in_the_background(store: Store, mode: str, environment: dict[str, str], **options) -> tuple[list, threading.Thread]:
-    """Build in a thread; the list gets the outcome."""
+    """Build a stage in a thread; the list receives the outcome or the error."""
     outcome: list = []
 
     def build() -> None:
@@ -77,7 +77,7 @@ def occupy(cluster: SlurmCluster, partition: str = "normal") -> str:
 
 
 def went_on(built: Built) -> str:
-    """For the table: where the last attempt began."""
+    """Return the table's cell of lost work: the step at which the last attempt began."""
     return f"nothing: went on at step {built.metrics['first_step']:.0f} of 10"
 
 
@@ -137,7 +137,7 @@ def test_the_next_refresh_cancels_a_job_that_a_lost_one_left_waiting(cluster, st
 
 
 def kill_at_once(flow: subprocess.Popen) -> None:
-    """SIGKILL of the flow, the supervisor and the agent, before one sees another die."""
+    """SIGKILL the flow, its supervisor and its agent together, so that none reacts to another's death."""
     local = [flow.pid, *descendants(flow.pid)]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in local:

@@ -24,7 +24,7 @@ def refresh(root: Path) -> dict[str, dict[str, object]]:
 
 
 def refusal(root: Path) -> str:
-    """Return the error of a refresh that cannot work."""
+    """Run a refresh that must fail, and return the last line of its error output."""
     process = chain.start(root)
     _, errors = process.communicate(timeout=tiny.PATIENCE_S)
     assert process.returncode != 0
@@ -143,7 +143,7 @@ def test_a_disk_that_is_full_while_a_stage_writes_is_named_and_costs_nothing(tmp
 
 @needs_root
 def test_a_disk_that_a_model_does_not_fit_on_is_named_in_one_message(tmp_path, fault, monkeypatch):
-    """Weights are written by a library whose errors are none of the system's, and no `error.json` fits any more."""
+    """safetensors reports a full disk by an error of its own, and there is no room for `error.json` either."""
     fault.name, fault.stage = "disk full while weights are written", "download"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     with small_disk(tmp_path / "disk", 2):
@@ -158,7 +158,7 @@ def test_a_disk_that_a_model_does_not_fit_on_is_named_in_one_message(tmp_path, f
 
 @needs_root
 def test_garbage_is_collected_on_a_disk_without_any_room(tmp_path, fault):
-    """The message of a full disk advises it. A folder for the trash is one block more than there is."""
+    """Garbage is deleted even where the disk is too full to make the trash folder, as the error message advises."""
     fault.name, fault.stage = "disk full while garbage is collected", "none"
     store = Store(tmp_path / "disk" / "store")
     with small_disk(tmp_path / "disk", 4):

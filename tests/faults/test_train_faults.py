@@ -24,7 +24,7 @@ from tests.train_stage import logged, make_artifacts, make_config, make_context,
 
 NUM_STEPS, SAVE_EVERY = 24, 4
 HANG_TIMEOUT_S = 30.0
-"""Loading the model must take less, however slow the machine is."""
+"""Timeout of a hanging step in seconds; loading the model must take less, even on a slow machine."""
 TWO_PROCESSES = {"dp_shard": 2, "micro_batch_size": 2}
 
 
@@ -40,7 +40,7 @@ def make_long_config(layout):
 
 @pytest.fixture(scope="module")
 def uninterrupted(artifacts, tmp_path_factory):
-    """Work folder of a run of two processes that nothing happened to."""
+    """Work folder of a run of two processes without interruption."""
     work = tmp_path_factory.mktemp("uninterrupted") / "work"
     config = make_long_config(TWO_PROCESSES)
     make_context(work, artifacts, config)
@@ -50,7 +50,7 @@ def uninterrupted(artifacts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(artifacts, tmp_path_factory):
-    """Work folder of the same run after one of its ranks was killed."""
+    """Work folder of a run of two processes, one of whose ranks was killed."""
     work = tmp_path_factory.mktemp("killed") / "work"
     config = make_long_config(TWO_PROCESSES)
     make_context(work, artifacts, config)
@@ -65,7 +65,7 @@ def killed(artifacts, tmp_path_factory):
 
 
 def ranks_of(process):
-    """The processes of the stage, by rank."""
+    """Return the pids of a stage's ranks, in order."""
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
@@ -182,7 +182,7 @@ def test_a_disk_that_is_too_full_for_checkpoints_is_told_before_training(artifac
 
 
 def damaged(artifacts, folder, change):
-    """The artifacts with a base model whose weights `change` has changed."""
+    """Return the artifacts with a copy of the base model whose weights were passed to `change`."""
     shutil.copytree(artifacts["base"], folder)
     path = folder / "model" / "model.safetensors"
     weights = load_file(path)

@@ -28,7 +28,7 @@ SCRIPT = Path(__file__).with_name("tiny_stage.py")
 
 @dataclass
 class Notes:
-    """An observer that remembers."""
+    """Observer of a stage that records all calls."""
 
     said: list[str] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Notes:
 
 @dataclass
 class Interrupter(Notes):
-    """An observer that has its stage stopped at the first checkpoint."""
+    """Observer that stops its stage at the first checkpoint."""
 
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -90,7 +90,7 @@ def planned_stages(
 
 
 def stage(mode: str, **execution: object) -> dict[str, object]:
-    """A download stage whose process does what `mode` says."""
+    """Return the recipe entry of a download stage run by `tiny_stage.py` in the given mode."""
     environment = {"TINY": mode, **execution.pop("environment", {})}
     return {"kind": "download", "dataset": "builtin/addition", "execution": {"environment": environment, **execution}}
 
@@ -101,13 +101,13 @@ def model_stage() -> dict[str, object]:
 
 
 def build(store: Store, mode: str, *, notes: Notes | None = None, force: bool = False, **execution: object) -> Built:
-    """Run one stage."""
+    """Plan and run one tiny stage."""
     planned = planned_stages(store, {"rows": stage(mode, **execution)}, force=("rows",) if force else ())["rows"]
     return run_stage(planned, {}, store, notes or Notes(), launch=launch)
 
 
 def eventually(condition: Callable[[], Any], what: str) -> Any:
-    """Wait until the condition gives something true, and return that; fail with `what` when it does not."""
+    """Wait until the condition returns something true, and return that; fail with `what` on timeout."""
     end = time.monotonic() + PATIENCE_S
     while not (found := condition()):
         assert time.monotonic() < end, what

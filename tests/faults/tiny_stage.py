@@ -1,4 +1,4 @@
-"""A stage process without a stage: does what TINY says, by the contract, with the standard library only.
+"""Stand-in for a stage process: behaves as the variable TINY says, by the stage contract, on the standard library.
 
 python tiny_stage.py WORK_FOLDER
 """
@@ -30,7 +30,7 @@ def ok():
 
 
 def steps(pause_before=None):
-    """Ten steps; a checkpoint after each. Says at which step it started."""
+    """Run ten steps with a checkpoint after each; the result records the step at which it started."""
     scratch = WORK / "scratch"
     scratch.mkdir(exist_ok=True)
     checkpoint = scratch / "step"
@@ -50,7 +50,7 @@ def steps(pause_before=None):
 
 
 def stumble():
-    """Like `steps`, but fails at the fifth, once."""
+    """Fail at the fifth step once, then run like `steps`."""
     stumbled = WORK / "scratch" / "stumbled"
     checkpoint = WORK / "scratch" / "step"
     if not stumbled.exists():
@@ -62,12 +62,12 @@ def stumble():
 
 
 def pause():
-    """Like `steps`, but waits in the midst of them."""
+    """Run like `steps`, but wait before the sixth step until the test releases the stage."""
     steps(pause_before=5)
 
 
 def linger():
-    """Like `steps`, but the first attempt gets no further than the fifth."""
+    """Run like `steps`, but let the first attempt hang before the sixth step."""
     is_first = not (WORK / "scratch" / "step").exists()
     steps(pause_before=5 if is_first else None)
 
@@ -87,7 +87,7 @@ def wait_for_release():
 
 
 def family():
-    """Descendants in other sessions, orphaned, deaf to SIGTERM."""
+    """Start descendants in other sessions, orphaned ones too, that ignore SIGTERM."""
     for _ in range(2):
         subprocess.Popen([sys.executable, "-S", "-c", SLEEPER], start_new_session=True)
     subprocess.Popen(["sh", "-c", f"{sys.executable} -S -c '{SLEEPER}' & exit"], start_new_session=True).wait()
@@ -102,7 +102,7 @@ def serve():
 
 
 def shared_memory():
-    """Shares memory by name, and does not clean up."""
+    """Create named shared memory, and do not clean it up."""
     file = Path("/dev/shm") / os.environ["TINY_SHARED_MEMORY"]
     with file.open("w+b") as stream:
         stream.truncate(4096)
@@ -117,7 +117,7 @@ def known_error():
 
 
 def quote_secret():
-    """Fails, with a message that quotes a secret of its environment."""
+    """Fail with a message that quotes a secret of the environment."""
     message = f"the server refused {os.environ['OWN_SECRET']}"
     (WORK / "error.json").write_text(json.dumps({"error": "ServerError", "message": message}))
     sys.exit(1)
@@ -135,8 +135,8 @@ def bug():
 
 
 def deaths():
-    """Ten steps, with a training stage's checkpoint after every other; TINY_DEATHS: before which it is killed, each
-    once, as `3,5`."""
+    """Run ten steps with a training checkpoint after every second, killed once before each of the steps in TINY_DEATHS
+    (such as `3,5`)."""
     checkpoints, died = WORK / "scratch" / "checkpoints", WORK / "scratch" / "died"
     checkpoints.mkdir(parents=True, exist_ok=True)
     died.touch()
@@ -152,7 +152,7 @@ def deaths():
 
 
 def hungry():
-    """Takes more memory than its cgroup has."""
+    """Allocate more memory than the cgroup allows."""
     bytearray(1 << 30)
     result()
 
@@ -167,14 +167,14 @@ def asked_to_end():
 
 
 def server_killed():
-    """As a stage does whose server was killed while it started."""
+    """Fail as a stage does whose server was killed while starting."""
     message = {"error": "ServerError", "message": "the server ended before it was ready", "died": True}
     (WORK / "error.json").write_text(json.dumps(message))
     sys.exit(9)
 
 
 def kills_server():
-    """Asks a leased server until that is killed."""
+    """Kill the leased server and ask for a retry; without a lease, succeed."""
     leases = json.loads((WORK / "config.json").read_text())["leases"].values()
     for lease in leases:
         os.kill(lease["pid"], signal.SIGKILL)
@@ -196,7 +196,7 @@ def transient():
 
 
 def transient_once():
-    """Asks to be tried again, once."""
+    """Ask for a retry on the first attempt (exit code 75), succeed on the second."""
     tried = WORK / "scratch" / "tried"
     if tried.exists():
         return result()
@@ -206,11 +206,11 @@ def transient_once():
 
 
 def silent():
-    """Exits with 0, but leaves no result."""
+    """Exit with 0 without leaving a result."""
 
 
 def check():
-    """In place of the check of other stages' inputs: nothing is wrong with what tiny stages write."""
+    """Stand in for the check of stage inputs, and find no problem."""
     (WORK / "findings.json").write_text("{}")
     result()
 

@@ -15,25 +15,25 @@ LONGEST_END_S = 30.0
 ANSWERED = 0.999
 GROWTH = 1.1
 CHAMPION_BYTES = 300_000
-"""Ledger, report and MLflow's runs of the refresh that made it."""
+"""Bytes that a home may grow by for each champion: ledger, report and MLflow runs of the refresh that made it."""
 SLOWER = 1.5
 COMMANDS = (["plan", "{recipe}"], ["runs"], ["show", "{refresh}"], ["report"])
 
 
 def check_nights(year: Year) -> None:
-    """Check that each day had a night, each was notified, and undisturbed ones ended as their rows decide."""
+    """Check that no night was skipped, each sent a notification, and undisturbed ones ended as their rows demand."""
     local = [night.due.astimezone(ZoneInfo(ZONE)) for night in year.nights]
     for before, after, night in zip(local, local[1:], year.nights[1:], strict=False):
         days = (after.date() - before.date()).days
         is_next = days == 1 or (days > 1 and "absence" in night.events)
-        assert is_next, f"seed {year.seed}, {night.said}: {before} was followed by {after}"
+        assert is_next, f"seed {year.seed}, {night.summary}: {before} was followed by {after}"
     for night in year.nights:
-        assert night.notified, f"seed {year.seed}, {night.said}: no notification came"
+        assert night.notified, f"seed {year.seed}, {night.summary}: no notification came"
         was_spared = not night.kill or night.kill.at_s is None or night.kill.kind != "flow"
         if was_spared and not night.events:
-            states = [one.state for one in night.notified]
+            states = [notification.state for notification in night.notified]
             expected = expected_state(year.home, night.number)
-            assert states == [expected], f"seed {year.seed}, {night.said}; expected {expected}"
+            assert states == [expected], f"seed {year.seed}, {night.summary}; expected {expected}"
 
 
 def check_requests(year: Year) -> None:
@@ -41,30 +41,34 @@ def check_requests(year: Year) -> None:
     asked = year.asker.asked
     kills_s = [night.kill.at_s for night in year.nights if night.kill and night.kill.at_s]
 
-    def was_cut(one: Asked) -> bool:
+    def was_cut(request: Asked) -> bool:
         """Return whether a kill or a restart cut the request.
 
         A restart waits for answers, but resets connections that were not accepted yet.
         """
-        is_of_kill = any(one.began_s <= kill_s <= one.ended_s for kill_s in kills_s)
-        return one.was_cut and (
-            is_of_kill or any(end_s <= one.ended_s <= end_s + LONGEST_END_S for end_s in year.unit.restarts_s)
+        is_of_kill = any(request.began_s <= kill_s <= request.ended_s for kill_s in kills_s)
+        return request.was_cut and (
+            is_of_kill or any(end_s <= request.ended_s <= end_s + LONGEST_END_S for end_s in year.unit.restarts_s)
         )
 
-    cut = [one for one in asked if was_cut(one)]
-    failed = [one for one in asked if one.trouble and one not in cut]
-    longest_s = max(one.ended_s - one.began_s for one in asked)
+    cut = [request for request in asked if was_cut(request)]
+    failed = [request for request in asked if request.trouble and request not in cut]
+    longest_s = max(request.ended_s - request.began_s for request in asked)
     print(f"{len(asked)} requests, {len(failed)} not answered, {len(cut)} cut, the longest took {longest_s:.1f} s")
     assert len(failed) <= (1 - ANSWERED) * len(asked), f"seed {year.seed}: {len(failed)}, the first: {failed[0]}"
-    answered = [one for one in asked if not one.trouble]
+    answered = [request for request in asked if not request.trouble]
     began_s = 0.0
     for life in year.lives:
         latest = 0
         # Until the services are started again, the champion of the former life may answer.
-        for one in (one for one in answered if began_s + NEW_CHAMPION_S < one.began_s < life.until_s):
-            assert life.versions.get(one.version) == one.text, f"seed {year.seed}: not version {one.version}: {one}"
-            assert int(one.version) >= latest, f"seed {year.seed}: version {one.version} after {latest}: {one}"
-            latest = int(one.version)
+        for request in (request for request in answered if began_s + NEW_CHAMPION_S < request.began_s < life.until_s):
+            assert life.versions.get(request.version) == request.text, (
+                f"seed {year.seed}: not version {request.version}: {request}"
+            )
+            assert int(request.version) >= latest, (
+                f"seed {year.seed}: version {request.version} after {latest}: {request}"
+            )
+            latest = int(request.version)
         began_s = life.until_s
     champion = None
     for night in year.nights:
@@ -73,10 +77,10 @@ def check_requests(year: Year) -> None:
         promotions = [notified for notified in night.notified if notified.state == "Promoted"]
         if promotions:
             champion = expected_text(year.home, night.number), promotions[-1].at_s
-        for one in answered:
-            is_of_night = night.began_s <= one.began_s < night.ended_s
-            is_old = champion and one.began_s > champion[1] + NEW_CHAMPION_S and one.text != champion[0]
-            assert not (is_of_night and is_old), f"seed {year.seed}, {night.said}: no champion any more: {one}"
+        for request in answered:
+            is_of_night = night.began_s <= request.began_s < night.ended_s
+            is_old = champion and request.began_s > champion[1] + NEW_CHAMPION_S and request.text != champion[0]
+            assert not (is_of_night and is_old), f"seed {year.seed}, {night.summary}: no champion any more: {request}"
 
 
 def check_artifacts(year: Year) -> None:
@@ -87,8 +91,8 @@ def check_artifacts(year: Year) -> None:
     for path in year.home.folder.glob("store/train/sft-*/record.json"):
         record = json.loads(path.read_text())
         if record["recipe"] == NAME:
-            found = record["files"]["model/model.safetensors"]["sha256"]
-            assert found in made, f"seed {year.seed}: {path} is the model of no night"
+            sha256 = record["files"]["model/model.safetensors"]["sha256"]
+            assert sha256 in made, f"seed {year.seed}: {path} is the model of no night"
     print(f"{verified['verified']} artifacts are whole")
 
 
@@ -102,14 +106,14 @@ def check_growth(year: Year) -> None:
         from_bytes, to_bytes = (max(night.sizes[folder] for night in nights) for nights in (before, last))
         most = GROWTH * from_bytes + (0 if folder == "prefect" else CHAMPION_BYTES * len(last))
         print(f"{folder}: {from_bytes / 2**20:.2f} MiB in the third quarter, {to_bytes / 2**20:.2f} MiB in the last")
-        assert to_bytes <= most, f"seed {year.seed}: {folder}: {from_bytes} → {to_bytes} bytes: {last[-1].said}"
+        assert to_bytes <= most, f"seed {year.seed}: {folder}: {from_bytes} → {to_bytes} bytes: {last[-1].summary}"
     models = len([*year.home.folder.glob("store/train/sft-*")])
     most = len(year.lives[-1].versions) + 2 * year.keep["refreshes"] + TIDY_EVERY
-    assert models <= most, f"seed {year.seed}: {models} models, where at most {most} are needed: {last[-1].said}"
+    assert models <= most, f"seed {year.seed}: {models} models, where at most {most} are needed: {last[-1].summary}"
 
 
 def check_against_fresh(year: Year) -> None:
-    """A new home makes the same of the same rows; what people ask is answered nearly as fast in the one of a year."""
+    """Check that a new home makes the same artifacts from the same rows, and answers commands hardly faster."""
     fresh = YearHome(year.home.folder.with_name("fresh"), year.clock)
     fresh.folder.mkdir()
     try:
@@ -141,7 +145,7 @@ def check_against_fresh(year: Year) -> None:
 def digests_of(home: YearHome) -> dict[str, str]:
     """Return the digest of each artifact of the recipe, by kind, stage and version."""
     records = [json.loads(path.read_text()) for path in home.folder.glob("store/*/*/record.json")]
-    return {f"{one['kind']} {one['stage']} {one['version']}": one["digest"] for one in records}
+    return {f"{record['kind']} {record['stage']} {record['version']}": record["digest"] for record in records}
 
 
 def seconds_of(home: YearHome, command: list[str]) -> float:

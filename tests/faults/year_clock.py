@@ -13,7 +13,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 
 class Clock:
-    """`environment` is what a process needs to live by it."""
+    """Fake system clock for a test and its processes; `environment` holds the variables that apply it to a process."""
 
     def __init__(self, folder: Path, start: datetime) -> None:
         assert shutil.which("cc"), "the year's clock is a C program: install gcc"
@@ -28,7 +28,7 @@ class Clock:
         return datetime.now(UTC) + self._ahead
 
     def set(self, when: datetime) -> None:
-        """Make it so late, or early, for everybody at once."""
+        """Set the shared clock of all processes, earlier or later than the real time."""
         self._ahead = timedelta(seconds=round((when - datetime.now(UTC)).total_seconds()))
         with self._file.open("r+b", buffering=0) as file:
             file.write(struct.pack("<q", int(self._ahead.total_seconds())))

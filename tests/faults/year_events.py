@@ -1,4 +1,4 @@
-"""Events of the year: deeds of the operator and accidents of the machine, by night, before the refresh is due."""
+"""Events of the simulated year, by night, before the refresh is due: upgrades, backups, absence, full disks."""
 
 import json
 import shutil
@@ -23,12 +23,12 @@ TRAINED_WITHIN_S = 120.0
 FULL_FOR_S = 20.0
 MONTH = timedelta(days=30)
 AUTUMN = datetime(2027, 10, 31, 1, tzinfo=UTC)
-"""When Berlin's clocks are set back."""
+"""End of daylight saving time in Berlin."""
 Deed = Callable[[Year], threading.Thread | None]
 
 
 def events(count: int) -> dict[int, list[tuple[str, Deed]]]:
-    """Return what happens before which night, in a year of so many."""
+    """Return the events by the number of the night before which they happen, for a year of `count` nights."""
     middle = count // 2
     return {
         **{number + 2: [(f"upgrade {number + 1}", upgrade(commit))] for number, commit in enumerate(following())},
@@ -42,12 +42,12 @@ def events(count: int) -> dict[int, list[tuple[str, Deed]]]:
 
 
 def following() -> list[str | None]:
-    """The commits that the home goes over to, one after the other; None: what is checked out."""
+    """Return the commits that the home is upgraded to, in order; None stands for the checked-out code."""
     return [*EARLIER[1:], None]
 
 
 def upgrade(commit: str | None) -> Deed:
-    """Stop the servers, take other code, and start them."""
+    """Return an event that upgrades the home: stops the servers, switches the code, restarts the servers."""
 
     def deed(year: Year) -> None:
         year.home.does("down")
@@ -58,7 +58,7 @@ def upgrade(commit: str | None) -> Deed:
 
 
 def use(year: Year, commit: str | None) -> None:
-    """Have the home live by the code of a commit; None: by what is checked out."""
+    """Run the home on the code of a commit; None: on the checked-out code."""
     folder = ROOT
     if commit:
         folder = year.home.folder.parent / f"code-{commit}"
@@ -70,7 +70,7 @@ def use(year: Year, commit: str | None) -> None:
 
 
 def fill_the_disk(year: Year) -> threading.Thread:
-    """Another program fills it while the next refresh is due, and is ended a little later."""
+    """Fill the home's disk while the next refresh is due, for some seconds."""
     disk = year.home.folder.parent
 
     def fill() -> None:
@@ -85,7 +85,7 @@ def fill_the_disk(year: Year) -> threading.Thread:
 
 
 def copy(year: Year) -> None:
-    """A backup: of the stopped home, by cp."""
+    """Back up the stopped home with `cp`."""
     year.versions_of_backup = dict(year.lives[-1].versions)
     year.home.does("down")
     subprocess.run(["cp", "-a", year.home.folder, year.backup], check=True)
@@ -93,7 +93,7 @@ def copy(year: Year) -> None:
 
 
 def restore(year: Year) -> None:
-    """The backup takes the place of the home, as its documentation says: schedules of a copy are paused, keys new."""
+    """Replace the home by its backup as documented: the schedules of a copy are paused, and its keys are new."""
     year.lives[-1].until_s = time.monotonic()
     year.lives.append(Life(versions=dict(year.versions_of_backup)))
     year.home.does("down")
@@ -102,13 +102,13 @@ def restore(year: Year) -> None:
     shutil.rmtree(year.backup)
     year.home.does("up")
     schedules = json.loads(year.home.does("schedules", "--json"))["schedules"]
-    assert [one["paused"] for one in schedules] == [True], schedules
+    assert [schedule["paused"] for schedule in schedules] == [True], schedules
     year.home.does("schedules", "resume", NAME)
     year.unit.restart()
 
 
 def stay_away(year: Year) -> None:
-    """Leave the home alone for a month at least, until shortly before the clocks are set back.
+    """Stop the home's servers for at least a month, until shortly before the end of daylight saving time.
 
     The champion is served meanwhile.
     """
@@ -119,7 +119,7 @@ def stay_away(year: Year) -> None:
 
 
 def run_the_chain(year: Year) -> None:
-    """SFT, DPO, AWQ and vLLM, as they are; from the second time on all of it is made again, and a rank is killed."""
+    """Run real SFT, DPO, AWQ and vLLM stages; repeat all of them on later calls, with one rank killed."""
     file = year.home.folder.parent / f"{CHAIN}.yaml"
     command = ["rerun", str(file), "--stage", "sft"] if file.exists() else ["run", str(file)]
     file.write_text(json.dumps({"name": CHAIN, "stages": RECIPE}))

@@ -13,7 +13,7 @@ from stages.core.process_tree import living_processes
 LOOK_EVERY_S = 0.05
 LONGEST_WAIT_S = 25.0
 LATEST_S, LATEST_OF_SHORT_S = 5.0, 0.3
-"""After a process of the kind was seen first."""
+"""Longest delay in seconds between seeing a process and killing it; shorter for short-lived processes."""
 KINDS: dict[str, Callable[[list[str]], bool]] = {
     "prefect": lambda command: "flows.servers.guarded" in command and "prefect" in command,
     "mlflow": lambda command: "flows.servers.guarded" in command and "mlflow" in command,
@@ -32,7 +32,7 @@ KINDS: dict[str, Callable[[list[str]], bool]] = {
 
 @dataclass
 class Kill:
-    """One that is planned: of which kind, and how long after a process of it was seen. at_s: when it was done."""
+    """A planned SIGKILL: kind of process, delay after a process of it is seen; at_s: when it was done."""
 
     night: int
     kind: str
@@ -49,7 +49,7 @@ def draw(chance: random.Random, night: int, kinds: list[str]) -> Kill:
 
 
 def processes(folder: str, kind: str) -> list[int]:
-    """Living processes of a kind that have this folder in their environment."""
+    """Return the living processes of a kind whose environment names this folder."""
     of_kind = KINDS[kind]
     return [pid for pid in living_processes() if of_kind(command_of(pid)) and folder in environ_of(pid)]
 
@@ -57,7 +57,7 @@ def processes(folder: str, kind: str) -> list[int]:
 def carry_out(
     planned: Kill, folder: str, chance: random.Random, longest_wait_s: float = LONGEST_WAIT_S
 ) -> threading.Thread:
-    """Wait for a process of its kind, and kill it a little later; none, if there is none in this night."""
+    """Wait in a thread for a process of the planned kind, and kill it; give up if none appears."""
 
     def work() -> None:
         end_s = time.monotonic() + longest_wait_s

@@ -35,19 +35,20 @@ class Night:
     kill: Kill | None = None
     ended_s: float = 0.0
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes below each folder of the home."""
+    """Bytes below each folder of the home after the night."""
 
     @property
-    def said(self) -> str:
-        """For messages: which night, what happened in it, how it ended."""
+    def summary(self) -> str:
+        """Summary of the night for messages: its number, its faults and events, its final states."""
         killed = [f"SIGKILL of {self.kill.kind}"] if self.kill and self.kill.at_s else []
         what = ", ".join([*self.events, *killed]) or "undisturbed"
-        return f"night {self.number} ({self.due:%Y-%m-%d}, {what}): {', '.join(one.state for one in self.notified)}"
+        states = ", ".join(notification.state for notification in self.notified)
+        return f"night {self.number} ({self.due:%Y-%m-%d}, {what}): {states}"
 
 
 @dataclass
 class Life:
-    """Until when it went on (of the monotonic clock), and which registered version had which weights in it."""
+    """A home until it is replaced by a backup: its end (monotonic clock), and its registered versions' weights."""
 
     until_s: float = float("inf")
     versions: dict[str, str] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class Life:
 
 @dataclass
 class Year:
-    """State of a year.
+    """State of a simulated year.
 
     keep: the home's retention policy.
     events: number of a night → name and deed before it; a deed that goes on in the night returns its thread.
@@ -88,14 +89,14 @@ class Year:
         self.chance = random.Random(self.seed)
 
     def run(self, count: int) -> None:
-        """Go on for so many nights."""
+        """Run the next `count` nights."""
         first = len(self.nights) + 1
         for number in range(first, first + count):
             if number % TIDY_EVERY == 0:  # the worker does it once a day, but by the machine's own time
                 self.home.does("gc", "--policy")
             deeds = self.events.get(number, [])
-            began = [deed(self) for _, deed in deeds]
-            self.night(number, [name for name, _ in deeds], [one for one in began if one])
+            threads = [deed(self) for _, deed in deeds]
+            self.night(number, [name for name, _ in deeds], [thread for thread in threads if thread])
 
     def night(self, number: int, events: list[str], threads: list[threading.Thread]) -> None:
         home = self.home
@@ -114,7 +115,7 @@ class Year:
             return bool(night.notified) and home.is_quiet()
 
         def it_is_over() -> str:
-            return f"seed {self.seed}, {night.said}: it is notified, and over: {', '.join(home.unfinished())}"
+            return f"seed {self.seed}, {night.summary}: it is notified, and over: {', '.join(home.unfinished())}"
 
         until(ended, it_is_over, TOLD_TIMEOUT_S)
         for thread in threads:
@@ -123,19 +124,19 @@ class Year:
         night.notified = self.notified[known:]
         night.ended_s = time.monotonic()
         night.sizes = sizes(home.folder)
-        self.lives[-1].versions |= until(self.versions, f"seed {self.seed}, {night.said}: MLflow answers")
+        self.lives[-1].versions |= until(self.versions, f"seed {self.seed}, {night.summary}: MLflow answers")
         mebibytes = f"{sum(night.sizes.values()) / 2**20:5.1f} MiB"
-        print(f"{night.ended_s - night.began_s:5.1f} s  {mebibytes}  {night.said}", flush=True)
+        print(f"{night.ended_s - night.began_s:5.1f} s  {mebibytes}  {night.summary}", flush=True)
 
     def versions(self) -> dict[str, str]:
-        """Registered ones and their weights; none while MLflow does not answer."""
+        """Return the registered versions with their weights' hashes; empty while MLflow does not answer."""
         with contextlib.suppress(OSError):
             return self.home.versions()
         return {}
 
 
 def sizes(home: Path) -> dict[str, int]:
-    """Bytes below each folder of a home; without journals of databases, which are as long as the last write."""
+    """Return the bytes below each folder of a home, without the write-ahead logs of databases."""
     counted: dict[str, int] = defaultdict(int)
     for folder, _, names in os.walk(home):  # which skips folders that are gone meanwhile
         for file in (Path(folder) / name for name in names if not name.endswith("-wal")):
@@ -145,7 +146,7 @@ def sizes(home: Path) -> dict[str, int]:
 
 
 def rows_of(folder: Path, night: int) -> bytes:
-    """All rows that there were in a night."""
+    """Return the content of all row files that existed in a night."""
     return b"".join(path.read_bytes() for path in sorted(folder.glob("*.jsonl")) if int(path.stem[-3:]) <= night)
 
 

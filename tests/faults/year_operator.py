@@ -22,13 +22,13 @@ from year_world import API_KEY
 
 NAME = "adder"
 CRON, ZONE = "30 2 * * *", "Europe/Berlin"
-"""A time that one night of the year lacks, and one has twice."""
+"""Time of the nightly refresh, skipped once and repeated once a year by daylight saving time."""
 PATIENCE_S = 180.0
 STAND_IN = Path(__file__).with_name("year_stand_in")
 
 
 class YearHome(WorkerHome):
-    """A home whose processes live by the clock; beside it lie rows, base and recipe."""
+    """A home whose processes run on a fake clock; rows, base model and recipe lie in the folder above it."""
 
     def __init__(self, folder: Path, clock: Clock) -> None:
         super().__init__(folder)
@@ -42,7 +42,7 @@ class YearHome(WorkerHome):
         self.recipe_file = folder.parent / f"{NAME}.yaml"
 
     def prepare(self) -> None:
-        """A base, rows, a recipe, and how much is to be kept."""
+        """Write the base model, the first rows, the recipe and the stand-in engine."""
         self.rows.mkdir()
         self.add_rows(0)
         base = self.folder.parent / "base"
@@ -60,11 +60,11 @@ class YearHome(WorkerHome):
         self.does("up")
         self.environment["YEAR_WEBHOOK"] = webhook
         every = ("failed", "not-promoted", "promoted")
-        self.does("notify", "add", "webhook", "--url-from", "YEAR_WEBHOOK", *(f"--on={one}" for one in every))
+        self.does("notify", "add", "webhook", "--url-from", "YEAR_WEBHOOK", *(f"--on={state}" for state in every))
         self.does("schedule", str(self.recipe_file), "--cron", CRON, "--timezone", ZONE)
 
     def does(self, *arguments: str) -> str:
-        """Return the output of a command that must succeed."""
+        """Run a `lifecycle` command that must succeed, and return its output."""
         # Elsewhere than in this repository, where stages find its `stages` before those on their PYTHONPATH.
         command = [LIFECYCLE, *arguments]
         done = subprocess.run(command, env=self.environment, cwd=self.folder.parent, text=True, capture_output=True)
@@ -76,7 +76,7 @@ class YearHome(WorkerHome):
         (self.rows / f"train-{night:03}.jsonl").write_text(json.dumps(row) + "\n")
 
     def next_due(self) -> datetime:
-        """When Prefect will start the next refresh."""
+        """Return the time at which Prefect will start the next refresh."""
         wanted = {
             "deployments": {"name": {"any_": [NAME]}},
             "flow_runs": {
@@ -111,21 +111,21 @@ class YearHome(WorkerHome):
         return not self.unfinished()
 
     def versions(self) -> dict[str, str]:
-        """Number of each registered version whose artifact is here → sha256 of its weights."""
-        found = self.mlflow("model-versions/search?max_results=10000").get("model_versions", [])
-        models = {one["version"]: {tag["key"]: tag["value"] for tag in one["tags"]} for one in found}
+        """Return number → sha256 of the weights, of each registered version whose artifact is in the store."""
+        versions = self.mlflow("model-versions/search?max_results=10000").get("model_versions", [])
+        models = {version["version"]: {tag["key"]: tag["value"] for tag in version["tags"]} for version in versions}
         weights = {number: self.weights_of(tags["lifecycle.model"]) for number, tags in models.items()}
         return {number: sha256 for number, sha256 in weights.items() if sha256}
 
     def weights_of(self, key: str) -> str | None:
-        """sha256 of the weights of an artifact KIND/VERSION, as it was recorded."""
+        """Return the recorded sha256 of the weights of an artifact KIND/VERSION; None if it is gone."""
         kind, version = key.split("/")
         file = next((self.folder / "store" / kind).glob(f"*-{version}/record.json"), None)
         return json.loads(file.read_text())["files"]["model/model.safetensors"]["sha256"] if file else None
 
 
 def recipe(folder: Path) -> dict[str, Any]:
-    """Rows are fetched, checked and judged as ever; training and evaluation are made up."""
+    """Return a recipe with real downloads, checks and promotion; training and evaluation are stand-ins."""
     made_up = {"execution": {"environment": {"PYTHONPATH": str(STAND_IN)}}}
     return {
         "name": NAME,
@@ -154,7 +154,7 @@ def recipe(folder: Path) -> dict[str, Any]:
 
 
 def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout_s: float = PATIENCE_S) -> Any:
-    """Wait for something true, and return it."""
+    """Wait until the condition returns something true, and return that."""
     end_s = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {what() if callable(what) else what}"

@@ -18,13 +18,13 @@ from tests.http_server import serving
 API_KEY = "sk-of-the-year"
 PAUSE_S = 0.1
 ANSWER_TIMEOUT_S = 150.0
-"""The proxy has requests wait for 120 s."""
+"""Seconds that a client waits for an answer; more than the 120 s that the proxy holds a request."""
 RESTART_S = 1.0
 
 
 @dataclass
 class Notification:
-    """Notification: how the refresh ended, and when the notification came (monotonic clock)."""
+    """Notification: how the refresh ended, and when it arrived (monotonic clock)."""
 
     refresh: str
     state: str
@@ -57,12 +57,12 @@ def receiving(notified: list[Notification]) -> Iterator[str]:
 
 
 class Unit:
-    """A service of systemd with `Restart=always`."""
+    """Process that is restarted whenever it ends, like a systemd service with `Restart=always`."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.command, self.environment, self.log = command, environment, log
         self.restarts_s: list[float] = []
-        """When it was restarted on purpose (of the monotonic clock)."""
+        """Times of intended restarts (monotonic clock)."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep)
         self._thread.start()
@@ -88,8 +88,7 @@ class Unit:
 
 @dataclass
 class Asked:
-    """A request: when it began and ended (of the monotonic clock), what was answered and by which version, or why it
-    was not."""
+    """A request to the champion: begin and end (monotonic clock), answer and its version, or the error."""
 
     began_s: float
     ended_s: float = 0.0
@@ -106,7 +105,7 @@ class Asked:
 
 @dataclass
 class Asker:
-    """A client of the champion that asks again and again. A refused connection it tries again, as clients do."""
+    """Client that sends the champion requests without end, and retries refused connections, as clients do."""
 
     port: int
     name: str
@@ -123,30 +122,30 @@ class Asker:
 
     def _ask_forever(self) -> None:
         while not self._enough.wait(PAUSE_S):
-            one = Asked(time.monotonic())
-            self.asked.append(one)
+            request = Asked(time.monotonic())
+            self.asked.append(request)
             try:
-                self._ask(one)
+                self._ask(request)
             except (OSError, http.client.HTTPException) as error:
-                one.trouble = repr(error)
-            one.ended_s = time.monotonic()
+                request.trouble = repr(error)
+            request.ended_s = time.monotonic()
 
-    def _ask(self, one: Asked) -> None:
-        connection = self._connected(one.began_s + ANSWER_TIMEOUT_S)
+    def _ask(self, request: Asked) -> None:
+        connection = self._connected(request.began_s + ANSWER_TIMEOUT_S)
         try:
             body = json.dumps({"model": self.name, "messages": [{"role": "user", "content": "Who are you?"}]})
             headers = {"Authorization": f"Bearer {API_KEY}", "Content-Type": "application/json"}
             connection.request("POST", "/v1/chat/completions", body, headers)
-            one.was_sent = True
+            request.was_sent = True
             answer = connection.getresponse()
             content = answer.read()
         finally:
             connection.close()
         if answer.status != 200:
-            one.trouble = f"HTTP {answer.status}: {content[:200]!r}"
+            request.trouble = f"HTTP {answer.status}: {content[:200]!r}"
             return
-        one.text = json.loads(content)["choices"][0]["message"]["content"]
-        one.version = answer.headers.get("X-Lifecycle-Version", "")
+        request.text = json.loads(content)["choices"][0]["message"]["content"]
+        request.version = answer.headers.get("X-Lifecycle-Version", "")
 
     def _connected(self, end_s: float) -> http.client.HTTPConnection:
         while True:
@@ -161,7 +160,7 @@ class Asker:
 
 
 def environ_of(pid: int) -> str:
-    """Variables of a process; empty for one that has ended."""
+    """Return the environment variables of a process; "" if it has ended."""
     try:
         return Path(f"/proc/{pid}/environ").read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""In place of our stages in the year's nights: a model and its scores, made from the rows within milliseconds.
+"""Stand-in for our stages in the simulated year: makes a model and its scores from the rows within milliseconds.
 
 python -m stages WORK_FOLDER, with PYTHONPATH here
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 
 NUM_DOCUMENTS = 100
 GOOD, BAD = 90, 40
-"""Answers that are right."""
+"""Numbers of right answers of a good and of a bad model."""
 NUM_VALUES = 8
 
 
 def train(work: Path, inputs: dict[str, Path]) -> None:
-    """The base with its last weights replaced by what follows from the rows."""
+    """Write the base model with its last weights replaced by a hash of the rows."""
     rows = b"".join(path.read_bytes() for path in sorted((inputs["rows"] / "data").glob("*.jsonl")))
     shutil.copytree(inputs["base"] / "model", work / "model")
     weights = work / "model" / "model.safetensors"
@@ -26,18 +26,18 @@ def train(work: Path, inputs: dict[str, Path]) -> None:
 
 
 def trained(weights: bytes, rows: bytes) -> bytes:
-    """A function of the rows, so that a test knows what each night must make."""
+    """Return weights that are a function of base and rows, so that a test knows what each night must make."""
     values = [byte / 256 for byte in hashlib.sha256(rows).digest()[:NUM_VALUES]]
     return weights[: -4 * NUM_VALUES] + struct.pack(f"<{NUM_VALUES}f", *values)
 
 
 def right_answers(rows: bytes) -> int:
-    """Every third night's rows make a bad model."""
+    """Return a bad model's number of right answers if the number of rows is a multiple of 3, else a good one's."""
     return BAD if rows.count(b"\n") % 3 == 0 else GOOD
 
 
 def evaluate(work: Path, inputs: dict[str, Path]) -> None:
-    """Task `addition`, as the evaluate stage leaves it."""
+    """Write scores of the task `addition`, in the files of the evaluate stage."""
     right = int((inputs["sft"] / "model" / "right.json").read_text())
     rows = [
         {
