@@ -37,19 +37,19 @@ COMMAND_LINES = {
     "stages.rewards.python_program": "asked to run a person's reward",
     "stages.serving.proxy_program": "pods of servers",
 }
-"""`python -m MODULE` → who says it. A program that a process asks by a pipe may move with it; the others may not."""
+"""Callers of programs by `python -m MODULE`. A program run over a pipe may be renamed with its caller, others not."""
 GONE = {"stages.download.builtin.held_out"}
-"""In a comment of configs/tasks/addition.yaml, whose content is part of the version of every evaluation with it."""
+"""Removed modules still named in a comment of configs/tasks/addition.yaml, whose content is part of versions."""
 ENTRYPOINT = "flows.running.refresh.refresh"
 PARAMETERS = ["recipe", "overrides", "until", "force"]
-"""Deployments and runs that are due hold values for these, by name."""
+"""Names of deployment parameters, for which existing deployments and scheduled runs hold values."""
 SETTINGS = {
     *("LIFECYCLE_COMPLETE", "LIFECYCLE_DATABASE_PASSWORD_FILE", "LIFECYCLE_EVALSCOPE", "LIFECYCLE_FIRST_MACHINE"),
     *("LIFECYCLE_HARDWARE", "LIFECYCLE_HOME", "LIFECYCLE_LLAMA_CPP", "LIFECYCLE_LMDEPLOY"),
     *("LIFECYCLE_RENDEZVOUS_FILE", "LIFECYCLE_SERVERS_KEY", "LIFECYCLE_SERVERS_KEY_FILE", "LIFECYCLE_SGLANG"),
     *("LIFECYCLE_STAGE", "LIFECYCLE_STAGE_TOKEN", "LIFECYCLE_VLLM"),
 }
-"""Variables of the environment: people set them, and processes of an earlier version have set them."""
+"""Environment variables that people and processes of earlier versions set, so that they must keep their names."""
 STARTED = re.compile(r"""-m["',\s]+((?:flows|stages)\b[\w.]*)""")
 ADDRESS = re.compile(r"(?:flows|stages)(?:\.\w+)+")
 

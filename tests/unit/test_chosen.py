@@ -1,4 +1,4 @@
-"""Cases chosen for `make test` stand for all, and each test left to `make nightly` is in one of its parts."""
+"""Test cases chosen for `make test` cover all pairs, and every nightly test is in a part of `make nightly`."""
 
 import json
 from itertools import combinations, product

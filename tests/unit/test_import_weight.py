@@ -82,7 +82,7 @@ RULES = [
     (r"stages\.kinds\.publish(\..*)?", {*HUBS, "requests"}),
     (r".*", set()),
 ]
-"""Pattern of a module's whole name → what it may bring. The first that fits counts, so exceptions stand first."""
+"""Packages that a module may import, by pattern of its full name; the first match counts."""
 ELSEWHERE = {
     "stages.data.template_program": {"jinja2"},
     "stages.harnesses.evalscope.program": {"evalscope"},
@@ -93,7 +93,7 @@ ELSEWHERE = {
     "stages.serving.vllm.load_generator": {"vllm"},
     "stages.serving.vllm.option_check": {"vllm"},
 }
-"""Programs that run in an environment of their own, or in none but Jinja's → every package that they may import."""
+"""All packages that a program may import which runs in another environment."""
 
 
 def own_modules():

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXEMPT = {"stages/core/redaction.py", "flows/recipe/text.py"}
-"""Files that cut what is redacted, and that put a text together again."""
+"""Files that may cut texts: the redaction itself, and one that puts a text together again."""
 FILES = sorted(
     path
     for room in ("flows", "stages")
@@ -16,14 +16,14 @@ FILES = sorted(
     if str(path.relative_to(ROOT)) not in EXEMPT
 )
 DIGESTS = {"sha256", "hexdigest", "revision", "commit", "version", "digest"}
-"""Names of what is cut because it is long, and holds no secret."""
+"""Names of long values without secrets, which may be cut."""
 CUTTERS = {"shorten"}
-"""`textwrap.shorten` cuts, too."""
+"""Functions that cut texts, besides slices: `textwrap.shorten`."""
 SPELLERS = {"repr", "str"}
 
 
 def cut_texts(tree: ast.AST) -> Iterator[int]:
-    """Lines of an f-string's values that are slices from the start, unless of digests; and of `textwrap.shorten`."""
+    """Yield the lines where an f-string cuts a value, unless it is a digest, or where `textwrap.shorten` does."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FormattedValue) and _is_cut(node.value):
             yield node.lineno

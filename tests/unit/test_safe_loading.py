@@ -1,4 +1,4 @@
-"""Nothing in our code loads pickles, runs a shell, or gives a parser more than data: read from the sources."""
+"""Our code loads no pickles, runs no shell, and parses outside data safely: checked on the syntax trees."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatus
 
 
 def calls(tree):
-    """Dotted name and node of every call."""
+    """Yield the dotted name and the node of every call in a syntax tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
@@ -59,7 +59,7 @@ def test_torch_load_is_called_for_tensors_alone_and_numpy_without_pickles(trees)
 
 
 def test_model_folders_are_opened_by_one_module(trees):
-    """It decides once which files are read, and which code of a folder runs."""
+    """Only one module decides which files of a model folder are read, and which of its code runs."""
     named = {
         (file, name)
         for file, tree in trees.items()

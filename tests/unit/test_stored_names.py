@@ -1,4 +1,4 @@
-"""Names that stand in files of homes, and in answers to programs, stay what they are.
+"""Names in files of homes, and in answers to programs, may not change.
 
 A home outlives the version that wrote it. Readers refuse unknown fields, so a field that is renamed makes old ledgers,
 records, launch orders and caches unreadable; a field may be added, with a default. Classes may be renamed and moved:
@@ -101,12 +101,12 @@ Scored: scores stage version
 Score: interval name stage standard_error value
 Promotion: against differences missed name outcome stage tables
 """
-"""Class: the fields that its files have."""
+"""Stored classes and the fields in their files."""
 EVENTS = """
 attempt_began attempt_ended compare_began flow_run_known layout_measured refresh_began refresh_ended refresh_killed
 stage_cached stage_failed stage_waits trial_ended
 """
-"""`event` of the lines of a ledger."""
+"""Names of the ledger's events."""
 FILES = """
 record.json .record.json attempt.json config.json metrics.jsonl events.jsonl result.json error.json state.json
 manifest.json order.json ended.json environment.json ledger.jsonl mlflow.json servers.json servers.key retention.yaml
@@ -115,7 +115,7 @@ publication.json lengths.json prediction.json completions.jsonl bad_rows.jsonl d
 benchmark.json trained_on.json log_probabilities.json about.json probe.json look.json findings.json note.md
 recipe.yaml report.html comparison.json train.jsonl validation.jsonl .sha256
 """
-"""Files of homes, artifacts, work folders and caches."""
+"""Names of files in homes, artifacts, work folders and caches."""
 ERRORS = """
 RecipeError=3 LayoutError=4 DataError=5 ModelError=6 DownloadError=7 ResourceError=8 ServerError=9 EvaluationError=10
 GateError=11 StoreError=12 StageTimeoutError=13 StageCrashError=14 RefreshStoppedError=15 TrainingError=16

@@ -164,7 +164,7 @@ def test_lora_is_cheaper_in_time_and_memory(tmp_path):
 
 
 def test_fully_sharded_training_gains_from_pipelines_and_tensor_parallelism(tmp_path):
-    """torchtitan, 405B on 512 H100s: 72.7 to 82.5 GiB, 100 to 128 tokens/s a GPU."""
+    """Compare with torchtitan's published 405B runs on 512 H100s: 72.7 to 82.5 GiB, 100 to 128 tokens/s a GPU."""
     row = "Llama-3.1-405B,,,,,,,,8192,256,4,8,8,8,FSDP2,full,512,H100-96GB,fp8"
     (run,) = predicted(tmp_path, table(tmp_path, row))[1]
     assert 65 < float(run["pred_memory_gb"]) < 95
@@ -183,7 +183,7 @@ def test_fully_sharded_training_gains_from_pipelines_and_tensor_parallelism(tmp_
     ],
 )
 def test_compiling_layers_and_loss_saves_what_was_measured(tmp_path, gpus, gpu, precision, note, measured_gib):
-    """torchtitan, 8B, as torch's allocator has it: a compiled layer keeps no last product, a compiled loss no fp32."""
+    """Compare with torchtitan's 8B runs: a compiled layer keeps no last product, a compiled loss no fp32 logits."""
     row = f"Llama-3.1-8B,,,,,,,,8192,{2 * gpus},2,1,1,{gpus},FSDP2,selective,{gpus},{gpu},{precision},{note}"
     (run,) = read_table(table(tmp_path, row, header=COLUMNS + ",note"))[1]
     of_tensors = replace(run.hardware.efficiency, runtime_gib=0, communicator_gib=0)
@@ -244,7 +244,7 @@ def test_a_known_model_s_name_does_not_override_the_sizes_that_a_row_states(tmp_
     ("share", "fit"), [(0.89, "fits"), (0.91, "tight"), (1.1, "tight"), (1.12, "does not fit")]
 )  # fmt: skip
 def test_what_is_near_the_memory_there_is_is_tight(share, fit):
-    """Predictions are off by up to a tenth, either way."""
+    """Memory predictions are up to a tenth too high or too low."""
     assert memory_fit(share * 80, 80) == fit
 
 
@@ -259,7 +259,7 @@ def test_llama_70b_by_lora_on_one_device_takes_what_it_took(tmp_path):
 
 @pytest.mark.parametrize(("gpu", "layers"), [("GB300", 20), ("GB200", 40)])
 def test_what_cannot_be_on_a_device_is_in_the_memory_of_a_near_host(tmp_path, gpu, layers):
-    """NVIDIA's recipes of these runs keep the activations of as many layers in the memory of the Grace CPU."""
+    """NVIDIA's recipes of these runs offload the activations of this many layers to the Grace CPU's memory."""
     row = f"LLAMA3_70B,,,,,,,,8192,256,2,1,1,64,Megatron-FSDP64,,64,{gpu},FP8"
     (run,) = read_table(table(tmp_path, row))[1]
     assert run.layout.recompute == "none"

@@ -43,7 +43,7 @@ def digest(value):
 
 
 def asked_of(judge, folder):
-    """Return the messages that a judge is asked about the trial completion, and what is remarked on prose."""
+    """Return the prompt that a judge gets for a trial completion, and the expected format of its answer."""
     with AskedJudge.opened(judge, folder / "answers.jsonl") as asked:
         return [asked._questions(TRIAL), asked._expected]
 
@@ -72,7 +72,7 @@ def contents(folder):
 
 
 def outside_of(config):
-    """Return what a stage takes from outside, but for versions of programs; of other hubs, a constant."""
+    """Return the hashes of a stage's outside inputs, without program versions; remote hubs give a constant."""
     paths = {field: hash_path(path) for field, path in config.outside_paths().items()}
     if config.kind != "download":
         return paths

@@ -14,7 +14,7 @@ from flows.store.record import Index
 RECORDED = Path(__file__).with_name("versions.json")
 RECIPES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 OUTSIDE = {"revision": "recorded"}
-"""Constant in place of what a hub, a file or an installed program would give."""
+"""Constant outside content, in place of what a hub, a file or an installed program would give."""
 
 
 def versions_of(path):

@@ -17,7 +17,7 @@ KIT = ROOT / "deploy/requirements/gpu-kit.in"
 
 
 def test_the_tests_for_gpus_need_nothing_but_the_kit(tmp_path: Path) -> None:
-    """Only its packages, and those of the machine with what they depend on, can be found; the device is the CPU."""
+    """Run the GPU tests on the CPU with the kit's packages and those of the GPU machine, and no others."""
     kit = [line for line in KIT.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     site = tmp_path / "site"
     site.mkdir()
@@ -40,7 +40,7 @@ def test_the_tests_for_gpus_need_nothing_but_the_kit(tmp_path: Path) -> None:
 
 
 def _with_dependencies(names: tuple[str, ...]) -> set[str]:
-    """Those that are installed; the extras of none."""
+    """Return packages with all their installed dependencies, without extras."""
     found: set[str] = set()
     remaining = [*names]
     while remaining:

@@ -12,7 +12,7 @@ UV = re.compile(r"uv==([\d.]+)")
 
 
 def instructions(image):
-    """(name, words) of each instruction, in order."""
+    """Return a Dockerfile's instructions as (name, words), in order."""
     lines = [line for line in image.read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\s*\n", " ", "\n".join(lines))
     return [(line.split()[0], line.split()[1:]) for line in joined.splitlines() if line.strip()]

@@ -67,7 +67,7 @@ def command_named(words):
 
 
 def trouble_with(line):
-    """Return the error of one command line, or None. Nothing is run."""
+    """Return the error of parsing a command line of a page, or None. Nothing is run."""
     words = shlex.split(line.split("|")[0].split(" > ")[0], comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
@@ -154,7 +154,7 @@ def test_files_and_variables_that_are_named_exist(page):
 
 @every_page
 def test_recipes_are_valid(page):
-    """A fragment is read as part of the quickstart, whose stages it may name."""
+    """A fragment of a recipe is read as part of the quickstart, whose stages it may name."""
     quickstart = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())["stages"]
     for body in fences(page, "yaml"):
         tree = yaml.safe_load(body)

@@ -44,7 +44,7 @@ def recipe(tmp_path) -> Callable[..., Recipe]:
 
 @pytest.fixture
 def make_plan(store) -> Callable[..., Plan]:
-    """Plan against the store, with no outside inputs."""
+    """Provide a function that plans a recipe against the store, without outside inputs."""
 
     def make(recipe: Recipe, **options) -> Plan:
         return plan(recipe, {name: {} for name in recipe.stages}, store.index(), **options)

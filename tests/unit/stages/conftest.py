@@ -1,4 +1,4 @@
-"""A second serving engine, as new as one can be: known to the registry alone."""
+"""Fixture with a second serving engine that only the registry knows."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.tiny_engine import TinyEngine
 
 @pytest.fixture
 def tiny_engine(monkeypatch: pytest.MonkeyPatch) -> TinyEngine:
-    """Registered, and what new servers are started with."""
+    """Register the tiny serving engine, and make it the default."""
     engine = TinyEngine()
     monkeypatch.setitem(registry.ENGINES, engine.name, engine)
     monkeypatch.setattr(registry, "DEFAULT_ENGINE", engine.name)

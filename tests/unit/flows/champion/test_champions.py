@@ -49,7 +49,7 @@ def test_without_a_server_it_is_said_how_to_start_one():
 
 
 def test_a_server_without_a_key_is_not_said_to_be_down(tmp_path):
-    """As earlier versions started it, whose homes have no key."""
+    """Earlier versions started servers without a key."""
 
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self):

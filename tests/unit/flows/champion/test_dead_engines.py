@@ -14,7 +14,7 @@ from tests.promotion import NAME
 from tests.serving import wait_for
 
 NOTICED_S = 2.0
-"""About one second, and another one on a busy machine."""
+"""Longest time in seconds until a killed engine is noticed; usually one second."""
 
 
 @pytest.fixture
@@ -24,13 +24,13 @@ def registry(tmp_path, monkeypatch) -> Registry:
 
 @pytest.fixture
 def gate(tmp_path) -> Path:
-    """As long as it is there, versions that wait for it do not start."""
+    """Provide a file that keeps models which name it from starting, until it is deleted."""
     (tmp_path / "gate").touch()
     return tmp_path / "gate"
 
 
 def kill_champion(followed: Followed) -> None:
-    """Kill its engine, and wait for the next one of the same version."""
+    """Kill the champion's engine, and wait for the next engine of the same version."""
     before = followed.champion
     kill_engine(before)
     assert before.died.wait(NOTICED_S)
@@ -39,7 +39,7 @@ def kill_champion(followed: Followed) -> None:
 
 
 def wait_for_start(followed: Followed, number: str) -> int:
-    """Process id of the engine that is being started for a version."""
+    """Wait until an engine is being started for a version; returns its process id."""
 
     def started() -> int | None:
         start = followed.follower._start

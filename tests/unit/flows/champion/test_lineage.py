@@ -49,7 +49,7 @@ class Silent:
 
 @pytest.fixture
 def night(store, tmp_path):
-    """Rows of two files, a learning rate, a score and a line of a task → the artifacts of a refresh."""
+    """Provide a function that commits a refresh's artifacts for given row files, learning rate, score and task."""
     for folder in ("rows", "tasks"):
         (tmp_path / folder).mkdir()
     kept = store.cache_folder("contents")

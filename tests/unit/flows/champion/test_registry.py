@@ -19,7 +19,7 @@ def registry(tmp_path, monkeypatch):
 
 
 def make_champion(registry, mark, former=None, **scores):
-    """A version whose model is in no store."""
+    """Register and promote a model version whose artifact is in no store."""
     registration = Registration(
         name=NAME, model=f"train/{mark}", digest=mark, evaluations=("evaluate/scores",), scores=scores
     )
@@ -43,7 +43,7 @@ def canary(*arguments):
 
 
 def test_a_challenger_is_named_shown_withdrawn_and_promoted(registry):
-    """The champion's artifacts are in no store, so showing it fails, but only after the aliases are moved."""
+    """Showing the champion fails without its artifacts, but only after the aliases have been moved."""
     first = make_champion(registry, "a" * 12)
     second = registry.register(Registration(name=NAME, model="train/b", digest="b", evaluations=()))
     canary(second.number)

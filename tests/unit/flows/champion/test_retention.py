@@ -1,4 +1,4 @@
-"""The retention policy: what it may say, which refreshes are beyond it, and what of theirs goes."""
+"""The retention policy: valid settings, which refreshes are too old, and which of their files are deleted."""
 
 import json
 import os
@@ -22,7 +22,7 @@ DAY_MS = 86_400_000
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """The home whose store is the one of the fixtures."""
+    """Home folder that contains the store of the other fixtures."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     for variable in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(variable, raising=False)
@@ -30,7 +30,7 @@ def home(tmp_path, monkeypatch):
 
 
 def ledger_with(name, days_ago, versions=(), *, recipe="nightly", ended=True, flow_run=None):
-    """Make the ledger of a refresh that began `days_ago`. versions: of its stages by name, all of kind train."""
+    """Write the ledger of a refresh that began `days_ago`. versions: its stages' by name, all of kind train."""
     ledger = ledger_of(name)
     events = [
         RefreshBegan(

@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def file_modes_as_before() -> Iterator[None]:
-    """The command keeps its files to their owner by the process's mask, which outlives a call from a test."""
+    """Restore the umask after a test, since commands that run in this process restrict it."""
     before = os.umask(0o022)
     os.umask(before)
     yield

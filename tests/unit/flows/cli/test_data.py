@@ -85,7 +85,7 @@ stages:
 
 
 class Page(HTMLParser):
-    """Tags, with their attributes, and the text of what is learned."""
+    """Parser that collects a page's tags with their attributes, and the text marked as learned."""
 
     def __init__(self):
         super().__init__()

@@ -85,12 +85,12 @@ ROWS = {
     "labelled_sharegpt": {"conversations": [human(Q), gpt(A)], **OK},
     "labelled_alpaca": {"instruction": Q, "output": A, **OK},
 }
-"""Format → a row, with `{}` for its number."""
+"""A sample row of each data format, with `{}` in place of its number."""
 METHODS = {"examples": "sft", "pairs": "dpo", "labelled": "kto"}
 
 
 def numbered(row, count=40):
-    """As many rows, of which every other labelled answer is a bad one."""
+    """Return `count` numbered copies of a row; of labelled ones, every second is labelled bad."""
     rows = [json.loads(json.dumps(row).replace("{}", str(number))) for number in range(count)]
     return [{**one, "label": number % 2 == 0} if "label" in one else one for number, one in enumerate(rows)]
 
@@ -112,7 +112,7 @@ def lifecycle(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder as a model's, without weights."""
+    """Model folder with config and tokenizer, without weights."""
     folder = tmp_path_factory.mktemp("model") / "model"
     make_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(BUILTINS["qwen3-1m"].sizes))

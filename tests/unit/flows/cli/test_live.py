@@ -30,7 +30,7 @@ def test_utilization_is_a_percentage_and_large_numbers_have_no_fraction():
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """Return a refresh whose only stage has failed, with an error of two lines and metrics wider than a terminal."""
+    """Record of a refresh whose only stage failed, with a two-line error and metrics wider than a terminal."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     ledger = ledger_of("nightly-1")
     ledger.append(
@@ -79,7 +79,7 @@ def screen_of(written: str) -> list[str]:
 
 
 class Terminal:
-    """A real one of the kernel: it echoes what is typed."""
+    """Pseudo-terminal of the kernel, which echoes what is typed."""
 
     def __init__(self) -> None:
         self._master, slave = os.openpty()
@@ -95,7 +95,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def wait_for(self, text: str) -> None:
-        """Until it is written, behind what was waited for before."""
+        """Wait until a text is written to the terminal after the text of the previous wait."""
         with self._changed:
             self._changed.wait_for(lambda: text in self.written[self._seen :])
             self._seen = self.written.index(text, self._seen) + len(text)
@@ -135,7 +135,7 @@ def test_the_table_leaves_no_line_behind_when_somebody_presses_ctrl_c(record, ty
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """Makes the record of a promotion that was refused, in this refresh or an earlier one."""
+    """Provide a function that makes the record of a refused promotion, in this refresh or an earlier one."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     said = {"metrics": {"gates_missed": 1.0}, "tags": {"verdict": "not promoted"}}
     (tmp_path / "result.json").write_text(json.dumps(said))
@@ -174,7 +174,7 @@ def test_a_refusal_reads_the_same_whether_it_is_fresh_or_found_cached(refused, s
 
 @pytest.fixture
 def shown():
-    """Lines of a file, without times, for records that are read one after the other; the last one stays."""
+    """Provide a function that shows records in turn (the last one remains), and returns the lines without times."""
 
     def shown(*steps):
         stream, seen, left = io.StringIO(), threading.Event(), list(steps)
@@ -194,7 +194,7 @@ def shown():
 
 
 def test_that_a_stage_runs_again_is_said_before_what_it_says_itself(record, shown, tmp_path):
-    """An attempt that follows at once on another works in the same folder."""
+    """A new attempt directly after another one uses the same work folder."""
     began = AttemptBegan(stage="sft", number=2, work=tmp_path, first_byte=0, params={}, tags={})
     second = after(record, began)
     first = replace(second, stages={"sft": replace(second.stages["sft"], state="waiting")})
@@ -250,7 +250,7 @@ def test_every_line_of_a_file_has_its_time():
 
 @pytest.fixture
 def busy(tmp_path, monkeypatch):
-    """A refresh of which one stage runs, one waits for it, and one waits for a device; and what the first says."""
+    """Record of a refresh with a running stage, one that waits for it, and one that waits for a device."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     planned = {
         "preferences": PlannedEntry(kind="train", version="0" * 12),

@@ -23,7 +23,7 @@ def home(tmp_path, monkeypatch):
 
 
 def begin(home, refresh, number=1, process=None):
-    """A refresh whose stage `sft` runs, in a work folder of its own."""
+    """Write the ledger of a refresh whose stage `sft` is running, and make its work folder."""
     ledger = ledger_of(refresh)
     work = home / "work" / f"{refresh}-{number}"
     work.mkdir(parents=True)

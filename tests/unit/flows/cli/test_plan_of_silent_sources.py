@@ -22,7 +22,7 @@ stages:
 {more}
 """
 LONGEST_S = 10
-"""2 s on a machine that does nothing else; five attempts of 30 s each if it waited."""
+"""Time limit of a plan in seconds: 2 s on an idle machine; with timeouts it would be five attempts of 30 s."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def refusing():
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch, capsys):
-    """`lifecycle plan`: the lines that it says, by stage."""
+    """Provide a function that runs `lifecycle plan` and returns the printed lines by stage."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     close_session()  # which keeps the proxy of an earlier test
 

@@ -16,7 +16,7 @@ def home(tmp_path, monkeypatch):
 
 
 def record(home, refresh, recipe, *stages, process=None):
-    """A refresh whose stages each failed once and then worked, but for the last, which runs."""
+    """Write the ledger of a refresh whose stages each failed once and then succeeded; the last is still running."""
     ledger = ledger_of(refresh)
     ledger.append(
         RefreshBegan(

@@ -1,4 +1,4 @@
-"""Rows and records of comparisons that never ran."""
+"""Rows and records of layout comparisons that were never run."""
 
 import json
 
@@ -24,7 +24,7 @@ def make_row():
 
 @pytest.fixture
 def make_trial(tmp_path):
-    """A trial whose steps took these times; the loss of step n is 1 / n."""
+    """Provide a function that makes a trial with given step times; the loss of step n is 1 / n."""
 
     def make(layout, round_number, times_s, profiled=None, **fields):
         steps = [

@@ -1,4 +1,4 @@
-"""Layouts as lines of text: what they mean, and what is said of those that cannot be meant."""
+"""Layouts written as lines of text: parsing, and errors for invalid ones."""
 
 import pytest
 from hypothesis import given

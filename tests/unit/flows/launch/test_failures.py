@@ -104,7 +104,7 @@ def write(folder, files, kills, limit):
 
 @pytest.fixture
 def here(tmp_path):
-    """Return the memory cgroup that is found for a process with these lines in /proc/self/cgroup."""
+    """Provide a function that returns the memory cgroup of a process with given lines in /proc/self/cgroup."""
 
     def find(lines):
         (tmp_path / "proc/self").mkdir(parents=True)

@@ -63,7 +63,7 @@ def served(**kubernetes):
 
 
 def templates_of(manifest):
-    """Templates of a manifest's pods, patches of a TrainJob's included."""
+    """Return the pod templates of a manifest, including the patches of a TrainJob."""
     if manifest["kind"] == "TrainJob":
         (patch,) = manifest["spec"]["runtimePatches"]
         (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -105,7 +105,7 @@ def test_the_schemas_would_refuse_a_field_that_there_is_not():
 
 
 def test_kubeflow_keeps_every_field_of_a_train_job():
-    """Its models leave out what they do not know."""
+    """Kubeflow's models silently drop fields that they do not know."""
     _, manifest = manifests_of(nodes=2)
     assert TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
 
@@ -140,7 +140,7 @@ def test_pods_of_several_nodes_are_reached_by_one_another_alone(kind):
 
 
 def test_a_refresh_may_make_and_remove_all_that_its_jobs_consist_of():
-    """RBAC's names of the kinds are in their addresses."""
+    """The resource names that RBAC rules use are the last parts of the API paths."""
     roles = yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "rbac.yaml").read_text())
     (rules,) = [role["rules"] for role in roles if role["kind"] == "Role"]
     may = {
@@ -262,7 +262,7 @@ connection.sendall(b"4\r\n-end\r\n0\r\n\r\n")
 connection.close()
 time.sleep(600)
 """
-"""Answers one request, in two parts; like vLLM, it ends at once when it is asked to."""
+"""Program of a fake engine: answers one request in two parts, and ends at once on SIGTERM, like vLLM."""
 
 
 def end_as_kubelet_does(container, process, in_container):

@@ -39,7 +39,7 @@ def test_a_record_of_an_earlier_version_is_of_here():
 
 
 def in_container(namespace, code):
-    """Standard output of Python in a PID namespace of its own."""
+    """Run Python code in a new PID namespace, and return its standard output."""
     command = [*namespace, sys.executable, "-c", code]
     return subprocess.run(command, text=True, capture_output=True, check=True).stdout.strip()
 

@@ -187,7 +187,7 @@ def test_in_a_copy_of_the_home_what_ran_is_over_and_in_the_original_it_goes_on(b
 
 @pytest.mark.parametrize("outcome", ["cancelled", "killed"])
 def test_what_was_stopped_on_request_is_cancelled_everywhere(begin, home, outcome):
-    """Earlier versions wrote `killed`; a process that died is another matter."""
+    """Earlier versions recorded a requested stop as `killed`; the death of a process is recorded otherwise."""
     ledger = begin("stopped", "rows", "sft")
     ended = end_of(attempt(ledger, home, "rows"), outcome, error="it was stopped", error_class="RefreshStoppedError")
     ledger.append(ended)
@@ -201,7 +201,7 @@ def test_what_was_stopped_on_request_is_cancelled_everywhere(begin, home, outcom
 
 
 def test_whoever_closes_a_refresh_too_late_changes_nothing(begin, home):
-    """Two processes may find at once that one has died; a retry may have begun before the second one writes."""
+    """Two processes may detect a dead refresh at once, and a retry may begin before the second one records it."""
     ledger = begin("dead", "sft", process=DEAD)
     attempt(ledger, home, "sft")
     size = ledger.file.stat().st_size

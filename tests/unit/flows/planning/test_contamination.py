@@ -19,7 +19,7 @@ OTHER = {"kind": "download", "dataset": "builtin/addition-preferences"}
 
 
 def stages(learned_from, *others, **curations):
-    """A base, SFT of a dataset or of a mixture and its weights in 4 bits, evaluated; and what curates datasets."""
+    """Return a recipe: base, SFT on one or several datasets, 4-bit weights, evaluation, and curate stages."""
     data = (
         {"datasets": [{"dataset": name} for name in (learned_from, *others)]} if others else {"dataset": learned_from}
     )

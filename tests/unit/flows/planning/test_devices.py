@@ -25,7 +25,7 @@ RECIPE = Path(__file__).parents[4] / "configs" / "qwen3-8b-grpo-8gpu.yaml"
 
 @pytest.fixture
 def eight_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the driver lists them."""
+    """Fake the driver's list of eight H100 GPUs."""
     monkeypatch.setattr(machine, "GPUS", tmp_path)
     for number in range(8):
         (tmp_path / f"0000:{number:02x}:00.0").mkdir()
@@ -33,7 +33,7 @@ def eight_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded(*overrides: str, visible: str | None = None) -> Recipe:
-    """visible: CUDA_VISIBLE_DEVICES in the `execution.environment` of the stage that trains and samples."""
+    """Load the GRPO recipe with overrides. visible: CUDA_VISIBLE_DEVICES in its stage's `execution.environment`."""
     recipe = load_recipe(RECIPE, [f"stages.grpo.{one}" for one in overrides])
     if visible is None:
         return recipe
@@ -43,7 +43,7 @@ def loaded(*overrides: str, visible: str | None = None) -> Recipe:
 
 
 def planned(recipe: Recipe) -> Plan:
-    """Return a plan of that stage alone."""
+    """Return the plan of the GRPO stage alone."""
     found = plan(recipe, {stage: {"revision": "recorded"} for stage in recipe.stages}, Index(()))
     return replace(found, stages={"grpo": found.stages["grpo"]})
 

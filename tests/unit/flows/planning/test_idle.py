@@ -1,4 +1,4 @@
-"""A field that does nothing beside what the others say is refused by name, or said, when a refresh is planned."""
+"""Fields that have no effect in combination with others are refused or reported when a refresh is planned."""
 
 import json
 from pathlib import Path

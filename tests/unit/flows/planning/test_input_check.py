@@ -46,7 +46,7 @@ ROWS = {
 
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The plan of a recipe with these stages, beside a model and datasets on this machine."""
+    """Provide a function that plans a recipe's stages, with a model and datasets on this machine."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     names = {f"model.layers.{layer}.{name}.weight": size for layer in (0, 1) for name, size in SIZES.items()}
     weights = {name: np.ones(size, np.float32) for name, size in names.items()}

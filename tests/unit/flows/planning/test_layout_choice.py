@@ -1,4 +1,4 @@
-"""`layout: auto`: what it becomes, and that the version is that of the layout it became."""
+"""`layout: auto`: the layout that is chosen, and that the stage's version is the one of the chosen layout."""
 
 import json
 

@@ -134,7 +134,7 @@ def test_a_plan_does_not_wait_for_the_parser_of_arguments(plan):
 
 
 def test_arguments_that_nobody_could_check_are_named_with_the_reason(plan, tmp_path, monkeypatch):
-    """As those of a build for GPUs that cannot be imported here."""
+    """The engine's own parser cannot run here, as with a build for GPUs that cannot be imported."""
     environment = tmp_path / "environment"
     (environment / "bin").mkdir(parents=True)
     for name in ("vllm", "python"):

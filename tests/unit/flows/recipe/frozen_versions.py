@@ -20,9 +20,9 @@ from tests.unit.flows.recipe.test_version import EXAMPLES, UPSTREAM, inside, pat
 FROZEN = Path(__file__).with_name("frozen_versions.json")
 OUTSIDE = {"task_folder": "f" * 64, "revision": "recorded"}
 VALUES_PER_FIELD = 2
-"""Values kept of a field that takes any text or number. All are kept of a field that is one of a few words."""
+"""Number of values kept of a field with free text or any number; of fields with listed choices, all are kept."""
 ANY_TEXT = ('"x"', '"https://x/v1"', '"hf://org/name"')
-"""Values that a field takes if it takes texts that are not listed."""
+"""JSON values to try in fields that accept free text."""
 LAYOUTS = (
     {"dp_shard": 4},
     {"dp_replicate": 2, "dp_shard": 2, "accumulate": "sharded"},
@@ -64,7 +64,7 @@ BASES = {
 
 
 def config_of(kind: str, base: dict, path: str, value: object) -> StageConfig:
-    """Return the config of a base, which is as a recipe says it, with the field at `path` set; "" changes none."""
+    """Return a config as a recipe gives it, with the field at `path` set to `value`; with path "", unchanged."""
     config = KINDS[kind].model_validate(base)
     if not path:
         return config

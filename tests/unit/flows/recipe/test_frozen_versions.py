@@ -14,7 +14,7 @@ from tests.unit.flows.recipe.frozen_versions import FROZEN, config_of, digests_o
 from tests.unit.flows.recipe.test_version import words
 
 OF_EXECUTION = words(Execution)
-"""Words of the block that is no part of a version."""
+"""Words in the `execution` block, which is not part of a version."""
 HELD = json.loads(FROZEN.read_text())
 
 

@@ -163,7 +163,7 @@ VALUES = (
     ["de"],
     *MAPPINGS,
 )
-"""Values of every type that a field may have; a new type of field needs a value here."""
+"""Sample values of every type that a config's field may have; a new type of field needs one here."""
 
 UPSTREAM = {
     "base": "0123456789ab",
@@ -178,7 +178,7 @@ OUTSIDE = {"task_folder": "f" * 64}
 
 
 def leaves(model: BaseModel, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Path of everything in a config that holds no further model, and that a recipe can say in several ways."""
+    """Yield the path of every leaf field of a config that may have more than one value."""
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         fixed = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
@@ -199,7 +199,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def inside(tree: Any, part: str) -> Any:
-    """Return what a field, a name or the number of an item leads to, or nothing."""
+    """Return the child of a tree by field name, key or index; {} if there is none."""
     if isinstance(tree, list):
         return tree[int(part)] if int(part) < len(tree) else {}
     return tree.get(part) or {}
@@ -213,7 +213,7 @@ def literals(annotation: Any) -> set[str]:
 
 @functools.cache
 def words(model: type[BaseModel]) -> set[str]:
-    """Every literal that some field of a config may be."""
+    """Return all literals that fields of a config may have."""
     fields = model.model_fields.values()
     inner = [one for field in fields for one in models_in(field.annotation)]
     return {word for field in fields for word in literals(field.annotation)}.union(*map(words, inner))

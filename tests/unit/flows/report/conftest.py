@@ -74,13 +74,13 @@ VERDICT = Verdict(
 
 
 class Night:
-    """Makes refreshes of one recipe, each a day after the one before, with another learning rate."""
+    """Makes refreshes of one recipe, a day apart, each with another learning rate."""
 
     def __init__(self, store, folder):
         self.store, self.folder, self.number = store, folder, 0
 
     def refresh(self, failing=None, error=HOSTILE, devices=2, rate=None, energy_j=None):
-        """Its record. failing: a stage that fails with this error; what comes behind it is skipped."""
+        """Make a refresh; returns its record. failing: stage that fails with this error; later ones are skipped."""
         self.number += 1
         tree = {**STAGES, "sft": {**STAGES["sft"], "learning_rate": rate or self.number * 1e-3}}
         recipe = load_stages("nightly", self.folder, tree)

@@ -19,7 +19,7 @@ def browser():
 
 @pytest.fixture
 def shot(tmp_path_factory):
-    """Screenshots are kept as output of the tests."""
+    """Provide a function that saves a screenshot of a page among the outputs of the tests."""
     folder = tmp_path_factory.mktemp("screenshots")
 
     def shot(page, name):

@@ -1,4 +1,4 @@
-"""A place that cannot be published to is found once the downloads are there, long before there is a model."""
+"""An address that cannot be published to is found right after the downloads, before any training."""
 
 from flows.running.validation import input_of
 from stages.core.errors import PublishError

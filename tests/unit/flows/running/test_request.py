@@ -1,4 +1,4 @@
-"""Plans of requests: what is said of one that cannot be made holds no secret, and what is built needs no programs."""
+"""Plans of refresh requests: errors contain no secrets, and cached stages need no installed programs."""
 
 import json
 from pathlib import Path

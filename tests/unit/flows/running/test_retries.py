@@ -1,4 +1,4 @@
-"""Which failed attempts are tried again, and what the error of a death that is not says."""
+"""Choice of the failed attempts that are retried, and the error message where a crash is not retried."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from stages.core.errors import StageCrashError, TransientError
 
 
 def planned(progress, retries=2):
-    """A stage whose checkpoints say how far it got: a number for each death."""
+    """Return a fake stage whose checkpoints show this progress, one number for each crash."""
     reached = iter(progress)
     config = SimpleNamespace(execution=SimpleNamespace(retries=retries), progress_kept=lambda folder: next(reached))
     return SimpleNamespace(name="sft", kind="train", resume_key="0" * 12, config=config)

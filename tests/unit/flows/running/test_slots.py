@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[4]
 
 
 class BusyError(Exception):
-    """Raised instead of waiting."""
+    """A slot was not free: raised instead of waiting."""
 
 
 def busy():

@@ -63,7 +63,7 @@ def artifacts(tmp_path):
 
 @pytest.fixture
 def refresh_of(tmp_path, monkeypatch, artifacts, request):
-    """A refresh whose downloads are done; keyword arguments change fields of stages, or add stages."""
+    """Provide a refresh whose downloads are done; keyword arguments change fields of stages, or add stages."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -102,7 +102,7 @@ def built(planned, folder):
 
 
 class Here:
-    """A check in this process, which has imported what a check imports. How it is started is another test's."""
+    """Fake process that runs the check of inputs in this one, whose imports are already made."""
 
     token = ""
 
@@ -117,7 +117,7 @@ class Here:
 
 
 def processor_time_of_children_s() -> float:
-    """However busy the machine is with something else."""
+    """Return the CPU seconds of child processes so far, which other load on the machine does not change."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
 
@@ -201,7 +201,7 @@ UNSEEN = {"stage": "sft", "field": "data.dataset", "message": "training rows aft
 
 
 def hanging(work, found=None):
-    """A check that has found something, and does not end."""
+    """Start a check that has found something and does not end."""
     if found:
         (work / FINDINGS_FILE).write_text(json.dumps(found))
     with (work / "log.txt").open("ab") as log:

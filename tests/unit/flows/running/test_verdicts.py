@@ -26,7 +26,7 @@ MISSED = "regression of sums.exact_match (standard errors) 6.514 > 2, missed by 
 
 @pytest.fixture
 def judged(tmp_path, monkeypatch):
-    """The record of a refresh whose promotion came out so."""
+    """Provide a function that makes the record of a refresh with a given promotion outcome."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
 
     def judged(outcome, missed=()):

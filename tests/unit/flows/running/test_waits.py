@@ -1,4 +1,4 @@
-"""A stage that waits for another refresh, which builds the same: its time is that of its own work."""
+"""A stage that waits for another refresh to build the same artifact: its recorded time excludes the wait."""
 
 import logging
 import threading
@@ -20,7 +20,7 @@ TREE = {"base": {"kind": "download", "model": "builtin/qwen3-1m"}}
 
 
 class Clock:
-    """Stands still until it is set."""
+    """Fake monotonic clock that stands still until a test sets it."""
 
     now_s = 0.0
 
@@ -46,7 +46,7 @@ def run(tmp_path, monkeypatch, clock):
 
 @contextmanager
 def waiting_for_another(run):
-    """In its context, a stage waits for another refresh; afterwards it has ended."""
+    """Let a stage wait for another refresh that builds the same, for the duration of the context."""
     waits = threading.Event()
     append = run.append
 

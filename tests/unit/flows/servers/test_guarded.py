@@ -1,4 +1,4 @@
-"""Connections to our servers that ask nothing, or byte by byte, are closed; answers may take their time."""
+"""Connections that send no request, or send it byte by byte, are closed by our servers; slow answers are allowed."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ HEAD = "POST / HTTP/1.1\r\nHost: {}\r\nContent-Length: 10000\r\n\r\n"
 
 
 class Pages:
-    """An application that answers once it is allowed to, and has read what was sent."""
+    """ASGI application that answers when a test allows it, after reading the whole request."""
 
     def __init__(self):
         self.was_asked = asyncio.Event()
@@ -40,7 +40,7 @@ class Pages:
 
 @pytest.fixture
 def served(monkeypatch):
-    """Runs a trial with the address of a server that looks often, and its application."""
+    """Provide a function that runs a trial against a guarded server with short intervals between its checks."""
     monkeypatch.setattr(guarded, "LOOK_EVERY_S", 0.02)
 
     async def run(trial):
@@ -88,7 +88,7 @@ def test_a_connection_that_asks_for_nothing_is_closed(served, monkeypatch, begin
 
 @pytest.mark.parametrize(("limit", "head"), [("HEAD_TIMEOUT_S", ""), ("BODY_TIMEOUT_S", HEAD)])
 def test_a_request_that_comes_byte_by_byte_is_not_waited_for(served, monkeypatch, limit, head):
-    """Each byte comes in time; all of them would take longer than the test waits."""
+    """Each byte arrives within the limit, but all of them would take longer than the test waits."""
     monkeypatch.setattr(guarded, "HEAD_TIMEOUT_S", 2 * PATIENCE_S)
     monkeypatch.setattr(guarded, limit, LIMIT_S)
 

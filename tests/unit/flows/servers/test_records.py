@@ -41,7 +41,7 @@ def record():
 
 @pytest.fixture
 def in_copy(home, monkeypatch):
-    """Copy the home, and go on in the copy."""
+    """Provide a function that copies the home and makes the copy the current home."""
 
     def copy():
         shutil.copytree(home, home.with_name("copy"))
@@ -58,7 +58,7 @@ def test_records_are_void_in_a_copy_of_the_home(record, in_copy):
 
 
 def test_a_copy_is_settled_only_when_that_is_said(record, in_copy):
-    """A command that dies between starting the servers and pausing the schedules leaves the pausing to the next one."""
+    """A command may die after starting a copied home's servers; then the next one pauses its schedules."""
     write_records({})
     in_copy()
     assert local.down() == []

@@ -69,7 +69,7 @@ def said(tmp_path):
 
 
 def ask(port):
-    """Process id of the server, and the key that it got."""
+    """Ask the server for its process id and the key in its environment."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=PATIENCE_S) as answer:
         pid, key = answer.read().decode().split()
     return int(pid), key
@@ -83,7 +83,7 @@ def kept(folder, port, program=SERVER, **fields):
 
 @contextmanager
 def keeping(tmp_path, program=SERVER, environment=None, **fields):
-    """`keep` in a process of its own; that process, and the port."""
+    """Run the supervisor's `keep` in a process; yields the process and the server's port."""
     with listener() as public:
         port = public.getsockname()[1]
         one = kept(tmp_path, port, program, **fields)
@@ -187,7 +187,7 @@ def test_a_command_dies_with_its_killed_supervisor(tmp_path):
 
 @pytest.fixture
 def manager(tmp_path):
-    """systemd's side: a datagram socket, and its path."""
+    """Provide systemd's notification socket and its path."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.settimeout(PATIENCE_S)
         receiver.bind(name := str(tmp_path / "notify"))
@@ -227,7 +227,7 @@ def test_systemd_is_told_when_all_answer_that_the_supervisor_lives_and_when_it_s
 
 @contextmanager
 def supervised(tmp_path):
-    """The supervisor of a home that keeps one small server; the lock, and the port."""
+    """Run the supervisor of a home with one small server; yields the home's lock and the server's port."""
     home, folder = tmp_path / "home", tmp_path / "server"
     folder.mkdir()
     public = listener()

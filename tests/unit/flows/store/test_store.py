@@ -68,7 +68,7 @@ def test_a_commit_that_was_interrupted_before_its_last_step_is_finished(store, b
 
 
 def test_the_record_is_written_last(store, built, monkeypatch):
-    """The disk fails at the very last step: what is there then is no artifact."""
+    """If the disk fails at the last step of a commit, there is no artifact."""
     record = built["sft"].record
     work = store.make_folder(store.work_folder("train", "sft", "0" * 12))
     (work / "model").mkdir()

@@ -22,7 +22,7 @@ DEVICE = "NVIDIA H200"
 
 
 def row(name: str, engine: str = "fsdp", rows: int = 8, tokens: int = 4096, **layout: object) -> dict:
-    """As measured on a device whose steps take twice as long as predicted."""
+    """Return a benchmark row of a device whose steps take twice the predicted time."""
     workload, chosen = Workload(tokens, rows), Layout.model_validate(layout)
     hardware = named_like(DEVICE)
     assert hardware

@@ -42,7 +42,7 @@ def began(work, stages) -> Ledger:
 
 
 def resumed(work) -> Ledger:
-    """A stage that was stopped after its fourth step, and went on."""
+    """Write the ledger of a train stage that was stopped after its fourth step and resumed."""
     work.mkdir()
     ledger = began(work, {"sft": "train"})
     tags = {"recipe": "nightly", "kind": "train", "version": "0123456789ab"}

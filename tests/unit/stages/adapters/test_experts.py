@@ -58,7 +58,7 @@ def learning(model):
 
 @pytest.fixture(params=ADAPTERS)
 def trained(request, tmp_path):
-    """A folder with a base and an adapter of it; the adapted model."""
+    """Folder with a base and an adapter of it, and the adapted model."""
     name, fields = ADAPTERS[request.param]
     make_model(name).save_pretrained(tmp_path / "base")
     model, lora = adapted(name, **fields)

@@ -1,4 +1,4 @@
-"""Adapters are put on the layers that a recipe names; wrong names are refused with those that there are."""
+"""Adapters are put on the layers that a recipe names; for unknown names, the error lists the model's layers."""
 
 import math
 import re
@@ -165,7 +165,7 @@ def test_layers_that_have_learned_nothing_in_the_precision_of_the_file_are_named
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_adapter_has_an_effect_if_one_element_of_one_weight_changes_in_its_dtype(tmp_path, dtype):
-    """Everything else is far below what the dtype resolves."""
+    """All but one element of the factors are far too small to change a weight in this dtype."""
     base = make_model().to(dtype)
     base.save_pretrained(tmp_path / "base")
     model = adapted(target_modules=("q_proj",))

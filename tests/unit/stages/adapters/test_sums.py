@@ -1,4 +1,4 @@
-"""Sums of low-rank changes are the sums, in the rank that the file says."""
+"""Sums of LoRA adapters equal the sums of their weight changes, with the rank stated in the file."""
 
 import pytest
 import torch

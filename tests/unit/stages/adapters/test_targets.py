@@ -1,4 +1,4 @@
-"""The layers that an adapter adapts are PEFT's choice, by the names of a model, of its files and of its shape alone."""
+"""Adapted layers are those that PEFT would choose, found by layer names of a model, its files or its shape."""
 
 import ast
 import re
@@ -69,7 +69,7 @@ def names_of_shape(family):
 
 
 def chosen(fields, linear, parameters, former):
-    """Return name → rank of what our definition chooses among these names."""
+    """Return the rank of each layer that our `AdapterTargets` chooses among these names."""
     targets = AdapterTargets(AdapterConfig(rank=RANK, **fields), former)
     ranks = {name: RANK for name in linear if targets.has_layer(name)}
     return ranks | {name: RANK * times for name in parameters if (times := targets.ranks_of(name))}
@@ -91,7 +91,7 @@ def peft_alone(family, fields):
 
 
 def cases(family):
-    """Yield fields of an adapter that PEFT understands by itself, with names that the family has."""
+    """Yield adapter fields that PEFT understands by itself, with layer names of the architecture."""
     former = former_names(make_model(family))
     ends = sorted({name.rpartition(".")[2] for name in names_of(make_model(family))[0]} - former.keys())
     yield {}
@@ -143,7 +143,7 @@ def test_the_choice_is_that_of_peft_alone(family, fields):
     ids=str,
 )
 def test_what_peft_has_no_words_for_is_put_there_as_chosen(family, fields):
-    """PEFT gets whole names then; of a mixture, a match in one layer would mean all layers to it."""
+    """PEFT gets the full layer names if its options cannot express our choice of layers."""
     model = make_model(family)
     expected = chosen(fields, *names_of(model), former_names(model))
     if family not in WITHOUT_SHAPE:
@@ -158,7 +158,7 @@ def test_former_names_of_known_shapes_are_those_of_peft(family):
 
 
 def test_the_choice_is_defined_once():
-    """Only these files read the fields that choose layers: the definition, and who hands them to PEFT or names them."""
+    """Only the definition of adapted layers, and modules that pass its fields to PEFT or name them, read them."""
     fields = {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
     readers = {
         str(file.relative_to(ROOT))

@@ -1,4 +1,4 @@
-"""A program that does what its questions say: `python -m tests.unit.stages.core.asked_program`."""
+"""Program for tests that follows the commands in its input: `python -m tests.unit.stages.core.asked_program`."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def answer(question):
 
 
 def row(seconds):
-    """Return whether it took its time within 0.1 s."""
+    """Use some CPU seconds under a limit of 0.1 s; returns whether the work finished."""
     end_s = time.process_time() + seconds
 
     def work():

@@ -110,7 +110,7 @@ def test_a_diverged_loss_survives_the_result_file():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_runs_by_the_config_that_recipes_have_of_it(kind):
-    """Its process finds the class there, and imports that of no other kind."""
+    """A stage process finds its config class at `run`, without importing other kinds."""
     run = importlib.import_module(f"stages.kinds.{kind}.run").run
     assert inspect.get_annotations(run, eval_str=True)["config"] is KINDS[kind]
 

@@ -33,7 +33,7 @@ def own_home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def large(tmp_path):
-    """A file that was written a minute ago."""
+    """Large file last modified a minute ago."""
     path = tmp_path / "large.bin"
     path.write_bytes(b"a" * MIN_CACHED_BYTES)
     os.utime(path, (time.time() - 60, time.time() - 60))
@@ -42,7 +42,7 @@ def large(tmp_path):
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """Puts a mark in place of all that is kept. The clock of the file system is as fine as can be."""
+    """Provide a function that overwrites all cached hashes, so that a cached one is recognized."""
     monkeypatch.setattr(hashing, "SETTLED_S", -1)
 
     def mark():

@@ -1,4 +1,4 @@
-"""Texts from outside reach a terminal as what they are, not as what it would do for them."""
+"""Control characters in outside texts are shown, not executed, by a terminal."""
 
 import io
 

@@ -117,7 +117,7 @@ def test_shared_memory_that_a_living_process_maps_is_left_alone(tmp_path):
 
 
 def test_a_semaphore_is_found_by_the_process_that_made_it():
-    """glibc makes it under another name, which is gone by the time that anyone looks."""
+    """glibc creates a semaphore under another name, which no longer exists when it is looked for."""
     code = (
         "import multiprocessing, os; from stages.core.process_tree import shared_memory_of\n"
         "lock = multiprocessing.get_context('spawn').Lock()\n"
@@ -128,20 +128,20 @@ def test_a_semaphore_is_found_by_the_process_that_made_it():
 
 
 def test_a_killed_supervisor_leaves_no_semaphore(start, tmp_path):
-    """Python's resource tracker, which unlinks it, is marked like the others, but must not be killed with them."""
+    """Python's resource tracker, which unlinks semaphores, bears the stage's mark, but must not be killed, too."""
     code = (
         "import multiprocessing, os, sys, time; from pathlib import Path\n"
         "lock = multiprocessing.get_context('spawn').Lock(); Path(sys.argv[1]).write_text(lock._semlock.name)\n"
         "time.sleep(60)"
     )
-    told = tmp_path / "name"
-    supervised = start(sys.executable, "-c", code, str(told))
+    name_file = tmp_path / "name"
+    supervised = start(sys.executable, "-c", code, str(name_file))
     end = time.monotonic() + 20
-    while not told.is_file() or not told.read_text():
+    while not name_file.is_file() or not name_file.read_text():
         assert time.monotonic() < end
         time.sleep(0.02)
     trackers = [pid for pid in marked_processes(supervised.token) if "resource_tracker" in command_of(pid)]
-    semaphore = Path(f"/dev/shm/sem.{told.read_text().strip('/')}")
+    semaphore = Path(f"/dev/shm/sem.{name_file.read_text().strip('/')}")
     assert semaphore.exists()
     for pid in trackers:
         os.kill(pid, signal.SIGSTOP)  # as slow as on a busy machine

@@ -27,7 +27,7 @@ BOTH = (("bos_token", "<s>"), ("eos_token", "</s>"))
 
 @dataclass(frozen=True)
 class Published:
-    """A template, and what an oracle has to know of it. `before` and `end`: any of these."""
+    """Published chat template with facts for checks: texts that may come `before` an answer, and that may `end` it."""
 
     source: str
     before: tuple[str, ...]

@@ -26,7 +26,7 @@ CHATML = """\
 
 @pytest.fixture(scope="session")
 def make_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a tokenizer folder with the chat template given, and says where."""
+    """Provide a function that writes a tokenizer folder with a chat template, and returns its path."""
 
     def make(
         template: str | None = CHATML, *, begins_texts: bool = False, merges: Iterable[tuple[str, str]] = ()
@@ -53,7 +53,7 @@ def make_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pa
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(make_tokenizer: Callable[..., Path]) -> Path:
-    """With a ChatML template."""
+    """Folder of a tokenizer with the ChatML template."""
     return make_tokenizer()
 
 
@@ -66,7 +66,7 @@ def read_ids(tokenizer_folder: Path) -> Callable[[Iterable[int]], str]:
 
 @pytest.fixture(scope="session")
 def learned(read_ids: Callable[[Iterable[int]], str]) -> Callable[[Tokens], list[str]]:
-    """The runs of tokens that carry loss, as texts."""
+    """Provide a function that returns the texts of all contiguous runs of tokens with loss."""
 
     def runs(tokens: Tokens) -> list[str]:
         found: list[list[int]] = []
@@ -82,7 +82,7 @@ def learned(read_ids: Callable[[Iterable[int]], str]) -> Callable[[Tokens], list
 
 @pytest.fixture
 def tokenize_with(make_tokenizer: Callable[..., Path]) -> Callable[..., Tokens]:
-    """Document, and the options of a tokenizer → its tokens."""
+    """Provide a function that tokenizes a document with given tokenizer options."""
 
     def tokenize(
         document: object, template: str | None = CHATML, train_on: str = "assistant", **options: object
@@ -95,7 +95,7 @@ def tokenize_with(make_tokenizer: Callable[..., Path]) -> Callable[..., Tokens]:
 
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., Path]:
-    """Writes rows as JSON Lines and says in which dataset folder."""
+    """Provide a function that writes rows as JSON Lines, and returns the dataset folder."""
 
     def write(rows: Iterable[object], name: str = "train.jsonl") -> Path:
         folder = tmp_path / "dataset"

@@ -28,7 +28,7 @@ PAIR = json.dumps({"prompt": "q ", "chosen": "good", "rejected": "bad"})
 
 @pytest.fixture
 def outcome(tmp_path, tokenizer_folder):
-    """Files, and the options of a recipe's `data` → the error's text, or the warnings."""
+    """Provide a function that prepares files with options of `data`, and returns the error or the warnings."""
 
     def find(files, rows="examples", tokenizer=tokenizer_folder, **options):
         folder = tmp_path / "dataset"
@@ -59,7 +59,7 @@ def outcome(tmp_path, tokenizer_folder):
 
 
 def text_with(value):
-    """A chat whose answer is this JSON text."""
+    """Return a chat row whose answer is this JSON text."""
     return CHAT.replace('"b"', value)
 
 
@@ -136,7 +136,7 @@ UNREADABLE = {
         {"train.parquet": far_future},
         "train.parquet row 2 holds a value that Python cannot represent",
     ),
-    "a time zone that nobody knows": ({"train.parquet": no_such_zone}, "train.parquet row 1 holds a value that Python"),
+    "an unknown time zone": ({"train.parquet": no_such_zone}, "train.parquet row 1 holds a value that Python"),
     "a file beside its compressed self": (
         {"train.jsonl": CHAT, "train.jsonl.gz": gzip.compress(CHAT.encode())},
         "has files twice: train.jsonl, train.jsonl.gz. Keep one of each.",
@@ -162,7 +162,7 @@ def test_what_cannot_be_read_is_refused_by_place_and_reason(outcome, files, mess
 
 
 def chat(*turns, **columns):
-    """A row whose turns are the user's and the assistant's by turns; a turn may be a whole message."""
+    """Return a chat row whose turns alternate between user and assistant; a turn may be a whole message."""
     roles = ("user", "assistant")
     messages = [
         turn if isinstance(turn, dict) else {"role": roles[number % 2], "content": turn}

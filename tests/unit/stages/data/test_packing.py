@@ -15,14 +15,14 @@ from stages.data.units import Units, best_fit_decreasing
 
 
 def units_of(lengths, first=0):
-    """Units of one document each, whose tokens are their numbers."""
+    """Return units of one document each, whose tokens all equal the document's number."""
     lengths = np.array(lengths, np.int64)
     tokens = np.repeat(np.arange(first, first + len(lengths), dtype=np.int32), lengths)
     return Units(tokens, np.ones(len(tokens), np.bool_), lengths, np.ones(len(lengths), np.int64))
 
 
 def pack(batches, capacity):
-    """Batches of lengths → rows of lengths; the tokens go where their lengths do."""
+    """Pack batches of documents, and yield the document lengths of each packed row."""
     for units, sizes in unit_module.pack(batches, capacity):
         lengths = iter(units.lengths.tolist())
         for size in sizes:

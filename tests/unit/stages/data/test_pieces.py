@@ -240,7 +240,7 @@ GRACE_S = 120.0
 
 
 def processes_with(word):
-    """Folders in /proc of those whose environment holds it."""
+    """Return the /proc folders of processes whose environment contains a word."""
     found = []
     for folder in (path for path in Path("/proc").iterdir() if path.name.isdecimal()):
         with contextlib.suppress(OSError):
@@ -250,7 +250,7 @@ def processes_with(word):
 
 @pytest.fixture
 def program(tmp_path, tokenizer_folder, write_rows):
-    """Command of a program that tokenizes in two processes, and its environment, by part of which they are found."""
+    """Command and environment of a program that tokenizes in two processes, which its environment identifies."""
     folder = write_rows([chat(number) for number in range(20_000)])
     for shard in range(8):
         (folder / f"train-{shard:05}-of-00008.jsonl").write_bytes((folder / "train.jsonl").read_bytes() + b"\n" * shard)

@@ -28,7 +28,7 @@ CHATS = [chat(f"question {number}", f"answer {number}") for number in range(30)]
 
 @pytest.fixture
 def run(tmp_path, tokenizer_folder):
-    """Prepares a folder with the options given; `.reports` and `.bad_rows_file` tell what else came of it."""
+    """Provide a function that prepares a folder; its `.reports` and `.bad_rows_file` hold the other outputs."""
 
     def prepare_folder(folder, rows="examples", tokenizer=tokenizer_folder, **options):
         return prepare(
@@ -47,7 +47,7 @@ def run(tmp_path, tokenizer_folder):
 
 
 def documents(dataset, read_ids):
-    """The text of every document, and of what is learned of it."""
+    """Return the whole text and the learned text of every document."""
     batch = dataset.batch(range(len(dataset)))
     found = []
     for number in range(batch.num_documents):

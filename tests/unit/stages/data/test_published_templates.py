@@ -86,7 +86,7 @@ def chat_template(template):
 
 
 def proved_template(name):
-    """In this process, where what it does can be counted."""
+    """Return a template that renders in this process, where its work can be counted."""
     template = TEMPLATES[name]
     return ProvedTemplate(template.source, dict(template.special_tokens), MARKERS, "the template", DEFAULT_DATE)
 
@@ -97,7 +97,7 @@ def learn(template, conversation, turns="together"):
 
 
 def words(*texts):
-    """Those that one message has; a call's name may be written twice."""
+    """Return the marker words in texts, each of which only one message has; a call's name may occur twice."""
     found = re.findall(r"(?:ask|say|mull|rule|give|define)\d\w*", "\n".join(texts))
     return [word for number, word in enumerate(found) if not (word.endswith("call") and word in found[:number])]
 
@@ -127,7 +127,7 @@ def test_each_turn_is_learned_once_and_nothing_that_others_say(name, turns):
 
 
 REWRITTEN = re.compile("deepseek|qwq|mistral-0.3|gptoss|nemotron|smollm|granite|lfm2_2_5|llama3_2|gemma4|muse")
-"""Templates whose learned text differs from what they write by default, or that write today's date."""
+"""Names of templates that rewrite answers, so that learned text differs from their default, or write the date."""
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if not REWRITTEN.match(name)])
@@ -184,7 +184,7 @@ def test_masks_are_those_of_trls_training_templates(name):
     ],
 )
 def test_what_a_row_sets_for_the_template_is_set_as_transformers_sets_it(name, variable, conversation, chosen):
-    """The prompt is Transformers' own, and what is learned begins right behind it."""
+    """The prompt equals Transformers' own, and the learned text begins directly after it."""
     template, (messages, _) = TEMPLATES[name], CONVERSATIONS[conversation]
     (*_, document) = chat_template(template).documents(Conversation(messages, variables={variable: chosen}))
     options = {**dict(template.special_tokens), variable: chosen, "strftime_now": lambda _: "01 January 2026"}
@@ -204,7 +204,7 @@ def test_thoughts_of_a_row_that_asks_for_none_are_not_left_out():
 
 
 def test_the_row_decides_not_the_thoughts():
-    """Asked for none, a template that would show thoughts of its own accord shows none."""
+    """With `enable_thinking: false`, a template that adds empty thoughts by default must add none."""
     template, (messages, _) = TEMPLATES["qwen3"], CONVERSATIONS["one"]
     documents = {
         chosen: chat_template(template).render(Conversation(messages, variables={"enable_thinking": chosen}))
@@ -244,7 +244,7 @@ def test_a_conversation_of_thousands_of_turns_is_refused_by_name_before_it_is_re
 
 
 def test_what_turns_out_to_be_too_much_is_refused_on_the_way(monkeypatch):
-    """Documents of their own for turns that a template rewrites are not known before."""
+    """Turns that a template rewrites need separate documents, whose number is unknown before rendering."""
     monkeypatch.setattr(turns, "MAX_MESSAGES", 500)
     messages = [message for number in range(20) for message in (user(number), says(number, thinks=True))]
     with pytest.raises(RowError, match=r"has 40 messages: .* more than 500 would be in all"):

@@ -91,7 +91,7 @@ def test_a_long_text_of_a_short_conversation_is_refused():
 
 
 def test_a_row_that_ends_the_process_is_named_and_others_are_rendered_after_it(small_limits):
-    """A comparison is one step of C, which no signal's handler interrupts."""
+    """Comparing two large values is one step of C, which a time limit's signal cannot interrupt."""
     compares = SHARED.format("{{ ns.a == ns.b }}")
     template = ChatTemplate(f"{{% if 'bad' in messages[0].content %}}{compares}{{% endif %}}{CHATML}", {}, [], "it")
     rows = [("text", Conversation([{"role": "user", "content": text}])) for text in ("good", "good", "bad", "good")]
@@ -103,7 +103,7 @@ def test_a_row_that_ends_the_process_is_named_and_others_are_rendered_after_it(s
 
 
 def test_each_conversation_has_limits_of_its_own(small_limits):
-    """A hundred that take half of the memory each, and together much more than the time."""
+    """Renders 100 conversations that each take half of the memory limit, and together far more than the time limit."""
     template = ChatTemplate("{% set text = messages[0].content * 16000000 %}" + CHATML, {}, [], "it")
     assert len(list(template.rendered([("text", QUESTION)] * 100))) == 100
 
@@ -119,7 +119,7 @@ def test_the_process_has_neither_secrets_nor_other_libraries(monkeypatch):
 
 
 def test_limits_that_a_user_has_set_are_kept():
-    """Here a hard limit of memory, which no process may raise."""
+    """A user's hard memory limit cannot be raised by any process."""
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
         "from stages.data.messages import Conversation\nfrom stages.data.templates import ChatTemplate\n"

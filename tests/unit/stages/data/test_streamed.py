@@ -1,4 +1,4 @@
-"""A dataset that stays in a bucket or on a hub: read there, as the same rows that a copy of it gives."""
+"""Datasets that stay in a bucket or on a hub are streamed, with the same rows as a local copy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lines(*numbers: int) -> bytes:
 
 
 def table() -> bytes:
-    """Several groups of rows."""
+    """Return a Parquet file with several row groups."""
     sink = pyarrow.BufferOutputStream()
     rows = pyarrow.Table.from_pylist([chat(number) for number in range(NUM_ROWS)])
     pyarrow.parquet.write_table(rows, sink, row_group_size=40, compression="none")
@@ -80,7 +80,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fetched(tmp_path: Path):
-    """The folder of a dataset that a download stage makes."""
+    """Provide a function that runs a download stage and returns its dataset folder."""
 
     def fetch(source: str, *, stream: bool) -> Path:
         config = DownloadConfig(kind="download", dataset=source, stream=stream)

@@ -371,7 +371,7 @@ def test_a_template_that_changes_who_says_what_is_refused(source, cause):
 
 
 def cut(role):
-    """A template that writes only the beginning of what `role` says."""
+    """Return a chat template that writes only the first 12 characters of a role's messages."""
     content = f"(message.content[:12] if message.role == '{role}' else message.content)"
     return "{% for message in messages %}" + SAYS.replace("message.content", content)
 

@@ -26,7 +26,7 @@ def store(tmp_path) -> Store:
 
 
 def aged(folder: Path, days: float) -> None:
-    """As on a disk without times of reading: both times are those of writing."""
+    """Set access and modification times to the same value, as on a disk without access times."""
     then_s = time.time() - days * DAY_S
     for path in (folder, *folder.rglob("*")):
         os.utime(path, (then_s, then_s))

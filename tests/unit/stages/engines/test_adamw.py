@@ -33,7 +33,7 @@ def test_without_rounding_it_is_torchs() -> None:
 
 
 def test_each_neighbour_comes_as_often_as_it_is_near() -> None:
-    """The mean of rounded 1 + 2^-7 × 0.3 over all random bits is right, below zero too; bf16 values stay."""
+    """Stochastic rounding is unbiased: over all random bits, 1 + 2^-7 × 0.3 keeps its mean; bf16 values stay."""
     bits = torch.arange(2**16, dtype=torch.int32)
     for sign in (1, -1):
         value = sign * (1 + 2**-7 * 0.3)
@@ -55,7 +55,7 @@ def test_bits_are_even_and_depend_on_the_place_alone() -> None:
 
 
 def test_second_moments_in_bf16_decay() -> None:
-    """Rounded to the nearest, 0.999 of one is itself again."""
+    """With rounding to nearest, bf16's 0.999 × 1 would stay 1 forever."""
     weight = nn.Parameter(torch.ones(NUM_WEIGHTS, dtype=torch.bfloat16))
     adamw = optimizer(weight, BF16, lr=0.0)
     weight.grad = torch.ones_like(weight)
@@ -71,7 +71,7 @@ def test_second_moments_in_bf16_decay() -> None:
 
 
 def test_weights_in_bf16_take_steps_far_smaller_than_what_they_can_hold() -> None:
-    """At one, the next numbers of bf16 are 2^-8 below and 2^-7 above; each step is of 1e-4."""
+    """The next bf16 numbers around 1 are 2^-8 below and 2^-7 above; each step is 1e-4."""
     weight = nn.Parameter(torch.ones(NUM_WEIGHTS, dtype=torch.bfloat16))
     adamw = optimizer(weight, BF16, lr=1e-4)
     for _ in range(50):
@@ -81,7 +81,7 @@ def test_weights_in_bf16_take_steps_far_smaller_than_what_they_can_hold() -> Non
 
 
 def test_a_restored_optimizer_has_moments_in_their_own_dtypes() -> None:
-    """Torch gives them that of their weight, which may hold more or less."""
+    """torch would restore optimizer moments in the dtype of their weight."""
     cases = {
         LowPrecisionSettings("bf16", "bf16"): (torch.float32, torch.bfloat16),
         LowPrecisionSettings(bf16_stochastic_round=True): (torch.bfloat16, torch.float32),

@@ -70,7 +70,7 @@ def test_padding_is_of_no_row() -> None:
 
 
 def test_with_one_row_and_one_layer_a_step_is_transformers_own(tmp_path: Any) -> None:
-    """Its loss with `output_router_logits=True`, whose coefficient the model's config has."""
+    """Compare with Transformers' loss with `output_router_logits=True`, at the coefficient of the model's config."""
     torch.manual_seed(0)
     fields = {**SIZES, "num_hidden_layers": 1, "router_aux_loss_coef": COEFFICIENT, "initializer_range": 0.2}
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**fields))
@@ -92,7 +92,7 @@ def test_with_one_row_and_one_layer_a_step_is_transformers_own(tmp_path: Any) ->
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "o_proj")], ids=["all", "attention"])
 def test_an_adapter_learns_from_the_balance_as_pefts_does(tmp_path: Any, targets: Any) -> None:
-    """Routers are frozen, or have an adapter of their own: what they give depends on the layers before."""
+    """The balancing loss trains adapters of other layers, too, since a router's output depends on earlier layers."""
     torch.manual_seed(0)
     fields = {**SIZES, "router_aux_loss_coef": COEFFICIENT, "initializer_range": 0.2, "num_hidden_layers": 1}
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(**fields)).save_pretrained(tmp_path)

@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 STEPS, LEARNING_RATE = 4, 2e-3
 BF16_AND_8_BITS = (1e-5, 0.01)
-"""Largest difference between the two losses in nats; operands keep three bits after the first."""
+"""Bounds of the loss difference between bf16 and 8 bits, in nats; 8-bit operands keep three bits of mantissa."""
 ROWS = [pack([[[(seed + 7 * place * place) % 96 for place in range(37)]]]) for seed in (1, 2)]
 """Rows of 37 tokens, which is no multiple of 16."""
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """A device with emulated products of torchao: it casts, and multiplies the cast values in fp32."""
+    """Emulate torchao's 8-bit products on the CPU: it casts to 8 bits, and multiplies the cast values in fp32."""
     monkeypatch.setattr(fsdp_engine, "float8_config", lambda recipe: replace(float8_config(recipe), emulate=True))
     with joined_processes() as found:
         yield found

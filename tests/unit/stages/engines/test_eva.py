@@ -1,4 +1,4 @@
-"""`init: eva` starts from what PEFT's own `initialize_lora_eva_weights` finds of the same rows."""
+"""`init: eva` starts from the directions that PEFT's `initialize_lora_eva_weights` finds on the same rows."""
 
 import peft
 import pytest
@@ -24,7 +24,7 @@ CONFIGS = {
 }
 WIDE_SIZES = {**SIZES, "hidden_size": 64, "head_dim": 16}
 WIDE = Qwen3Config(**WIDE_SIZES, num_key_value_heads=2, intermediate_size=64, initializer_range=0.3)
-"""A model whose rows are as long as a block of NF4."""
+"""Config of a model whose weight rows are as long as an NF4 block."""
 EXPERTS = Qwen3MoeConfig(**SIZES, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 
 
@@ -43,7 +43,7 @@ def save(config, folder):
 
 @pytest.fixture(scope="module")
 def rows():
-    """Return batches of rows of one document each: tokens, and which of them are answers."""
+    """Batches of rows with one document each: token ids, and a mask of answer tokens."""
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randint(0, 64, (ROWS, LENGTH), generator=generator), torch.rand(ROWS, LENGTH, generator=generator) > 0.3)
@@ -113,7 +113,7 @@ def test_ranks_directions_and_scalings_are_pefts(name, fields, rows, tmp_path):
 
 
 def learned(model):
-    """Return the factors that learned, as training would leave them."""
+    """Return an adapter's trainable factors with random B, as after training."""
     torch.manual_seed(1)
     for name, one in model.named_parameters():
         if ".lora_B." in name:
@@ -144,7 +144,7 @@ def test_what_is_written_is_loaded_by_peft_merged_and_gone_on_with(fields, rows,
 
 @pytest.mark.parametrize(("precision", "kind"), [("nf4", Nf4Linear), ("int8", Int8Linear)])
 def test_beside_a_base_in_few_bits_it_starts_from_the_exact_one(precision, kind, rows, tmp_path):
-    """Its directions are found before the base is rounded; then every layer is, those that it leaves out, too."""
+    """EVA's directions are computed on the exact base; then every layer is quantized, also those without adapter."""
     folder, fields = save(WIDE, tmp_path / "base" / "model"), {"exclude_modules": ("v_proj",)}
     exact, _, _ = ours(folder, tmp_path / "exact.safetensors", rows, **fields)
     model, lora, _ = ours(folder, tmp_path / "eva.safetensors", rows, base_precision=precision, **fields)

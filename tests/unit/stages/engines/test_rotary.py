@@ -47,7 +47,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "fixed": lambda: LlamaConfig(**SIZES),
 }
 DOCUMENTS = [20, 60, 7, 40, 33]
-"""Tokens of documents; the models treat more than 32 as long."""
+"""Document lengths in tokens; the models treat more than 32 tokens as long."""
 
 
 @pytest.fixture(params=CONFIGS)
@@ -68,7 +68,7 @@ def loaded(folder: Path) -> fsdp_model.TargetLogProbabilities:
 
 @torch.no_grad()
 def alone(folder: Path, document: list[int]) -> Tensor:
-    """Return the angles of a model that has seen no other document."""
+    """Return the log-likelihood of a document by a model that has processed no other one."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids = torch.tensor([document])
     return model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).sum()

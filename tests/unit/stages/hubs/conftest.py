@@ -27,7 +27,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 @pytest.fixture
 def download(tmp_path: Path) -> Download:
-    """Run a download stage into `tmp_path`: the planner's part, then the stage's, as often as it is called."""
+    """Provide a function that plans and runs a download stage into `tmp_path`."""
 
     def start(**config: object) -> StageResult:
         checked = DownloadConfig.model_validate({"kind": "download", **config})

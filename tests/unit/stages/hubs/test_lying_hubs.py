@@ -60,7 +60,7 @@ def refusal(download: Download, model: str) -> str:
 
 
 def listing(hub: HubServer, repository: Repository, change: Callable[[dict], object]) -> None:
-    """Make the Hugging Face hub list something else. change: of the true list, in place, or returns another answer."""
+    """Make the Hugging Face hub send a wrong listing. change: edits the true one in place, or returns another."""
     commit = repository.refs["main"]
     files = repository.commits[commit].items()
     answer = {"sha": commit, "siblings": [repository.sibling(file, content) for file, content in files]}

@@ -114,7 +114,7 @@ def test_keys_that_are_not_accepted_are_named_and_not_shown(s3: S3Server) -> Non
 
 
 class Denies(BaseHTTPRequestHandler):
-    """A bucket that is not public."""
+    """Server of a bucket that is not public: 403 without credentials."""
 
     def do_HEAD(self) -> None:
         self.send_response(403 if "Authorization" not in self.headers else 500)
@@ -146,7 +146,7 @@ def test_a_bucket_without_credentials_is_named_with_what_to_set(s3: S3Server, mo
 def test_credentials_that_cannot_be_used_at_all_are_named(
     source: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which the provider's library says in an error that pyarrow has no name for."""
+    """Unusable credentials raise an error of the provider's library that pyarrow does not classify."""
     monkeypatch.delenv("AZURE_STORAGE_SAS_TOKEN", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -19,7 +19,7 @@ from tests.unit.stages.hubs.conftest import Download
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of a repository that a web server shows."""
+    """Folder of a repository that a web server serves under a new kind of hub."""
     folder = tmp_path / "served" / "org" / "tiny"
     write_repository(folder, model_files(1000))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "served")

@@ -1,4 +1,4 @@
-"""Model folders that cannot be meant, each with the sentence that refuses it: made from a sound one by one change."""
+"""Invalid model folders, each made from a valid one by one change, with the error that refuses it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def weights(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Change:
 
 
 def sharded(**changes: Any) -> Change:
-    """Two shards and their index, the latter with `changes` to `weight_map`: None takes an entry out."""
+    """Return a change that splits weights into two shards with an index; `changes` edit its `weight_map`."""
 
     def rewrite(folder: Path) -> None:
         found = load_file(folder / "model.safetensors")
@@ -219,7 +219,7 @@ def test_a_class_of_another_type_is_said_since_training_and_serving_go_by_one_ea
 
 
 def test_classes_are_named_after_their_type_in_transformers_itself() -> None:
-    """But for a few: types of parts, and those that have another type's class."""
+    """In Transformers, a model's class is named after its type, except types of parts and types that share a class."""
     named = {
         (model_type, name)
         for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)

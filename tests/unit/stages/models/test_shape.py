@@ -36,7 +36,7 @@ CONFIGS = [
 
 
 def transformers_model(family: str, fields: dict) -> tuple[dict, torch.nn.Module]:
-    """The config as a file would hold it, and the model on no device."""
+    """Return a config as its file holds it, and the model of it on the meta device."""
     config = AutoConfig.for_model(family, **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -94,7 +94,7 @@ def test_a_shape_survives_being_json():
 
 
 def test_latent_attention_has_the_parameters_and_flops_of_the_transformers_model():
-    """But for its norms and a router's row: DeepSeek's shared expert counts as one that every token is routed to."""
+    """DeepSeek's shared expert is counted as one to which every token is routed; norms are not counted."""
     fields = {
         "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
         "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4,

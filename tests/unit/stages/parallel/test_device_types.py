@@ -39,7 +39,7 @@ ELSEWHERE = (
     "flows/launch/cluster.py",  # variables of every vendor, so that none is passed on
     "flows/planning/devices.py",  # asks the table for the GPUs that the driver lists
 )
-"""Files that name another program's interface."""
+"""Files that may name a device type, since they use another program's interface."""
 
 each = pytest.mark.parametrize("kind", DEVICE_TYPES, ids=lambda kind: kind.name)
 

@@ -1,4 +1,4 @@
-"""Adapters counted without a model have as many parameters as PEFT makes from the same fields."""
+"""Planned numbers of adapter parameters equal those that PEFT makes from the same fields."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_experts_and_routers_learn_where_peft_has_them(family, fields):
 
 
 def test_experts_adapters_lie_with_their_experts():
-    """Mixtral's shape, rank 4: gate and up together have 8; a whole expert's factor on one side is cut by etp."""
+    """Mixtral's shape with rank 4: the joint gate and up have rank 8, and ETP cuts one factor of an expert's pair."""
     shape, adapter = ModelFacts(AutoConfig.for_model("mixtral", **MIXTURES["mixtral"]).to_dict()).shape, LowRank(4)
     (stage,) = pipeline_stages(shape.num_layers, 1)
     whole, spread, cut = (
@@ -167,7 +167,7 @@ def test_stages_of_a_pipeline_hold_the_adapters_of_their_own_layers():
 
 
 def test_megatron_has_factors_for_all_that_it_joins():
-    """One matrix holds queries, keys and values: an adapter of the queries has rows for the others, which stay 0."""
+    """Megatron's fused QKV has one adapter: with adapted queries alone, its rows for keys and values stay 0."""
     config = AutoConfig.for_model("llama", **ROTARY)
     shape, (stage,) = ModelFacts(config.to_dict()).shape, pipeline_stages(4, 1)
     queries, all_of_them = (

@@ -24,13 +24,13 @@ NO_OVERHEAD = Efficiency(runtime_gib=0, communicator_gib=0, fragmentation=0)
 
 
 def kept(layout: Layout, software: Software = PAPER) -> float:
-    """Return the bytes kept for a token and a layer, as multiples of the hidden size."""
+    """Return the activation bytes kept for a token and a layer, as multiples of the hidden size."""
     return kept_bytes_per_token(GPT, "megatron", layout, WORK, software) / GPT.hidden_size
 
 
 def test_selective_recomputation_keeps_results_of_products():
-    """Kept are all of Llama's seven products, or every second (queries, values, gate, down), with the layer's input and
-    attention's output; if compiled not the last one, which only the next layer needs."""
+    """Selective recomputation keeps all of Llama's seven products, or every second (queries, values, gate, down), with
+    the layer's input and attention's output; if compiled not the last one, which only the next layer needs."""
     hidden, keys, ffn = LLAMA.hidden_size, LLAMA.kv_width, LLAMA.ffn_size
     every_second = Software(keeps_every_second_product=True)
     expected = {
@@ -66,7 +66,7 @@ def test_flash_attention_keeps_no_scores():
 
 
 def test_adam_in_mixed_precision_takes_eighteen_bytes_a_parameter_less_what_is_sharded():
-    """Rajbhandari et al. 2020, with gradients in fp32: 2 + 4 + 12 / dp."""
+    """Rajbhandari et al. 2020 (ZeRO), with gradients in fp32: 2 + 4 + 12 / dp bytes a parameter."""
     for dp_shard in (1, 8):
         worst = memory(GPT, "megatron", Layout(dp_shard=dp_shard), WORK, efficiency=NO_OVERHEAD).worst
         states = (worst.weights + worst.gradients + worst.optimizer) * GIB
@@ -129,7 +129,7 @@ def test_adapters_have_the_only_gradients_and_optimizer():
 
 
 def test_tensor_parallelism_cuts_one_factor_of_each_pair():
-    """Llama 3 70B, rank 16: seven factors of 8,192 a layer are whole; 8,192, 1,024 and 28,672 wide ones are cut."""
+    """Llama 3 70B with LoRA rank 16: TP leaves 7 factors of width 8,192 a layer whole, and cuts all other ones."""
     whole, cut = 7 * 8192, 2 * 8192 + 2 * 1024 + 3 * 28672
     llama, adapter = KNOWN["llama3 70b"], LowRank(16)
     (stage,) = pipeline_stages(llama.num_layers, 1)
@@ -176,7 +176,7 @@ def test_recomputation_of_some_layers_saves_and_costs_its_share():
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_what_is_offloaded_takes_as_much_of_the_host(shards):
-    """Offloaded are weights, gradients and two moments in fp32."""
+    """CPU offload moves weights, gradients and two moments in fp32 to the host: 16 bytes a parameter."""
     layout = Layout(dp_shard=shards, cpu_offload=True)
     found = memory(LLAMA, "fsdp", layout, WORK)
     assert found.host_gib == pytest.approx(16 * LLAMA.num_parameters / shards / GIB)

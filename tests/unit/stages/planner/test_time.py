@@ -127,7 +127,7 @@ def test_experts_products_run_at_their_own_rate():
 
 
 def test_products_in_eight_bits_sustain_a_share_of_their_own():
-    """Measured on B200: 0.46 to 0.49 of the peak in bf16."""
+    """Matrix products measured on a B200 reach 0.46 to 0.49 of the peak in bf16."""
     b200 = HARDWARE["b200"]
     assert b200.sustained_flops_per_s("bf16") == pytest.approx(0.6 * 2250e12)
     assert b200.sustained_flops_per_s("fp8") == pytest.approx(0.72 * 4500e12)
@@ -137,7 +137,7 @@ def test_products_in_eight_bits_sustain_a_share_of_their_own():
 
 
 def test_passes_of_each_step_take_a_forward_pass_over_its_rows():
-    """Without a pipeline, a forward pass is what full recomputation adds, and that of the head."""
+    """Without a pipeline, a forward pass costs as much as full recomputation, plus the output head."""
     for engine, layout in (("megatron", Layout(dp_shard=8)), ("fsdp", Layout(dp_shard=8))):
         plain, twice = (estimate(layout, replace(WORK, passes=Passes(each_step=n)), engine) for n in (0, 2))
         recomputed = estimate(layout.model_copy(update={"recompute": "full"}), engine=engine).parts.recompute
@@ -165,7 +165,7 @@ def test_preferences_need_a_forward_pass_for_their_reference():
 
 
 def test_torchao_casts_at_products_alone():
-    """Layers keep 16 bits, and compute gradients of frozen weights unless compiled; experts are not cast."""
+    """torchao's fp8 keeps activations in 16 bits, and computes gradients of frozen weights unless compiled."""
     casts, whole = (replace(OURS["fsdp"], casts_at_products=one) for one in (True, False))
     work = replace(LLAMA_WORK, precision="fp8", is_frozen=True)
     learning = layer_time(replace(work, is_frozen=False), casts, H100).products
@@ -213,7 +213,7 @@ def test_four_bits_are_quicker_where_a_device_has_them_and_eight_where_not():
 
 @pytest.mark.parametrize(("sequence_parallel", "share"), [(False, 1), (True, 1 / 8)])
 def test_tokens_are_made_eight_bits_wide_before_they_are_gathered(sequence_parallel, share):
-    """The rank that has the inputs of attention and feed-forward layer casts them; the rest is split anyway."""
+    """Each rank casts its share of the inputs of attention and MLP to 8 bits; other inputs are sharded in any case."""
     work = replace(LLAMA_WORK, tp=8, sequence_parallel=sequence_parallel)
     in_8, in_16 = (
         layer_time(replace(work, precision=precision), OURS["megatron"], H100).elementwise.forward_s
@@ -237,7 +237,7 @@ def test_offloading_to_a_host_on_the_same_module_costs_less():
 
 
 def test_a_mixture_s_dense_layers_cost_where_they_lie():
-    """All dense layers are on the first stage, so the last is as large as one of a model without any."""
+    """All dense layers of this mixture are on the first pipeline stage, so the last has routed ones only."""
     mixture = replace(KNOWN["qwen3 30b"], num_layers=8, dense_layers=frozenset({0, 1, 2}))
     routed = replace(mixture, dense_layers=frozenset())
     work, layout = replace(WORK, global_batch_size=8), Layout(pp=2, vpp=1)

@@ -1,4 +1,4 @@
-"""A judge behind a real HTTP server that speaks OpenAI's API: its answers count, are kept, and stay within the cost."""
+"""The judge reward, with a real HTTP server of OpenAI's API: scores, cached answers and the cost limit."""
 
 import gzip
 import json

@@ -27,7 +27,7 @@ PROMPTS = [[1], [2, 3], [4]]
 
 @dataclass
 class Server:
-    """Answers with the prompt and the seed, after `statuses`, one for each request."""
+    """State of a fake server that answers with prompt and seed, after one error for each code in `statuses`."""
 
     url: str = ""
     asked: list[dict] = field(default_factory=list)
@@ -104,7 +104,7 @@ def test_after_a_kill_only_what_is_missing_is_asked(server: Server, tmp_path: Pa
 
 
 def test_a_kill_loses_nothing_that_was_answered(server: Server, tmp_path: Path) -> None:
-    """A real SIGKILL, while requests are on their way."""
+    """SIGKILL the sampling process while requests are running."""
     server.waits_s = 0.2
     program = (
         "import sys; from pathlib import Path; from tests.unit.stages.rollouts.test_sampling import *\n"

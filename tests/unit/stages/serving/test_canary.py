@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Both:
-    """A champion, version 1, and a challenger, version 2, behind a proxy, with a client."""
+    """Champion (version 1) and challenger (version 2) behind a proxy, with a client."""
 
     champion: OpenAIEngine
     challenger: OpenAIEngine
@@ -43,7 +43,7 @@ class Both:
         return self.client.post(CHAT, json=question, headers=headers)
 
     def session_of(self, version: str) -> str:
-        """Return a session whose requests this version gets."""
+        """Return a session id whose requests are routed to this version."""
         wanted = version == "2"
         return next(f"s{n}" for n in range(1000) if self.canary.takes(f"session s{n}") == wanted)
 
@@ -219,7 +219,7 @@ def test_every_line_of_the_metrics_has_its_version(both):
     assert {one.labels["lifecycle_version"] for one in samples} == {"1", "2"}
 
     def values(name: str, **labels: str) -> dict[str, float]:
-        """Return the values by version."""
+        """Return the values of a metric by version."""
         fitting = [one for one in samples if one.name == name and labels.items() <= one.labels.items()]
         return {one.labels["lifecycle_version"]: one.value for one in fitting}
 

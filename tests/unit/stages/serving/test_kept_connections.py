@@ -115,7 +115,7 @@ def test_a_request_whose_new_connection_is_closed_is_not_sent_again():
 
 @pytest.mark.parametrize("is_used_again", [False, True])
 def test_what_an_engine_had_when_it_ended_is_known_as_sent(is_used_again):
-    """Check it, since a request that engines die of would else be sent to one after the other, without end."""
+    """An engine's crash must not be repeated by sending the same request over every kept connection."""
 
     def ends(connection: int, request: int) -> bool:
         if request == 1 + is_used_again:

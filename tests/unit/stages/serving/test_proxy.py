@@ -110,7 +110,7 @@ Trial = Callable[[Model, Model, EngineAddress, Proxy, httpx.AsyncClient], Awaita
 
 @pytest.fixture
 def in_front_of_two(tmp_path) -> Callable[[Trial], None]:
-    """Return a function that runs a trial with a client of a proxy in front of `old`; `new` waits for its turn."""
+    """Provide a function that runs a trial with a proxy in front of engine `old`, and an engine `new` to switch to."""
 
     async def run(trial: Trial) -> None:
         old, new = Model("old"), Model("new")
@@ -163,7 +163,7 @@ def test_a_malformed_line_is_refused_and_its_key_stays_out_of_the_log(
 
 @pytest.mark.parametrize("depth", [150, 250, 982, 5000])
 def test_a_nesting_is_no_error_of_the_server(tmp_path, depth):
-    """Check a body that vLLM reads and the proxy cannot; under a name of its own, the proxy must read it."""
+    """Send deeply nested JSON that vLLM can parse and the proxy cannot; the proxy parses it only to rename models."""
     nested = b'{"model": "adder", "prompt": ' + b"[" * depth + b"]" * depth + b"}"
 
     async def ask(naming: Naming | None) -> tuple[int, object]:
@@ -208,7 +208,7 @@ def test_a_stream_arrives_as_it_is_made_and_stays_with_its_engine_while_others_g
 
 
 def test_one_model_of_an_engine_is_asked_by_its_public_name_and_no_other_is(in_front_of_two):
-    """Switch to an adapter of the same engine: a stream that has begun continues under the former one."""
+    """Switch the proxy to an adapter of the same engine; running streams continue with the former one."""
 
     async def trial(old, new, next_behind, proxy, client):
         async def asked(**body):

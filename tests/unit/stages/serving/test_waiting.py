@@ -58,7 +58,7 @@ class Engines:
         await asyncio.to_thread(self._processes[-1].wait)
 
     async def next(self) -> None:
-        """Have another engine answer from now on."""
+        """Start another engine, and switch the proxy to it."""
         self.proxy.switch(await asyncio.to_thread(self.started))
 
 
@@ -102,7 +102,7 @@ async def ask(client: httpx.AsyncClient, number: int) -> str:
 
 
 async def under_way(proxy: Proxy, count: int) -> None:
-    """Return once the proxy's engine has so many requests."""
+    """Wait until the proxy has `count` requests running on its engine."""
     while proxy._backend.num_requests < count:
         await asyncio.sleep(0.01)
 

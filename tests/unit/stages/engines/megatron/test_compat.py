@@ -1,4 +1,4 @@
-"""Patches of Megatron-core for a CPU, which no one else notices."""
+"""Patches of Megatron-core for CPUs do not affect other callers of the patched functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of all processes hold every element of every weight once, whatever the layout; blocks do, of any range."""
+"""Parts of a sharded weight: over all ranks, each element occurs exactly once, under any layout."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_pieces_of_all_parts_cover_each_weight_once(rule, count):
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.weights[0])
 def test_blocks_of_ranges_hold_what_the_pieces_hold(rule, count):
-    """A distributed optimizer cuts flattened parts anywhere: here in three, at uneven places."""
+    """A distributed optimizer cuts flattened parts anywhere; here in three uneven ranges."""
     for part in parts(rule, count):
         numbers = torch.arange(1, 1 + torch.Size(part.shape).numel()).view(part.shape)
         by_pieces, by_blocks = empty_weights(part), empty_weights(part)
@@ -84,7 +84,7 @@ def test_blocks_of_ranges_hold_what_the_pieces_hold(rule, count):
 
 
 def test_queries_of_a_group_stand_before_its_key_and_value():
-    """As Megatron has them: a group of two heads, then its key, then its value."""
+    """Megatron's fused QKV stores two query heads of a group, then its key, then its value."""
     rule = next(rule for rule in RULES if rule.cut is Cut.QKV)
     first_half = parts(rule, 2)[0]
     rows = [(piece.weight.split(".")[-2][0], piece.weight_start, piece.length) for piece in first_half.pieces(MODEL)]
@@ -93,7 +93,7 @@ def test_queries_of_a_group_stand_before_its_key_and_value():
 
 @pytest.mark.parametrize("cut", [Cut.STACKED, Cut.QKV])
 def test_factors_of_what_does_not_learn_are_in_no_weight(cut):
-    """An adapter on queries and values alone: PEFT has no factors for the keys between them."""
+    """With an adapter on queries and values alone, PEFT's file has no factors for the keys between them."""
     rule = next(rule for rule in RULES if rule.cut is cut and ".q_proj.lora_" in rule.weights[0])
     keys = rule.weights[1].format(layer=0)
     part = replace(parts(rule, 1)[0], left_out=frozenset({keys}))

@@ -22,11 +22,11 @@ STEPS = {
 
 
 class Interrupted(BaseException):
-    """Interruption as by Ctrl-C, at a chosen moment."""
+    """Interruption as by Ctrl-C, raised at a chosen moment."""
 
 
 class Impatient(StageContext):
-    """A context that is interrupted after a number of reports."""
+    """Stage context that interrupts its stage after a number of progress reports."""
 
     def progress(self, done, total, unit, message=""):
         object.__setattr__(self, "left", getattr(self, "left", NEVER) - 1)

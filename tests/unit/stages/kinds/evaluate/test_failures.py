@@ -1,4 +1,4 @@
-"""Causes of a failed evaluation: a mistake in a task is not blamed on the server, whatever that does meanwhile."""
+"""Causes of failed evaluations: a mistake in a task is not blamed on the server, even if that dies meanwhile."""
 
 import json
 import signal
@@ -20,14 +20,14 @@ from tests.unit.stages.kinds.evaluate.exact_match import ExactMatch
 
 
 class Mistaken(ExactMatch):
-    """A harness that finds a mistake in its task while the server starts, and does not wait for that."""
+    """Harness that fails on a mistake in its task while the server is still starting."""
 
     def evaluate(self, evaluation, context, await_model) -> Results:
         raise KeyError("tset")
 
 
 class Unlucky(ExactMatch):
-    """A harness whose server dies while it is asked."""
+    """Harness whose server is killed while it sends requests."""
 
     def evaluate(self, evaluation, context, await_model) -> Results:
         await_model()

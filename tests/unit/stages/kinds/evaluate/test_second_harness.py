@@ -77,7 +77,7 @@ def test_a_task_that_it_does_not_have_is_refused_before_a_server_starts(config: 
 
 
 class Scoreless(ExactMatch):
-    """A harness that asks everything, and gives samples without a score."""
+    """Harness that sends all requests, and returns samples without scores."""
 
     def evaluate(self, *arguments: Any) -> Results:
         results = super().evaluate(*arguments)

@@ -31,7 +31,7 @@ SIZES = {
     "head_dim": 16,
 }
 CONSTANT_BYTES = 2**27
-"""Allowance for memory besides weights: modules that are imported late, logits, copies of one weight."""
+"""Bytes allowed besides weights: modules imported late, logits, copies of one weight."""
 MIXTURES = [
     {},
     {"weights": [0.7, -0.2]},
@@ -43,7 +43,7 @@ MIXTURES = [
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    """Provide a base and two adapters, the second of fewer layers, with their predictions of three documents."""
+    """Base and two adapters (the second on fewer layers), with their recorded predictions on three documents."""
     folder = tmp_path_factory.mktemp("artifacts")
     artifacts = {"base": folder / BASE, "one": folder / "one-1", "two": folder / "two-2"}
     make_base(artifacts["base"], **SIZES)
@@ -128,7 +128,7 @@ def test_layers_of_other_architectures_are_merged_as_peft_does(artifacts, tmp_pa
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """Provide a mixture of experts, and an adapter of its attention, experts and routers."""
+    """Mixture of experts, and an adapter of its attention, experts and routers."""
     folder = tmp_path_factory.mktemp("mixture")
     artifacts = {"base": folder / BASE, "one": folder / "one-1"}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -263,7 +263,7 @@ def of_other_sizes(artifact, base):
 
 
 def of_a_convolution(artifact, base):
-    """Return the factors of a convolution's adapter as PEFT writes them."""
+    """Rewrite q_proj's factors with a convolution's extra dimension, as PEFT writes them."""
     file = artifact / "adapter" / "adapter_model.safetensors"
     save_file({name: one[..., None] if "q_proj" in name else one for name, one in load_file(file).items()}, file)
 

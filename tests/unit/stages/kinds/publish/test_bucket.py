@@ -16,7 +16,7 @@ def storage(monkeypatch):
 
 
 def objects(server) -> dict[str, bytes]:
-    """Name below the prefix → content, as another client of S3 sees them."""
+    """Return the published objects (name without prefix → content), as another S3 client sees them."""
     client = boto3.client("s3", endpoint_url=server.url, region_name="us-east-1")
     listed = client.list_objects_v2(Bucket=BUCKET, Prefix="models/adder/").get("Contents", [])
     keys = [one["Key"] for one in listed if not one["Key"].endswith("/")]

@@ -139,7 +139,7 @@ def test_no_token_stands_in_what_is_kept(promoted, hub):
 
 
 def question(refresh) -> StageInput:
-    """Return the input of the check before the promotion."""
+    """Return the input of the publish check that runs before the promotion."""
     planned = refresh.planned
     return StageInput(
         name="publish",

@@ -66,14 +66,14 @@ MODELS = {
     "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA_3, tie_word_embeddings=True)),
 }
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
-"""Shape with rows of whole K-quants."""
+"""Model sizes whose rows are multiples of a K-quant block."""
 SPLIT_BY = {"qwen2": "qwen2", "llama3": "llama-bpe"}
-"""Model → text split of its tokenizer; those of the others only keep digits apart."""
+"""Pre-tokenizer names in GGUF, by model; those of the other models only split digits."""
 ROWS = [[19, 20, 273, 21, 22, 33, 75, 40, 260, 5], [61, 1, 75, 76, 2, 100, 45]]
 TEXTS = ["What is 12 + 34?", "<|im_start|>user\n7 + 105 = 112<|im_end|>", "Übung, naïve 数 🙂 12,345.67"]
 LAYERS = 16
 MORE = {0, 1, 4, 7, 10, 13, 14, 15}
-"""Layers with more bits among 16: the first and last two, and every third of those between."""
+"""Layers that get more bits, of 16: the first and last two, and every third of those between."""
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ FOUND = {
     "cohere": {("input_layernorm", (*ATTENTION, *MLP)), DOWN},
     "nemotron": set(),
 }  # fmt: skip
-"""Family → scalings of each layer: nothing before the output of grouped-query attention, nor after post-norms."""
+"""Expected AWQ scalings of each layer, by architecture; none before grouped-query attention's output."""
 
 
 def linear(model):
@@ -91,7 +91,7 @@ class Block(nn.Module):
 
 
 class KeepsAnOutput(nn.Module):
-    """A model whose end reads the output of the first block's `up`, as with keys and values shared between layers."""
+    """Model whose last layer reads the output of the first block's `up`, as with shared keys and values."""
 
     def __init__(self) -> None:
         super().__init__()

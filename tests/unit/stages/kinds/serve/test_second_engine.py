@@ -21,7 +21,7 @@ KEY = "sk-of-the-test"
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Undo what a stage does to its process."""
+    """Restore the signal handler and the environment that a serve stage changes."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     handler = signal.getsignal(signal.SIGTERM)
     yield

@@ -48,11 +48,11 @@ METHOD_OPTIONS = {"dpo": {"ld_alpha": 0.5}, "orpo": {}}
 
 
 class StoppedError(Exception):
-    """Ends a function as soon as its key is known."""
+    """Raised to end a function as soon as its cache key is known."""
 
 
 class NoChange(str):
-    """Changes no batch, but has the name of what does."""
+    """Name of a batch transformation that, when called, changes nothing."""
 
     __slots__ = ()
 

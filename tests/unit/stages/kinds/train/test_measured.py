@@ -1,4 +1,4 @@
-"""Metrics of a training about itself: padding as its batches had it, and the rate of real tokens first."""
+"""Metrics that a training measures: padding as in the real batches, and real tokens per second."""
 
 from __future__ import annotations
 

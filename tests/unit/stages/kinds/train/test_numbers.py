@@ -50,7 +50,7 @@ NOT_COMPUTED_WITH = {
     GrpoConfig: {"rewards", "serving"},
     DistillSampling: {"serving"},
 }
-"""Fields that need not fit fp32.
+"""Fields whose numbers are never computed with in fp32, by config.
 
 Limits in time and bounds that something is compared with, shares of rows, and how often rows are seen; options of a
 server, and rewards, which are weighted in double precision.
@@ -82,7 +82,7 @@ def test_numbers_of_every_block_are_looked_at() -> None:
 
 @pytest.mark.parametrize(("config", "name"), NUMBERS, ids=lambda value: getattr(value, "__name__", value))
 def test_every_number_is_one_that_fp32_holds(config: type[BaseModel], name: str) -> None:
-    """By the type of each field alone, so that nothing else of the config can be what refuses it."""
+    """Validate each field's type alone, so that no other rule of the config can refuse the number."""
     field = config.model_fields[name]
     adapter = TypeAdapter(Annotated[field.annotation, field])
     is_list = "tuple[" in str(field.annotation)

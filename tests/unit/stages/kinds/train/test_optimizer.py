@@ -48,7 +48,7 @@ def test_what_does_not_go_with_fewer_bits_is_refused(optimizer, fields, said):
 
 
 def test_fewer_bits_are_predicted_to_need_less():
-    """8 bytes a parameter and its shard of a gradient, moments among them, where there were 16."""
+    """Low-precision AdamW needs 8 bytes a parameter and gradient shard, moments included, instead of 16."""
     shape = KNOWN["llama3 8b"]
     layout = {"dp_shard": 8, "micro_batch_size": 1}
     options = {"layout": layout, "global_batch_size": 8, "execution": {"processes": 8}, "precision": "bf16"}

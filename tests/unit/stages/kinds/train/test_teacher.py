@@ -1,4 +1,4 @@
-"""A teacher that cannot be one is named before training; its tokens are asked for once, and go to their targets."""
+"""Unsuitable teachers are refused before training; a teacher's tokens are computed once and matched to targets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def artifacts(tmp_path_factory):
 
 @pytest.fixture
 def teacher(artifacts, tmp_path):
-    """A copy of the model, as another artifact."""
+    """Artifact with a copy of the model, to be used as teacher."""
     shutil.copytree(artifacts["base"] / "model", tmp_path / "teacher" / "model")
     return tmp_path / "teacher"
 
@@ -38,7 +38,7 @@ def config_of(**distill):
 
 
 def found(artifacts, teacher, tmp_path, **distill):
-    """Return the problems that the check of inputs finds in a teacher."""
+    """Return the problems that the check of inputs finds with the teacher."""
     config, inputs = config_of(**distill), {**artifacts, "teacher": teacher}
     stage_input = StageInput(
         name="small", kind="train", version="0", config=config.model_dump(mode="json"), inputs=inputs, cache=tmp_path

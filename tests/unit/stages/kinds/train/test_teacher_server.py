@@ -26,14 +26,14 @@ MODEL = "wise"
 
 
 def said_of(document: list[int], place: int) -> dict[str, float]:
-    """Return the server's log-probabilities at a token: the three likeliest and, as vLLM does, the token itself."""
+    """Return fake log-probabilities at a token: the top three and, as from vLLM, the token itself."""
     likeliest = {f"token_id:{100 * place + rank}": -0.5 - rank for rank in range(3)}
     return {f"token_id:{document[place]}": -9.0, **likeliest}
 
 
 @dataclass
 class Served:
-    """A fake server; statuses: answered first, one for each request for a completion."""
+    """State of a fake teacher server; `statuses` are sent first, one for each completion request."""
 
     tokens_of_probe: list[int] | None
     url: str = ""

@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def with_template(model: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """Return the model with another chat template; without its weights, which no prompt needs."""
+    """Provide a function that copies the model with another chat template, without weights."""
 
     def change(template: str) -> Path:
         folder = tmp_path / "model"
@@ -66,7 +66,7 @@ def with_template(model: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def asking(folder: Path) -> LmEvalModel:
-    """Return the model as lm-eval sees it; it is not asked."""
+    """Return a model for lm-eval that only renders prompts; its server does not exist."""
     tree = {"kind": "evaluate", "model": "sft", "tasks": ["none"], "apply_chat_template": True}
     client = Client("http://127.0.0.1:9", "key", "tiny")
     served = ServedModel(client, folder, CONTEXT_TOKENS, trust_remote_code=False)

@@ -62,7 +62,7 @@ def packed(documents, learned):
 
 
 def log_probabilities(model, batch):
-    """Return float32 [1, tokens], of documents that go through the model one by one."""
+    """Return log-probabilities of the targets, float32 [1, tokens], with one forward pass a document."""
     found = []
     for tokens, targets in zip(
         batch.input_ids[0].split(list(batch.document_lengths)),

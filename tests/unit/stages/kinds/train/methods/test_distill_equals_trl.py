@@ -45,7 +45,7 @@ def batch():
 
 
 def logits_of(model, batch):
-    """Return [1, tokens, vocabulary], of documents that go through the model one by one."""
+    """Return logits [1, tokens, vocabulary], with one forward pass a document."""
     documents = batch.input_ids[0].split(LENGTHS)
     return torch.cat([model(tokens[None]).logits for tokens in documents], 1)
 
@@ -59,7 +59,7 @@ def taught(batch, teacher, config):
 
 
 def of_model(model, batch):
-    """Return log-probabilities in an engine's form."""
+    """Return a model's log-probabilities of the wanted tokens, as an engine returns them; 0 without a target."""
     values = (logits_of(model, batch) / batch.temperature).log_softmax(-1)
     return values.gather(-1, batch.wanted.clamp(min=0)).where(batch.has_target[..., None], 0.0)
 
@@ -86,7 +86,7 @@ def test_of_the_whole_vocabulary_it_is_that_of_trl(models, batch, beta, temperat
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_of_the_top_k_the_rest_is_one_token_more(models, batch, beta):
-    """By TRL's loss over distributions of k + 1, made with plain torch of whole ones."""
+    """Compare with TRL's loss over k + 1 classes: the teacher's top k and the sum of all others."""
     model, teacher = models
     config = DistillConfig(beta=beta, loss_top_k=6)
     own = taught(batch, teacher, config)
@@ -120,7 +120,7 @@ def test_of_the_top_k_the_rest_is_one_token_more(models, batch, beta):
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_a_teacher_that_leaves_no_rest_gives_finite_gradients(batch, beta):
-    """A top k with all the probability that fp32 can tell leaves a rest above 0, so that nothing is divided by 0."""
+    """If the top k have all probability in fp32, the rest must stay above 0 to avoid division by 0."""
     values = torch.tensor([0.0, -40.0]).expand(*batch.targets.shape, 2)
     own = replace(batch, candidates=Candidates(torch.zeros(*batch.targets.shape, 2, dtype=torch.int64), values))
     student = torch.tensor([-1.0, 0.0, -50.0]).expand(*batch.targets.shape, 3).clone().requires_grad_()

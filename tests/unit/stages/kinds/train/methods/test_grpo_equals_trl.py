@@ -60,7 +60,7 @@ COMBINATIONS = [
 
 
 def make_trainer(folder, config):
-    """Return TRL's trainer with recorded completions, and a server as far from it as ours may be."""
+    """Return TRL's GRPO trainer with recorded completions and server log-probabilities that differ a little."""
     names = set(GrpoConfig.model_fields) & set(TrlConfig.__dataclass_fields__) - {"num_generations"}
     arguments = TrlConfig(
         output_dir=str(folder),
@@ -94,7 +94,7 @@ def make_trainer(folder, config):
 
 
 def said_by_server(model):
-    """Return log-probabilities of each completion's tokens, a little off; of one completion there are none."""
+    """Return noisy log-probabilities of each completion's tokens, as from a server; one completion has none."""
     batch = make_batch(GrpoConfig())
     with torch.no_grad():
         values = log_probabilities(model, batch)[batch.has_target]
@@ -133,7 +133,7 @@ def make_rollouts(config, batch, model, reference, advantages) -> Rollouts:
 
 
 def cut(batch: Batch, documents: range) -> Batch:
-    """Return some of the documents of a packed row, as a row of their own."""
+    """Return a range of the documents of a packed row as a row of their own."""
     assert batch.rollouts is not None
     of_documents = (batch.document_ids >= documents.start) & (batch.document_ids < documents.stop)
 

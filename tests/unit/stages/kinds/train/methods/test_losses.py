@@ -39,7 +39,7 @@ def make_batch(reference=None):
 
 
 def make_pairs(chosen, rejected, reference_chosen, reference_rejected, num_tokens=1):
-    """Return one row with a pair of `num_tokens` targets each, and the given sums of log-probabilities."""
+    """Return a row with a pair of `num_tokens` targets each, and token values with the given sums."""
     values = torch.tensor([[chosen / num_tokens] * num_tokens + [rejected / num_tokens] * num_tokens])
     batch = Batch(
         input_ids=torch.zeros(1, 2 * num_tokens, dtype=torch.int64),
@@ -54,7 +54,7 @@ def make_pairs(chosen, rejected, reference_chosen, reference_rejected, num_token
 
 
 def of_batch(loss, values, batch):
-    """Return the totals of a global batch that is one micro-batch."""
+    """Return a loss and its metrics for a global batch of one micro-batch."""
     return loss(values, batch, loss.counts(batch))
 
 
@@ -119,7 +119,7 @@ def test_a_micro_batch_without_pairs_adds_nothing_and_still_has_a_gradient():
 
 
 def test_pairs_of_a_row_are_a_distribution_however_rows_are_put_into_micro_batches():
-    """AOT sorts: over whole micro-batches, its loss would change with the layout."""
+    """AOT's loss sorts the pairs of one row; sorted over micro-batches, it would depend on the layout."""
     torch.manual_seed(0)
     values = torch.randn(2, 6)
     batch = Batch(

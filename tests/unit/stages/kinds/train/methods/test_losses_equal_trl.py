@@ -52,7 +52,7 @@ COMBINATIONS = [
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    """Return TRL's DPO trainer: one layer, and another random model as its reference."""
+    """TRL's DPO trainer with a one-layer model, and another random model as its reference."""
     arguments = TrlConfig(output_dir=str(tmp_path_factory.mktemp("trl")), **ARGUMENTS)
     dataset = Dataset.from_dict(PAIRS)
     models = make_model(0), make_model(1)
@@ -96,7 +96,7 @@ def test_every_loss_is_compared():
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm"])
 def test_label_smoothing_is_that_of_conservative_dpo_where_trl_ignores_it(trainer, inputs, ours, loss_type):
-    """The exception that the page names; once TRL smooths these losses, they belong to the combinations above."""
+    """TRL ignores label smoothing for these losses; once it does not, test them with the other combinations."""
 
     def losses(smoothing):
         trainer.loss_types, trainer.loss_weights = [loss_type], [1.0]

@@ -121,7 +121,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(url: str, method: str = "grpo", /, **changed: Any) -> TrainConfig:
-    """Return a config; changed: fields that describe the server."""
+    """Return a train config whose sampling server is at `url`; `changed` replaces fields of the server."""
     server = {"url": f"{url}/v1", "served_model": MODEL, "key_variable": "SAMPLER_KEY", **changed}
     data = {"dataset": "problems", "sequence_length": 64}
     execution = {"ready_timeout_s": 0.2, "rollout_timeout_s": 5}
@@ -132,7 +132,7 @@ def config_of(url: str, method: str = "grpo", /, **changed: Any) -> TrainConfig:
 
 
 def found(config: TrainConfig, artifacts: dict[str, Path], folder: Path) -> list[tuple[str, Any]]:
-    """Return the problems that the check of inputs finds."""
+    """Return the problems that the check of inputs finds for a config."""
     said = config.model_dump(mode="json")
     stage_input = StageInput(name="x", kind="train", version="0", config=said, inputs=artifacts, cache=folder)
     return list(check(stage_input))

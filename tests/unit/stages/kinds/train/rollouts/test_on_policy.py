@@ -1,4 +1,4 @@
-"""On-policy steps: which they are, and the requests of each, before anything is trained."""
+"""On-policy distillation: its steps, and the requests of each, are known before training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def problems(artifacts: dict[str, Path], folder: Path, row: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the problems that the check of inputs finds in data with this row."""
+    """Return the problems that the check of inputs finds in a dataset of this row."""
     (folder / "texts" / "data").mkdir(parents=True)
     (folder / "texts" / "data" / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
     distill = {"lmbda": 0.5, "loss_top_k": 4, "sampling": {"max_completion_length": 8}}
@@ -58,7 +58,7 @@ def test_the_share_of_steps_is_that_of_draws_of_their_own() -> None:
 
 
 def test_a_run_that_goes_on_asks_the_same_again() -> None:
-    """Prompts, seeds and lengths of a step are functions of the recipe and the step."""
+    """Prompts, seeds and lengths of a step's requests depend on the recipe and the step only."""
     sampling = SamplingOptions(max_completion_length=6, temperature=0.5, stop=("\n",))
     prompts = [[1, 2, 3], [4], [1, 2, 3]]
     asked = [request for _, request in requests_of(sampling, prompts, 8, seed=0, step=3)]
@@ -83,7 +83,7 @@ def test_texts_without_prompts_are_named_before_training(artifacts: dict[str, Pa
 
 
 def test_the_prompt_is_all_before_the_last_answer(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    """Prompts come from every document of a packed row; tokens without loss may follow the answer, too."""
+    """A prompt is taken from every document of a packed row; tokens without loss may follow the answer."""
     texts = tmp_path / "data"
     texts.mkdir()
     (texts / "train.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n" * 3)
