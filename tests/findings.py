@@ -1,4 +1,4 @@
-"""Findings of stages that tests run in their own process: raised, as the flow raises them after the commit."""
+"""Findings of stages that tests run in their own process: raised as the flow raises them after the commit."""
 
 from stages.core.contract import StageContext
 

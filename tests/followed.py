@@ -1,4 +1,4 @@
-"""A champion and its challenger, served by Tiny within the tests."""
+"""Champion and challenger models behind a proxy, served by a tiny engine in the test's process."""
 
 import json
 import os
@@ -36,7 +36,7 @@ NUM_SESSIONS = 20
 
 
 def tiny_registry(folder: Path, patch: pytest.MonkeyPatch) -> Registry:
-    """A registry of its own, whose models Tiny serves, if no two of its servers start at a time."""
+    """Return a model registry of its own; all models are served by the tiny engine, one start at a time."""
     (folder / "starting").touch()
     settings = {**own_mlflow(folder), "VLLM_API_KEY": KEY, "TINY_STARTING": str(folder / "starting")}
     for name, value in settings.items():
@@ -64,7 +64,7 @@ def registration(mark: str, **files: str) -> Registration:
 
 
 def engine_pid(serving: Serving) -> int:
-    """Process id of the engine itself, whose supervisor is `server.pid`."""
+    """Return the process id of a server's engine, a child of the supervisor `server.pid`."""
     (pid,) = descendants(serving.server.pid)
     return pid
 
@@ -74,12 +74,12 @@ def kill_engine(serving: Serving) -> None:
 
 
 def load_of(client: httpx.Client) -> Load:
-    """Clients that ask each question once; `answers` counts them by the version that answered."""
+    """Return clients that ask one question a session; `answers` counts the answers by version."""
     return Load(partial(ask, client), NUM_CLIENTS)
 
 
 def ask(client: httpx.Client, number: int) -> str:
-    """The version that answered a session, rightly; every other time in a stream."""
+    """Ask an arithmetic question, half of the sessions as a stream; returns the version that answered."""
     is_stream = number % 4 < 2
     question = {"model": NAME, "messages": [{"role": "user", "content": f"{number} + 1"}], "stream": is_stream}
     headers = {"X-Session-Id": f"s{number}"}
@@ -101,7 +101,7 @@ def ask(client: httpx.Client, number: int) -> str:
 
 
 class Followed:
-    """Champion and challenger behind a follower; `look` does what the follower does every few seconds."""
+    """Champion and challenger behind a follower, whose periodic check a test runs by `look`."""
 
     def __init__(self, registry: Registry, stack: ExitStack, **options):
         self.folder = stack.enter_context(own_folder())
@@ -128,11 +128,11 @@ class Followed:
         return self.follower.challenger
 
     def look_soon(self) -> None:
-        """Have the next look at the aliases be one that begins now."""
+        """Have the follower read the registry's aliases now, without waiting for its interval."""
         self.follower.aliases._looking, self.follower.aliases._next_look_s = None, 0.0
 
     def look(self) -> None:
-        """Look at the aliases, and step on until nothing is under way."""
+        """Have the follower read the aliases, and wait until it has started and stopped all servers."""
         self.look_soon()
         wait_for(self.follower.step, what="MLflow's answer")
         self.settle()
@@ -145,12 +145,12 @@ class Followed:
         wait_for(is_settled, what="the end of what is under way")
 
     def versions(self) -> set[str]:
-        """Those that answer a few sessions, all of them rightly."""
+        """Return the versions that answer a few sessions."""
         return {ask(self.client, number) for number in range(NUM_SESSIONS)}
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Have the follower step by itself, as it does for people."""
+        """Run the follower's periodic checks in a thread, as `serve --follow` does."""
         is_enough = threading.Event()
         outcome = in_background(lambda: self._go_on(is_enough))
         try:

@@ -1,4 +1,4 @@
-"""A real HTTP server on the loopback, for the tests that are its world."""
+"""HTTP server on the loopback, for tests that need a real one."""
 
 import sys
 import threading
@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """Says nothing of clients that go away: they are part of the tests, and a report, which comes whenever its thread
-    notices, would stand in the output of another test.
+    """HTTP server that does not report clients that disconnect: the report, from a thread of its own, would appear in
+    the output of another test.
     """
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -19,7 +19,7 @@ class LoopbackServer(ThreadingHTTPServer):
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Its address, such as `http://127.0.0.1:4711`, with a free port."""
+    """Serve requests with `handler` on a free port, and yield the address, such as `http://127.0.0.1:4711`."""
     with LoopbackServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

@@ -1,4 +1,4 @@
-"""Contents of the tests' hub: repositories with commits, and the files of a typical model."""
+"""Contents of the tests' model hub: repositories with commits, and the files of a typical model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from safetensors.numpy import save
 
 LARGE_FILE_BYTES = 10_000
-"""From this size on a file is "LFS": it has a sha256 and is served by the CDN."""
+"""Size in bytes from which the hub treats a file as LFS: with a sha256, and served by the CDN."""
 
 
 @dataclass
 class Repository:
-    """A repository's branches and tags, and the files of each commit."""
+    """Repository of a model hub: its branches and tags, and the files of each commit."""
 
     refs: dict[str, str] = field(default_factory=dict)
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -22,9 +22,9 @@ class Repository:
     gated: bool = False
     private: bool = False
     objects: dict[str, bytes] = field(default_factory=dict)
-    """Large files that were sent, by sha256; those of commits and others."""
+    """Uploaded LFS files by sha256, committed or not."""
     listed_sizes: dict[str, int] = field(default_factory=dict)
-    """Sizes that the hub lists instead of the true ones."""
+    """Wrong file sizes that the hub lists instead of the true ones."""
 
     def commit(self, files: dict[str, bytes], *, branch: str = "main") -> str:
         """Add a commit to a branch; returns its id."""
@@ -34,14 +34,14 @@ class Repository:
         return commit
 
     def commit_at(self, revision: str) -> str:
-        """The commit that a branch or tag points to; a commit is itself."""
+        """Return the commit that a branch or tag points to; a commit id is returned as it is."""
         return self.refs.get(revision, revision)
 
     def files_at(self, revision: str) -> dict[str, bytes] | None:
         return self.commits.get(self.commit_at(revision))
 
     def sibling(self, file: str, content: bytes) -> dict[str, object]:
-        """A file as the Hugging Face hub lists it with a repository."""
+        """Return a file's entry in the `siblings` of a repository, as the Hugging Face hub lists it."""
         entry = self.tree_entry(file, content)
         return {
             "rfilename": file,
@@ -50,7 +50,7 @@ class Repository:
         }
 
     def tree_entry(self, file: str, content: bytes) -> dict[str, object]:
-        """A file as the Hugging Face hub lists it in a folder."""
+        """Return a file's entry in a folder listing of the Hugging Face hub."""
         size = self.listed_sizes.get(file, len(content))
         entry: dict[str, object] = {"type": "file", "path": file, "size": size, "oid": blob_id(content)}
         if len(content) >= LARGE_FILE_BYTES:

@@ -25,7 +25,7 @@ from tests.modelscope_uploads import ModelScopeUploads
 
 @dataclass(frozen=True)
 class Request:
-    """A request that was answered."""
+    """HTTP request that the hub has answered."""
 
     method: str
     host: str
@@ -34,7 +34,7 @@ class Request:
 
 
 class HubServer:
-    """Serves `repositories`, keyed by `org/name` or `datasets/org/name`, and `pages` in their place, by path.
+    """Serves `repositories`, keyed by `org/name` or `datasets/org/name`; `pages` replace their answers, by path.
     `token_roles`: known tokens, and whether they may `read` or `write`."""
 
     def __init__(self) -> None:
@@ -58,15 +58,15 @@ class HubServer:
         return f"http://127.0.0.1:{self.port}"
 
     def repository(self, name: str) -> Repository:
-        """The repository of that name, made when it is new."""
+        """Return the repository with this name, created if necessary."""
         return self.repositories.setdefault(name, Repository())
 
     def paths(self, pattern: str) -> list[str]:
-        """The paths that were asked for and match."""
+        """Return the paths of the requests so far that match a pattern."""
         return [request.path for request in self.requests if re.search(pattern, request.path)]
 
     def take_fault(self, path: str) -> Fault | None:
-        """The first fault that is still to happen to this path."""
+        """Return the next fault that is due for a path, and count it down; None if there is none."""
         with self._lock:
             for fault in self.faults:
                 if fault.times > 0 and re.search(fault.path, path):
@@ -88,7 +88,7 @@ class HubServer:
 
 @contextmanager
 def running_hub() -> Iterator[HubServer]:
-    """A hub that is stopped at the end."""
+    """Run a model hub until the end of the context."""
     hub = HubServer()
     hub.start()
     try:
@@ -174,7 +174,7 @@ class _Handler(ModelScopeUploads, BaseHTTPRequestHandler):
             self._send_json(repository.tree(revision, folder, recursive))
 
     def _resolve(self, name: str, revision: str, file: str, fault: Fault | None) -> None:
-        """Small files come from the hub itself, large ones from the CDN, under another host name."""
+        """Send a file: small ones directly, large ones by a redirect to the CDN under another host name."""
         repository = self._allowed_repository(name)
         if repository is None:
             return None
@@ -295,6 +295,6 @@ class _Handler(ModelScopeUploads, BaseHTTPRequestHandler):
 
 
 def _changed(headers: dict[str, str], fault: Fault | None) -> dict[str, str]:
-    """Return the headers of an answer, with those of a fault instead."""
+    """Return an answer's headers with the changes that a fault makes to them."""
     changed = {**headers, **(fault.headers if fault else {})}
     return {name: value for name, value in changed.items() if value is not None}

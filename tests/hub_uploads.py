@@ -26,7 +26,7 @@ FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 @dataclass
 class Fault:
-    """Something that goes wrong with the requests whose path matches, `times` times."""
+    """Fault of the hub: affects the next `times` requests whose path matches."""
 
     path: str
     times: int = 1
@@ -34,21 +34,21 @@ class Fault:
     retry_after_s: int | None = None
     break_after_bytes: int | None = None
     how: str = "reset"
-    """`reset` the connection, `close` it early, or send a `short` body that claims to be whole."""
+    """Kind of broken answer: `reset` of the connection, early `close`, or a `short` body that seems complete."""
     send_instead: bytes | None = None
     ignore_range: bool = False
     headers: dict[str, str | None] = field(default_factory=dict)
-    """Sent with a file instead of the true ones; None leaves one out."""
+    """Headers that replace those of a file's answer; None removes one."""
     bytes_per_s: int | None = None
 
 
 class Uploads(BaseHTTPRequestHandler):
-    """The part of the handler that writes. Tokens and what they may do: `server_state.token_roles`."""
+    """Upload part of the hub's request handler. Tokens and their rights: `server_state.token_roles`."""
 
     server_state: HubServer
 
     def take(self, method: str, path: str) -> bool:
-        """Answer a request that writes, or asks who may; False for any other."""
+        """Answer a request that uploads or asks for a token's user; returns False for any other request."""
         routes = (
             ("GET", r"/api/whoami-v2", self._who),
             ("POST", r"/api/validate-yaml", self._validate),
@@ -192,13 +192,13 @@ class Uploads(BaseHTTPRequestHandler):
         return b"".join(parts)
 
     def _cut(self, after_bytes: int) -> None:
-        """Read so much of what is sent, then reset the connection."""
+        """Read only the first bytes of an upload, then reset the connection."""
         self.rfile.read(after_bytes)
         self.close_connection = True
         self.reset()
 
     def reset(self) -> None:
-        """Break the connection off, as a router does that forgot it."""
+        """Reset the TCP connection, as a router does that has lost its state."""
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
 

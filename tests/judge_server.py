@@ -14,11 +14,11 @@ from tests.http_server import serving
 KEY = "a-key-that-is-secret"
 MODEL = "critic-1"
 PROMPT_TOKENS, COMPLETION_TOKENS = 90, 7
-"""Numbers of tokens that it reports for any answer."""
+"""Token counts that the judge reports with every answer."""
 
 
 def rating(answer: str) -> int:
-    """By the length, within the default scale."""
+    """Return a rating by the answer's length, within the default scale."""
     return max(1, min(len(answer), 10))
 
 
@@ -28,7 +28,7 @@ def answer_in(question: str) -> str:
 
 @dataclass
 class Judge:
-    """`says` gives the answer to a conversation; before that, `statuses` are answered, one for each request."""
+    """State of a judge server: `says` answers a conversation, after one error for each code in `statuses`."""
 
     says: Callable[[str], str] = lambda question: f"Hm.\nRating: {rating(answer_in(question))}"
     url: str = ""
@@ -41,7 +41,7 @@ class Judge:
 
 @contextmanager
 def judge_server() -> Iterator[Judge]:
-    """Wants a key, and a model that it has."""
+    """Run a judge behind OpenAI's API; it requires a key and the name of its model."""
     state = Judge()
     lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""A stage that is killed before the config of its adapter is written: `python -m tests.killed_between_files WORK`."""
+"""Run a stage that is killed before its adapter's config is written: `python -m tests.killed_between_files WORK`."""
 
 import os
 import signal

@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 
 
 class Cluster:
-    """Objects by path of their collection and name, and the processes of pods by name."""
+    """State of a fake Kubernetes cluster: API objects by collection path and name, processes by pod name."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Tree] = {}
@@ -103,7 +103,7 @@ class Cluster:
 
 @contextmanager
 def running_api(folder: Path) -> Iterator[Cluster]:
-    """A cluster, and a kubeconfig that names it in KUBECONFIG."""
+    """Run a fake Kubernetes API server, and set KUBECONFIG to a file that names it."""
     cluster = Cluster()
     server = LoopbackServer(("127.0.0.1", 0), _handler(cluster))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))

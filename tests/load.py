@@ -1,4 +1,4 @@
-"""Clients that ask a served model again and again, and count what became of it."""
+"""Load on a served model: clients that send requests continuously and count the answers and failures."""
 
 import threading
 import time
@@ -9,11 +9,11 @@ from tests.serving import wait_for
 
 
 class CutOffError(Exception):
-    """An answer was cut off after it had begun."""
+    """A streamed answer broke off after it had begun."""
 
 
 class Load:
-    """Clients, each in a thread. As a context, they ask until it is left.
+    """Load of clients, each in a thread, which send requests until the context ends.
 
     ask: asks the question of a number, of which there is one for each request; returns who answered, or what. Raises
     CutOffError, and anything else for a failure.
@@ -42,7 +42,7 @@ class Load:
             thread.join()
 
     def more(self, answer: str | None = None, timeout_s: float = 300) -> None:
-        """Return once each client may have had some more answers, or such answers; or at the first failure."""
+        """Wait until there were two more answers a client (equal to `answer`, if given), or a failure."""
 
         def count() -> int:
             return self.answers.total() if answer is None else self.answers[answer]

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class LyingServer:
-    """url: without a path. requests: what arrived, with headers."""
+    """Server that answers any bytes. url: without a path. requests: the bytes received, with headers."""
 
     url: str
     requests: list[bytes] = field(default_factory=list)
 
 
 def head(status: str = "200 OK", **headers: str) -> bytes:
-    """Return the beginning of an answer. headers: `_` stands for `-`."""
+    """Return status line and headers of an HTTP answer. headers: `_` in a name stands for `-`."""
     lines = [f"HTTP/1.1 {status}", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
     return "\r\n".join([*lines, "Connection: close", "", ""]).encode()
 
@@ -31,8 +31,8 @@ def whole(body: bytes, status: str = "200 OK", **headers: str) -> bytes:
 
 @contextmanager
 def lying_server(answer: Callable[[Callable[[bytes], None], bytes], None]) -> Iterator[LyingServer]:
-    """Serve until the end of the context. answer: gets what sends bytes, and the request; a client that hangs up ends
-    it.
+    """Serve until the end of the context. answer: called with a function that sends bytes, and with the request; ended
+    if the client closes the connection.
     """
 
     class Handler(socketserver.BaseRequestHandler):

@@ -1,4 +1,4 @@
-"""A preference method that there is in tests only, to show that registering one is all it takes (Meng et al. 2024).
+"""Preference method that exists in tests only, to show that registering one is all it takes (Meng et al. 2024).
 
 Import this before the config of the train stage: its fields are those of the methods that are registered by then.
 """
@@ -25,7 +25,7 @@ class MarginConfig(StrictModel):
 
 @dataclass(frozen=True)
 class MarginLoss:
-    """-log σ(β (mean log π of the chosen - of the rejected) - target): SimPO, equation 6. No reference."""
+    """SimPO loss (equation 6), without a reference: -log σ(β (mean log π chosen - mean log π rejected) - target)."""
 
     config: MarginConfig
     metric_names: ClassVar[tuple[str, ...]] = ("answer_margin",)

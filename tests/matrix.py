@@ -32,7 +32,7 @@ class Capability:
     gpu: tuple[str, ...] = ()
     """Test files that prove it on a GPU."""
     not_run: str = ""
-    """Parts that are written but that no test runs here."""
+    """Parts of a capability that are written but that no test runs here."""
 
 
 CAPABILITIES = (
@@ -222,7 +222,7 @@ OUTCOMES = ("passed", "skipped", "failed")
 
 
 def _summed(lines: Sequence[str]) -> dict[str, Counter[str]]:
-    """Add up the lines of a file: two files may have become one since."""
+    """Add up the recorded outcomes by test file: two files may since have been merged into one."""
     outcomes: dict[str, Counter[str]] = {}
     for name, *numbers in map(json.loads, lines):
         outcomes.setdefault(name, Counter()).update(dict(zip(OUTCOMES, numbers, strict=True)))

@@ -13,7 +13,7 @@ from tests.hub_uploads import Uploads
 
 
 class ModelScopeUploads(Uploads):
-    """The part of the handler that writes, for either hub."""
+    """Upload part of the hub's request handler, with ModelScope's API added to Hugging Face's."""
 
     def take(self, method: str, path: str) -> bool:
         if super().take(method, path):
@@ -37,7 +37,7 @@ class ModelScopeUploads(Uploads):
         return False
 
     def _may(self, method: str, name: str | None) -> bool:
-        """A private repository is none for those who may not see it. name: None for one that is to be made."""
+        """Check the token's rights to a repository, and send an error without them. name: None when one is created."""
         role = self.server_state.token_roles.get(self._token())
         if role is None:
             self._says(401, "invalid token")

@@ -18,7 +18,9 @@ TOKEN = "a-token-of-the-registry"
 
 
 class Registry:
-    """Blobs by digest, manifests by tag. credentials: USER:PASSWORD that pushes need; bearer: by way of a token.
+    """OCI registry's state: blobs by digest, manifests by tag, and how pushes are authorized.
+
+    credentials: USER:PASSWORD that pushes need; bearer: they are exchanged for a token.
 
     store: another one that blobs are uploaded to. lent: another one that those who ask for a blob are sent to.
     authorizations: all that came with requests.

@@ -1,4 +1,4 @@
-"""A serving engine within the test: it answers chats with its name, whole or in parts, and keeps what it was asked.
+"""Serving engine in the test's process: answers chats with its own name, whole or in parts, and records requests.
 
 Its `/metrics` are those of an engine that has labels of its own, and families without any.
 """
@@ -37,7 +37,9 @@ PARTS = ("it ", "is ", "me")
 
 @dataclass
 class OpenAIEngine:
-    """status: of its answers. breaks_off: in the middle of a stream. message: instead of its name. deltas: of a stream.
+    """Behaviour of a fake serving engine.
+
+    status: of its answers. breaks_off: in the middle of a stream. message: instead of its name. deltas: of a stream.
 
     accepted: formats that its metrics were asked in. go_on: a stream waits for it after each of its parts.
     """

@@ -66,7 +66,7 @@ ENGINES_ON = {
 
 
 def shown_in(page: Path) -> list[re.Match[str]]:
-    """Return what `page` shows under comments: `kind`, `argument` and `body` of each."""
+    """Return the generated blocks of a page: matches with `kind`, `argument` and `body`."""
     return list(SHOWN.finditer(page.read_text(encoding="utf-8")))
 
 
@@ -106,7 +106,7 @@ def commands_of(console: str) -> list[str]:
 
 
 def commands_measured(shown: re.Match[str]) -> list[str]:
-    """Return the commands whose output is dated, of a block or a table."""
+    """Return the commands of a block or table whose output was measured on a stated date."""
     said = MEASURED.fullmatch(shown["argument"]) if shown["kind"] == "measured" else None
     return [] if not said else [said[2]] if said[2] else commands_of(shown["body"])
 
@@ -121,8 +121,8 @@ def run(command: str, folder: Path = ROOT, home: Path | None = None) -> str:
 
 
 def _run(console: str) -> str:
-    """Return the block with the present output of its commands, in a new home and a folder of links to this one's
-    entries."""
+    """Return a console block with its commands' present output; they run in a new home and a folder of links to this
+    repository's entries."""
     commands = commands_of(console)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -146,7 +146,7 @@ def blocks(path: str) -> Iterator[str]:
 
 
 def own_fields(model: type[BaseModel]) -> list[str]:
-    """Return a model's fields without `kind` and those of all `execution` blocks; a base class's fields come last."""
+    """Return a config's own fields: without `kind` and those common to all `execution` blocks; inherited ones last."""
     above = next((base.model_fields for base in model.__mro__[1:] if issubclass(base, Execution)), {})
     names = [name for name in model.model_fields if name not in {"kind", "execution", *above}]
     return sorted(names, key=lambda name: name not in vars(model)["__annotations__"])

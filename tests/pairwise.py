@@ -1,4 +1,4 @@
-"""Chooses few of many cases so that whatever two values meet in any of them still meet: for `make test`.
+"""Choose a few of many test cases that still cover every pair of parameter values: for `make test`.
 
 The others are marked `nightly`. The choice depends on the cases and their order alone.
 """
@@ -13,7 +13,7 @@ Pair = frozenset[tuple[str, Hashable]]
 
 
 def pairwise(cases: Sequence[Any], values_of: Callable[[Any], Mapping[str, Hashable]]) -> list[Any]:
-    """Return cases, in their order, in which every pair of values of two axes meets that meets in any case.
+    """Return a subset of the cases that covers every pair of values of two axes that occurs in any case.
 
     values_of: case → value by axis. Greedy: the case that has most pairs that no chosen one has, of several the first.
     """

@@ -13,14 +13,14 @@ FREQUENCIES = list(itertools.accumulate(1 / (rank + 2.7) for rank in range(VOCAB
 
 @dataclass(frozen=True)
 class Planted:
-    """texts: of rows. copies: number of each row that was made from an earlier one → that one's."""
+    """Rows with planted duplicates: texts, and copies: number of each copied row → number of its original."""
 
     texts: list[str]
     copies: dict[int, int]
 
 
 def text(draw: random.Random, num_words: int = WORDS_PER_ROW) -> str:
-    """Words about as frequent as those of a language (Zipf and Mandelbrot), with capitals and full stops."""
+    """Return a random text with the word frequencies of a language (Zipf and Mandelbrot), capitals and full stops."""
     words = [f"w{rank}" for rank in draw.choices(range(VOCABULARY), cum_weights=FREQUENCIES, k=num_words)]
     for end in range(11, num_words, 12):
         words[end] += "."
@@ -29,7 +29,7 @@ def text(draw: random.Random, num_words: int = WORDS_PER_ROW) -> str:
 
 
 def near_duplicate(draw: random.Random, original: str, way: int) -> str:
-    """In one of the ways in which copies differ on the web."""
+    """Return a near-duplicate of a text, changed in one of five ways that are common on the web."""
     words = original.split(" ")
     start = draw.randrange(20)
     match way % 5:
@@ -60,7 +60,7 @@ def planted_duplicates(num_rows: int, seed: int = 0) -> Planted:
 
 
 def with_overlap(draw: random.Random, row: str, sample: str, num_words: int) -> str:
-    """The row with so many words of the sample, one after another, somewhere in it."""
+    """Return a row with `num_words` consecutive words of a benchmark sample inserted."""
     words, of_sample = row.split(" "), sample.split(" ")
     start, at = draw.randrange(len(of_sample) - num_words + 1), draw.randrange(len(words))
     return " ".join([*words[:at], *of_sample[start : start + num_words], *words[at:]])

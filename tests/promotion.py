@@ -50,7 +50,7 @@ def write_evaluation(folder: Path, answers: Sequence[float], *, prompt: str = "p
 
 
 def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, Built]) -> None:
-    """The `config.json` of an evaluation."""
+    """Write the `config.json` of an evaluate stage."""
     inputs = {name: upstream[name].artifact for name in planned.ancestors}
     stage_input = StageInput(
         name=planned.name,
@@ -65,21 +65,21 @@ def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, B
 
 
 def write_model(folder: Path, content: str) -> None:
-    """Weights in name only, 1 MiB of them."""
+    """Write a model artifact whose weights file is 1 MiB of padding."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "model.safetensors").write_bytes(content.encode().ljust(2**20))
     (folder / "result.json").write_text(json.dumps({"metrics": {"kl_nats_per_token": 0.02}}))
 
 
 def write_adapter(folder: Path, content: str) -> None:
-    """Weights in name only, 1 KiB of them."""
+    """Write an adapter artifact whose weights file is 1 KiB of padding."""
     (folder / "adapter").mkdir(parents=True)
     (folder / "adapter" / "adapter_model.safetensors").write_bytes(content.encode().ljust(2**10))
     (folder / "result.json").write_text("{}")
 
 
 def candidate_tree(mark: str, **gates: Any) -> dict[str, Any]:
-    """A recipe of a model, its evaluation and its promotion; another `mark` makes it another model."""
+    """Return the recipe of a model, its evaluation and its promotion; `mark` distinguishes models."""
     return {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]},
         "scores": {"kind": "evaluate", "model": "model", "tasks": ["sums"]},
@@ -88,7 +88,7 @@ def candidate_tree(mark: str, **gates: Any) -> dict[str, Any]:
 
 
 def adapter_tree(mark: str, base: str, **gates: Any) -> dict[str, Any]:
-    """The same of an adapter; another `mark` makes it another one, another `base` one of another model."""
+    """Return the recipe of an adapter, its evaluation and its promotion; `mark` and `base` distinguish several."""
     return {
         "base": {"kind": "download", "model": "builtin/qwen3-1m", "files": [base]},
         "rows": {"kind": "download", "dataset": "builtin/addition"},
@@ -112,7 +112,7 @@ def planned_stages(store: Store, tree: Mapping[str, Any]) -> dict[str, PlannedSt
 
 
 def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], write: Callable[[Path], None]) -> Built:
-    """Commit what `write` leaves in a work folder as the artifact of a stage, unless it is there."""
+    """Commit what `write` leaves in a work folder as a stage's artifact, unless the store has it."""
     if not store.find(planned.kind, planned.version):
         work = store.make_folder(store.work_folder(planned.kind, planned.name, planned.resume_key))
         write(work)
@@ -123,7 +123,7 @@ def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], w
 
 
 def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tuple[PlannedStage, dict[str, Built]]:
-    """The promotion of a candidate that gave these answers, ready to be run, and what it stands on."""
+    """Plan the promotion of a candidate that gave these answers; returns the planned stage and its inputs."""
     stages = planned_stages(store, candidate_tree(mark, **gates))
     built = {"model": commit(store, stages["model"], {}, lambda work: write_model(work, mark))}
     built["scores"] = commit(store, stages["scores"], built, lambda work: write_evaluation(work, answers))
@@ -139,7 +139,7 @@ def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> 
 def offer_adapter(
     store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any
 ) -> tuple[PlannedStage, dict[str, Built]]:
-    """`offer` of an adapter."""
+    """Plan the promotion of an adapter that gave these answers; returns the planned stage and its inputs."""
     stages = planned_stages(store, adapter_tree(mark, base, **gates))
     built = {"base": commit(store, stages["base"], {}, lambda work: write_model(work, base))}
     built["rows"] = commit(store, stages["rows"], {}, lambda work: (work / "data").mkdir())
@@ -149,13 +149,13 @@ def offer_adapter(
 
 
 def promote_adapter(store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any) -> Built:
-    """`promote` of an adapter."""
+    """Run the promotion of an adapter to its end, in processes of its own."""
     planned, upstream = offer_adapter(store, mark, answers, base, **gates)
     return run_stage(planned, upstream, store, Notes())
 
 
 def own_mlflow(folder: Path) -> dict[str, str]:
-    """An MLflow without a server, with artifacts below `folder`; returns what to put into the environment."""
+    """Make an MLflow database without a server; returns the environment variables that select it."""
     from mlflow import MlflowClient
 
     from flows.tracking.shipper import EXPERIMENT
@@ -168,7 +168,7 @@ def own_mlflow(folder: Path) -> dict[str, str]:
 
 @cache
 def _new_database() -> bytes:
-    """One that MLflow has made, which takes it seconds."""
+    """Return the bytes of an empty MLflow database; cached, since creating one takes seconds."""
     from mlflow import MlflowClient
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A promoted model with all that it was made from, committed without training or serving, and its publication."""
+"""Promoted model with all its ancestors, committed without training or serving, and its publication."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ TRAINED = {"num_rows": 40.0, "num_documents": 120.0, "num_tokens": 9000.0, "eval
 
 
 def recipe_tree(to: str, *, min_score: float = 0.5, adapter: bool = False, **publish: Any) -> dict[str, Any]:
-    """base, rows → sft → awq → scores → promote → publish; with `adapter`, the adapter itself is promoted."""
+    """Return a recipe base, rows → sft → awq → scores → promote → publish; with `adapter`, sft is promoted."""
     candidate = "sft" if adapter else "awq"
     train = {
         "kind": "train",
@@ -55,7 +55,7 @@ def recipe_tree(to: str, *, min_score: float = 0.5, adapter: bool = False, **pub
 
 
 class Publishing:
-    """A store whose stages up to the promotion are committed; `publish` runs the last one in this process."""
+    """Store with all stages up to the promotion committed; `publish` runs the publish stage in this process."""
 
     def __init__(self, folder: Path, tree: dict[str, Any], mark: str = "first", champion: Sequence[float] = ()) -> None:
         self.folder = folder
@@ -80,7 +80,7 @@ class Publishing:
         return self.stages["publish"]
 
     def publish(self, **fields: Any) -> StageResult:
-        """Run the stage, with other fields than the tree's where given."""
+        """Run the publish stage; `fields` replace those of the recipe."""
         config = PublishConfig.model_validate({**self.tree["publish"], **fields})
         self.work.mkdir(exist_ok=True)
         inputs = {name: self.built[name].artifact for name in self.planned.ancestors}

@@ -1,4 +1,4 @@
-"""Models of few weights, one of each kind of architecture that quantization has to tell apart."""
+"""Tiny models, one of each kind of architecture that quantization must distinguish."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_family(model_type: str) -> PreTrainedModel:
-    """With weights that differ from their initial ones: norms of ones hide what happens to them."""
+    """Return a model with random norms, too: errors in scaling would not show on norms of 1."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SHAPES[model_type])
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

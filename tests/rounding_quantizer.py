@@ -1,4 +1,4 @@
-"""A second quantizer: every weight of a layer rounded to one of 255 values of its row, kept as bfloat16."""
+"""Second quantization method for tests: rounds each weight to one of 255 values of its row, stored as bfloat16."""
 
 import shutil
 

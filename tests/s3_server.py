@@ -1,4 +1,4 @@
-"""A real server of S3 on the loopback (moto's), and the environment in which object storage means it."""
+"""S3 server on the loopback (moto's), and the environment variables that direct object storage to it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ ENVIRONMENT = {
 
 
 class S3Server:
-    """`url`, and a bucket in it."""
+    """Client of the S3 server at `url`, with a bucket created."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -34,7 +34,7 @@ class S3Server:
             self._client.put_object(Bucket=BUCKET, Key=key, Body=content)
 
     def admit_nobody(self) -> None:
-        """From now on keys are looked up, of which the server knows none."""
+        """Turn on authentication: the server knows no key, so it refuses all requests from now on."""
         self._post("/moto-api/reset-auth", b"0")
 
     def admit_all(self) -> None:

@@ -1,4 +1,4 @@
-"""Adapters of a tiny model, as training would leave them: PEFT's files, and what PEFT gives recorded documents."""
+"""Adapters of a tiny model as training leaves them: PEFT's files, and recorded predictions of documents."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def make_adapter(base: Path, artifact: Path, *modules: str, rank: int = 8, seed: int = 0, scale: float = 0.1) -> None:
-    """Into `artifact`: a random adapter of the model folder `base`, and its record.
+    """Write a random adapter of the model folder `base`, and its record, into `artifact`.
 
     scale: of its factors. modules: those adapted; default: all linear layers.
     """
@@ -51,14 +51,14 @@ def load(base: Path) -> Any:
 
 
 def adapted(base: Path, artifact: Path) -> Any:
-    """By PEFT: the model with the adapter."""
+    """Return the model with the adapter, loaded by PEFT."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(load(base), artifact / "adapter").eval()
 
 
 def log_probabilities(model: Any, token_ids: list[int]) -> list[float]:
-    """By Transformers: ln p of every token but the first."""
+    """Return Transformers' log-probability of every token but the first."""
     import torch
 
     with torch.no_grad():
@@ -68,7 +68,7 @@ def log_probabilities(model: Any, token_ids: list[int]) -> list[float]:
 
 
 def likeliest(model: Any, token_ids: list[int]) -> list[int]:
-    """By Transformers: of every token but the first, the one that is likeliest in its place."""
+    """Return the token that Transformers finds most probable at each position but the first."""
     import torch
 
     with torch.no_grad():
@@ -77,7 +77,7 @@ def likeliest(model: Any, token_ids: list[int]) -> list[int]:
 
 
 def greedy(model: Any, token_ids: list[int], num_tokens: int) -> list[int]:
-    """By Transformers: what follows, the end of an answer being a token like any other."""
+    """Return Transformers' greedy continuation of `num_tokens` tokens, end-of-text tokens included."""
     import torch
 
     made = model.generate(

@@ -1,4 +1,4 @@
-"""A tiny model that answers sharply, tasks for it, and stage processes: for the tests of serve and evaluate."""
+"""Helpers of the tests of serve and evaluate: a tiny model with certain predictions, tasks, and stage processes."""
 
 import json
 import os
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def make_model(folder: Path, seed: int = 0, head_dim: int = 32) -> None:
-    """A random Qwen3 whose wide weights put its candidates far apart, with one token a printable character."""
+    """Write a random Qwen3 with large weights, so that its predictions are certain, and one token a character."""
     import torch
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
@@ -57,7 +57,7 @@ def make_model(folder: Path, seed: int = 0, head_dim: int = 32) -> None:
 
 
 def write_tasks(folder: Path, num_generations: int = 120, num_choices: int = 12) -> None:
-    """`sums` generates, `choices` compares log-likelihoods, `long` asks for more than fits."""
+    """Write three evaluation tasks: `sums` generates, `choices` compares likelihoods, `long` exceeds the context."""
     folder.mkdir()
     sums = ({"question": f"What is {a} + {a + 3}?", "answer": str(2 * a + 3)} for a in range(num_generations))
     choices = (
@@ -86,7 +86,7 @@ def write_tasks(folder: Path, num_generations: int = 120, num_choices: int = 12)
 
 
 def write_work(work: Path, kind: str, config: dict[str, Any], inputs: dict[str, Path], **more: Any) -> Path:
-    """The work folder of a stage named like its kind; a folder that is there keeps its scratch."""
+    """Write the work folder of a stage named like its kind; the scratch of an existing one is kept."""
     work.mkdir(exist_ok=True)
     stage_input = {"name": kind, "kind": kind, "version": "0123456789ab", "config": {"kind": kind, **config}, **more}
     stage_input |= {"inputs": {name: str(path) for name, path in inputs.items()}, "cache": str(work.parent / "cache")}
@@ -98,7 +98,7 @@ def write_work(work: Path, kind: str, config: dict[str, Any], inputs: dict[str, 
 
 @contextmanager
 def stage_process(work: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A stage process, killed in the end."""
+    """Run a stage process, and kill it at the end of the context."""
     with (work / "log.txt").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "stages", str(work)],
@@ -114,14 +114,14 @@ def stage_process(work: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def run_to_the_end(work: Path, timeout_s: float = 500) -> StageResult:
-    """Run a stage, which must succeed."""
+    """Run a stage that must succeed, and return its result."""
     with stage_process(work) as process:
         assert process.wait(timeout_s) == 0, (work / "log.txt").read_text()[-3000:]
     return StageResult.model_validate_json((work / "result.json").read_text())
 
 
 def wait_for(condition: Any, timeout_s: float = 500, what: str = "it") -> Any:
-    """The first true value of `condition()`."""
+    """Wait until the condition returns something true, and return that."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < end, f"{what} did not happen within {timeout_s} s"
@@ -135,8 +135,8 @@ def served_processes(folder: Path) -> list[int]:
 
 
 def engine_processes(folder: Path) -> list[int]:
-    """The same without Python's resource tracker: it alone knows the names of the semaphores that a kill leaves behind,
-    and removes them when the others have ended.
+    """Return a server's processes except Python's resource tracker, which removes the semaphores that a kill leaves
+    behind once all others have ended.
     """
     commands = {}
     for pid in served_processes(folder):

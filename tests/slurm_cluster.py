@@ -55,7 +55,7 @@ PartitionName=urgent Nodes=node1,node2 MaxTime=60 PriorityTier=10
 
 
 def why_not() -> str | None:
-    """Why there can be no Slurm here; None when there can."""
+    """Return the reason why Slurm cannot run on this machine; None if it can."""
     missing = [name for name in PROGRAMS if not shutil.which(name, path=_path())]
     if missing:
         return f"Slurm is not installed: no {', '.join(missing)} (.ci/run installs Debian's packages)"
@@ -63,7 +63,7 @@ def why_not() -> str | None:
 
 
 class SlurmCluster:
-    """A running cluster. While it is up, `SLURM_CONF` in this process's environment points to it."""
+    """Running Slurm cluster. While it is up, `SLURM_CONF` in this process's environment points to it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,7 +80,7 @@ class SlurmCluster:
         return {**os.environ, "SLURM_CONF": str(self.config), "PATH": _path()}
 
     def jobs(self) -> list[list[str]]:
-        """Id, state and name of every job in the queue."""
+        """Return id, state and name of every job in the queue."""
         return [line.split() for line in self.command("squeue", "--noheader", "--format=%i %T %j").splitlines()]
 
     def wait_for_state(self, state: str) -> str:
@@ -91,7 +91,7 @@ class SlurmCluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def kill_slurmd(self, node: str) -> None:
-        """SIGKILL of the daemon; what it has started goes on."""
+        """SIGKILL a node's slurmd; the jobs that it started continue."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
@@ -160,7 +160,7 @@ class SlurmCluster:
 
 @contextmanager
 def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """A cluster whose files are in `folder`; other tests' environments stay what they were."""
+    """Run a Slurm cluster with its files in `folder`; restores this process's environment at the end."""
     before = {name: os.environ.get(name) for name in ("SLURM_CONF", "PATH")}
     cluster = SlurmCluster(folder)
     try:
@@ -197,5 +197,5 @@ def eventually(condition: Callable[[], Any], what: str) -> Any:
 
 
 def _path() -> str:
-    """Debian's daemons lie in sbin."""
+    """Return PATH with the folders of Debian's daemons, /usr/sbin and /sbin."""
     return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"

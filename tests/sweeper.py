@@ -1,4 +1,4 @@
-"""A process that outlives the tests, however they end, and ends what they have left: servers, daemons, jobs.
+"""Process that outlives the tests, however they end, and kills what they leave: servers, daemons, jobs.
 
 Fixtures do not come to their ends when pytest is killed, nor in workers of pytest-xdist when it is interrupted: servers
 in sessions of their own would stay.
@@ -21,7 +21,7 @@ _sweepers = []
 
 
 def pytest_configure(config) -> None:
-    """One for all: workers of pytest-xdist are started by the pytest that has it, and inherit the mark."""
+    """Start one sweeper for all: workers of pytest-xdist inherit its mark from the main pytest process."""
     if hasattr(config, "workerinput"):
         return
     os.environ[MARK_VARIABLE] = mark = uuid.uuid4().hex
@@ -31,7 +31,7 @@ def pytest_configure(config) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Wait until nothing is left."""
+    """Wait until the sweeper has ended all processes that the tests left."""
     for sweeper in _sweepers:
         sweeper.communicate()
     _sweepers.clear()

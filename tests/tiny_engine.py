@@ -1,4 +1,4 @@
-"""A second serving engine, for the proof that one is its module and a line of the registry."""
+"""Second serving engine for tests, which proves that an engine is one module and a line of the registry."""
 
 import json
 import os
@@ -47,7 +47,7 @@ class TinyEngine:
     listens_on_sockets = False
     capabilities = Capabilities("safetensors")
     answer_tokens: int | None = None
-    """Tokens of each answer under load; None: as many as were asked for."""
+    """Number of tokens in each answer under load; None: as many as requested."""
 
     def find_program(self) -> TinyProgram:
         return TinyProgram()

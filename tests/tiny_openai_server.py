@@ -1,4 +1,4 @@
-"""A server of "sums" that speaks OpenAI's API: `tiny_openai_server.py MODEL_FOLDER NAME HOST PORT`, key in TINY_KEY.
+"""Server with OpenAI's API that answers sums: `tiny_openai_server.py MODEL_FOLDER NAME HOST PORT`, key in TINY_KEY.
 
 It answers `What is 1 + 2?` with `3`, and everything else with `?`; in a chat, with the sum of all
 that was said. Like a real engine it refuses a model that it cannot load, with the reason in its log: one whose folder
@@ -57,8 +57,8 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(text)}})
 
     def chat(self, asked: dict) -> None:
-        """Streams the sum of all numbers that were ever said, in parts, red if asked so, and how it was to sample if
-        asked so; refuses what has no number."""
+        """Stream the sum of all numbers in a conversation, in parts, with colour and sampling options if asked for;
+        refuse a last message without a number."""
         messages = asked["messages"]
         if not re.search(r"\d", messages[-1]["content"]):
             self.send_error(400, "no number")

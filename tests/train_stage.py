@@ -1,4 +1,4 @@
-"""Train stages over the built-in model and some of the built-in data, run as the orchestrator runs them."""
+"""Helpers to run train stages as the orchestrator does, on the built-in model and part of the built-in data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.parity.ranks import Ranks, started_ranks
 
 VERSION = "0" * 12
 NUM_ROWS = {"problems": (400, 40), "preferences": (32, 16)}
-"""Training and held-out rows; preferences are few, so that a few steps see them several times."""
+"""Numbers of training and held-out rows; preferences are few, so that a few steps see them several times."""
 PARENTS = ExitStack()
 
 
 def make_artifacts(folder: Path) -> dict[str, Path]:
-    """Artifacts that train stages refer to: `base`, `problems` and `preferences`."""
+    """Write the artifacts that train stages refer to: `base`, `problems` and `preferences`."""
     artifacts = {name: folder / name for name in ("base", "problems", "preferences")}
     (artifacts["base"] / "model").mkdir(parents=True)
     qwen3.make(artifacts["base"] / "model")
@@ -39,7 +39,7 @@ def make_artifacts(folder: Path) -> dict[str, Path]:
 
 
 def make_teacher(artifacts: dict[str, Path], folder: Path) -> Path:
-    """An artifact of the same model with other weights."""
+    """Write a model artifact with the base's architecture and other weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -53,7 +53,7 @@ def make_teacher(artifacts: dict[str, Path], folder: Path) -> Path:
 
 
 def make_config(method: str = "sft", **fields: Any) -> TrainConfig:
-    """A config with short rows and few steps."""
+    """Return the config of a train stage with short rows and few steps."""
     data = "problems" if method == "sft" else "preferences"
     return TrainConfig.model_validate(
         {
@@ -73,7 +73,7 @@ def make_config(method: str = "sft", **fields: Any) -> TrainConfig:
 
 
 def make_context(work: Path, artifacts: dict[str, Path], config: TrainConfig) -> StageContext:
-    """The work folder of a stage, as its process finds it."""
+    """Make a train stage's work folder with its `config.json`; returns the stage's context."""
     work.mkdir(parents=True, exist_ok=True)
     cache = work.parent / "cache"
     stage_input = StageInput(
@@ -96,7 +96,7 @@ def start(work: Path, config: TrainConfig) -> subprocess.Popen[bytes]:
 
 
 def run_to_end(work: Path, config: TrainConfig) -> None:
-    """Run the stage's processes until they end, well: forks of a parent that has imported all that they need.
+    """Run the stage's processes to their successful end, forked from a parent that has imported what they need.
 
     Where there is a GPU they are started as ever, since a process that knows of it is not to be forked.
     """
@@ -111,10 +111,10 @@ def run_to_end(work: Path, config: TrainConfig) -> None:
 
 @cache
 def _warm_parent(program: str) -> Ranks:
-    """Lives as long as this process."""
+    """Return a process, cached for this one's lifetime, from which ranks of a program are forked."""
     return PARENTS.enter_context(started_ranks())
 
 
 def logged(work: Path) -> list[dict[str, float]]:
-    """The lines of `metrics.jsonl`."""
+    """Return the lines of `metrics.jsonl`."""
     return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]

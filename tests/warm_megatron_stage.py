@@ -1,4 +1,4 @@
-"""The same with the imports of Megatron, which changes the process that it is in."""
+"""Rank program of a train stage with Megatron's imports, which change the process that they are in."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""A program of `tests/parity/ranks.py`: a train stage whose imports its parent has made, `[WORK, ENVIRONMENT]`.
+"""Rank program (`tests/parity/ranks.py`) of a train stage with its imports already made: `[WORK, ENVIRONMENT]`.
 
 ENVIRONMENT: a JSON object of the variables that a process of the stage has.
 """

@@ -116,7 +116,7 @@ def print_table(runs: Sequence[Measured]) -> None:
         errors = [run.predicted_gib() / run.memory_gib - 1 for run in members if run.memory_gib]
         if errors:
             print(f"memory of {source}: {len(errors)} runs, mean error {statistics.mean(map(abs, errors)):.1%}")
-    print_verdicts([run for run in runs if run.is_told])
+    print_verdicts([run for run in runs if run.has_software])
 
 
 def print_verdicts(runs: Sequence[Measured]) -> None:
@@ -133,10 +133,10 @@ def print_kept_back(runs: Sequence[Measured]) -> None:
     """Print the errors of seen and kept-back rows of all tables, by whether rows describe their software."""
     print(f"\n{'all tables':<22} {'':<9} {TITLES[len('step time') + 24 :]}")
     for is_seen, label in ((True, "seen"), (False, "kept back")):
-        for is_told, told in ((True, "software told"), (False, "not told")):
-            members = [run for run in runs if (run.is_seen, run.is_told) == (is_seen, is_told)]
+        for has_software, name in ((True, "software known"), (False, "unknown")):
+            members = [run for run in runs if (run.is_seen, run.has_software) == (is_seen, has_software)]
             if members:
-                print_line(told, label, members, None)
+                print_line(name, label, members, None)
 
 
 def print_leave_one_out(runs: Sequence[Measured]) -> None:

@@ -30,7 +30,7 @@ CONTRADICTION = 1.25
 """Ratio of a row's step time to the one from its TFLOP/s beyond which the row contradicts itself."""
 
 
-TOLD = {
+STATED_SOFTWARE = {
     "fused cross-entropy": {"fused_cross_entropy": True},
     "no TP, gradient or p2p overlap": {"overlaps_layers": False, "overlaps_gradients": False},
 }
@@ -70,7 +70,7 @@ class Measured:
         )
 
     @property
-    def is_told(self) -> bool:
+    def has_software(self) -> bool:
         """Return whether the row describes its training program, at least its recomputation."""
         return not any(assumption.startswith("recompute=") for assumption in self.run.assumed)
 
@@ -108,7 +108,7 @@ def runs_of(table: Path) -> list[Measured]:
     found, name = [], table.stem.removesuffix("_layouts")
     for run in read_table(table)[1]:
         if isinstance(run, PublishedRun) and run.cells["iter_time_s"]:
-            run = replace(run, software=replace(run.software, **_told(run.cells["note"])))
+            run = replace(run, software=replace(run.software, **_stated_software(run.cells["note"])))
             trained = "LoRA" if run.workload.adapter else "experts" if run.shape.num_experts else "dense"
             memory = run.cells["mem_gb"]
             source = f"{trained} {run.hardware.name} {run.workload.precision}"
@@ -120,8 +120,10 @@ def runs_of(table: Path) -> list[Measured]:
     return found
 
 
-def _told(note: str) -> dict[str, bool]:
-    return {field: value for words, fields in TOLD.items() if words in note for field, value in fields.items()}
+def _stated_software(note: str) -> dict[str, bool]:
+    return {
+        field: value for words, fields in STATED_SOFTWARE.items() if words in note for field, value in fields.items()
+    }
 
 
 def _runs(table: Path) -> Iterator[Measured]:

@@ -209,7 +209,7 @@ def test_an_interrupted_refresh_is_cancelled_in_good_order(home, fault, number):
 
 @pytest.mark.parametrize("variable", ["PREFECT_API_URL", "MLFLOW_TRACKING_URI"])
 def test_a_server_that_the_user_named_and_that_does_not_answer_is_said_before_anything_starts(home, fault, variable):
-    fault.name, fault.stage = f"nobody at {variable}", "all"
+    fault.name, fault.stage = f"no server at {variable}", "all"
     began_s = time.monotonic()
     command = [LIFECYCLE, "run", home.recipe("nowhere", rows=stage("ok", variable)), "--json"]
     with fault.timed("detected"):

@@ -22,7 +22,7 @@ def store(tmp_path):
     return Store(tmp_path / "store")
 
 
-# --------------------------------------------------------------------------------------- how a stage ended is told
+# --------------------------------------------------------------------------------------------- how a stage has ended
 
 
 @pytest.mark.parametrize(

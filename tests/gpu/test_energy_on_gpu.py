@@ -1,4 +1,4 @@
-"""A GPU counts the energy that it uses."""
+"""The energy counter of a GPU grows with time."""
 
 import time
 

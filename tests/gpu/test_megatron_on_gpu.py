@@ -21,7 +21,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def train(work: Path, artifacts: dict[str, Path], engine: str, precision: str, **layout: Any) -> list[float]:
-    """The losses of all steps."""
+    """Run a train stage and return the losses of all steps."""
     config = make_config(
         engine=engine,
         steps=STEPS,
@@ -37,7 +37,7 @@ def train(work: Path, artifacts: dict[str, Path], engine: str, precision: str, *
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def expected(request, tmp_path_factory, artifacts) -> tuple[str, list[float]]:
-    """Precision, and the losses of the FSDP engine on one device."""
+    """Precision, and the losses of the FSDP engine on one device, to compare Megatron's with."""
     return request.param, train(tmp_path_factory.mktemp("fsdp") / "work", artifacts, "fsdp", request.param)
 
 

@@ -25,7 +25,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def train(work: Path, artifacts: dict[str, Path], method: str = "sft", **fields: Any) -> list[dict[str, float]]:
-    """The metrics of every step."""
+    """Run a train stage and return the metrics of every step."""
     config = make_config(method, **{"precision": "bf16", "layout": LAYOUT, **fields})
     make_context(work, artifacts, config)
     run_to_end(work, config)
@@ -40,7 +40,7 @@ def losses(steps: list[dict[str, float]]) -> list[float]:
 def adapted(
     tmp_path_factory: pytest.TempPathFactory, artifacts: dict[str, Path]
 ) -> dict[str, tuple[Path, list[float]]]:
-    """Work folder and losses of an adapter under each engine."""
+    """Work folder and losses of adapter training, by engine."""
     found = {}
     for engine in ENGINES:
         work = tmp_path_factory.mktemp(engine) / "work"

@@ -25,7 +25,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def train(
     work: Path, artifacts: dict[str, Path], precision: str, fp8_recipe: str = "tensorwise", **layout: Any
 ) -> list[dict[str, float]]:
-    """The metrics of every step."""
+    """Run a train stage and return the metrics of every step."""
     options = {"precision": precision, "fp8_recipe": fp8_recipe, "layout": {"micro_batch_size": 4, **layout}}
     config = make_config(steps=STEPS, learning_rate=3e-3, export_dtype="bfloat16", warmup_steps=5, **options)
     make_context(work, artifacts, config)

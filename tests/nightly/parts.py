@@ -28,7 +28,7 @@ FRESH_DAYS = 7
 
 @dataclass(frozen=True)
 class Part:
-    """Tests, by files or folders below `tests/`, without those of `but`."""
+    """Part of the nightly tests: files or folders below `tests/`, without those in `but`."""
 
     name: str
     proves: str
@@ -58,7 +58,7 @@ PARTS = (
 
 
 def main(names: list[str]) -> int:
-    """Run parts; returns the exit code."""
+    """Run the named parts of the nightly tests; returns the exit code."""
     if names == ["--stale"]:
         print(stale_parts())
         return 0
@@ -75,7 +75,7 @@ def main(names: list[str]) -> int:
 
 
 def passes(part: Part, commit: str) -> bool:
-    """Run the tests of a part; stamp it if they passed."""
+    """Run the tests of a part, and record date and commit if they pass; returns whether they did."""
     started_s = time.monotonic()
     RESULTS.parent.mkdir(exist_ok=True)
     if subprocess.run(part.command(), cwd=ROOT, check=False).returncode:
@@ -94,7 +94,7 @@ def passes(part: Part, commit: str) -> bool:
 
 
 def stamps() -> dict[str, dict[str, object]]:
-    """Return what is known of each part that has ever passed."""
+    """Return the record (date, commit) of each part's latest success, by part."""
     return json.loads(STAMPS.read_text()) if STAMPS.exists() else {}
 
 

@@ -27,14 +27,14 @@ NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
 
 @pytest.fixture
 def stopped_at_end():
-    """Stops the servers of homes that are entered into it."""
+    """Provide a function that registers homes whose servers are stopped at the end of the test."""
     with ExitStack() as stack:
         yield lambda home: stack.callback(home.lifecycle, "down")
 
 
 @pytest.fixture
 def home(tmp_path, stopped_at_end):
-    """A home whose servers and worker run, with a champion that has a predecessor, and a schedule."""
+    """Provide a home with running servers and worker, a champion with a predecessor, and a schedule."""
     home = WorkerHome(tmp_path / "home")
     home.folder.mkdir()
     stopped_at_end(home)

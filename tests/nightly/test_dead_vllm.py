@@ -34,7 +34,7 @@ PROCESSES = {"all of it": b"", "what answers": b"vllm", "what computes": b"Engin
 
 
 def load_of(url: str) -> Load:
-    """Clients that ask again and again, every other time for a stream; `answers` counts them by their text."""
+    """Return clients that send completion requests continuously, half of them streamed; answers are counted by text."""
 
     def ask(number: int) -> str:
         turn = number // NUM_CLIENTS + number % NUM_CLIENTS
@@ -45,7 +45,7 @@ def load_of(url: str) -> Load:
 
 
 def stream(url: str, question: dict) -> str:
-    """The answer. Raises CutOffError for one that was cut off after its first part."""
+    """Return the text of a streamed completion. Raises CutOffError if the stream breaks off."""
     parts = []
     with post(f"{url}/completions", {**question, "stream": True}) as answer:
         try:
@@ -62,7 +62,7 @@ def stream(url: str, question: dict) -> str:
 
 @contextmanager
 def served(*options: str) -> Iterator[tuple[str, list[str]]]:
-    """URL of a followed champion, and what is said of it."""
+    """Run `lifecycle serve --follow`; yields the URL and the lines that it prints."""
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow", *options]
     with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
         try:
@@ -76,7 +76,7 @@ def served(*options: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def champion_processes(folder: Path, which: str) -> list[int]:
-    """Those of the engine of the champion, seed 0: a session."""
+    """Return the processes of a kind in the session of the champion's engine."""
     pids = engine_processes(folder)
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
     model = str(Store(store_root()).find(*registration(seed=0).model.split("/")).folder).encode()
@@ -86,7 +86,7 @@ def champion_processes(folder: Path, which: str) -> list[int]:
 
 
 def kill_and_time(folder: Path, which: str, load: Load) -> float:
-    """Seconds without an answer."""
+    """Kill the champion's processes of a kind under load; returns the seconds until the next answer."""
     load.more()
     began_s = time.monotonic()
     kill(champion_processes(folder, which))

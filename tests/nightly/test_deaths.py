@@ -42,7 +42,7 @@ def recipe(home):
 
 @pytest.fixture
 def nights(tmp_path):
-    """Two homes: in one, the night is disturbed."""
+    """Provide two homes, one for the disturbed and one for the undisturbed night."""
     homes = [Home(tmp_path / name / "home") for name in ("disturbed", "undisturbed")]
     for home in homes:
         home.folder.mkdir(parents=True)
@@ -52,12 +52,12 @@ def nights(tmp_path):
 
 
 def kill(home, *signs):
-    """SIGKILL to the processes of this home that have all of these in its command line or environment."""
+    """SIGKILL all processes of a home whose arguments and environment contain all of `signs`."""
     found = []
     for pid in living_processes():
         with suppress(OSError):
-            told = [Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0") for file in ("environ", "cmdline")]
-            texts = {text.decode(errors="replace") for texts in told for text in texts}
+            files = [Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0") for file in ("environ", "cmdline")]
+            texts = {text.decode(errors="replace") for texts in files for text in texts}
             if any(str(home.folder) in text for text in texts) and texts.issuperset(signs):
                 found.append(pid)
     assert found, f"no process has {signs}"

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def first_gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    """Whole gradients by name, clipped; the first optimizer step fills them in."""
+    """Return a dict that the first optimizer step fills with the clipped, unsharded gradients by name."""
     gradients: dict[str, torch.Tensor] = {}
 
     def fill(*_: object) -> None:
@@ -90,7 +90,7 @@ def train(engine: FsdpEngine, config: TrainConfig, global_batches: list[list[Row
 
 
 def pack(rows: list[Row]) -> Batch:
-    """Pack documents side by side, every token but the first of each a target; all rows are equally long."""
+    """Pack documents of rows with equal length into a batch; every token but a document's first is a target."""
     documents = [torch.tensor(document) for row in rows for document in row]
     lengths = [len(document) for document in documents]
     targets = torch.cat([torch.cat([document[1:], torch.tensor([IGNORED])]) for document in documents])

@@ -38,8 +38,8 @@ LEARNING_RATE, WEIGHT_DECAY, BETA = 5e-3, 0.1, 0.1
 MAX_GRAD_NORM = {"sft": 0.5, "dpo": 0.1}
 """Bound below all gradient norms, so that every step is clipped."""
 EPSILON = 1e-3
-"""Adam's epsilon. With the usual 1e-8 every gradient, however small, moves its weight by the learning rate, and
-rounding errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
+"""Adam's epsilon for comparisons. With the usual 1e-8 every gradient, however small, moves its weight by the learning
+rate, and rounding errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
 
 SIZES = {
     "hidden_size": 32,
@@ -136,7 +136,7 @@ class Case:
 
     @property
     def everything_decays(self) -> bool:
-        """Norms and biases decay too: tried with the data of some cases."""
+        """Return whether norms and biases decay, too, as they do in the cases with "single" data."""
         return self.data == "single"
 
     @property
@@ -153,7 +153,7 @@ def cases(processes: int) -> list[Case]:
 
 
 def values_of(case: Case) -> dict[str, object]:
-    """Return value by axis, for `pairwise`; sequence parallelism is a kind of TP."""
+    """Return a case's value on each axis for `pairwise`; TP with and without sequence parallelism are two values."""
     degrees = {name: value for name, value in case.layout.items() if name not in ("micro_batch_size", "tp")}
     degrees.pop("sequence_parallel", None)
     tp = (case.layout.get("tp", 1), case.layout.get("sequence_parallel", False))

@@ -46,14 +46,14 @@ from tests.parity.ranks import Ranks, started_ranks  # noqa: E402
 from tests.parity.test_fsdp import mean_aux_loss  # noqa: E402
 
 LEAST_LEARNED = 1e-4
-"""Lower bound of the largest element in every B of an adapter: a lost one, all 0, differs by more than a limit."""
+"""Least absolute maximum of each trained LoRA B, so that a missing one (all 0) exceeds the error limits."""
 LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 1e-5, "weight": 1e-6}
 """Bounds of the differences: absolute, except the gradient norm's."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Training of a model by a loop of a few lines, as an oracle."""
+    """Expected results of training a model, from a minimal loop over plain Transformers."""
 
     log_probabilities: Tensor
     predictions: Tensor
@@ -99,7 +99,7 @@ def table(groups: dict[str, list[Comparison]]) -> str:
 
 
 def group(case: Case) -> str:
-    """Return the line of the table that a case belongs to."""
+    """Return the title of the table line in which a case is counted."""
     degrees = case.layout.keys() - {"micro_batch_size", "sequence_parallel", "recompute"}
     if case.adapter:
         return f"adapters, {'TP, PP, VPP, CP, DP, EP, ETP and products' if degrees else 'one process'}"

@@ -40,12 +40,12 @@ from stages.engines.megatron.weights import named_weights  # noqa: E402
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a case, on rank 0."""
+    """Results of a test case on rank 0: predictions, gradients, losses and metrics."""
 
     log_probabilities: Tensor
-    """float32 [rows, sequence], of the first global batch before training."""
+    """Log-probabilities of the first global batch before training, float32 [rows, sequence]."""
     greedy: Tensor
-    """int64 [sequence]: the likeliest tokens of the first row before training."""
+    """Most probable tokens of the first row before training, int64 [sequence]."""
     gradients: dict[str, Tensor]
     """Gradients of the first global batch, by Hugging Face name; of an adapter after all steps,
     since its A have none before B has learned"""
@@ -54,7 +54,7 @@ class Result:
     evaluation_loss: float
     """Loss of the first global batch, after all steps."""
     continued_loss: float
-    """The same loss by an engine that starts from the written adapter, if SFT made one."""
+    """Loss of the first global batch by an engine that starts from the written adapter, if SFT made one."""
     metrics: list[dict[str, float]]
     aux_losses: list[float]
 
@@ -116,7 +116,7 @@ def continued_loss(model: Path, config: TrainConfig, case: Case, device: torch.d
 
 
 def share(rows: list[Any], engine: Any, config: TrainConfig) -> list[Batch]:
-    """Return this process's micro-batches of a global batch."""
+    """Return the micro-batches of a global batch that this data-parallel rank trains on."""
     num_rows = len(rows) // engine.data_parallel_size
     own, size = rows[engine.data_rank * num_rows :][:num_rows], config.layout.micro_batch_size
     return [pack(own[start : start + size]) for start in range(0, num_rows, size)]
@@ -147,13 +147,13 @@ def values_and_gradients(
 
 
 def whole_gradients(engine: Any) -> dict[Tensor, Tensor]:
-    """Return parameter of this process → its gradient."""
+    """Return the gradient of each of this process's parameters."""
     parameters = (parameter for chunk in engine._chunks for parameter in chunk.parameters())
     return {parameter: parameter.main_grad for parameter in parameters if parameter.requires_grad}
 
 
 def sharded_gradients(engine: Any) -> dict[Tensor, Tensor]:
-    """Return whole gradients where each process that shares Adam's state has a range of the flattened gradient."""
+    """Return unsharded gradients, assembled from the ranges that a distributed optimizer's ranks hold."""
     engine._adam.grad_norm()  # gives the optimizer its ranges
     found = local_parts(engine._chunks, engine._shape)
     parts = [(part, parameter) for part, parameter in found if parameter.requires_grad]

@@ -29,9 +29,9 @@ from stages.planner.search import SearchRequest, estimate
 
 NUM_STEPS = 2
 M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20
-"""Threshold of `mallopt(3)`: larger blocks get their own mapping, however much was freed before."""
+"""Option and value of glibc's `mallopt(3)` that give larger blocks a mapping of their own."""
 FORGET_PEAK = "5"
-"""Number that resets the peak memory in `/proc/self/clear_refs`."""
+"""Value that resets the process's peak memory when written to `/proc/self/clear_refs`."""
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def megatron_engine(folder, config, device, shape):
 
 
 def row_of(num_tokens: int, vocabulary: int) -> Batch:
-    """Return one document."""
+    """Return a batch of one document with `num_tokens` tokens."""
     tokens = torch.arange(num_tokens)[None] % vocabulary
     targets = torch.cat([tokens[:, 1:], torch.tensor([[IGNORED]])], dim=1)
     positions = torch.arange(num_tokens)[None]

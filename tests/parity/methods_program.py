@@ -64,7 +64,7 @@ def ask(
     device: torch.device,
     dataset: PackedDataset,
 ) -> list[Batch]:
-    """Return this process's micro-batches with a teacher's tokens; the teacher is freed afterwards."""
+    """Return this process's micro-batches with a teacher's most probable tokens; frees the teacher afterwards."""
     asked = config.teacher_tokens
     assert asked
     teacher = build(folder, config.model_copy(update={"adapter": None}), device)

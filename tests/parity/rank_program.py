@@ -1,4 +1,4 @@
-"""Program of the ranks in `test_ranks.py`: they say where they are, or fail on rank 1 while the others wait."""
+"""Rank program of `test_ranks.py`: prints its rank, or fails on rank 1 while the others wait."""
 
 import os
 import sys

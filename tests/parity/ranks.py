@@ -32,13 +32,13 @@ TIMED_OUT = 124
 
 
 class Ranks:
-    """A parent of ranks, and requests to it."""
+    """Parent process from which ranks are forked, so that they share its imports."""
 
     def __init__(self, parent: subprocess.Popen[str]) -> None:
         self._parent = parent
 
     def processes(self) -> list[int]:
-        """Living ranks."""
+        """Return the pids of the living ranks."""
         return descendants(self._parent.pid)
 
     def run(self, program: str, processes: int, *arguments: object, log: Path) -> None:
@@ -84,7 +84,7 @@ def answer_requests(requests: TextIO, answers: TextIO) -> None:
 
 
 def _load(program: str, output: int) -> Callable[[], None] | None:
-    """Return the program's `main`; None when it cannot be imported, which the log says."""
+    """Import a program and return its `main`; None if the import fails, with the traceback in the log."""
     os.dup2(output, 2)
     try:
         main: Callable[[], None] = importlib.import_module(program).main

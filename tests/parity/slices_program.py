@@ -1,4 +1,4 @@
-"""Start an engine in each of two processes, and leave what it took of host memory, or why it was refused.
+"""Start an engine in two processes, and write the host memory that loading took, or the error.
 
     slices_program SPEC.json
 

@@ -27,7 +27,7 @@ LAYOUTS = {
 
 
 class RecordingTrainer(DPOTrainer):
-    """Trainer that keeps each step's loss: the logged one is rounded."""
+    """TRL's DPO trainer that records each step's exact loss; the logged one is rounded."""
 
     def compute_loss(self, *arguments, **options):
         loss = super().compute_loss(*arguments, **options)
@@ -36,7 +36,7 @@ class RecordingTrainer(DPOTrainer):
 
 
 class FirstGradients(TrainerCallback):
-    """Clipped gradients of the first step, by the parameters' names in the Transformers model."""
+    """Callback that records the first step's clipped gradients, by parameter names of the Transformers model."""
 
     def __init__(self):
         self.gradients = {}
@@ -84,7 +84,7 @@ def trl(models, tmp_path_factory):
 
 
 def documents(inputs):
-    """Return TRL's batch, first all chosen and then all rejected, as pairs of (token ids, which are learned)."""
+    """Return TRL's batch (all chosen, then all rejected) as pairs of (token ids, target mask)."""
     lengths = inputs["attention_mask"].sum(1).tolist()
     names = ("input_ids", "completion_mask")
     found = [tuple(inputs[name][row][:length].tolist() for name in names) for row, length in enumerate(lengths)]

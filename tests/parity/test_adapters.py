@@ -59,7 +59,7 @@ OF_OTHERS = {
     },
     ("gpt-oss", "down"): {"rank": 3, "target_modules": [], "target_parameters": ["experts.down_proj"]},
 }
-"""Model and adapter, of other models and of bases that are rounded."""
+"""Adapters by (model, name), for models other than Qwen3 and for quantized bases."""
 CASES = {**{("qwen3", name): adapter for name, adapter in ADAPTERS.items()}, **OF_OTHERS}
 LAYOUTS = {
     1: {
@@ -79,7 +79,7 @@ SEED = 3
 
 @pytest.fixture(scope="module")
 def folders(models):
-    """Folders of models; one has rows as long as a block of NF4, one has transposed, square experts."""
+    """Folders of models, among them one with rows as long as an NF4 block, and one with transposed, square experts."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
     config = Qwen3Config(**sizes, num_hidden_layers=2, intermediate_size=128, initializer_range=0.2)
@@ -98,7 +98,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def plain(folders, data):
-    """Return, by model and adapter, losses, gradient norms and PEFT's model after training."""
+    """Results of PEFT by model and adapter: losses, gradient norms and the model after training."""
     return {case: train_plainly(folders / case[0], adapter, data) for case, adapter in CASES.items()}
 
 
@@ -168,7 +168,7 @@ def config_of(case, layout):
 
 
 def of_exact_bases(cases):
-    """Return the cases without those trained beside a rounded base, which are merged into the exact one."""
+    """Return the cases whose base is not quantized; adapters of a quantized one are merged into the exact base."""
     return [(name, case) for name, case in cases.items() if "base_precision" not in CASES[case]]
 
 
@@ -242,7 +242,9 @@ def test_merged_they_are_what_peft_trained_and_merged(trained, plain, folders):
 
 @pytest.mark.nightly
 def test_compiled_it_learns_the_same_beside_a_base_in_4_bits(ranks, data, tmp_path):
-    """One layer, two adapted: compiling takes long. Quick siblings: here uncompiled, `test_fsdp.py` without adapter."""
+    """Uses one layer with two adapted projections, since compiling takes long.
+
+    Quick siblings: here uncompiled, `test_fsdp.py` without adapter."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
     config = Qwen3Config(**sizes, num_hidden_layers=1, intermediate_size=64, initializer_range=0.2)

@@ -26,8 +26,8 @@ VOCABULARY = 64
 NUM_STEPS, NUM_ROWS, ROW_LENGTHS = 3, 4, [(9, 5, 10), (24,), (3, 2, 19), (12, 12)]
 LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-2, 0.5, 0.1
 EPSILON = 1e-3
-"""Adam's epsilon. With the usual 1e-8 every gradient, however small, moves its weight by the learning rate, and
-rounding errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
+"""Adam's epsilon for comparisons. With the usual 1e-8 every gradient, however small, moves its weight by the learning
+rate, and rounding errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
 
 LAYOUTS = {
     1: {
@@ -57,7 +57,7 @@ LAYOUTS = {
     },
 }
 ACCUMULATED = ("accumulated", "accumulated-sharded")
-"""The two ways to add up gradients."""
+"""Names of the two layouts that accumulate gradients, unsharded and sharded."""
 MODELS = ("qwen3", "untied", "moe", "gpt2", "balanced", "frozen")
 MOE = {"balanced": {"aux_loss_coefficient": 0.3}, "frozen": {"freeze_router": True}}
 
@@ -186,7 +186,7 @@ def ranks():
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
 def trained(request, ranks, models, data, tmp_path_factory):
-    """Return the outputs of every layout of this number of processes on Qwen3, the first one on all models.
+    """Outputs of every layout with this number of processes on Qwen3, and of the first layout on all models.
 
     The processes start once.
     """
@@ -251,7 +251,7 @@ def test_gradients_reduced_after_each_micro_batch_give_the_same_curve(trained):
 
 @pytest.mark.parametrize("trained", [2], indirect=True)
 def test_gradients_of_bf16_are_added_up_in_fp32_either_way(trained):
-    """In bf16 they would be some 2^-8 apart."""
+    """Gradients accumulated in bf16 would differ by about 2^-8 from those accumulated in fp32."""
     whole, sharded = (load_file(trained[0] / f"half-{name}.gradients.safetensors") for name in ACCUMULATED)
     for name, gradient in whole.items():
         assert gradient.dtype == sharded[name].dtype == torch.float32

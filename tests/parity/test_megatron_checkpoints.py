@@ -16,11 +16,11 @@ SHARDED, REPLICATED, EXPERTS = {"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard"
 ADAPTER = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
 OF_EXPERTS = {"rank": 3, "alpha": 8}
 TOLERANCE = 1e-6
-"""Tolerance relative to a loss of 5, by which layouts without any checkpoint differ by as well."""
+"""Relative tolerance of a loss near 5: layouts differ by as much without a checkpoint."""
 
 
 def journey(model, start, *ends, precision="fp32", adapter=None):
-    """Return a journey; start and ends are [engine, layout, precision], and the start is one of the ends, too."""
+    """Return a checkpoint's origin and destinations, each [engine, layout, precision]; the origin resumes it, too."""
     places = [[engine, layout, precision] for engine, layout in (start, start, *ends)]
     return {"model": model, "from": places[0], "to": places[1:], "adapter": adapter}
 
@@ -55,7 +55,7 @@ LATER_EXPERTS = [{**SP, "dp_shard": 2, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 
 
 @pytest.fixture(scope="module")
 def losses(megatron_ranks, tmp_path_factory):
-    """Return name of a journey → losses after the checkpoint: of the run that stayed, and of the others in order."""
+    """Losses after a checkpoint by name: of the run that stayed on its layout, and of those that moved, in order."""
     folder = tmp_path_factory.mktemp("checkpoints")
     make_models(folder / "models")
     checkpoints = {name: str(folder / name) for name in JOURNEYS}
@@ -111,7 +111,7 @@ def test_checkpoints_of_adapters_hold_nothing_of_the_base(losses):
 
 
 def test_what_dropout_drops_changes_what_is_learned(losses):
-    """Copies of A on both ranks stay the same: `test_a_resumed_run…` would find one that has parted from the other."""
+    """Dropout must act, and equally on both ranks: copies of A that drift apart would fail `test_a_resumed_run…`."""
     assert losses["adapter-dropout"]["stayed"] != pytest.approx(losses["adapter"]["stayed"], abs=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""The same recipe under both engines, as stages: one loss curve, and the metrics that only several ranks have."""
+"""Train stages with the same recipe under both engines have one loss curve; several ranks report extra metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.train_stage import logged, make_artifacts, make_config, make_context,
 TOLERANCES = {12: 1e-5, 50: 1e-4}
 """Absolute tolerance of a loss, by the number of steps: rounding is amplified by each."""
 LEARNED = {12: 0.9, 50: 0.6}
-"""Largest share of the first loss that is left at the end."""
+"""Largest allowed ratio of the last loss to the first, by the number of steps."""
 LAYOUTS = {
     "fsdp, two processes": ("fsdp", {"dp_shard": 2, "micro_batch_size": 2}),
     "megatron TP2": ("megatron", {"tp": 2, "micro_batch_size": 2}),
@@ -26,7 +26,7 @@ def num_steps(request):
 
 @pytest.fixture(scope="module")
 def runs(num_steps, tmp_path_factory):
-    """Work folders of the quickstart's model, trained on its data."""
+    """Work folders of training the quickstart's model on its data, by layout."""
     root = tmp_path_factory.mktemp("curves")
     artifacts = make_artifacts(root)
     works = {}

@@ -1,4 +1,4 @@
-"""Weights that a Megatron model has read, under any layout, are written as they were, and pass through no one whole."""
+"""Megatron models under any layout write the weights that they read, and no process holds the whole model."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def make_large_model(folder):
 
 @pytest.fixture(scope="module")
 def exported(megatron_ranks, models, tmp_path_factory):
-    """Return the folder that this number of processes has written."""
+    """Folder of the models that were read and written again under the layouts of two and of four processes."""
     output = tmp_path_factory.mktemp("exported")
     memory = {"model": "large", "layout": {"tp": 2}, "shard_bytes": SHARD_BYTES}
     launch(megatron_ranks, 2, models, output, round_trips=ROUND_TRIPS[2], memory=memory)

@@ -65,7 +65,7 @@ LAYOUTS = {
 
 
 Chosen = tuple[str, int, str, int, bool]
-"""Engine, processes, method, number of the layout, has an adapter."""
+"""A test case: engine, number of processes, method, index of the layout, whether an adapter is trained."""
 ALL: list[Chosen] = [
     (engine, processes, name, number, adapter)
     for (engine, processes), layouts in LAYOUTS.items()
@@ -83,7 +83,7 @@ def test_every_method_is_here():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Packed rows of each kind in `data`, a model in `model`, and a larger one in `teacher`."""
+    """Folder with packed rows of each kind in `data`, a model in `model`, and a larger one in `teacher`."""
     folder = tmp_path_factory.mktemp("methods")
     generator = np.random.default_rng(1)
     pairs = [[Unit(tuple(document(generator, length) for length in pair)) for pair in row] for row in PAIRS]
@@ -103,7 +103,7 @@ def folder(tmp_path_factory):
 
 
 def write_rows(folder, rows, *, is_labelled=False):
-    """Write packed rows of units, as preparation does."""
+    """Write packed rows in the format of prepared data."""
     folder.mkdir()
     writer = DatasetWriter(folder, is_labelled=is_labelled)
     for row in rows:
@@ -134,7 +134,7 @@ def document(generator, length):
 
 
 def answer(generator, length, is_good):
-    """Good answers resemble each other, so that they become likelier after any prompt: the divergence is above 0."""
+    """Return a random answer; good ones end in equal tokens, so that training makes them likelier for any prompt."""
     found = document(generator, length)
     found.ids[2:] = 7 if is_good else found.ids[2:]
     return found
@@ -246,7 +246,7 @@ def trained_plainly(folder, config):
 
 
 def taught(folder, asked, batch):
-    """Return the batch with the candidates of a teacher that sees every document alone."""
+    """Return the batch with a teacher's most probable tokens, computed for one document at a time."""
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
     whole = torch.arange(VOCABULARY).expand(*batch.targets.shape, VOCABULARY)
     batch = replace(batch, temperature=asked.temperature)

@@ -40,7 +40,7 @@ LOW_PRECISION = {
 
 
 def by_singular_values(matrices):
-    """Return Muon's update in fp64: singular values go through the iteration's polynomial and end near 1."""
+    """Return Muon's fp64 update by its definition: the Newton-Schulz polynomial applied to the singular values."""
     left, values, right = torch.linalg.svd(matrices.double(), full_matrices=False)
     values = values / values.norm(dim=-1, keepdim=True)
     a, b, c = COEFFICIENTS
@@ -57,7 +57,7 @@ def test_singular_values_alone_change(shape):
 
 
 def test_one_process_moves_a_matrix_as_torch_does():
-    """Which iterates in bf16."""
+    """Compare with torch.optim.Muon, which iterates in bf16."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(6, 10, generator=generator)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
@@ -123,7 +123,7 @@ def share_of_other_weights(folder, other):
 
 
 def test_two_processes_round_moments_to_the_same_side_as_one(trained):
-    """Rounded otherwise, nearly all would differ by some 2^-8 of a step; here, where gradients differ by rounding."""
+    """If processes rounded moments differently, nearly all weights would differ by about 2^-8 of a step."""
     assert share_of_other_weights(trained / "2" / "moments", trained / "1" / "moments") < 0.02
     whole = json.loads((trained / "1" / "moments.json").read_text())["losses"]
     assert json.loads((trained / "2" / "moments.json").read_text())["losses"] == pytest.approx(whole, rel=1e-4)

@@ -52,7 +52,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Folder of the model of a family, made when it is asked for."""
+    """Provide a function that makes and caches the model folder of an architecture."""
 
     @cache
     def make(family):
@@ -71,7 +71,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """A parent of ranks that has imported nothing else, so that their memory is their own."""
+    """Parent of ranks without other imports, so that the ranks' measured memory is their own."""
     with started_ranks() as started:
         yield started
 

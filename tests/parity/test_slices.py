@@ -1,4 +1,4 @@
-"""With several processes, each reads its rows of the weights: none holds the model, and all see what is wrong in it."""
+"""Sharded loading: each process reads only its rows of the weights, and all processes see an error in any."""
 
 import json
 
@@ -24,7 +24,7 @@ in which the processes free.
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A model of 32 layers in bf16, in several files, and one of which a row of rank 1 holds NaN."""
+    """Provide a bf16 model of 32 layers in several files, and one with NaN in a row that rank 1 reads."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     large = Qwen3Config(**SIZES, hidden_size=512, intermediate_size=1536, num_hidden_layers=32)
@@ -41,7 +41,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(models, tmp_path_factory):
-    """Return the results that each rank left for a model."""
+    """Provide a function that returns the results of each rank for a model."""
     output = tmp_path_factory.mktemp("found")
     spec = {"models": models, "config": make_config({"dp_shard": 2}), "output": str(output)}
     (output / "spec.json").write_text(json.dumps(spec))
@@ -51,7 +51,7 @@ def found(models, tmp_path_factory):
 
 
 def test_no_process_holds_the_model(found):
-    """It is 417 MiB in fp32. Beside its shards a process has what FSDP gathers of two layers of 13, for the probe."""
+    """A process may hold its half of 417 MiB in fp32, and what FSDP gathers of two layers of 13 for the probe."""
     for of_rank in found("large"):
         assert of_rank["shard_bytes"] == pytest.approx(417 / 2 * MIB, rel=0.01)
         assert of_rank["peak_bytes"] < 0.7 * 417 * MIB

@@ -1,4 +1,4 @@
-"""Two processes, each of which uses another of two experts: every weight gets the sum of both processes' gradients.
+"""Train two experts of which each of two processes uses another one: every weight gets the sum of both gradients.
 
     unused_program
 

@@ -1,4 +1,4 @@
-"""A refresh through Prefect and MLflow whose models and evaluations are made up; promotions and publications are real.
+"""A real refresh with stand-ins for models and evaluations; promotions and publications are real.
 
 python candidate_refresh.py RECIPE   prints what `lifecycle run` prints, exits like it
 python candidate_refresh.py WORK     is a stage: writes a model, or an evaluation of which `limit` answers are right
@@ -19,7 +19,7 @@ NUM_DOCUMENTS = 100
 
 
 def launch(work: Path, config: StageConfig) -> Supervised:
-    """Promotions and publications as they are, all else by this file."""
+    """Launch promotions and publications as usual, and this script for all other stages."""
     if config.kind in ("promote", "publish"):
         return local.start(work, config)
     with (work / "log.txt").open("ab") as log:

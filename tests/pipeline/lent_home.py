@@ -15,7 +15,7 @@ OF_SERVERS = ("prefect", "mlflow", "worker", "servers.json", "servers.key", "ser
 
 
 class LentHome(Home):
-    """The owner's side: start, empty, stop. Borrowers make a `Home` of the folder; files beside it are theirs, too."""
+    """Owner of a shared home: starts, empties and stops it. Borrowers make a `Home` of its folder."""
 
     def begin(self) -> None:
         self.folder.mkdir()
@@ -26,7 +26,7 @@ class LentHome(Home):
                 database.backup(copy)
 
     def empty(self) -> None:
-        """Once nothing of the borrower runs."""
+        """Reset the home for the next borrower, once no process of the former one runs."""
         eventually(lambda: self.processes() == [])
         self._up()  # borrowers may have stopped what they test
         _remove(path for path in self.folder.parent.iterdir() if path != self.folder)

@@ -1,4 +1,4 @@
-"""Promotions as they are, but for the evaluations that they start, which are made up.
+"""Real promotions with stand-ins for the evaluations that they start.
 
 In place of `flows.champion.promotion`, with the same arguments; `made_up_evaluations.py WORK` is such an evaluation.
 """
@@ -12,7 +12,7 @@ from stages.core.contract import StageInput
 from tests.promotion import write_evaluation
 
 RIGHT = 60
-"""Answers of 100 that a champion gives when it is evaluated again."""
+"""Number of right answers, of 100, that the champion gives when it is evaluated again."""
 
 
 def prompt_of(config: dict[str, object]) -> str:

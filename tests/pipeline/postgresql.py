@@ -20,10 +20,10 @@ MISSING = None if BINARIES and os.geteuid() == 0 else "needs Debian's package po
 
 
 class PostgreSql:
-    """A cluster in `folder`. `address` is `USER:PASSWORD@HOST:PORT`."""
+    """PostgreSQL server with its data in `folder`. `address` is `USER:PASSWORD@HOST:PORT`."""
 
     def __init__(self, folder: Path) -> None:
-        """PostgreSQL refuses to run as root: it runs as the user that Debian's package made."""
+        """Initialize the data folder, as the user that Debian's package created: PostgreSQL refuses to run as root."""
         self.folder = folder
         self.password = secrets.token_hex(16)
         self.port = _free_port()
@@ -40,7 +40,7 @@ class PostgreSql:
         return f"{USER}:{self.password}@127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Returns when it answers."""
+        """Start the server, and return when it accepts connections."""
         settings = ["listen_addresses=127.0.0.1", f"port={self.port}", "unix_socket_directories=", "fsync=off"]
         settings += ["dynamic_shared_memory_type=mmap"]  # a killed one leaves nothing in /dev/shm
         flags = [flag for setting in settings for flag in ("-c", setting)]
@@ -57,7 +57,7 @@ class PostgreSql:
         eventually(lambda: subprocess.run(ready).returncode == 0)
 
     def kill(self) -> None:
-        """SIGKILL to all its processes."""
+        """SIGKILL all processes of the server."""
         os.killpg(self.server.pid, signal.SIGKILL)
         self.server.wait()
 
@@ -78,7 +78,7 @@ class PostgreSql:
 
 @contextmanager
 def postgresql(databases: list[str]) -> Iterator[PostgreSql]:
-    """A running cluster with these databases."""
+    """Run a PostgreSQL server with these databases until the end of the context."""
     # Its user may not enter the temporary folders of pytest.
     folder = Path(tempfile.mkdtemp(prefix="lifecycle-postgresql-", dir="/tmp"))
     try:

@@ -20,7 +20,7 @@ PATIENCE_S = 300.0
 
 
 class Home:
-    """A LIFECYCLE_HOME."""
+    """A home folder (LIFECYCLE_HOME) with its environment, and the commands and requests that tests send."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,7 +32,7 @@ class Home:
         return subprocess.run([LIFECYCLE, *arguments], env=self.environment, text=True, capture_output=True)
 
     def lifecycle_beside(self, *arguments: str) -> subprocess.Popen[str]:
-        """Elsewhere than in this repository, where stages find its `stages` before anything on their PYTHONPATH."""
+        """Start a `lifecycle` command in the home's folder: in the repository, Python would import our `stages`."""
         return subprocess.Popen(
             [LIFECYCLE, *arguments],
             env=self.environment,
@@ -76,7 +76,7 @@ class Home:
         return request(f"{self.address('prefect')}/api/{path}", body, self.key())
 
     def attempts(self, stage: str) -> list[dict[str, Any]]:
-        """MLflow runs of a stage, oldest first."""
+        """Return the MLflow runs of a stage's attempts, oldest first."""
         wanted = {
             "experiment_ids": ["1"],
             "filter": f"tags.stage = '{stage}'",
@@ -85,7 +85,7 @@ class Home:
         return self.mlflow("runs/search", wanted).get("runs", [])
 
     def losses(self, run: dict[str, Any]) -> list[int]:
-        """Steps whose loss a run has, in the order they came."""
+        """Return the steps for which an MLflow run has a loss, in the order of logging."""
         run_id = run["info"]["run_id"]
         return [
             point["step"]
@@ -98,11 +98,11 @@ class Home:
         return flow_run["state"]["type"]
 
     def work(self, stage: str, file: str) -> Path:
-        """Wait for a file in the work folder of a stage."""
+        """Wait for a file in the work folder of a stage, and return its path."""
         return eventually(lambda: next(self.folder.glob(f"store/.work/*/{stage}-*/{file}"), None))
 
     def processes(self) -> list[str]:
-        """Command lines of all processes that know this home, but for the servers and their supervisor."""
+        """Return the command lines of all processes of this home, except the servers and their supervisor."""
         tokens = [server["token"] for server in self.servers().values()]
         supervisor = Lock(self.folder).holder()
         found = []
@@ -119,7 +119,7 @@ class Home:
 
 
 def stage(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
-    """A stage whose process does what `mode` of tiny_stage.py says; another `mark` makes it another version."""
+    """Return a stage that runs `tiny_stage.py` in the given mode; `mark` distinguishes versions."""
     return {
         "kind": "download",
         "dataset": "builtin/addition",
@@ -134,7 +134,7 @@ def model(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
 
 
 def after(upstream: str, mode: str = "ok", **environment: str) -> dict[str, Any]:
-    """A stage that stands on a model."""
+    """Return an evaluate stage that depends on a model."""
     return {
         "kind": "evaluate",
         "model": upstream,
@@ -145,7 +145,7 @@ def after(upstream: str, mode: str = "ok", **environment: str) -> dict[str, Any]
 
 
 def trained(upstream: str, rows: str, mode: str = "ok", **environment: str) -> dict[str, Any]:
-    """A stage that stands on a model and a dataset."""
+    """Return a train stage that depends on a model and a dataset."""
     return {
         "kind": "train",
         "method": "sft",
@@ -158,7 +158,7 @@ def trained(upstream: str, rows: str, mode: str = "ok", **environment: str) -> d
 
 
 def every_kind(mode: str, mark: str) -> dict[str, dict[str, Any]]:
-    """Stages of all kinds that work on a model, each of which does what `mode` says, one after the other."""
+    """Return a chain of stages of all kinds that work on a model, run by `tiny_stage.py` in the given mode."""
     execution = {"execution": {"environment": {"TINY": mode}}}
     calibration = {"calibration": {"dataset": f"rows-{mark}"}}
     return {
@@ -200,7 +200,7 @@ def check_nothing_was_lost(home: Home, mark: str, done: dict[str, Any]) -> None:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:
-    """Exit code, and the object printed."""
+    """Wait for a `lifecycle` process; returns its exit code and the JSON object that it printed."""
     output, errors = process.communicate(timeout=PATIENCE_S)
     assert output, errors
     return process.returncode, json.loads(output)

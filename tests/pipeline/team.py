@@ -1,4 +1,4 @@
-"""The servers of `deploy/compose.yaml` as processes of this machine: commands, settings and secrets are its own."""
+"""Run the services of `deploy/compose.yaml` as local processes, with its commands, settings and secrets."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SERVICES = ("prefect", "mlflow", "worker")
 
 
 class Team:
-    """Containers' names, ports and folders are replaced by this machine's; nothing else is."""
+    """Services of `deploy/compose.yaml` as local processes; only host names, ports and folders are replaced."""
 
     def __init__(self, folder: Path, database: PostgreSql) -> None:
         self.folder = folder
@@ -59,11 +59,11 @@ class Team:
         self.services: dict[str, Any] = json.loads(text)
 
     def secret(self, name: str) -> Path:
-        """The file of a secret."""
+        """Return the path of a secret's file."""
         return self.folder / "secrets" / name
 
     def start(self) -> None:
-        """In compose's order: each when those it depends on are healthy."""
+        """Start the services in compose's order, each when those it depends on are healthy."""
         for name in SERVICES:
             service = self.services[name]
             with self.log(name).open("wb") as log:
@@ -96,7 +96,7 @@ class Team:
         return f"http://127.0.0.1:{self.ports[name]}"
 
     def _environment(self) -> dict[str, str]:
-        """Return the variables of the image, and ports that differ from this machine's."""
+        """Return the environment variables of the image, with free ports."""
         port = {"PREFECT_WORKER_WEBSERVER_PORT": str(self.ports["worker"])}
         return {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "DO_NOT_TRACK": "true", **port}
 

@@ -34,7 +34,7 @@ NUM_DPO_STEPS = 12
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    """Those of `make_artifacts`, and `sft`: a model that knows a little."""
+    """Artifacts of the train tests, and `sft`, a slightly trained model."""
     artifacts = make_artifacts(tmp_path_factory.mktemp("artifacts"))
     work = tmp_path_factory.mktemp("sft") / "sft-0123456789ab"
     config = make_config(steps=30, warmup_steps=5)
@@ -45,7 +45,7 @@ def artifacts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def half(artifacts, tmp_path_factory):
-    """Return the adapter of SFT in bf16."""
+    """Folder of the SFT model in bf16."""
     folder = shutil.copytree(artifacts["sft"], tmp_path_factory.mktemp("half") / artifacts["sft"].name)
     weights = folder / "model" / "model.safetensors"
     save_file({name: one.bfloat16() for name, one in load_file(weights).items()}, weights, metadata={"format": "pt"})
@@ -54,7 +54,7 @@ def half(artifacts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dpo(artifacts, tmp_path_factory):
-    """Work folder of a DPO stage of two processes, which trains an adapter beside what SFT made."""
+    """Work folder of a DPO stage on two processes that trained an adapter of the SFT model."""
     work = tmp_path_factory.mktemp("dpo") / "dpo-0123456789ab"
     config = dpo_config()
     make_context(work, artifacts, config)
@@ -80,7 +80,7 @@ def merged(inputs, work, **fields):
 
 @pytest.fixture(scope="module")
 def tuned(artifacts, tmp_path_factory):
-    """Work folder of an SFT stage that trained an adapter of `sft`, as another stage starts from it."""
+    """Work folder of an SFT stage that trained an adapter of `sft`, for stages that continue it."""
     work = tmp_path_factory.mktemp("tuned") / "tuned-0123456789ab"
     run_stage(work, artifacts, make_config(model="sft", adapter=ADAPTER, steps=12))
     return work
@@ -227,7 +227,7 @@ def test_a_killed_training_goes_on_to_the_same_adapter(dpo, artifacts, tmp_path)
 
 
 def test_it_goes_on_with_another_number_of_processes_to_the_same_adapter(dpo, artifacts, tmp_path):
-    """From two processes to one, and back."""
+    """Resumes the run of two processes on one, and that one on two."""
     alone, pair = tmp_path / "alone" / dpo.name, tmp_path / "pair" / dpo.name
     every_2 = {"execution": {"checkpoint_every_steps": 2}}
     go_on(dpo, 8, alone, artifacts, dpo_config(layout={"micro_batch_size": 4}, **every_2))
@@ -240,7 +240,7 @@ def test_it_goes_on_with_another_number_of_processes_to_the_same_adapter(dpo, ar
 
 
 def go_on(done, step, work, artifacts, config):
-    """Run a stage to its end from the checkpoint of this step of one that is done."""
+    """Copy a finished stage's work folder, and finish it again from the checkpoint of a step."""
     shutil.copytree(done, work)
     shutil.rmtree(work / "adapter")
     for checkpoint in (work / "scratch" / "checkpoints").iterdir():
@@ -255,7 +255,7 @@ def go_on(done, step, work, artifacts, config):
 
 @pytest.mark.parametrize(("precision", "apart"), [("nf4", 0.1), ("int8", 0.01)])
 def test_an_adapter_of_a_base_in_few_bits_is_merged_into_the_base_as_it_was(precision, apart, artifacts, tmp_path):
-    """The record is of the rounded base: what is merged differs from it by the rounding, and by no more."""
+    """Recorded predictions are those of the quantized base, so the merged model differs by the rounding and no more."""
     work = tmp_path / "dpo-0123456789ab"
     adapter = {**ADAPTER, "base_precision": precision}
     run_stage(work, artifacts, make_config("dpo", model="sft", adapter=adapter, steps=6, learning_rate=2e-3))
@@ -268,7 +268,7 @@ def test_an_adapter_of_a_base_in_few_bits_is_merged_into_the_base_as_it_was(prec
 
 
 def test_a_layer_that_no_gradient_reaches_is_named(artifacts, tmp_path):
-    """Its values do not matter: the layer after it multiplies them by next to nothing."""
+    """The adapted v_proj gets no gradient, since o_proj's weights are nearly 0."""
     base = shutil.copytree(artifacts["sft"], tmp_path / artifacts["sft"].name)
     weights = load_file(base / "model" / "model.safetensors")
     weights["model.layers.1.self_attn.o_proj.weight"].fill_(1e-45)
@@ -336,7 +336,7 @@ def test_an_adapter_whose_change_the_rounding_takes_away_is_refused(dpo, artifac
 
 
 def test_a_refresh_of_another_learning_rate_stores_a_fraction_of_its_base(dpo, artifacts):
-    """A training keeps the adapter's files and, while it runs, checkpoints.
+    """A training artifact holds the adapter's files only, and its work folder the checkpoints.
 
     Of the tiny model, adapters of this rank are a seventh; of a large one a thousandth.
     """
@@ -352,7 +352,7 @@ def test_a_refresh_of_another_learning_rate_stores_a_fraction_of_its_base(dpo, a
 
 
 def test_an_adapter_of_which_rounding_leaves_nothing_is_kept_and_refused(artifacts, half, tmp_path):
-    """Its B is not 0, and no weight in bf16 is another one for it."""
+    """The adapter's B is not 0, but merging it changes no bf16 weight."""
     work, config = tmp_path / "dpo-0123456789ab", dpo_config(learning_rate=1e-12, layout={"micro_batch_size": 2})
     make_context(work, {**artifacts, "sft": half}, config)
     run_to_end(work, config)
@@ -363,7 +363,7 @@ def test_an_adapter_of_which_rounding_leaves_nothing_is_kept_and_refused(artifac
 
 
 def test_an_adapter_that_changes_little_is_an_adapter(artifacts, half, tmp_path):
-    """The tokens on record, of one document, differ by less than the 0.8% that bf16 resolves."""
+    """The recorded log-probabilities change by less than the 0.8% that bf16 resolves."""
     work = tmp_path / "dpo-0123456789ab"
     config = dpo_config(learning_rate=2e-5, layout={"micro_batch_size": 2}, precision="bf16")
     make_context(work, {**artifacts, "sft": half}, config)

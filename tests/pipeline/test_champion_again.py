@@ -1,4 +1,4 @@
-"""A candidate that is asked something else than its champion was: the champion is asked the same, once."""
+"""A candidate whose evaluation differs from its champion's: the champion is evaluated again, once."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def store(tmp_path, monkeypatch):
 
 
 def promote(store: Store, mark: str, right: int, num_fewshot: int) -> tuple[Built, Notes]:
-    """A candidate that was asked with so many examples, of 100 documents, `right` of them answered right."""
+    """Promote a candidate that answered `right` of 100 questions, asked with `num_fewshot` examples."""
     tree = candidate_tree(mark)
     tree["scores"]["num_fewshot"] = num_fewshot
     stages = planned_stages(store, tree)

@@ -1,4 +1,4 @@
-"""Layouts compared for real: Prefect, MLflow, training processes; a layout that cannot run is a row."""
+"""`lifecycle compare` with real Prefect, MLflow and training; a layout that cannot run gets a row with the reason."""
 
 import json
 
@@ -39,7 +39,7 @@ def recipe(home):
 
 @pytest.fixture(scope="module")
 def compared(home, recipe):
-    """The object that `compare --json` prints."""
+    """JSON object printed by `lifecycle compare --json`."""
     layouts = home.folder.parent / "layouts.txt"
     layouts.write_text(f"# two that run\n{BASELINE}\n{SHARDED}\n")
     measuring = ["--steps", str(NUM_STEPS), "--warmup", str(NUM_WARMUP_STEPS), "--rounds", str(NUM_ROUNDS)]
@@ -56,7 +56,7 @@ def rows(compared):
 
 @pytest.fixture(scope="module")
 def runs(home, compared):
-    """MLflow runs of the comparison by name, the parent included."""
+    """MLflow runs of the comparison by name, including the parent run."""
     wanted = {"experiment_ids": ["1"], "filter": f"tags.comparison = '{compared['comparison']}'"}
     found = home.mlflow("runs/search", wanted)["runs"]
     return {run["info"]["run_name"]: run for run in found}

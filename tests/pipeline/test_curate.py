@@ -18,7 +18,7 @@ RUN = ["run", str(RECIPE), *(part for one in OVERRIDES for part in ("--set", one
 
 @pytest.fixture(scope="module")
 def refreshed(lent_home):
-    """The home, and the record of the refresh."""
+    """Home of a finished refresh with a curate stage, and the record that it printed."""
     home = Home(lent_home)
     done = home.lifecycle(*RUN)
     assert done.returncode == 0, done.stderr

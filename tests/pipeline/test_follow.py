@@ -43,9 +43,9 @@ QUESTION = {"model": NAME, "prompt": "What is 12 + 34?", "max_tokens": 24, "temp
 LONG = {**QUESTION, "prompt": "What is 12 + 34? " * 9}
 NUM_ASKERS = 3
 NUM_USERS = 4
-"""Number of users of each client, in turn; as a challenger, version 2 gets half of them."""
+"""Number of user ids that each client cycles through; a challenger gets half of the users."""
 PAUSE_S = 0.1
-"""Leaves the next server processor time to start."""
+"""Pause between requests, which leaves the next server CPU time to start."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -60,7 +60,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def registration(seed: int) -> Registration:
-    """A tiny model and its serve stage in the store, as a promotion would register them."""
+    """Return the registration of a tiny model and its serve stage, committed to the store."""
     serving = {"max_model_len": SERVING["max_model_len"], "enforce_eager": True}
     tree = {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [str(seed)]},
@@ -94,7 +94,7 @@ def make_champion(made: Registration) -> None:
 
 @dataclass
 class Load:
-    """Clients that ask again and again, every other time for a stream."""
+    """Clients that send completion requests continuously, half of them streamed."""
 
     url: str
     question: dict[str, Any] = field(default_factory=lambda: QUESTION)
@@ -142,7 +142,7 @@ def get(url: str) -> Any:
 
 
 def versions_in(metrics: str) -> set[str]:
-    """Versions of the samples of vLLM's own metrics, each of which has one."""
+    """Return the model versions that label the samples of vLLM's metrics."""
     asked = urllib.request.Request(metrics, headers={"Authorization": f"Bearer {API_KEY}"})
     with urllib.request.urlopen(asked, timeout=60) as answer:
         families = [*text_string_to_metric_families(answer.read().decode())]
@@ -195,7 +195,7 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
 
 @pytest.mark.nightly
 def test_a_champion_is_served_as_it_is_for_whoever_does_not_follow(environment: Path) -> None:
-    """Quick siblings: `test_quickstart.py` serves an artifact, `tests/unit/flows/champion/test_kept.py` a champion."""
+    """Quick siblings of this nightly test: `test_quickstart.py` serves an artifact, `test_kept.py` a champion."""
     make_champion(registration(seed=2))
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion"]
     with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
@@ -213,7 +213,7 @@ def test_a_champion_is_served_as_it_is_for_whoever_does_not_follow(environment: 
 
 
 def adapter_registration(seed: int) -> Registration:
-    """An adapter of the model of seed 0, as `registration` has models."""
+    """Return the registration of an adapter of the model with seed 0."""
     training = {"kind": "train", "method": "sft", "adapter": {}, "seed": seed}
     tree = {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": ["0"]},
@@ -251,7 +251,7 @@ def adapter_registration(seed: int) -> Registration:
 
 
 def lose(made: Registration, folder: Path) -> None:
-    """Leave nothing of what an adapter learned in its file."""
+    """Replace an adapter's weights by ones without effect, as if they were lost."""
     adapter = Store(store_root()).find(*made.model.split("/")).folder / "adapter"
     write_idle_adapter(adapter, folder / "lost")
     shutil.copyfile(folder / "lost" / WEIGHTS_FILE, adapter / WEIGHTS_FILE)
@@ -267,7 +267,7 @@ def expected_answer(made: Registration) -> str:
 
 
 def test_adapters_take_over_in_the_running_server_without_a_failed_request(environment: Path) -> None:
-    """More of them than the server has slots; a prompt longer than a block of the prefix cache shows what is stale.
+    """Uses more adapters than the server has slots, and a prompt long enough to hit a stale prefix cache.
 
     The first one challenges before it takes over: the engine has both, and each answers its users. One that was lost on
     its way is not taken over. When the engine dies while it loads the next, it is started again, and loads that.

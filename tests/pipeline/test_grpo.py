@@ -63,7 +63,7 @@ def make(steps: int, **changed: Any) -> TrainConfig:
 
 
 def asked(work: Path) -> dict[int, set[str]]:
-    """Step → rows of the prompts that were shown of it."""
+    """Return the rows of the recorded prompts, by step."""
     found: dict[int, set[str]] = {}
     for line in (work / "completions.jsonl").read_text().splitlines(keepends=True):
         if not line.endswith("\n"):
@@ -74,7 +74,7 @@ def asked(work: Path) -> dict[int, set[str]]:
 
 
 def test_kills_of_trainer_and_server_lose_nothing(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    """The trainer is killed after its second round, the server of the next attempt before its last one."""
+    """The trainer is killed after its second round, the vLLM server of the next attempt before its last round."""
     config = make(NUM_STEPS)
     work = make_context(tmp_path / "work", artifacts, config).work
     runtime = work / "scratch" / "server"
@@ -114,7 +114,7 @@ def test_on_two_processes_each_round_is_sampled_by_a_new_adapter(artifacts: dict
 def test_on_two_processes_of_megatron_each_round_is_sampled_by_new_weights(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path
 ) -> None:
-    """On the named server, since starting one takes half a minute."""
+    """Uses the shared, already running server, since starting one takes half a minute."""
     options = {**UNSERVED, "server": named_server}
     layout = {"tp": 2, "micro_batch_size": 2}
     config = make(4, learning_rate=1e-2, engine="megatron", layout=layout, grpo=options)
@@ -122,7 +122,7 @@ def test_on_two_processes_of_megatron_each_round_is_sampled_by_new_weights(
 
 
 def _check_rounds(config: TrainConfig, work: Path) -> None:
-    """Train, and hold what was sampled by the server against what the engine gives."""
+    """Train, and compare the server's log-probabilities of its samples with the engine's."""
     run_to_end(work, config)
     rows = logged(work)
     assert max(row["mismatch_mean"] for row in rows) < 1e-4
@@ -132,7 +132,7 @@ def _check_rounds(config: TrainConfig, work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Return the config of a vLLM that was started as an error message of ours asks.
+    """Config of a running vLLM server, started with the command that our error message recommends.
 
     Its head is written out, since vLLM on a CPU does not update a tied one.
     """
@@ -168,7 +168,7 @@ def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFa
 def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, top_p: float
 ) -> None:
-    """A rare reward, so that a draw does not do; at a temperature that the engine's log-probabilities have, too."""
+    """Uses a rarely given reward, so that one draw of completions is not enough, and a temperature other than 1."""
     rare = {"rewards": {"rare": {"type": "regex", "pattern": "[02]"}}, "num_iterations": 1}
     options = {**UNSERVED, **rare, "max_draws": 3, "temperature": 0.8, "top_p": top_p, "server": named_server}
     config = make(3, grpo=options, execution={"checkpoint_every_steps": 3})
@@ -193,7 +193,7 @@ def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
 def test_a_named_server_is_refused_where_it_does_not_do(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that is another one there is one in the working folder of each."""
+    """The server must see the same weights folder: /proc/self/cwd is another one in each process."""
     config = make(2, data={**TEXTS, "sequence_length": 128}, grpo={**UNSERVED, "server": named_server})
     (problem,) = named_server_problems(config, artifacts["base"] / "model")
     assert "takes 64 tokens of prompt and completion together, where there may be 128" in str(problem)
@@ -208,7 +208,7 @@ def test_a_named_server_is_refused_where_it_does_not_do(
 def test_answers_that_a_teacher_is_asked_about_are_the_same_after_a_kill(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path
 ) -> None:
-    """And so are the weights that learn from them, to the last bit; the server has those of another stage first."""
+    """Resumed distillation gives bitwise equal weights, although the server first has those of another stage."""
     inputs = {**artifacts, "teacher": make_teacher(artifacts, tmp_path / "teacher")}
     sampling = {"max_completion_length": 8, "server": named_server}
     distill = {"loss_top_k": 8, "lmbda": 0.75, "sampling": sampling}
@@ -242,7 +242,7 @@ def test_answers_that_a_teacher_is_asked_about_are_the_same_after_a_kill(
 
 
 def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, found: Round, top_p: float) -> None:
-    """By Transformers: tokens were among the likeliest that have `top_p` together, with the server's probabilities."""
+    """Check sampled tokens with Transformers: each is within `top_p`, with the server's probability."""
     folder = artifacts["base"] / "model"
     assert config.rollouts
     prompts = checked_prompts(config, config.rollouts, artifacts["problems"] / "data", folder)
@@ -268,7 +268,7 @@ def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, found: Round
 def test_a_server_that_keeps_its_weights_is_an_error(
     artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM keeps a head that is tied, unless it is written out: the very trap, on the real server."""
+    """vLLM on a CPU does not update a tied head unless it is written out; the check of new weights must notice."""
     monkeypatch.setattr(Vllm, "prepare_reloads", lambda *_: None)
     config = make(4, learning_rate=1e-2)
     with pytest.raises(TrainingError, match=r"given the weights of step 2, the server gives .* at most 0\.001"):

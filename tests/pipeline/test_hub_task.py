@@ -41,7 +41,7 @@ CONFIG = {"model": "sft", "serving": SERVING, "tasks": ["arc_easy"], "num_fewsho
 
 
 def questions(subject: str) -> bytes:
-    """A split of AI2's dataset, in its columns."""
+    """Return a split of a dataset like AI2's ARC, with its columns."""
     rows = [
         {
             "id": f"{subject}-{number}",
@@ -112,7 +112,7 @@ def test_samples_of_another_commit_than_was_planned_are_not_scored(hub: HubServe
 
 
 def checked(expected: dict[str, object]) -> tuple[int, str]:
-    """Exit code of CHECK and the last thing it said: of a process of its own, since libraries read HF_ENDPOINT once."""
+    """Run CHECK in a new process, since libraries read HF_ENDPOINT once; returns exit code and last error line."""
     done = subprocess.run(
         [sys.executable, "-c", CHECK, json.dumps(expected)], capture_output=True, text=True, timeout=240
     )

@@ -60,7 +60,7 @@ def client(root: Path) -> Iterator[Client]:
 
 
 def test_every_token_is_as_likely_as_transformers_has_it(root: Path, client: Client) -> None:
-    """Most of these tokens are no whole characters, whose log-probabilities the server tells in a roundabout way."""
+    """Most of these tokens are partial characters, whose log-probabilities llama.cpp reports only indirectly."""
     model = AutoModelForCausalLM.from_pretrained(root / "sft" / "model", dtype=torch.float32)
     with torch.no_grad():
         expected = model(torch.tensor([EVERY_TOKEN])).logits[0, :-1].log_softmax(-1)

@@ -18,7 +18,7 @@ def home(lent_home):
 
 
 def shortened(home):
-    """The quickstart's stages up to DPO, with few steps."""
+    """Return the quickstart's recipe up to DPO, with few steps."""
     import yaml
 
     recipe = yaml.safe_load((ROOT / "configs" / "quickstart-megatron.yaml").read_text())

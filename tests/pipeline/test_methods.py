@@ -1,4 +1,4 @@
-"""Stages of methods with needs of their own, beside SFT and DPO: one process learns what two learn."""
+"""Train stages of methods beside SFT and DPO: one process and two processes learn the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def artifacts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def labelled(artifacts, tmp_path_factory):
-    """Make the artifacts with each answer of a pair as a row of its own instead of the pairs."""
+    """Artifacts in which each answer of a preference pair is a labelled row of its own."""
     folder = tmp_path_factory.mktemp("labelled")
     (folder / "data").mkdir()
     for path in (artifacts["preferences"] / "data").iterdir():
@@ -65,7 +65,7 @@ def test_kto_on_two_processes_is_kto_on_one(labelled, tmp_path):
 
 @pytest.fixture(scope="module")
 def with_teacher(artifacts, tmp_path_factory):
-    """The artifacts, and the model with other weights as `teacher`."""
+    """Artifacts with a `teacher`: the model with other weights."""
     return {**artifacts, "teacher": make_teacher(artifacts, tmp_path_factory.mktemp("teacher"))}
 
 
@@ -101,7 +101,7 @@ def test_a_teacher_is_asked_once_and_learned_from_alike_on_two_processes(with_te
 
 @pytest.fixture(scope="module")
 def served_teacher(with_teacher, tmp_path_factory):
-    """The teacher behind a server: what a recipe says of it."""
+    """Config of a teacher behind a running server, as a recipe names it."""
     folder = tmp_path_factory.mktemp("served")
     spec = new_launch_spec(
         with_teacher["teacher"] / "model", "wise", ServingConfig(**{**SERVING, "max_model_len": 128})
@@ -116,7 +116,7 @@ def served_teacher(with_teacher, tmp_path_factory):
 
 
 def test_a_served_teacher_says_what_the_model_says(with_teacher, served_teacher, tmp_path):
-    """On two processes, of which one asks."""
+    """Two processes with a served teacher, of which one sends the requests, learn as one with a local teacher."""
     base = with_teacher["base"] / "model"
     config = make_config("distill", steps=8, data=TEXTS, teacher="teacher", distill={"loss_top_k": 8})
     alone = make_context(tmp_path / "model" / "work", with_teacher, config)
@@ -137,9 +137,9 @@ def test_a_served_teacher_says_what_the_model_says(with_teacher, served_teacher,
 
 
 def test_answers_of_the_model_itself_are_taught_by_a_model_and_by_a_server(with_teacher, served_teacher, tmp_path):
-    """Two processes with a teacher beside the model, and two that share each row, of which one asks a server: the loss
-    is that of Transformers, over the answers. The rate is so small that both steps are those of the weights that
-    training starts from.
+    """On-policy distillation by a local and by a served teacher has the loss of Transformers over the answers. Two
+    processes share the rows, or each row, of which one asks the server. The learning rate is so small that both steps
+    use the initial weights.
     """
     losses, answers = [], []
     for name, fields in {
@@ -175,7 +175,7 @@ def test_answers_of_the_model_itself_are_taught_by_a_model_and_by_a_server(with_
 
 
 def _divergence(model, teacher, documents):
-    """KL(teacher ‖ model) of the teacher's 8 likeliest tokens and the rest, mean over the answers' tokens."""
+    """Return KL(teacher ‖ model) over the teacher's top 8 tokens and the rest, averaged over answer tokens."""
     found = []
     for one in documents:
         first = len(one["prompt"]) - 1
@@ -190,7 +190,7 @@ def _divergence(model, teacher, documents):
 
 
 def test_a_reward_model_scores_as_transformers_scores_it(artifacts, tmp_path):
-    """On two processes and on one; the held-out accuracy that was logged is that of what was written."""
+    """Trains on two processes and on one; the logged held-out accuracy is that of the written model."""
     losses = []
     for name, layout in {"shared": {"dp_shard": 2, "micro_batch_size": 1}, "alone": {"micro_batch_size": 2}}.items():
         config = make_config("reward", steps=8, layout=layout, reward={"center_rewards_coefficient": 0.01})

@@ -34,7 +34,7 @@ def config_of(parts=PARTS, steps=NUM_STEPS, method="sft", evaluation_split="vali
 
 
 def learned(work, artifacts, parts=PARTS, **fields):
-    """Losses of the steps, and the final metrics."""
+    """Train on a mixture of datasets; returns the losses of the steps and the final metrics."""
     config = config_of(parts, **fields)
     make_context(work, artifacts, config)
     run_to_end(work, config)

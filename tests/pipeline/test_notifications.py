@@ -31,7 +31,7 @@ SECRET = "secret-4c1e"
 
 @pytest.fixture
 def receiver():
-    """An HTTP server and the JSON objects that it was sent; None for a ping."""
+    """Port of an HTTP server, and the JSON objects that it received; None for a ping."""
     received = []
 
     class Receiver(BaseHTTPRequestHandler):
@@ -88,7 +88,7 @@ def test_a_webhook_is_told_of_a_failure_and_of_nothing_else(worker_home, receive
 
 
 def test_a_webhook_is_told_of_what_prefects_scheduler_began(worker_home, receiver, monkeypatch):
-    """Whose events Prefect would hold back for 15 minutes, since its scheduler leaves the first of them out."""
+    """Prefect's scheduler emits no first event of a run, so Prefect would delay the later ones by 15 minutes."""
     port, received = receiver
     monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
     added = worker_home.lifecycle("notify", "add", "webhook", "--url-from", VARIABLE, "--on", "failed")
@@ -151,7 +151,7 @@ def test_people_are_told_of_nights_that_nobody_begins_and_a_service_of_those_tha
 
 
 def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(worker_home, receiver, monkeypatch):
-    """As after a restart of its server, which forgets them. It would hold the death's event back for 15 minutes."""
+    """Prefect's server forgets events when restarted, and would delay a run's crash event by 15 minutes."""
     port, received = receiver
     monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
     assert worker_home.lifecycle("notify", "add", "webhook", "--url-from", VARIABLE).returncode == 0
@@ -178,7 +178,7 @@ def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(wo
 
 
 def test_a_webhook_is_told_of_an_end_whose_event_died_with_prefects_server(worker_home, receiver, monkeypatch):
-    """Which a server that is killed between its database and its events leaves: a state without an event."""
+    """A server killed between writing a state to its database and emitting the event leaves a state without event."""
     port, received = receiver
     monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
     assert worker_home.lifecycle("notify", "add", "webhook", "--url-from", VARIABLE).returncode == 0
@@ -210,7 +210,7 @@ def test_a_webhook_is_told_of_an_end_whose_event_died_with_prefects_server(worke
 
 
 def test_a_ping_comes_soon_of_a_refresh_in_whose_midst_prefects_server_died(worker_home, receiver, monkeypatch):
-    """The server would hold it back for 15 minutes, to wait for the event of the start, which it has forgotten."""
+    """Prefect would delay the final event by 15 minutes, waiting for the start event that it has forgotten."""
     port, received = receiver
     monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
     assert worker_home.lifecycle("notify", "add", "ping", "--url-from", VARIABLE).returncode == 0
@@ -229,7 +229,7 @@ def test_a_ping_comes_soon_of_a_refresh_in_whose_midst_prefects_server_died(work
 
 @pytest.fixture
 def post_office():
-    """A mail server that wants a password: its port, and the letters that it got, with who sent them."""
+    """Mail server that requires a password: its port, and the received letters with their senders."""
     letters = []
 
     class Office(socketserver.StreamRequestHandler):
@@ -286,7 +286,7 @@ def test_a_letter_is_sent_to_the_address_of_the_readme(worker_home, post_office,
 
 
 def assert_told_to_nobody_else(home):
-    """Prefect's API gives the key's owner the secrets of notifications; others must not even ask."""
+    """Check that Prefect's API shows notification secrets to the key's owner, and refuses all others."""
     question = {"block_documents": {}, "include_secrets": True}
     assert SECRET in json.dumps(home.prefect("block_documents/filter", question))
     with pytest.raises(urllib.error.HTTPError, match="401"):

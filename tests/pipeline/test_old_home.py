@@ -18,9 +18,9 @@ from refreshes import Home, states
 OLD_HOME = Path(__file__).with_name("old_home.tar.xz")
 MADE_AT = "/srv/lifecycle"
 OTHER_PROGRAMS = re.compile(r"content of \w+_version|version of .*")
-"""Differences of a stage that other versions of its programs build again, and of what stands on one."""
+"""Reasons to rebuild a stage that come only from other versions of its programs, or of its inputs' programs."""
 TOKENIZED_WITH = {"tokenizers": "0.23.3", "transformers": "5.17.0", "numpy": "2.4.6"}
-"""Versions that the keys of its tokenized data hold."""
+"""Library versions in the keys of the old home's tokenized data."""
 
 
 def unpack(folder: Path) -> Path:
@@ -34,7 +34,7 @@ def unpack(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def old_home(tmp_path_factory):
-    """The home with its registry, but without servers: MLflow's database is enough to ask who is champion."""
+    """An old version's home with its MLflow database but no servers, which is enough to look up the champion."""
     home = Home(unpack(tmp_path_factory.mktemp("old")))
     home.environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{home.folder}/mlflow/mlflow.db"
     return home

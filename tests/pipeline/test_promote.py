@@ -1,4 +1,4 @@
-"""Night after night with a real Prefect and MLflow: who becomes champion, who does not, who comes back, who is kept."""
+"""Nightly refreshes on real Prefect and MLflow: which models are promoted, rejected, rolled back to, and kept."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 class Nights(Home):
-    """A home in which one recipe is refreshed again and again, each time with another model."""
+    """A home in which one recipe is refreshed repeatedly, each time with another model."""
 
     def night(self, model: str, right: int, *options: str) -> subprocess.CompletedProcess[str]:
         tree = candidate_tree(model, min_scores={"sums.exact_match": 0.5})
@@ -47,7 +47,7 @@ class Nights(Home):
         return found["state"]["name"]
 
     def tasks_in_prefect(self, refresh: str) -> dict[str, tuple[str, str]]:
-        """Type, which pages colour by, and name of the state of each."""
+        """Return state type (which colours Prefect's page) and state name of each task of a refresh."""
         found = self.prefect("task_runs/filter", {"flow_runs": {"name": {"any_": [refresh]}}})
         return {task["name"]: (task["state"]["type"], task["state"]["name"]) for task in found}
 

@@ -20,7 +20,7 @@ from stages.kinds.quantize.divergence import measure_divergence
 VOCABULARY = [f"n{number}" for number in range(32)]
 GROUP_SIZE = 32
 KL_BOUNDS = {"awq": 0.02, "gptq": 0.02, "int8": 0.002, "fp8": 0.01}
-"""Nats per token; about twice what RTN gives for these bits on models of this size, and far below what 3 bits cost."""
+"""Largest KL divergence by method, in nats per token: twice that of round-to-nearest, far below that of 3 bits."""
 
 SERVED_SHAPES = [
     (input_size, output_size, group_size)
@@ -50,7 +50,7 @@ print(json.dumps([served(*shape) for shape in json.loads(sys.argv[1])]))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """`model/model`, a Qwen3 of 0.15M parameters that counts in steps, and `rows/data` that it learned it from."""
+    """Folder with a Qwen3 of 0.15M parameters that learned to count in steps, and its training rows."""
     folder = tmp_path_factory.mktemp("quantize")
     rows = counting_rows(600)
     (folder / "rows/data").mkdir(parents=True)
@@ -70,7 +70,7 @@ def counting_rows(num_rows):
 
 
 def train(rows):
-    """On one thread: two that wait for each other take many times as long when the machine is busy."""
+    """Train on one thread, since two that wait for each other are many times slower on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model = taught_model(rows)
@@ -115,7 +115,9 @@ main()
 
 
 def quantize(home, name, program=("-m", "stages"), **fields):
-    """A stage process like the runner's. Returns its exit code; the work folder is `home/name`."""
+    """Run a quantize stage in a process like the runner's; returns its exit code.
+
+    The work folder is `home/name`."""
     work = home / name
     work.mkdir()
     calibration = {"dataset": "rows", "num_samples": 64, "num_evaluation_samples": 64, "sequence_length": 32}
@@ -133,7 +135,7 @@ def quantize(home, name, program=("-m", "stages"), **fields):
 
 @pytest.fixture(scope="module")
 def built(home):
-    """The work folder of each method, all built."""
+    """Folder with the work folders of all methods, each built."""
     for method in KL_BOUNDS:
         assert quantize(home, method, method=method) == 0, (home / method / "log").read_text()
     return home
@@ -145,7 +147,7 @@ def original(built):
 
 
 def reload(folder):
-    """The written model with its weights unpacked, which Transformers does on the first forward pass."""
+    """Return the quantized model with dequantized weights, which Transformers makes on the first forward pass."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         model(input_ids=torch.tensor([[1, 2, 3]]))
@@ -200,7 +202,7 @@ def test_only_linear_layers_are_quantized(built, method, original):
 
 
 def test_fp8_weights_are_within_half_a_step(built, original):
-    """e4m3 has 3 bits of mantissa: half a step is 2⁻⁴ of the value; scales in bfloat16 add 2⁻⁸."""
+    """FP8 e4m3 has 3 bits of mantissa: half a step is 2⁻⁴ of the value; bfloat16 scales add 2⁻⁸."""
     written = reload(built / "fp8/model")
     for name, module in original.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
@@ -210,7 +212,7 @@ def test_fp8_weights_are_within_half_a_step(built, original):
 
 
 def test_awq_weights_are_within_half_a_step_of_the_scaled_originals(built, original):
-    """AWQ multiplies a layer's inputs channels by what it divides the norm before it by; the rest is rounding."""
+    """AWQ divides the norm by a scale and multiplies the next layer's inputs by it; the rest is rounding."""
     written, tensors = reload(built / "awq/model"), load_file(built / "awq/model/model.safetensors")
     for layer, found in zip(original.model.layers, written.model.layers, strict=True):
         scaling = (layer.input_layernorm.weight / found.input_layernorm.weight).detach()
@@ -255,7 +257,7 @@ def test_progress_and_milestones_are_told(built):
 
 
 def test_a_quantizer_is_its_module_and_a_line_of_the_registry(home):
-    """The stage checks, runs, reloads and judges one that it has never heard of."""
+    """A quantize stage checks, runs, reloads and evaluates a method that only the registry knows."""
     assert quantize(home, "rounded", ("-c", WITH_ROUNDING), method="round") == 0, (home / "rounded/log").read_text()
 
     result = json.loads((home / "rounded/result.json").read_text())

@@ -1,4 +1,4 @@
-"""Each method × each kind of architecture: what is written is quantized whole, read back, and close to the original."""
+"""Every quantization method on every kind of architecture: complete, readable, and close to the original."""
 
 import itertools
 import json
@@ -25,14 +25,14 @@ METHODS = {"awq": "int4", "gptq": "int4", "int8": "int8", "fp8": "fp8"}
 DENSE = ("llama", "qwen3", "olmo2", "glm4", "gemma3_text", "phi3", "cohere")
 MIXTURES = ("qwen3_moe", "mixtral", "phimoe", "glm4_moe")
 KL_BOUNDS = {"awq": 0.05, "gptq": 0.05, "int8": 0.002, "fp8": 0.02}
-"""Nats per token, of models of random weights."""
+"""Largest KL divergence by method, in nats per token, of models with random weights."""
 EVERYTHING_BUT = ("embed_tokens", "lm_head", ".gate.weight", ".router.weight")
-"""Matrices of files that are not quantized."""
+"""Parts of the names of matrices that are not quantized."""
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Folder of a family's model, made when first asked for."""
+    """Provide a function that makes and caches the folder of an architecture's model."""
     root, made = tmp_path_factory.mktemp("families"), set()
 
     def folder(family):
@@ -49,7 +49,7 @@ def make_quantization(method, ignore=("lm_head",)):
 
 
 def quantize_family(source, target, method, ignore=("lm_head",)):
-    """As the stage does, whether or not this machine's vLLM would serve it. Returns the KL in nats per token."""
+    """Quantize as the stage does, without the check that vLLM can serve it; returns the KL in nats per token."""
     quantization, rows = make_quantization(method, ignore), counting_rows(24)
     check_quantizable(build_without_weights(source, trust_remote_code=False), quantization, ignore)
     options = {"seed": 0, "trust_remote_code": False, "report": lambda *_: None}
@@ -67,14 +67,14 @@ def matrices(folder):
 
 
 def quantizable_in_files(source):
-    """From the files alone: all matrices but a few."""
+    """Return the matrices that must be quantized, by the model's files alone."""
     with safe_open(source / "model.safetensors", framework="np") as weights:
         found = {key for key in weights.keys() if len(weights.get_slice(key).get_shape()) == 2}  # noqa: SIM118
     return {key.removesuffix(".weight") for key in found if not any(name in key for name in EVERYTHING_BUT)}
 
 
 QUANTIZED = [*itertools.product(DENSE, METHODS), *itertools.product(MIXTURES, METHODS.keys() - {"int8"})]
-"""Families and methods; Transformers reads no int8 experts, which are refused (`test_servability.py`)."""
+"""Pairs of architecture and method; int8 experts are refused, since Transformers cannot read them."""
 
 
 @pytest.mark.parametrize(("family", "method"), sorted(QUANTIZED))
@@ -158,7 +158,7 @@ def test_a_layer_is_ignored_by_its_name_in_files_as_by_that_in_memory(folder_of)
 
 
 def test_awq_without_anything_to_scale_is_refused(folder_of, tmp_path):
-    """Nemotron's norms add one to their weights, and its activation is squared."""
+    """Nemotron allows no AWQ scaling: its norms add one to their weights, and its activation is squared."""
     with pytest.raises(ModelError, match="NemotronForCausalLM has no two layers that may be scaled"):
         quantize_family(folder_of("nemotron"), tmp_path / "model", "awq")
 

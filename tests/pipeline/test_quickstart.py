@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 class Quickstart:
-    """The quickstart in a home of its own, with servers of its own."""
+    """The quickstart in a home of its own, with its own servers."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -69,7 +69,7 @@ def first(quickstart: Quickstart) -> dict[str, Any]:
 
 
 def processes_that_know(folder: Path) -> list[str]:
-    """Command lines of processes, other than this one's ancestors, whose environment names the folder."""
+    """Return the command lines of processes, except ancestors, whose environment names the folder."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -195,7 +195,7 @@ def test_a_gguf_file_is_served_by_llama_cpp_and_answers_as_the_model_that_it_is_
 
 
 def scores_of(quickstart: Quickstart, stage: dict[str, Any]) -> dict[int, float]:
-    """Number of a problem → whether it was solved."""
+    """Return each problem's score (1 if solved) by its number."""
     (file,) = (quickstart.home / "store" / "evaluate").glob(f"*-{stage['version']}/samples/addition.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == 500

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def nightly(worker_home):
-    """A scheduled recipe with two branches; one of them stands on a folder of rows."""
+    """A scheduled recipe with two branches, one of which reads a local folder of rows."""
     rows = worker_home.folder.parent / "rows"
     rows.mkdir()
     (rows / "train-a.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
@@ -100,7 +100,7 @@ def test_a_refresh_is_called_after_its_recipe_however_it_was_started(worker_home
 
 
 def test_missed_runs_do_not_pile_up(worker_home, nightly):
-    """Runs that were due while everything was down."""
+    """One of the runs that were due while the servers were down runs, and the others are marked as missed."""
     runs = worker_home.miss_nights("nightly")
     assert len(runs) >= 2
     ended = [worker_home.ended(run, num_tries=0)["state"]["name"] for run in runs]
@@ -140,7 +140,7 @@ def test_a_refresh_is_skipped_while_another_recipe_holds_its_devices(worker_home
 
 
 def taken_run(worker_home, first_state, *states):
-    """Return a run in the last of these states, as a worker leaves it that is killed before it starts the process."""
+    """Return a flow run in the state in which a worker leaves it that dies before starting the process."""
     deployment = worker_home.deployment("nightly")
     body = {"parameters": deployment["parameters"], "state": first_state}
     run = worker_home.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
@@ -150,7 +150,7 @@ def taken_run(worker_home, first_state, *states):
 
 
 def reap(worker_home):
-    """Look for dead refreshes, as a worker does that has seen for long enough that no process runs them."""
+    """Run the reaper of dead refreshes without its start timeout."""
     look = "from flows.service import reaper; reaper.START_TIMEOUT_S = 0.0; reaper.Reaper().reap()"
     address = {"PREFECT_API_URL": f"{worker_home.address('prefect')}/api", "PREFECT_API_AUTH_STRING": worker_home.key()}
     subprocess.run([sys.executable, "-c", look], env={**worker_home.environment, **address}, check=True)
@@ -164,7 +164,7 @@ def test_a_run_that_a_killed_worker_had_taken_begins_all_the_same(worker_home, n
 
 
 def test_a_run_whose_process_twice_did_not_come_to_begin_is_called_crashed(worker_home, nightly):
-    """The disk was full, for instance, so that Prefect could note nothing."""
+    """A full disk, for instance, can stop a process from reporting any state to Prefect."""
     tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
     again = {"type": "SCHEDULED", "message": DUE_AGAIN, "state_details": {"scheduled_time": tomorrow}}
     run = taken_run(worker_home, again, {"type": "PENDING", "name": "Submitting"})
@@ -191,7 +191,7 @@ def test_schedules_are_paused_resumed_and_removed(worker_home):
 
 
 def test_a_paused_schedule_runs_nothing_but_what_is_started_by_hand(worker_home):
-    """Not even a run that a worker had taken, or that Prefect's scheduler was just planning."""
+    """Pausing also stops runs that a worker had taken, or that Prefect's scheduler was just planning."""
     worker_home.schedule(worker_home.write("resting", {"rows": stage("ok", "resting")}))
     taken = worker_home.planned("resting")[0]
     worker_home.prefect(f"flow_runs/{taken['id']}/set_state", {"state": {"type": "PENDING"}})
@@ -210,7 +210,7 @@ def test_a_paused_schedule_runs_nothing_but_what_is_started_by_hand(worker_home)
 
 
 def test_runs_of_a_removed_schedule_that_a_worker_had_taken_end_quietly(worker_home):
-    """One whose process has not begun, and one whose process has begun, but not the refresh."""
+    """Covers a run whose process has not begun, and one whose process has begun but not the refresh."""
     worker_home.schedule(worker_home.write("removed", {"rows": stage("ok", "removed")}))
     taken, begun = worker_home.planned("removed")[:2]
     worker_home.prefect(f"flow_runs/{taken['id']}/set_state", {"state": {"type": "PENDING"}})
@@ -267,7 +267,7 @@ def test_what_prefect_itself_deploys_is_a_schedule_like_ours(worker_home, tmp_pa
 
 
 def test_named_states_are_ends_to_the_automation_against_zombies(worker_home, nightly):
-    """The automation of Prefect's manual, with seconds in place of minutes; a heartbeat was the last sign of life."""
+    """Prefect's documented zombie automation, with seconds instead of minutes, must accept our named final states."""
     ends = ["heartbeat", "Completed", "Failed", "Cancelled", "Crashed"]
     zombies = {
         "name": "zombies",

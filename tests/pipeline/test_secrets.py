@@ -1,4 +1,4 @@
-"""Secrets are planted, everything runs, and then everything that it left or showed is searched for them."""
+"""Secrets are planted in every place, everything is run, and all files and outputs are searched for them."""
 
 import json
 import re
@@ -37,13 +37,13 @@ IN_THE_ENVIRONMENT = PLACES[:3]
 
 @pytest.fixture(scope="module")
 def planted():
-    """Return place of a secret → the secret; letters only, so that no encoding changes them."""
+    """Planted secrets by place; letters and digits only, so that no encoding changes them."""
     return {place: f"planted{place.replace('_', '').lower()}{secrets.token_hex(12)}" for place in PLACES}
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory, planted):
-    """A hub whose only model needs the planted token."""
+    """Hub whose only model requires the planted token."""
     folder = tmp_path_factory.mktemp("model")
     qwen3.make(folder)
     with running_hub() as server:
@@ -54,7 +54,7 @@ def hub(tmp_path_factory, planted):
 
 
 def recipe(home, hub, planted):
-    """Stages of every kind that sees a secret, and two that fail while they have one in their hands."""
+    """Write a recipe with stages of every kind that uses a secret, and two that fail while using one."""
     rows = home.folder.parent / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{a}+1=", "completion": f"{a + 1}"}) + "\n" for a in range(64)))
     planted_variables = {"OWN_SECRET": planted["OWN_SECRET"], "PYTHONPATH": str(STAND_IN)}
@@ -89,7 +89,9 @@ def recipe(home, hub, planted):
 
 
 def bad_recipe(home, planted):
-    """Training on a row that is refused, with a secret in it; beside other stages it would keep these from training.
+    """Write a recipe that trains on an invalid row with a secret in it.
+
+    It is a recipe of its own, since the failed check would keep other stages from training.
 
     The row lies behind those that are read as a plan is made, which would refuse the whole refresh.
     """
@@ -122,7 +124,7 @@ def bad_recipe(home, planted):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, hub, planted):
-    """The home after two scheduled refreshes, their stages, what was shown of them, and all command lines."""
+    """Home after two scheduled refreshes, their stages, the pages and outputs shown, and all command lines."""
     home = WorkerHome(tmp_path_factory.mktemp("secrets") / "home")
     home.environment |= {name: planted[name] for name in IN_THE_ENVIRONMENT}
     home.environment["HOOK"] = f"http://127.0.0.1:9/{planted['WEBHOOK']}"
@@ -175,7 +177,7 @@ def everything(home):
 
 @contextmanager
 def command_lines():
-    """A set that fills with the command line of every process there is."""
+    """Collect the command lines of all processes of the machine while the context lasts."""
     found, ended = set(), threading.Event()
 
     def sample():

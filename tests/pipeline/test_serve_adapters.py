@@ -69,7 +69,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def record_tool_prompt(artifact: Path, folder: Path) -> None:
-    """Beside the record of a model, as training does: what it learns of a row with bare tools, fields in any order."""
+    """Write a model's record of a prompt with tools, as training does: bare tools, with fields in any order."""
     call = {"name": "f", "arguments": {"b": 1, "a": "<"}}
     messages = [
         {"role": "user", "content": "f?"},
@@ -95,7 +95,7 @@ def record_tool_prompt(artifact: Path, folder: Path) -> None:
 
 
 def adopt(folder: Path, base: Path, work: Path) -> None:
-    """Take in an adapter that was trained elsewhere, as a download stage does."""
+    """Import an adapter that was trained elsewhere, as a download stage does."""
     config = DownloadConfig(kind="download", adapter=f"file://{folder}", base="sft")
     work.mkdir()
     run_download(
@@ -124,7 +124,7 @@ def client(result: StageResult) -> Client:
 
 @pytest.fixture(scope="module")
 def references(root: Path) -> dict[str, Any]:
-    """Name → the same weights in Transformers, with PEFT where there is an adapter."""
+    """Transformers models by served name, with PEFT's adapter where there is one."""
     base = root / "sft" / "model"
     return {"sft": load(base), **{name: adapted(base, root / name) for name in NAMES[1:]}}
 
@@ -220,7 +220,7 @@ def evaluate(root: Path, result: StageResult, work: str, **config: Any) -> Stage
 
 
 def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageResult, references: Any) -> None:
-    """One that was taken in from elsewhere, beside one that was trained here."""
+    """Evaluates an imported adapter while the server also has one that was trained here."""
     tokenizer = AutoTokenizer.from_pretrained(root / "sft" / "model")
 
     def text(name: str, prompt: Any) -> str:
@@ -280,7 +280,7 @@ def test_an_adapter_that_does_nothing_is_an_error(client: Client, root: Path, tm
         compare_with_records(client, idle, ["sft-too"], 256, pytest.fail)
 
     class Base(Client):
-        """A server whose adapters are of no effect."""
+        """Client of a server whose adapters have no effect: always asks the base model."""
 
         def predictions(self, rows: list[list[int]]) -> list[Predicted]:
             return Client(self.url, self.api_key, "sft").predictions(rows)

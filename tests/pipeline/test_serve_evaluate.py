@@ -38,7 +38,7 @@ ANSWERED = "vllm:request_success_total"
 
 @dataclass(frozen=True)
 class Served:
-    """A leased server: its stage's folder, its result, and a client for it."""
+    """Running server: its stage's work folder, its result, and a client."""
 
     work: Path
     result: StageResult
@@ -78,7 +78,7 @@ def served(root: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def reference(root: Path) -> Any:
-    """The same weights in Transformers, and their tokenizer."""
+    """Transformers model with the served weights, and its tokenizer."""
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM.from_pretrained(root / "sft" / "model", dtype="float32")
@@ -86,7 +86,7 @@ def reference(root: Path) -> Any:
 
 
 def log_probabilities(model: Any, token_ids: list[int]) -> list[float]:
-    """By Transformers: ln p of every token but the first."""
+    """Return Transformers' log-probability of every token but the first."""
     import torch
 
     with torch.no_grad():
@@ -107,7 +107,7 @@ def evaluate_leased(root: Path, served: Served, work: str, *tasks: str, **config
 
 
 def generate(root: Path, served: Served, work: str, **config: Any) -> tuple[StageResult, list[dict[str, Any]]]:
-    """The result of a generate stage, and the lines of its completions."""
+    """Run a generate stage on the server; returns its result and its completions."""
     rows = [
         {
             "prompt": [{"role": "user", "content": f"What is {a} + {a + 3}?"}],
@@ -234,7 +234,7 @@ def test_the_same_seeds_give_the_same_completions(root: Path, served: Served) ->
 def test_a_judge_programs_and_formulas_score_the_same_completions(
     root: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Completions have a few letters each, so that some are programs and some numbers; the sum is weighted."""
+    """Scores completions of a few letters, some of them programs and some numbers, by a weighted sum of rewards."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with judge_server() as judge:
         rewards = {
@@ -272,7 +272,7 @@ def test_a_judge_programs_and_formulas_score_the_same_completions(
 
 
 def runs(code: str) -> float:
-    """Return whether these few letters are a program that ends well."""
+    """Return 1 if the code runs without an error, else 0."""
     try:
         exec(compile(code, "a few letters", "exec"), {})
     except Exception:

@@ -20,7 +20,7 @@ TOKENS = [token for row in counting_rows(4) for token in row][:48]
 
 
 def log_probabilities(folder):
-    """By Transformers: ln p of every token but the first."""
+    """Return Transformers' log-probability of every token but the first."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
         logits = model(torch.tensor([TOKENS])).logits[0, :-1].float()
@@ -28,7 +28,7 @@ def log_probabilities(folder):
 
 
 def test_a_mixture_is_served_with_quantized_attention_and_experts_as_they_are(folder_of, tmp_path):
-    """Mixtral: in memory `mlp.experts.0.gate_proj`, in files and for vLLM `block_sparse_moe.experts.0.w1`."""
+    """Mixtral's experts are `mlp.experts.0.gate_proj` in memory, `block_sparse_moe.experts.0.w1` in files and vLLM."""
     source, artifact = folder_of("mixtral"), tmp_path / "small"
     quantize_family(source, artifact / "model", "fp8", ("lm_head", r"re:.*\.experts\."))
     config = {"model": "small", "serving": SERVING, "benchmark": BENCHMARK}

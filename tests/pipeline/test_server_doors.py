@@ -31,7 +31,7 @@ QUESTIONS = {
         ("GET", "/", None),
     ],
 }
-"""Server → what a stranger may try."""
+"""Requests (method, path, body) that a stranger may try, by server."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def home(lent_home):
 
 
 def ask(home, server, method="GET", path="/", body=None, key=True, timeout_s=30, **headers):
-    """Status and body of an answer; `host` replaces the header that names the server."""
+    """Send a request to a home's server; returns status and body. `host` replaces the Host header."""
     address = home.address(server).removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=timeout_s)
     connection.putrequest(method, path, skip_host=True)
@@ -104,14 +104,14 @@ def test_no_spelling_of_a_path_leads_past_the_key(home, server, path):
 
 
 def test_prefects_api_is_described_to_nobody_without_the_key(home):
-    """The remaining route describes its pages' server, and is made at once."""
+    """Without the key, Prefect's schema has one route, which describes the server to its pages."""
     status, text = ask(home, "prefect", path="/openapi.json", key=False)
     assert (status, set(json.loads(text)["paths"])) == (200, {"/ui-settings"})
     assert ask(home, "prefect", path="/api/openapi.json", key=False)[0] == 401
 
 
 def raw(home, server, *lines, body=b""):
-    """Statuses of the answers to bytes that no client would send."""
+    """Send raw bytes that no HTTP client would send; returns the statuses of the answers."""
     address = home.address(server).removeprefix("http://")
     host, port = address.split(":")
     data = "\r\n".join([*lines, f"Host: {address}", "", ""]).encode() + body
@@ -200,7 +200,7 @@ def test_a_web_socket_of_another_page_is_refused(home):
 
 
 def test_nothing_listens_but_the_servers_and_on_the_loopback_alone(home):
-    """The worker has a second socket, of Prefect's: the processes of its flows show a token there."""
+    """The worker has Prefect's second socket, where processes of its flows identify themselves by a token."""
     pids = {name: marked_processes(server["token"]) for name, server in home.servers().items()}
     for name in SERVERS:
         assert listening_addresses(pids[name]) == {home.address(name).removeprefix("http://")}
@@ -237,7 +237,7 @@ def test_a_key_that_others_may_know_is_not_used(tmp_path, planted):
 
 
 def try_while_they_start(home):
-    """From the moment that somebody can know a server's port, only that server answers there, if late."""
+    """Check during start-up that no other process can bind a server's published port, and that it answers."""
     eventually(lambda: (home.folder / "servers.json").exists() and len(home.servers()) == len(SERVERS))
     for server in SERVERS:
         port = home.servers()[server]["port"]
@@ -250,7 +250,7 @@ def try_while_they_start(home):
 
 @pytest.fixture(scope="module")
 def second_home(tmp_path_factory):
-    """Another home at the same time, whose servers do not get the usual ports."""
+    """A second home at the same time, whose servers cannot get the usual ports."""
     home = Home(tmp_path_factory.mktemp("second") / "home")
     home.folder.mkdir()
     up = home.lifecycle_beside("up")
@@ -277,7 +277,7 @@ def basic(key):
 
 
 def test_a_person_is_logged_in_without_the_key_on_a_command_line(second_home, tmp_path):
-    """The browser is a program that notes its arguments; then we do what one does with the file."""
+    """Records the browser's arguments by a script in its place, then opens the login file as a browser would."""
     browser, noted = tmp_path / "browser", tmp_path / "noted"
     browser.write_text(f'#!/bin/sh\necho "$@" >> {noted}\n')
     browser.chmod(0o700)
@@ -304,7 +304,7 @@ def test_a_person_is_logged_in_without_the_key_on_a_command_line(second_home, tm
 
 
 def test_servers_that_run_without_a_key_are_started_again_with_one(second_home):
-    """As an earlier version left them: the record says nothing of a key."""
+    """Servers of an earlier version have no key in their record."""
     file = second_home.folder / "servers.json"
     old = json.loads(file.read_text())
     for server in SERVERS:
@@ -323,7 +323,7 @@ def test_servers_that_run_without_a_key_are_started_again_with_one(second_home):
 
 
 def test_a_person_who_is_logged_in_sees_the_list_of_runs(second_home):
-    """After a refresh; before the first one there is no list."""
+    """Opens MLflow's list of runs, which exists once there was a refresh."""
     assert second_home.run(second_home.recipe("listed", rows=stage("ok", "listed")))[0] == 0
     assert second_home.attempts("rows")
     environment = {**second_home.environment, "BROWSER": "true %s"}

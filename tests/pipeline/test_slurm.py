@@ -29,13 +29,13 @@ def artifacts(folder):
 
 @pytest.fixture(scope="module")
 def local(folder, artifacts):
-    """The SFT of two local processes."""
+    """Result of the SFT stage on two local processes."""
     return Refresh(folder / "local", artifacts, {"checkpoint_every_steps": 4}, **FIELDS).run()
 
 
 @pytest.fixture(scope="module")
 def cancelled(folder, artifacts):
-    """The error of a job of two nodes that was cancelled after its first checkpoint, and the built stage after that."""
+    """Error of a two-node job cancelled after its first checkpoint, and the stage built when it was resumed."""
     (folder / "cluster").mkdir()
     with running_cluster(folder / "cluster") as cluster:
         refresh = Refresh(

@@ -31,7 +31,7 @@ def team(tmp_path_factory):
 
 @pytest.fixture
 def client(team, tmp_path):
-    """A home on another machine: it has the addresses, and its user's copy of the key."""
+    """A home on another machine: it has the servers' addresses, and a copy of the key."""
     home = Home(tmp_path / "home")
     home.folder.mkdir()
     home.environment |= {
@@ -90,7 +90,7 @@ def test_the_worker_runs_what_a_client_schedules(team, client):
 
 
 def test_the_key_is_in_its_file_alone(team):
-    """In no log, database, command line, nor what `docker inspect` shows of a container."""
+    """The key occurs in no log, database or command line, nor in what `docker inspect` shows."""
     assert team.log("prefect").stat().st_size
     assert files_with(team.folder, team.password) == [team.secret("servers_key")]
     assert command_lines_with(team.password) == []

@@ -1,4 +1,4 @@
-"""Shipping to MLflow: everything, once, even if processes die in between. A real MLflow on sqlite."""
+"""Shipping to MLflow (a real one on sqlite): everything arrives exactly once, even if processes die."""
 
 import json
 
@@ -191,7 +191,7 @@ def test_trouble_is_noted_and_gone_after_the_next_success(client, ledger, work):
 
 @pytest.fixture
 def compared(ledger, work):
-    """A comparison that is over: one layout was measured, the other was refused."""
+    """Ledger of a finished comparison: one layout was measured, the other refused."""
     entry = {"engine": "fsdp", "num_devices": 1, "global_batch_size": 4, "params": {"engine": "fsdp"}, "tags": {}}
     texts = {"fsdp dp_shard=1": None, "fsdp dp_shard=3": "4 rows are not divisible by 3"}
     layouts = tuple(LayoutEntry(text=text, refused=refused, **entry) for text, refused in texts.items())

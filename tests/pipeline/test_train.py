@@ -38,7 +38,7 @@ def artifacts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sft(artifacts, tmp_path_factory):
-    """Work folder of an SFT stage of one process."""
+    """Work folder of an SFT stage with one process."""
     work = tmp_path_factory.mktemp("sft") / "work"
     config = make_config(
         steps=NUM_SFT_STEPS,
@@ -53,7 +53,7 @@ def sft(artifacts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dpo(artifacts, sft, tmp_path_factory):
-    """Work folder of a DPO stage of two processes on the model that SFT made."""
+    """Work folder of a DPO stage with two processes, on the SFT stage's model."""
     work = tmp_path_factory.mktemp("dpo") / "work"
     config = make_config("dpo", steps=NUM_DPO_STEPS, layout={"dp_shard": 2, "micro_batch_size": 2}, learning_rate=1e-3)
     make_context(work, {**artifacts, "base": sft}, config)
@@ -63,7 +63,7 @@ def dpo(artifacts, sft, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def margin(artifacts, sft, tmp_path_factory):
-    """Work folder of a stage of a method that this test alone registers, on the model that SFT made."""
+    """Work folder of a train stage with a method that only this test registers, on the SFT stage's model."""
     work = tmp_path_factory.mktemp("margin") / "work"
     context = make_context(work, {**artifacts, "base": sft}, make_config("dpo", steps=NUM_DPO_STEPS))
     stage_input = StageInput.model_validate_json((work / "config.json").read_text())
@@ -87,7 +87,7 @@ def test_sft_learns(sft):
 
 @pytest.fixture(scope="module")
 def few_rows(artifacts, tmp_path_factory):
-    """The same artifacts, but with so few problems that what is learned from them soon harms the held-out ones."""
+    """Artifacts with so few training rows that the held-out loss soon rises."""
     folder = tmp_path_factory.mktemp("few")
     (folder / "data").mkdir()
     for split, num_rows in (("train", 8), ("validation", 40)):
@@ -97,7 +97,7 @@ def few_rows(artifacts, tmp_path_factory):
 
 
 def overfitted(work, few_rows, keep, **layout):
-    """Loss at evaluated steps, the result, and the warnings of a stage that learns few rows by heart."""
+    """Train on few rows until overfitted; returns evaluation losses by step, the result, and the warnings."""
     config = make_config(
         steps=60,
         learning_rate=1e-2,
@@ -113,7 +113,7 @@ def overfitted(work, few_rows, keep, **layout):
 
 
 def rightmost(picture, series):
-    """Column of the last pixel of matplotlib's colour of this number."""
+    """Return the column of the rightmost pixel in the picture that has a series' colour of matplotlib."""
     pixels = imread(picture)[..., :3]
     return np.flatnonzero((abs(pixels - to_rgb(f"C{series}")) < 0.01).all(axis=-1).any(axis=0)).max()
 
@@ -151,8 +151,8 @@ def test_sft_logs_the_steps_that_were_asked_for(sft):
 
 
 def test_it_takes_little_time_to_the_first_step(artifacts, tmp_path):
-    """The processor's time, which is nearly all of it on an idle machine. What disturbs a measurement makes it longer,
-    so that the best one counts.
+    """The best of three CPU times counts, since disturbances only make them longer. On an idle machine the CPU time is
+    nearly all of the time.
     """
     assert any(processor_s_to_first_step(tmp_path / str(number), artifacts) < 12 for number in range(3))
 

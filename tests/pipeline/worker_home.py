@@ -1,4 +1,4 @@
-"""A home whose worker runs refreshes that Prefect says are due, with small stages in place of ours."""
+"""A home whose worker runs due refreshes, with stand-ins for our stages."""
 
 import json
 import os
@@ -21,7 +21,7 @@ NIGHTLY = "0 3 * * *"
 
 class WorkerHome(Home):
     def write(self, name: str, stages: dict[str, dict[str, Any]], **fields: Any) -> Path:
-        """Write a recipe whose stages are stand-ins, for any starter."""
+        """Write a recipe whose stages use the stand-in for `stages`, whatever starts them."""
         for stage in stages.values():
             stage["execution"]["environment"]["PYTHONPATH"] = str(STAND_IN)
         path = self.folder.parent / f"{name}.yaml"
@@ -34,7 +34,7 @@ class WorkerHome(Home):
         return json.loads(done.stdout)["schedules"][0]
 
     def prefect(self, path: str, body: Any = None, method: str | None = None) -> Any:
-        """Asks again while Prefect's database is locked, which it says with 503."""
+        """Send a request to Prefect's API, and repeat it while it answers 503 because its database is locked."""
 
         def answer() -> list[Any]:
             try:
@@ -56,7 +56,7 @@ class WorkerHome(Home):
         return self.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
 
     def planned(self, name: str) -> list[dict[str, Any]]:
-        """Runs that Prefect's scheduler has planned, and that have not begun."""
+        """Return the flow runs that Prefect's scheduler has planned and that have not begun."""
         wanted = {
             "deployments": {"id": {"any_": [self.deployment(name)["id"]]}},
             "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
@@ -64,7 +64,7 @@ class WorkerHome(Home):
         return self.prefect("flow_runs/filter", wanted)
 
     def miss_nights(self, name: str, count: int | None = None, planned_days_ago: int = 0) -> list[str]:
-        """Have the runs that Prefect's scheduler made (at most `count`) be due since the last nights; returns them.
+        """Move planned runs (at most `count`) to past nights, as if they were missed; returns their ids.
 
         By the dates in Prefect's own database.
         """
@@ -82,13 +82,13 @@ class WorkerHome(Home):
         return runs
 
     def press_retry(self, flow_run: str) -> None:
-        """Do what Prefect's Retry button does."""
+        """Set a flow run's state as Prefect's Retry button does."""
         state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retried from the UI"}
         answer = self.prefect(f"flow_runs/{flow_run}/set_state", {"state": state})
         assert answer["status"] == "ACCEPT", answer
 
     def heartbeat(self, flow_run: str) -> None:
-        """A sign of life, as the processes of flow runs give when they are asked to."""
+        """Send a flow run's heartbeat event, as its process does when heartbeats are enabled."""
         event = {
             "id": str(uuid.uuid4()),
             "event": "prefect.flow-run.heartbeat",
@@ -106,7 +106,7 @@ class WorkerHome(Home):
         return "\n".join(line["message"] for line in self.prefect("logs/filter", wanted))
 
     def ended(self, flow_run: str, num_tries: int = 1) -> dict[str, Any]:
-        """Wait for the end of a flow run that was started so often; 0 for one that never began."""
+        """Wait until a flow run has ended after `num_tries` starts; 0 for one that never began."""
 
         def found() -> dict[str, Any] | None:
             run = self.flow_run(flow_run)

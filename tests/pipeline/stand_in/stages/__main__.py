@@ -1,4 +1,4 @@
-"""In place of our stages for a stage whose PYTHONPATH begins here: what TINY says, also when a worker starts it."""
+"""Stand-in for `python -m stages` of stages whose PYTHONPATH begins here: runs `tiny_stage.py`."""
 
 import runpy
 from pathlib import Path
