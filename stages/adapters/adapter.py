@@ -30,7 +30,7 @@ class Adapter:
     """
 
     base: str
-    """Artifact of the base that it was trained on: stage and version."""
+    """Artifact of the base model that the adapter was trained on: stage and version."""
     factors: Mapping[str, tuple[Tensor, Tensor]]
     scaling: float
     is_transposed: bool
@@ -38,26 +38,26 @@ class Adapter:
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
     """With DoRA, name of a layer → length of each row of its merged weight [out]."""
     saved: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name of a weight → the weight that replaces it (`modules_to_save`)."""
+    """Name of a weight → the weight that replaces it, trained as a whole (PEFT's `modules_to_save`)."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Layer whose factors change a parameter and no linear layer → name of the parameter. All experts of a layer are
     one parameter: then A is [experts, rank, in] and B [experts, out, rank].
     """
     scalings: Mapping[str, float] = field(default_factory=dict)
-    """Layer → scaling of its own, where it has one."""
+    """LoRA layer → scaling of its own, where it differs from the adapter's."""
 
     @property
     def rank(self) -> int:
-        """Largest rank of a layer."""
+        """Largest rank of any LoRA layer."""
         return max(a.shape[-2] for a, _ in self.factors.values())
 
     @property
     def has_own_ranks(self) -> bool:
-        """Return whether linear layers have several ranks."""
+        """Return whether the adapter's linear layers have different ranks."""
         return len({len(a) for layer, (a, _) in self.factors.items() if layer not in self.parameters}) > 1
 
     def scaling_of(self, layer: str) -> float:
-        """Return the factor of B A x in a layer."""
+        """Return the factor by which B A x is scaled in a LoRA layer."""
         return self.scalings.get(layer, self.scaling)
 
     @property
@@ -67,16 +67,16 @@ class Adapter:
 
     @property
     def layers(self) -> set[str]:
-        """Names of the linear layers that have factors."""
+        """Names of the linear layers that have LoRA factors."""
         return set(self.factors) - set(self.parameters)
 
     @property
     def is_sum(self) -> bool:
-        """Return whether it only adds scaling B A x to linear layers: no DoRA, saved modules or parameters."""
+        """Return whether the adapter only adds scaling · B A x to linear layers: no DoRA, saved modules, parameters."""
         return not self.magnitudes and not self.saved and not self.parameters
 
     def shape_of(self, name: str) -> list[int]:
-        """Return the shape of one of `weights`."""
+        """Return the shape of a weight that the adapter changes."""
         if name in self.saved:
             return list(self.saved[name].shape)
         a, b = self.factors[name.removesuffix(".weight")]
@@ -92,7 +92,7 @@ class Adapter:
         return product.T if self.is_transposed else product
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return one of `weights` with the adapter merged, fp32. Raises ModelError for a weight of another shape."""
+        """Return a weight with the adapter merged, fp32. Raises ModelError for a weight of another shape."""
         layer = name.removesuffix(".weight")
         change = self.saved[name].float() if name in self.saved else self.change(layer)
         if change.shape != weight.shape:
@@ -145,7 +145,7 @@ def of_unchanged_base(
 
 
 def _added_up(parts: Factors, rank: int) -> tuple[Tensor, Tensor]:
-    """Return fp32 A [rank, in] and B [out, rank] whose product is the sum of the parts' products."""
+    """Return fp32 A [rank, in] and B [out, rank] whose product is the sum of several low-rank products."""
     import torch
     from torch.nn import functional
 

@@ -26,27 +26,29 @@ class AdapterConfig(StrictModel):
     """Adapter options, named as in PEFT: a layer W x becomes W x + (alpha / rank) B A dropout(x)."""
 
     type: Literal["lora"] = "lora"
-    rank: PositiveInt = Field(16, description="Rows of A and columns of B.")
-    alpha: PositiveFp32 = Field(32, description="B A x is scaled by alpha / rank.")
-    dropout: NonNegativeFp32 = Field(0.0, lt=1, description="Dropout of the input of A; each process draws its own.")
+    rank: PositiveInt = Field(16, description="Rank of the adapter: rows of A and columns of B.")
+    alpha: PositiveFp32 = Field(32, description="LoRA scaling: B A x is multiplied by alpha / rank.")
+    dropout: NonNegativeFp32 = Field(
+        0.0, lt=1, description="Dropout of the input of LoRA's A; each process draws its own."
+    )
     target_modules: Literal["all-linear"] | tuple[str, ...] | str = Field(
         "all-linear",
-        description="Layers that learn. all-linear: all but the head, as PEFT has it (where it knows the mixture of "
-        "experts: attention, experts and router; else no experts); else ends of names (q_proj), or one regular "
-        "expression over whole names.",
+        description="Layers that the adapter is put on. all-linear: all but the head, as PEFT has it (where it "
+        "knows the mixture of experts: attention, experts and router; else no experts); else ends "
+        "of names (q_proj), or one regular expression over whole names.",
     )
     target_parameters: Annotated[tuple[str, ...], AddedLater()] = Field(
         (),
-        description="Ends of names of parameters that learn, too, where all experts of a layer are one "
+        description="Ends of names of parameters that are adapted, too, where all experts of a layer are one "
         "(mlp.experts.gate_up_proj, mlp.experts.down_proj): each expert has its own A and B.",
     )
-    exclude_modules: tuple[str, ...] = Field((), description="Ends of names of layers that do not learn.")
+    exclude_modules: tuple[str, ...] = Field((), description="Ends of names of layers that get no adapter.")
     layers_to_transform: tuple[NonNegativeInt, ...] | None = Field(
-        None, min_length=1, description="Numbers of the transformer layers that learn; default: all."
+        None, min_length=1, description="Numbers of the transformer layers that get an adapter; default: all."
     )
-    use_rslora: bool = Field(False, description="B A x is scaled by alpha / √rank (Kalajdzievski 2023).")
+    use_rslora: bool = Field(False, description="rsLoRA: B A x is scaled by alpha / √rank (Kalajdzievski 2023).")
     use_dora: Annotated[bool, AddedLater()] = Field(
-        False, description="The length of each row of W + B A learns apart from its direction (Liu et al. 2024)."
+        False, description="DoRA: the length of each row of W + B A learns apart from its direction (Liu et al. 2024)."
     )
     init: Annotated[Initialization, AddedLater()] = Field(
         "default",
@@ -59,10 +61,10 @@ class AdapterConfig(StrictModel):
         2.0, ge=1, description="With `init: eva`, a layer's rank is at most so many times `rank`; 1: all have `rank`."
     )
     modules_to_save: Annotated[tuple[str, ...], AddedLater()] = Field(
-        (), description="Ends of names of modules that learn as a whole and are written with the adapter."
+        (), description="Ends of names of modules that are trained as a whole and written with the adapter."
     )
     loraplus_lr_ratio: Annotated[PositiveFp32 | None, AddedLater()] = Field(
-        None, description="B learns at so many times the learning rate (LoRA+, Hayou et al. 2024)."
+        None, description="LoRA+: B learns at so many times the learning rate (Hayou et al. 2024)."
     )
     base_precision: Annotated[BasePrecision | None, AddedLater()] = Field(
         None,
@@ -71,28 +73,29 @@ class AdapterConfig(StrictModel):
     )
     stack: Annotated[Literal["merge"] | None, AddedLater()] = Field(
         None,
-        description="merge, where `model` is an adapter: train a new one on the merged model, and write the sum "
-        "as one adapter of the base, whose rank is the sum; default: train the adapter further.",
+        description="Treatment of an adapter as the start. merge, where `model` is an adapter: train a new one "
+        "on the merged model, and write the sum as one adapter of the base, whose rank is the sum; "
+        "default: train the adapter further.",
     )
 
     @property
     def changes_base(self) -> bool:
-        """Return whether the initial A and B are taken out of the base while it trains."""
+        """Return whether the adapter's initial A and B are taken out of the base while it trains."""
         return self.init not in ("default", "eva")
 
     @property
     def starts_from_weights(self) -> bool:
-        """Return whether it needs the base's whole weights, or changes them, before training starts."""
+        """Return whether the adapter needs the base's whole weights, or changes them, before training starts."""
         return self.init != "default" or self.use_dora or self.stack is not None
 
     @property
     def highest_rank(self) -> int:
-        """Highest rank that a layer may get."""
+        """Highest rank that a LoRA layer may get."""
         return round(self.rank * self.eva_rho) if self.init == "eva" else self.rank
 
     @property
     def for_planner(self) -> LowRank:
-        """Fields that decide memory and time, for the planner."""
+        """Adapter fields that decide memory and time, for the planner."""
         return LowRank(**{one.name: getattr(self, one.name) for one in fields(LowRank)})
 
     @field_validator("target_modules")

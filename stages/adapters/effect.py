@@ -22,7 +22,7 @@ from stages.models.weight_files import weight_paths
 
 NUM_NAMED = 5
 KEPT_CHANGES = 2
-"""Number of parameters whose changes are in memory: files hold gate, up and down of an expert side by side."""
+"""Number of merged parameters kept in memory: files hold gate, up and down of an expert side by side."""
 
 
 class ChangedParameters:
@@ -75,7 +75,7 @@ Changing = Mapping[str, Adapter | ChangedParameters]
 
 
 def changing(adapter: Adapter, parameters: ChangedParameters | None) -> Changing:
-    """Return name of a weight → adapter or parameters that change it. parameters: None if only linear layers change."""
+    """Return weight name → adapter or parameters that change it. parameters: None if only linear layers change."""
     of_parameters: Changing = dict.fromkeys(parameters.layers, parameters) if parameters else {}
     return {**of_parameters, **dict.fromkeys(adapter.weights, adapter)}
 
@@ -119,7 +119,7 @@ def idle_experts(adapter: Adapter) -> str | None:
 
 
 def of_each_expert(factor: Tensor, num_experts: int, name: str) -> Tensor:
-    """Return PEFT's A [experts × rank, in] or B [out, rank × experts] as [experts, rank, in] or [experts, out, rank]"""
+    """Return LoRA's A [experts × rank, in] or B [out, rank × experts] as [experts, rank, in] or [experts, out, rank]"""
     if name == "A":
         return factor.unflatten(0, (num_experts, -1))
     # [out, rank, experts] → [experts, out, rank]: in PEFT's B the expert's number varies fastest.
@@ -127,5 +127,5 @@ def of_each_expert(factor: Tensor, num_experts: int, name: str) -> Tensor:
 
 
 def experts_together(factors: Tensor, name: str) -> Tensor:
-    """Return factors of each expert in PEFT's form, the inverse of `of_each_expert`."""
+    """Return each expert's LoRA factors in PEFT's joined form, the inverse of `of_each_expert`."""
     return factors.flatten(0, 1) if name == "A" else factors.permute(1, 2, 0).flatten(1)

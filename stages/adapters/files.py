@@ -131,12 +131,12 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def _modules_of(name: str) -> list[str]:
-    """Return the names of all modules that a weight is in, the outermost first."""
+    """Return the names of all modules that contain a weight, the outermost first."""
     return list(accumulate(name.split(".")[:-1], "{}.{}".format))
 
 
 def _read(folder: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """Return PEFT's config and all tensors. Raises ModelError unless it is a LoRA that `merged` supports."""
+    """Return PEFT's config and all tensors of an adapter. Raises ModelError unless it is a LoRA that can be merged."""
     from safetensors.torch import load_file
 
     config = read_headers(folder).config
@@ -156,7 +156,7 @@ def _read(folder: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
 
 
 def _check_names(folder: Path, tensors: Mapping[str, Tensor], layers: set[str], others: set[str]) -> None:
-    """Raise ModelError unless the tensors are a matrix A and one B for each layer, and `others`."""
+    """Raise ModelError unless an adapter file holds one A and one B for each layer, and else only `others`."""
     factors = {f"{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"}
     unknown = sorted((factors | others) ^ set(tensors)) or [name for name in tensors if not name.startswith(PREFIX)]
     if not layers or unknown:
@@ -207,7 +207,7 @@ def check_weights(adapter: Adapter, base: Path) -> None:
 
 
 def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return layer in the file → parameter that its factors change."""
+    """Return LoRA layer in an adapter file → parameter that its factors change."""
     modules: dict[str, list[str]] = {}
     for name in config.get("target_parameters") or ():
         modules.setdefault(name.rpartition(".")[0], []).append(name)
@@ -252,7 +252,7 @@ def _ranks_and_scalings(
 
 
 def _each_expert(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return A [experts, rank, in] and B [experts, out, rank]; unchanged for a parameter without experts."""
+    """Return LoRA's A [experts, rank, in] and B [experts, out, rank]; unchanged for a parameter without experts."""
     if len(a) == rank:
         return a, b
     if len(a) % rank:

@@ -47,7 +47,7 @@ class AdapterHeaders:
 
     @property
     def base(self) -> str:
-        """Name of the base that it was trained on; for adapters trained here, the base's artifact."""
+        """Name of the base model that the adapter was trained on; for adapters trained here, the base's artifact."""
         return str(self.config.get("base_model_name_or_path") or "")
 
 
@@ -108,13 +108,13 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "target_parameters": (_are_names, NAMES),
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), (_is_flag, FLAG)),
 }
-"""Field of PEFT's config that is read here → check of a value, and what is expected."""
+"""Fields of PEFT's config that are checked → check of a value, and what is expected."""
 REQUIRED = ("r", "lora_alpha")
-"""Fields without which PEFT would use defaults that the adapter may not have been trained with."""
+"""Fields of PEFT's config that must be there, since its defaults may differ from what the adapter was trained with."""
 
 
 def _check_fields(config: Mapping[str, Any], file: Path) -> None:
-    """Raise ModelError for the first field that is missing, or has a value that it cannot have."""
+    """Raise ModelError for the first field of PEFT's config that is missing or has an impossible value."""
     if config.get("peft_type") != "LORA":
         return  # what reads it names its type
     for name, (is_valid, expected) in FIELDS.items():
@@ -129,7 +129,7 @@ def _check_fields(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _check_tensors(tensors: Mapping[str, StoredTensor], file: Path) -> None:
-    """Raise ModelError for tensors of anything but plain floats, and for factors that cannot be multiplied."""
+    """Raise ModelError for adapter tensors that are not plain floats, and for factors that cannot be multiplied."""
     factors = [one for name, one in tensors.items() if name.endswith((A, B))]
     pairs = [(tensors[name], tensors.get(name.removesuffix(A) + B)) for name in tensors if name.endswith(A)]
     checks: list[tuple[list[StoredTensor], str]] = [

@@ -92,7 +92,7 @@ def read_start(folder: Path, base: Path) -> Adapter:
 
 
 def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
-    """Copy the adapter into the learning parameters of `causal_lm`. Raises ModelError for other layers or sizes."""
+    """Copy a trained adapter into the LoRA parameters of `causal_lm`. Raises ModelError for other layers or sizes."""
     given = _parameters(adapter)
     learning = {name: one for name, one in causal_lm.named_parameters() if one.requires_grad}
     odd = set(given) ^ set(learning)
@@ -143,7 +143,7 @@ def _parameters(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: torch.dtype) -> None:
-    """Store frozen weights in `precision`, or else in the dtype of computation, beyond which no layer sees digits.
+    """Store frozen weights in `precision`, by default in the dtype of computation, since layers see no more digits.
 
     What nf4 and int8 are not for (embedding, head, norms) is kept as it is computed. Raises ModelError.
     """
@@ -164,7 +164,7 @@ def adapted_layers(causal_lm: nn.Module) -> dict[str, LoraLinear | ParamWrapper]
 
 
 def adapted_parameters(causal_lm: nn.Module) -> dict[str, str]:
-    """Return layers of `adapted_layers` with adapted parameters → name of the parameter in the unadapted model."""
+    """Return adapted layer → name of its adapted parameter in the unadapted model."""
     return {
         name: f"{name.replace(INNER, '')}.{module.parameter_name}"
         for name, module in adapted_layers(causal_lm).items()
@@ -197,7 +197,7 @@ def changed_weights(causal_lm: nn.Module) -> list[str]:
 
 
 def factors_of(causal_lm: nn.Module) -> dict[str, Tensor]:
-    """Return name → copy of every A and B."""
+    """Return name → copy of every LoRA factor A and B."""
     named = causal_lm.named_parameters()
     return {name: one.detach().clone() for name, one in named if ".lora_A." in name or ".lora_B." in name}
 
@@ -267,7 +267,7 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
 
 
 def _is_product(layer: nn.Module) -> bool:
-    """Return whether a layer's output is a tensor to which an adapter's output can be added.
+    """Return whether a layer's output is one tensor, to which an adapter's output can be added.
 
     The router of Llama 4 is a linear layer to Python and PEFT, but returns something else.
     """

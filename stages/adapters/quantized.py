@@ -25,9 +25,9 @@ NF4_LEVELS = (
 # fmt: on
 """Quantiles of the normal distribution (Dettmers et al. 2023, appendix E)."""
 BLOCK = 64
-"""Number of weights along a row that share a scale, in NF4."""
+"""Number of weights along a row that share a scale, in NF4 quantization."""
 SMALLEST = 1e-12
-"""Replacement for the scale of a row of zeros."""
+"""Replacement for the quantization scale of a row of zeros."""
 NUM_NAMED = 5
 
 
@@ -41,11 +41,11 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Weight, fp32 [out, in], decoded from the bytes."""
+        """Weight of a quantized linear layer, fp32 [out, in], decoded from its bytes."""
         raise NotImplementedError
 
     def quantized(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return name → quantized tensors of these rows of the weight, [rows, in]."""
+        """Return name → quantized tensors of rows of a linear layer's weight, [rows, in]."""
         base = nn.Linear(self.in_features, len(rows), bias=False, device="meta")
         base.weight = nn.Parameter(rows, requires_grad=False)
         return {name: one.data for name, one in type(self)(base).named_parameters()}

@@ -62,7 +62,7 @@ def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
 
 
 def targets_of_ranks(ranks: Mapping[str, int], config: AdapterConfig) -> PeftTargets:
-    """Return linear layers with ranks of their own, none where that is 0; each rank has the same scaling."""
+    """Return the linear layers with ranks of their own; rank 0 means no adapter; all have the same scaling."""
     own = {name: rank for name, rank in ranks.items() if rank not in (0, config.rank)}
     alphas = {name: config.alpha * rank / config.rank for name, rank in own.items()}
     return PeftTargets([name for name, rank in ranks.items() if rank], [], own, alphas)
@@ -89,7 +89,7 @@ def _as_peft_knows_it(causal_lm: Any, config: AdapterConfig) -> LoraConfig:
 
 
 def _modules(causal_lm: Any, chosen: AdapterTargets, linear: list[str], known: LoraConfig) -> list[str] | str:
-    """Return `target_modules`. PEFT takes layer numbers only beside names, so `all-linear` and patterns become names
+    """Return `target_modules` of PEFT, which takes layer numbers beside names only: `all-linear` and patterns are names
     then.
 
     Patterns also become names where PEFT knows the mixture of experts: it would apply a match in one layer to all
@@ -106,7 +106,7 @@ def _modules(causal_lm: Any, chosen: AdapterTargets, linear: list[str], known: L
 
 
 def check_layers(adapted: Iterable[str], config: AdapterConfig) -> None:
-    """Raise ModelError unless each layer of `layers_to_transform` has an adapted module."""
+    """Raise ModelError unless each layer number in `layers_to_transform` has an adapted module."""
     numbers = {layer_number(name) for name in adapted}
     if lost := [str(number) for number in config.layers_to_transform or () if number not in numbers]:
         raise ModelError(
@@ -147,7 +147,7 @@ def _not_there(causal_lm: nn.Module, config: AdapterConfig, linear: list[str], k
 
 
 def _unmatched(ends: Collection[str], names: Collection[str]) -> str:
-    """Return the `ends` that no name equals or ends with after a dot."""
+    """Return the `ends` that match no module name, neither as a whole nor after a dot."""
     return ", ".join(end for end in ends if not any(is_named(name, [end]) for name in names))
 
 

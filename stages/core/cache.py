@@ -34,7 +34,7 @@ one together.
 
 
 def note_use(entry: Path) -> None:
-    """Write down that an entry is used now, unless it may not be written or is gone."""
+    """Record that a cache entry is used now, unless the cache is read-only or the entry is gone."""
     with suppress(OSError):
         os.utime(entry)
 
@@ -47,7 +47,7 @@ def note_use_of_file(room: Path, file: Path) -> None:
 
 
 def entries_of(room: Path) -> Iterator[Path]:
-    """Yield the entries of a room, what another program keeps beside them included; the room itself if it is a file."""
+    """Yield cache entries of a room, also what another program keeps beside them; the room itself if it is one file."""
     depth = FOLDERS_BELOW_ROOM.get(room.name, 1)
     level = [room]
     for _ in range(depth):
@@ -96,17 +96,17 @@ def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], ma
 
 
 def write_seal(entry: Path) -> None:
-    """Write down the digest of a finished file beside it, or of all files of a finished folder within it."""
+    """Write the sha256 of a finished file beside it, or of all files of a finished folder within it."""
     write_atomically(_seal_of(entry), json.dumps(_digests(entry)))
 
 
 def is_sealed(entry: Path) -> bool:
-    """Return whether a file or folder was finished, be it intact or not."""
+    """Return whether a cached file or folder was finished, be it intact or not."""
     return entry.exists() and _seal_of(entry).is_file()
 
 
 def is_intact(entry: Path) -> bool:
-    """Return whether a file or folder still has the content of its seal; if so, note its use."""
+    """Return whether a cached file or folder still has its sealed content; if so, note its use."""
     try:
         intact = bool(json.loads(_seal_of(entry).read_bytes()) == _digests(entry))
     except (OSError, ValueError):

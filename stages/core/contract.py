@@ -70,19 +70,19 @@ OutsidePath = Annotated[Path, OutsideInput(), AfterValidator(_made_absolute)]
 LINE_EVERY_S = 60.0
 """Seconds between lines on progress in a stage's log."""
 FINDING = "finding"
-"""Tag of an artifact that its own stage refuses: `ERROR_CLASS: MESSAGE`."""
+"""Tag of an artifact that its own stage judged unusable: `ERROR_CLASS: MESSAGE`."""
 
 
 class Execution(LauncherBlocks):
     """Execution options of a stage, such as where it runs and how often it is tried; never part of its identity."""
 
-    nodes: PositiveInt = Field(1, description="Machines; more than one only for training on a cluster.")
+    nodes: PositiveInt = Field(1, description="Number of machines; more than one only for training on a cluster.")
     network_interface: NetworkInterface | None = Field(
         None, description="Network interface of each of several nodes, such as ib0; processes use no other."
     )
     threads: PositiveInt | None = Field(None, description="Threads of each process; default: the cores shared evenly.")
     slots: PositiveInt | None = Field(None, description="Device slots held while the stage runs; default: its devices.")
-    timeout_s: Seconds | None = Field(None, description="The stage is stopped after this many seconds.")
+    timeout_s: Seconds | None = Field(None, description="Time limit of the stage in seconds; it is stopped after that.")
     retries: int = Field(
         2, ge=0, le=1000, description="Number of retries after a transient error or the death of a process."
     )
@@ -91,7 +91,7 @@ class Execution(LauncherBlocks):
     )
 
     def problems_here(self) -> Iterator[str]:
-        """Yield `FIELD: PROBLEM` for each field that this machine does not allow."""
+        """Yield `FIELD: PROBLEM` for each field of a stage's config that this machine does not allow."""
         return iter(())
 
     @field_validator("environment")
@@ -135,7 +135,7 @@ class StageConfig(StrictModel, ABC):
     LESS_MEMORY: ClassVar[str] = "raise its execution.slots, so that less runs beside it"
     """Advice when the kernel kills the stage for lack of memory."""
     PRODUCTS: ClassVar[tuple[Product, ...]] = ()
-    """Products that stages of the kind may have."""
+    """Products that stages of a kind may have, such as a model or a dataset."""
     REPORTED: ClassVar[Reported] = Reported()
     """Metrics and charts that reports show of the kind's stages."""
     LEARNS: ClassVar[bool] = False
@@ -182,7 +182,7 @@ class StageConfig(StrictModel, ABC):
         return without(self.model_dump(mode="json", exclude={"execution"}), skipped)
 
     def progress_kept(self, scratch: Path) -> int:
-        """Return the progress that the scratch folder keeps for another attempt, in any unit; 0 if unknown."""
+        """Return the progress that a stage's scratch folder keeps for another attempt, in any unit; 0 if unknown."""
         return 0
 
     def resume_identity(self) -> dict[str, JsonValue]:
@@ -190,35 +190,35 @@ class StageConfig(StrictModel, ABC):
         return self.identity()
 
     def references(self) -> dict[str, str]:
-        """Return dotted field path → name of the stage that it refers to."""
+        """Return dotted path of a config's field → name of the stage that it refers to."""
         return {path: str(value) for path, value in marked_values(self, Reference)}
 
     def outside_paths(self) -> dict[str, Path]:
-        """Return dotted field path → path outside the store."""
+        """Return dotted path of a config's field → path outside the store."""
         return {path: Path(value) for path, value in marked_values(self, OutsideInput)}
 
     ASKS_ALL_STAGES: ClassVar[bool] = False
-    """True if `completed_among` looks at stages that this one does not refer to."""
+    """True if `completed_among` looks at other stages than those that the config refers to."""
 
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
-        """Return this config completed with facts from the other stages of its recipe."""
+        """Return a stage's config completed with facts from the other stages of its recipe."""
         return self
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield problems between this stage and the others of its recipe, beyond what `Reference` checks; one line
+        """Yield problems between a stage and the others of its recipe, beyond what `Reference` checks; one line
         each.
         """
         return iter(())
 
     def planned_problems(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield what else is wrong with this stage among the others of its recipe, as `FIELD: PROBLEM`.
+        """Yield further problems of a stage among the others of its recipe, as `FIELD: PROBLEM`.
 
         For checks that read files, such as those of tasks: a plan makes them, not every reading of the recipe.
         """
         return iter(())
 
     def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-        """Yield what the model that the stage starts from does not allow, as `FIELD: PROBLEM`.
+        """Yield problems of the config with the model that the stage starts from, as `FIELD: PROBLEM`.
 
         read_config: returns the model's `config.json`, empty where it cannot be known yet; it may ask a hub. Raises
         LifecycleError for a config that the download, or the check of its files, will refuse.
@@ -226,21 +226,21 @@ class StageConfig(StrictModel, ABC):
         return iter(())
 
     def target_problems(self, store: Path) -> Iterator[str]:
-        """Yield what is wrong with the place outside the store that the stage writes to, as `FIELD: PROBLEM`.
+        """Yield problems of the place outside the store that a stage writes to, as `FIELD: PROBLEM`.
 
         Reads the environment and looks at folders of this machine; asks no server.
         """
         return iter(())
 
     def to_install(self) -> str | None:
-        """Return what the stage installs before it runs, and how much that is; None if everything is there.
+        """Return the packages that a stage installs before it runs, and their size; None if everything is there.
 
         Raises ResourceError where it cannot be installed.
         """
         return None
 
     def hint_for(self, recipe_folder: Path) -> str | None:
-        """Return which file beside the recipe is meant by a name that the stage cannot resolve, if one is."""
+        """Return the file beside the recipe that is meant by a name that a stage cannot resolve, if there is one."""
         return None
 
     def device_roles(self, variable: str, devices: Sequence[str]) -> str | None:
@@ -251,11 +251,11 @@ class StageConfig(StrictModel, ABC):
         return None
 
     def missing_here(self, gpus: Sequence[str]) -> Iterator[str]:
-        """Yield what the stage needs and a machine with GPUs of these names lacks."""
+        """Yield requirements of a stage that a machine with GPUs of these names lacks."""
         return iter(())
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
-        """Yield dotted path and reason of each field that has no effect given the other fields, set or not."""
+        """Yield dotted path and reason of each config field that has no effect given the other fields, set or not."""
         execution, is_server = self.execution, self.product == "server"
         for name, options in BLOCKS.items():
             if not isinstance(execution.options, options) and not (is_server and options.DESCRIBES_SERVERS):
@@ -267,7 +267,7 @@ class StageConfig(StrictModel, ABC):
         return tuple(f"{path}: Python files that come with the model" for path in trusted)
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return facts outside the store that decide the content: resolved revisions, versions of programs.
+        """Return facts outside the store that decide a stage's result: resolved revisions, versions of programs.
 
         May ask the network; with limit_s once, for this long. Raises a `LifecycleError` for what cannot be resolved.
         """
@@ -301,7 +301,7 @@ class Trial(StrictModel):
     Not part of a config: a recipe cannot ask for it, so it can enter no version and no store.
     """
 
-    steps: PositiveInt = Field(description="Number of steps, whatever the config says.")
+    steps: PositiveInt = Field(description="Number of steps of a trial run, whatever the config says.")
 
 
 class StageInput(StrictModel):
@@ -314,11 +314,13 @@ class StageInput(StrictModel):
     inputs: dict[str, Path] = Field(description="stage name → folder of its artifact")
     leases: dict[str, Lease] = Field(default_factory=dict, description="stage name → its running server")
     outside: dict[str, JsonValue] = Field(
-        default_factory=dict, description="result of `resolve_outside` when the version was computed"
+        default_factory=dict, description="facts outside the store, resolved when the stage's version was computed"
     )
-    trial: Trial | None = Field(None, description="set when the stage is only to be measured")
+    trial: Trial | None = Field(None, description="options of a trial run, set when the stage is only to be measured")
     warnings: tuple[str, ...] = Field((), description="warnings of the flow about the inputs, repeated by the stage")
-    cache: Path = Field(description="folder kept between runs; entries are keyed by content and written atomically")
+    cache: Path = Field(
+        description="cache folder kept between runs; entries are keyed by content and written atomically"
+    )
 
 
 class StageEvent(StrictModel):
@@ -346,7 +348,7 @@ class StageResult(StrictModel):
     lease: Lease | None = None
 
     def refused_for(self, findings: Sequence[LifecycleError]) -> Self:
-        """Return the result with these findings, if any, as a tag; the first one's class stands for all."""
+        """Return a stage's result with findings against it as a tag; the first finding's class stands for all."""
         if not findings:
             return self
         messages = "\n".join(dict.fromkeys(map(str, findings)))
@@ -366,7 +368,9 @@ class StageFailure(StrictModel):
 
     error: str = Field(description="name of the error class")
     message: str
-    died: bool = Field(False, description="`died` of the `LifecycleError`")
+    died: bool = Field(
+        False, description="whether a signal that no one requested ended a process (`died` of the `LifecycleError`)"
+    )
 
     @classmethod
     def of(cls, error: Exception) -> StageFailure:
@@ -380,11 +384,11 @@ class ProgressLines:
     """Lines on a stage's progress for its log, at most one a minute."""
 
     began: tuple[float, float] | None = None
-    """Time in seconds and amount done at the beginning: a resumed attempt does not begin at 0."""
+    """Time in seconds and amount done at the beginning of a stage's progress: a resumed attempt does not begin at 0."""
     last_line_s: float = 0.0
 
     def line(self, now_s: float, done: float, total: float, unit: str, message: str) -> str | None:
-        """Return the line that is due at a time, such as `120 of 600 steps, loss 0.31, 1:57 left`; else None."""
+        """Return the due line of progress, such as `120 of 600 steps, loss 0.31, 1:57 left`; None between two lines."""
         if self.began is None or done < self.began[1]:
             self.began, self.last_line_s = (now_s, done), now_s
         if now_s - self.last_line_s < LINE_EVERY_S:
@@ -416,7 +420,7 @@ class StageContext:
 
     @property
     def scratch(self) -> Path:
-        """Folder that is kept across retries of this stage, and removed when its artifact is committed."""
+        """Scratch folder that is kept across retries of a stage, and removed when its artifact is committed."""
         folder = self.work / "scratch"
         folder.mkdir(exist_ok=True)
         return folder
@@ -426,14 +430,14 @@ class StageContext:
         self._append(METRICS_FILE, {"step": step, "time_ms": time.time_ns() // 1_000_000, **metrics})
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
-        """Report how far the stage is, and once a minute in its log; cheap enough to call every 100 milliseconds."""
+        """Report a stage's progress, and once a minute in its log; cheap enough to call every 100 milliseconds."""
         self._event("progress", message, done=done, total=total, unit=unit)
         line = self.progress_lines.line(time.monotonic(), done, total, unit, redact(message))
         if line and is_main_process():
             print(line, flush=True)
 
     def doing(self, message: str) -> None:
-        """Report the current activity where its duration is unknown; shown instead of progress."""
+        """Report a stage's current activity where its duration is unknown; shown instead of progress."""
         self._event("progress", message)
 
     def milestone(self, message: str) -> None:
@@ -441,11 +445,11 @@ class StageContext:
         self._event("milestone", message)
 
     def warn(self, message: str) -> None:
-        """Report a warning: not an error, but something to look at."""
+        """Report a warning of a stage: not an error, but something to look at."""
         self._event("warning", message)
 
     def refuse(self, finding: LifecycleError) -> None:
-        """Refuse the result: it is kept, but no other stage may use it.
+        """Mark a stage's result as unusable: it is kept, but no other stage may use it.
 
         For checks at the end of slow work, whose result would be lost by raising: the artifact is committed with the
         finding as a tag, the refresh fails with it, and later runs repeat that instead of the work. To be called by

@@ -24,12 +24,12 @@ class LifecycleError(Exception):
     exit_code = INTERNAL_ERROR
 
     def __init__(self, message: str = "", *, died: bool = False) -> None:
-        """Redact the message. died: a signal that no one requested ended a process of the stage, or its server."""
+        """Redact the error's message. died: a signal that no one requested ended a stage's process or its server."""
         super().__init__(redact(message))
         self.died = died
 
     def add(self, sentence: str) -> None:
-        """Add a sentence to the first line of the message."""
+        """Add a sentence to the first line of an error's message."""
         first, newline, rest = str(self).partition("\n")
         self.args = (f"{first}; {redact(sentence)}{newline}{rest}",)
 

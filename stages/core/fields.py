@@ -133,7 +133,7 @@ def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
 
 
 def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
-    """Yield the models in a field's value, each with the prefix of its fields' paths."""
+    """Yield the pydantic models in a field's value, each with the prefix of its fields' paths."""
     if isinstance(value, BaseModel):
         yield f"{path}.", value
     elif isinstance(value, dict):

@@ -33,7 +33,7 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 def remove_cut_off_line(path: Path) -> None:
-    """Remove an unfinished last line, which a killed process left and which would spoil the next one."""
+    """Remove an unfinished last line from a file of lines: a killed process left it; it would spoil the next one."""
     if path.is_file():
         content = path.read_bytes()
         with path.open("r+b") as stream:
@@ -50,7 +50,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(text: str, where: str) -> dict[str, Any]:
-    """Return the JSON object in a text that was read from `where`. Raises ModelError when it is none."""
+    """Return the JSON object in a text; `where` names the text in errors. Raises ModelError when it is none."""
     try:
         content = json.loads(text)
     except ValueError as error:

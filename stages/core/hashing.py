@@ -61,7 +61,7 @@ def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> 
 
 
 class _Job:
-    """Hashing of several files, from several threads, that can be stopped."""
+    """Hashing of several files by several threads, which can be stopped."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
@@ -74,7 +74,7 @@ class _Job:
         self._stopped.set()
 
     def hash(self, path: Path) -> str:
-        """Return the hex digest; meaningless once the job was stopped."""
+        """Return a file's hex digest; meaningless once the hashing was stopped."""
         found = path.stat()
         if found.st_size < MIN_CACHED_BYTES:
             return self._read(path)

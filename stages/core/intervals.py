@@ -10,7 +10,7 @@ import math
 import statistics
 
 Interval = tuple[float, float]
-"""Lower and upper end."""
+"""Lower and upper end of a confidence interval."""
 
 QUANTILE_95 = statistics.NormalDist().inv_cdf(0.975)
 SAME_ERROR = 1e-6

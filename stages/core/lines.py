@@ -61,7 +61,7 @@ class VisibleStream:
         self.raw = raw
 
     def write(self, text: str) -> int:
-        """Write the text; returns the number of characters asked for."""
+        """Write a text with unsafe characters escaped; returns the number of characters asked for."""
         self.raw.write(visible(text))
         return len(text)
 

@@ -19,7 +19,7 @@ MEMORY_BYTES = 1 << 30
 
 
 def begin(cpu_s: float) -> Callable[[dict[str, Any]], list[int | None]]:
-    """Import the library. A question has `patterns`, `texts`, and `how` to compare them."""
+    """Import the library of regular expressions. A question has `patterns`, `texts`, and `how` to compare them."""
     import regex
 
     compiled = functools.lru_cache(regex.compile)

@@ -17,7 +17,7 @@ NAMES = (
     "model.language_model.layers.31.linear_attn.in_proj_qkvz",
     "lm_head",
 )
-"""Names of models' modules, on which patterns of a recipe are tried."""
+"""Names of typical model modules, on which patterns of a recipe are tried."""
 
 
 class PatternError(ValueError):
@@ -28,7 +28,7 @@ class Patterns:
     """Process that tries patterns; started for the first one, ended with the `with` block."""
 
     def __init__(self, limit_s: float) -> None:
-        """Create the client without starting the process. limit_s: CPU time of one call."""
+        """Create the client of the pattern program without starting it. limit_s: CPU time of one call."""
         self._limit_s = limit_s
         self._program = Program("stages.core.pattern_program", str(limit_s))
 
@@ -39,7 +39,7 @@ class Patterns:
         self._program.close()
 
     def start(self) -> None:
-        """Start the process before it is needed."""
+        """Start the program that tries patterns before it is needed."""
         self._program.start()
 
     def first_matches(

@@ -87,7 +87,7 @@ def marked_processes(token: str, session: int | None = None) -> list[int]:
 
 
 def kill_until_gone(find: Callable[[], list[int]], patience_s: float = 10.0) -> None:
-    """Send SIGKILL to what `find` returns until it returns nothing: a process may fork while others are killed."""
+    """Send SIGKILL to all processes that `find` returns until it returns none; some fork while others are killed."""
     deadline_s = time.monotonic() + patience_s
     while (pids := find()) and time.monotonic() < deadline_s:
         send(signal.SIGKILL, pids)
@@ -95,7 +95,7 @@ def kill_until_gone(find: Callable[[], list[int]], patience_s: float = 10.0) -> 
 
 
 def end_processes(find: Callable[[], list[int]], shared_memory: Iterable[Path] = ()) -> None:
-    """Kill what `find` returns, Python's resource trackers last, and remove the shared memory they leave.
+    """Kill the processes that `find` returns, Python's resource trackers last, and remove the shared memory they leave.
 
     A tracker unlinks what processes share by name once these have ended, and knows more of it than a look from outside
     does; it then ends by itself. shared_memory: what is known of it from earlier looks.
@@ -108,7 +108,7 @@ def end_processes(find: Callable[[], list[int]], shared_memory: Iterable[Path] =
 
 
 def wait_for_end(find: Callable[[], list[int]], patience_s: float) -> None:
-    """Return once `find` returns nothing, or after `patience_s`."""
+    """Wait until `find` returns no processes, or `patience_s` seconds have passed."""
     deadline_s = time.monotonic() + patience_s
     while find() and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -177,7 +177,7 @@ def _has_token(pid: int, token: str) -> bool:
 
 
 def _cleans_up(pid: int) -> bool:
-    """Return whether this is Python's resource tracker, which unlinks shared names of processes that have ended."""
+    """Return whether a process is Python's resource tracker, which unlinks shared names of ended processes."""
     try:
         return b"multiprocessing.resource_tracker" in (PROC / str(pid) / "cmdline").read_bytes()
     except OSError:
@@ -201,7 +201,7 @@ class Supervisor:
         self.child = self._start(command)
 
     def run(self) -> int:
-        """Return the exit code to end with, once no descendant is left."""
+        """Supervise the command until no descendant is left, and return the exit code to end with."""
         began_s = time.monotonic()
         shortest_s, longest_s = SAMPLE_INTERVALS_S
         while self.status is None and not self.stop_requested:
@@ -211,7 +211,7 @@ class Supervisor:
         return 128 + signal.SIGTERM if self.status is None else self.status
 
     def _listen(self) -> int:
-        """Have signals interrupt `_wait` through a pipe; requests to end are remembered."""
+        """Install signal handlers that write to a pipe, which interrupts `_wait`; requests to end are remembered."""
         readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writable)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -255,7 +255,7 @@ class Supervisor:
                     self.status = code if code >= 0 else 128 - code
 
     def _end_descendants(self) -> None:
-        """End descendants with SIGTERM, and after the grace period with SIGKILL."""
+        """End descendant processes with SIGTERM, and after the grace period with SIGKILL."""
         left = functools.partial(descendants, os.getpid())
         self.shared_memory |= shared_memory_of(left())
         send(signal.SIGTERM, left())

@@ -34,11 +34,11 @@ START_TIMEOUT_S = 300.0
 GRACE_S = 5.0
 MAX_ANSWER_BYTES = 256 << 20
 PIECE_BYTES = 1 << 16
-"""Capacity of a pipe."""
+"""Capacity of a pipe, in bytes: the most that is written to a program at once."""
 LONGEST_POLL_S = 1000.0
 
 NOWHERE = Path("/nonexistent")
-"""Home of programs that need none: a folder would outlive a process that is killed."""
+"""Home directory of programs that need none: a real folder would outlive a process that is killed."""
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "OMP_NUM_THREADS")
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str)
@@ -66,7 +66,7 @@ class Program:
     """
 
     def __init__(self, module: str, *arguments: str, needs_home: bool = False) -> None:
-        """Create the client without starting the program.
+        """Create the client of a program without starting the program.
 
         needs_home: whether it gets an empty folder, which this process removes when it ends normally.
         """
@@ -103,7 +103,7 @@ class Program:
         return self._answer(line, timeout_s)
 
     def ask_hostile(self, question: Any, timeout_s: float) -> Any:
-        """Ask a question that may be made to exhaust the program: TimeoutError stands for every kind of exhaustion.
+        """Ask a program a question that may be made to exhaust it: TimeoutError stands for every kind of exhaustion.
 
         Which of time, memory, the stack or the process itself is gone first depends on the machine.
         """
@@ -164,7 +164,7 @@ class Program:
         raise ProgramError(kind, text)
 
     def _exchanged(self, question: bytes, deadline_s: float) -> bytes:
-        """Send a line, and return the answer's line.
+        """Send a line to a program, and return the line that it answers.
 
         Both pipes are served at once, and neither is waited for beyond the deadline: a program may stop to read in the
         middle of a question, or to write in the middle of an answer.
@@ -197,7 +197,7 @@ class Program:
         return bytes(answer)
 
     def _ending(self) -> str:
-        """Return how the program ended, after it closed its output."""
+        """Return how a program ended, after it closed its output."""
         assert self._process
         try:
             return f"ended its process with exit code {self._process.wait(GRACE_S)}"
@@ -214,7 +214,7 @@ def bare_environment(home: Path) -> dict[str, str]:
 
 
 def _decoded(line: bytes) -> tuple[str, Any]:
-    """Return `answer` or `error` with its value. Raises ProgramEndedError for another line, which some code printed."""
+    """Return a program's decoded `answer` or `error`. Raises ProgramEndedError for another line, which code printed."""
     try:
         ((outcome, content),) = json.loads(line).items()
     except (ValueError, AttributeError, RecursionError) as error:
@@ -225,7 +225,7 @@ def _decoded(line: bytes) -> tuple[str, Any]:
 def _end(
     process: subprocess.Popen[bytes], lifeline: int, token: str, home: tempfile.TemporaryDirectory[str] | None
 ) -> None:
-    """Kill a program's group, and what it has started in others; then remove its home, if it has one."""
+    """Kill a program's process group, and what it has started in others; then remove its home, if it has one."""
     if process.returncode is None:  # its number is its own as long as its end has not been asked for
         os.killpg(process.pid, signal.SIGKILL)
     with process:  # closes the pipes, and waits

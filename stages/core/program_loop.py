@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 LIFELINE = "PROGRAM_LIFELINE"
-"""Variable with the number of the read end of a pipe, whose other end only the asking process holds."""
+"""Environment variable with the read end of a pipe, whose other end only the asking process holds."""
 AGAIN_S = 0.1
-"""CPU seconds between further signals after the first one, in case something caught it."""
+"""CPU seconds between further signals of a CPU limit after the first one, in case something caught it."""
 
 Answered = TypeVar("Answered")
 
@@ -35,7 +35,7 @@ class RefusedError(Exception):
 
 
 def within(cpu_s: float, work: Callable[..., Answered], *arguments: Any) -> Answered:
-    """Return `work(*arguments)`. Raises TimeLimitError when it has taken `cpu_s` of CPU time.
+    """Return `work(*arguments)`. Raises TimeLimitError when the call has taken `cpu_s` of CPU time.
 
     Only Python's own steps are interrupted: a product of huge integers is not, and neither is a wait. The deadline of
     the asking process ends these. Takes some 2 µs, for one row of a question with many. Not to be nested.
@@ -88,7 +88,7 @@ def answer_questions(
 
 
 def _answer(answered: Callable[[bytes], Any], line: bytes, cpu_s: float | None) -> bytes:
-    """Return the answer to a line, or the error on the way to it, as a line."""
+    """Return the program's answer to a line of JSON, or the error on the way to it, as a line."""
 
     def encoded() -> bytes:
         return _encoded({"answer": answered(line)})

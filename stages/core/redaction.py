@@ -27,7 +27,7 @@ _SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PWD|_PASS|KEY|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE
 )
 _SWITCHES = frozenset({"true", "false", "none", "null"})
-"""Values of switches such as HF_HUB_DISABLE_IMPLICIT_TOKEN."""
+"""Values of on/off variables, which are no secrets, such as that of HF_HUB_DISABLE_IMPLICIT_TOKEN."""
 # Begins at `://` instead of the scheme, and stops at `/`: no character is looked at from two places where it may begin,
 # so the time is linear. The last `@` ends the password: a URL's host has none.
 _URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)([^/\s\"<>]+)@")  # of one slash where a path was made of it
@@ -36,15 +36,15 @@ _KNOWN_SHAPE = re.compile(
     r"|sk-(?:(?:ant|or|proj)-|(?=[\w-]*\d))[\w-]{20,}|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{35}|xox[abeprs]-[\w-]{10,}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})"
 )
-"""Keys of Hugging Face, GitHub, GitLab, npm, OpenAI and the like, Amazon, Google, Slack; JSON web tokens."""
+"""Pattern of API keys: Hugging Face, GitHub, GitLab, npm, OpenAI-like, Amazon, Google, Slack; JSON web tokens."""
 _WEBHOOK = re.compile(r"(hooks\.slack\.com/(?:services|workflows)/|discord(?:app)?\.com/api/webhooks/)[\w/-]{6,}")
-"""Webhook addresses, which anyone who knows them can post to."""
+"""Pattern of webhook addresses, which anyone who knows them can post to."""
 _JSON_STRING = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*(?:"|$)(\s*:)?', re.MULTILINE)
-"""JSON string with the colon that makes it a key; the last one of a torn line may lack its end."""
+"""Pattern of a JSON string with the colon that makes it a key; the last one of a torn line may lack its end."""
 _WINDOW_CHARACTERS = 64 * 1024
 """Characters of a text that are redacted before it is cut, since a text from outside may have any length."""
 _CUT_URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)[^/\s\"<>@]*$")
-"""Password in a URL whose `@` may lie beyond the window."""
+"""Pattern of a password in a URL whose `@` may lie beyond the redacted window."""
 _TEXT_SUFFIXES = (".txt", ".log", ".json", ".jsonl")
 _JSON_SUFFIXES = (".json", ".jsonl")
 

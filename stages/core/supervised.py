@@ -93,11 +93,11 @@ class Supervised:
         return code
 
     def alive(self) -> bool:
-        """Return whether it still runs."""
+        """Return whether the supervised command still runs."""
         return self.poll() is None
 
     def stop(self) -> None:
-        """End the command and all its descendants; returns when none is left. May be called again."""
+        """End the supervised command and all its descendants; returns when none is left. May be called again."""
         if self.process.poll() is None:
             self.process.terminate()
             try:

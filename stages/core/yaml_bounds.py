@@ -23,7 +23,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 @dataclass
 class _Collection:
-    """Mapping or list whose end was not read yet. num_values: counts itself and its content, without keys."""
+    """YAML mapping or list whose end was not read yet. num_values: counts itself and its content, without keys."""
 
     anchor: str | None
     is_mapping: bool
@@ -31,10 +31,10 @@ class _Collection:
     height: int = 1
     num_children: int = 0
     place: str = ""
-    """Last key of a mapping, or number of list items read."""
+    """Place within a YAML collection: last key of a mapping, or number of list items read."""
 
     def add(self, num_values: int, height: int, text: str | None) -> None:
-        """Count a child; `text` is that of a plain value."""
+        """Count a child of a YAML collection; `text` is that of a plain value."""
         self.num_children += 1
         is_key = self.is_mapping and self.num_children % 2 == 1
         if is_key:
@@ -47,7 +47,7 @@ class _Collection:
 
 
 class _Reader:
-    """Counter of what the events of one text stand for."""
+    """Counter of the values that the events of one YAML text stand for."""
 
     def __init__(self) -> None:
         self._open = [_Collection(None, is_mapping=False)]
@@ -56,16 +56,16 @@ class _Reader:
 
     @property
     def path(self) -> str:
-        """Dotted path of the value at hand; long keys are cut."""
+        """Dotted path of the YAML value at hand; long keys are cut."""
         return ".".join((one.place or "0")[:60] for one in self._open[1:])
 
     @property
     def num_values(self) -> int:
-        """Number of values in the whole text, aliases written out."""
+        """Number of values in the whole YAML text, aliases written out."""
         return self._open[0].num_values - 1
 
     def read(self, event: Any) -> None:
-        """Count the next event."""
+        """Count the next YAML event towards the bounds."""
         if isinstance(event, yaml.CollectionStartEvent):
             self._open.append(_Collection(event.anchor, isinstance(event, yaml.MappingStartEvent)))
             self._check_depth(0)
@@ -127,7 +127,7 @@ def check_bounds(text: str, loader: Any) -> None:
 
 
 def _check_escapes(text: str, loader: Any) -> None:
-    """Raise RecipeError for surrogates in escapes, with their field and line.
+    """Raise RecipeError for surrogates in YAML escapes, with their field and line.
 
     They are found by their replacements: for text in one line, as JSON is, the parser itself names neither.
     """

@@ -74,7 +74,7 @@ class PromptReader:
         named_in: str = "prompts.reference",
         columns: Mapping[str, str] | None = None,
     ) -> None:
-        """Take the columns to read.
+        """Create the reader of a dataset's rows.
 
         - reference_column: column of the right answer, as the recipe's field `named_in` says; None for the usual
           columns
@@ -146,7 +146,7 @@ class ReadRow:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Texts of the user: their messages in the first document, a plain prompt, or a plain text without a prompt."""
+        """Texts that a row asks: user's messages in the first document, a plain prompt, or a text without prompt."""
         document = self.documents[0]
         if isinstance(document, PlainText):
             return (document.prompt or document.completion,)
@@ -193,7 +193,7 @@ class AnyRowReader:
         return row
 
     def _choose(self, first_row: dict[str, Any]) -> None:
-        """Choose the reader by the first row: of the formats that fit, the one with the most columns."""
+        """Choose the row reader by the first row: of the formats that fit, the one with the most columns."""
         if is_prompt_alone(first_row):
             self._prompts, self._columns = PromptReader(None), "prompts alone"
             return
@@ -220,7 +220,7 @@ def check_formats(inputs: Mapping[str, Path], config: DataConfig, rows: RowKind)
 
 
 def not_to_be_mixed(formats: Mapping[str, str], rows: RowKind) -> Iterator[str]:
-    """Yield a sentence for each dataset whose rows the method does not learn from, if it learns from another one's.
+    """Yield a sentence for each dataset whose rows the training method cannot learn from, if it can from another one's.
 
     formats: format by name of the dataset, of those whose format is known.
     """
@@ -265,12 +265,12 @@ def _prompt_alone(row: dict[str, Any]) -> Document:
 
 
 def _ordered(messages: list[Message]) -> list[Message]:
-    """Return the messages unchanged. Raises RowError unless an answer may follow them."""
+    """Return the conversation's messages unchanged. Raises RowError unless an answer may follow them."""
     return ordered([*messages, make_message("assistant", "an answer")])[:-1]
 
 
 def _before_the_answer(document: Document) -> tuple[Document, str | None]:
-    """Return the question and its answer; the answer is None where it is a call of tools."""
+    """Split a conversation into question and answer; the answer is None where it is a call of tools."""
     if isinstance(document, PlainText):
         if not document.prompt:
             raise RowError("has text, but no prompt; expected columns `prompt`, `messages` or other conversations")

@@ -71,7 +71,7 @@ class BadRows:
 
 
 def needed_fraction(num_bad: int, num_rows: int) -> float:
-    """Return the smallest `max_bad_row_fraction` of four digits that allows so many bad rows to be dropped."""
+    """Return the smallest `max_bad_row_fraction` of four digits that allows all these bad rows to be dropped."""
     ten_thousandths = -(-10_000 * num_bad // num_rows)
     if num_bad > ten_thousandths / 10_000 * num_rows:  # 29 of 100: 0.29 * 100 is less than 29
         ten_thousandths += 1
@@ -79,7 +79,7 @@ def needed_fraction(num_bad: int, num_rows: int) -> float:
 
 
 def write_list(path: Path, lists: list[Path]) -> None:
-    """Join the lists of several preparations into one; no file is written when all are empty."""
+    """Join the lists of bad rows of several preparations into one; no file is written when all are empty."""
     texts = [text for part in lists if (text := part.read_text(encoding="utf-8"))]
     if texts:
         path.write_text("".join(texts), encoding="utf-8")
@@ -87,7 +87,7 @@ def write_list(path: Path, lists: list[Path]) -> None:
 
 NUM_ROWS = 1000
 SECONDS = 0.5
-"""Time limit for reading the first rows, since someone waits for the plan."""
+"""Time limit in seconds for reading a dataset's first rows, since someone waits for the plan."""
 
 
 def check_first_rows(
@@ -123,7 +123,7 @@ def check_first_rows(
 
 
 def _kind_of(row: Row | BadRow, config: DataConfig) -> RowKind | None:
-    """Return the kind of a row by its columns; None if they fit no format."""
+    """Return the kind of a row (such as preference or conversation) by its columns; None if they fit no format."""
     if not isinstance(row, Row) or not isinstance(row.content, dict):
         return None
     try:

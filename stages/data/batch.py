@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 IGNORED = -100
-"""Target of a position without loss."""
+"""Target id of a position without loss."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,20 @@ class Rollouts:
     """
 
     advantages: torch.Tensor
-    """float32 [num_documents]: how much better a completion is than the others that answer its prompt."""
+    """Advantages of completions, float32 [num_documents]: how much better each is than the others of its prompt."""
     old_log_probabilities: torch.Tensor
-    """float32 [rows, sequence]: from the training engine, with the weights that the completions were sampled from."""
+    """Log-probabilities by the training engine, float32 [rows, sequence], with the weights that were sampled from."""
     server_log_probabilities: torch.Tensor | None = None
-    """float32 [rows, sequence]: from the server; NaN where it reported none."""
+    """Log-probabilities reported by the server that sampled, float32 [rows, sequence]; NaN where there are none."""
     reference_log_probabilities: torch.Tensor | None = None
-    """float32 [rows, sequence]: from the reference model, if the loss uses it."""
+    """Log-probabilities by the reference model, if the loss uses it: float32 [rows, sequence]."""
 
     def to(self, device: torch.device | str) -> Rollouts:
-        """Return a copy on `device`."""
+        """Return a copy of the batch's tensors on `device`."""
         return _moved(self, device)
 
     def without_documents(self) -> Rollouts:
-        """Return a copy for a batch without documents."""
+        """Return a copy of the rollout data for a batch without documents."""
         return replace(self, advantages=self.advantages[:0])
 
 
@@ -42,14 +42,14 @@ class Candidates:
     """Alternative tokens at each target, with the teacher's log-probabilities."""
 
     tokens: torch.Tensor
-    """int64 [rows, sequence, k]: likeliest first by the teacher; arbitrary where no target is."""
+    """Candidate tokens, int64 [rows, sequence, k]: likeliest first by the teacher; arbitrary where no target is."""
     log_probabilities: torch.Tensor
-    """float32 [rows, sequence, k], in nats."""
+    """Teacher's log-probabilities of the k candidate tokens: float32 [rows, sequence, k], in nats."""
     is_whole_vocabulary: bool = False
     """True if the candidates are the whole vocabulary."""
 
     def to(self, device: torch.device | str) -> Candidates:
-        """Return a copy on `device`."""
+        """Return a copy of the batch's tensors on `device`."""
         return _moved(self, device)
 
 
@@ -64,24 +64,24 @@ class Batch:
     """
 
     input_ids: torch.Tensor
-    """int64 [rows, sequence]"""
+    """Token ids, int64 [rows, sequence]."""
     targets: torch.Tensor
-    """int64 [rows, sequence]: the next token, or `IGNORED`: without loss, at a document's last token, in padding."""
+    """Targets, int64 [rows, sequence]: next token, or `IGNORED`: without loss, a document's last token, padding."""
     position_ids: torch.Tensor
-    """int64 [rows, sequence]: counts from 0 in every document."""
+    """Positions of tokens, int64 [rows, sequence]: counted from 0 in every document."""
     document_ids: torch.Tensor
-    """int64 [rows, sequence]"""
+    """Number of the document that each token belongs to, int64 [rows, sequence]."""
     num_documents: int
     document_lengths: Sequence[int]
-    """Tokens of every document, padding included, in the order of the flattened rows; the sum is rows × sequence."""
+    """Token counts of all documents, padding included, in the order of the flattened rows; they add up to its size."""
     reference_log_probabilities: torch.Tensor | None = None
     """float32 [num_documents]: the reference model's log-probability of each document's targets, in nats."""
     target_weights: torch.Tensor | None = None
-    """float32 [rows, sequence]: weight of each target in its document's log-probability; default: 1 each."""
+    """Weight of each target in its document's log-probability, float32 [rows, sequence]; default: 1 each."""
     is_good: torch.Tensor | None = None
-    """bool [num_documents]: the label of a labelled answer."""
+    """Labels of labelled answers, bool [num_documents]: True for a good one."""
     margins: torch.Tensor | None = None
-    """float32 [pairs]: how much better the chosen answer is, where rows say it."""
+    """Margins of preference pairs, float32 [pairs]: how much better the chosen answer is, where rows say it."""
     mismatched: Batch | None = None
     """Batch of the same answers after other prompts, with their reference; used to estimate the KL divergence from it.
     """
@@ -98,29 +98,29 @@ class Batch:
 
     @property
     def has_target(self) -> torch.Tensor:
-        """bool [rows, sequence]: positions with loss."""
+        """Positions with loss, bool [rows, sequence]."""
         return self.targets != IGNORED
 
     @property
     def wanted(self) -> torch.Tensor:
-        """int64 [rows, sequence, 1 + k]: each target, followed by its k candidates, if there are any."""
+        """Tokens whose log-probabilities are computed, int64 [rows, sequence, 1 + k]: targets, then candidates."""
         targets = self.targets.unsqueeze(-1)
         return targets if self.candidates is None else torch.cat([targets, self.candidates.tokens], -1)
 
     @property
     def token_rows(self) -> torch.Tensor:
-        """int64 [rows, sequence]: row number of each token of a real document, -1 in padding."""
+        """Row number of each token of a real document, int64 [rows, sequence]; -1 in padding."""
         rows = torch.arange(len(self.input_ids), device=self.document_ids.device)[:, None]
         return torch.where(self.document_ids < self.num_documents, rows, -1)
 
     def document_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Return sums of float [rows, sequence] over each real document: float [num_documents], differentiable."""
+        """Return sums of a float tensor [rows, sequence] over each real document: [num_documents], differentiable."""
         # One sum for each segment; those of padding come last and are cut off.
         sums = torch.zeros(len(self.document_lengths), dtype=values.dtype, device=values.device)
         return sums.index_add(0, self.document_ids.flatten(), values.flatten())[: self.num_documents]
 
     def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Return each document's value, of [num_documents], at all its tokens; 0 in padding: float [rows, sequence]."""
+        """Spread a value per document [num_documents] over its tokens; 0 in padding: float [rows, sequence]."""
         padding = values.new_zeros(len(self.document_lengths) - self.num_documents)
         return torch.cat([values, padding])[self.document_ids]
 
@@ -130,19 +130,19 @@ class Batch:
 
     @property
     def document_rows(self) -> torch.Tensor:
-        """int64 [num_documents]: row number of each real document."""
+        """Row number of each real document, int64 [num_documents]."""
         rows = torch.arange(len(self.input_ids), device=self.document_ids.device)[:, None].expand_as(self.document_ids)
         found = torch.zeros(len(self.document_lengths), dtype=torch.int64, device=self.document_ids.device)
         return found.index_copy(0, self.document_ids.flatten(), rows.flatten())[: self.num_documents]
 
     def with_reference(self, log_probabilities: torch.Tensor) -> Batch:
-        """Return a copy with `reference_log_probabilities`, float32 [num_documents]."""
+        """Return a copy of the batch with `reference_log_probabilities`, float32 [num_documents]."""
         if log_probabilities.shape != (self.num_documents,):
             raise ValueError(f"reference of shape {tuple(log_probabilities.shape)} for {self.num_documents} documents")
         return replace(self, reference_log_probabilities=log_probabilities)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return a copy on `device`."""
+        """Return a copy of the batch's tensors on `device`."""
         return _moved(self, device)
 
 

@@ -43,30 +43,37 @@ class MixturePart(StrictModel):
     dataset: DatasetReference
     weight: PositiveFp32 | None = Field(
         None,
-        description="Share, relative to the weights of the others; default for all: by their sizes (`mixing`).",
+        description="Weight of the dataset: its share relative to the others' weights; default for all: by "
+        "their sizes (`mixing`).",
     )
     max_epochs: PositiveFp32 | None = Field(
-        None, description="Most passes over its rows; a training that would do more is refused."
+        None, description="Most passes over the dataset's rows; a training that would do more is refused."
     )
-    split: SplitName | None = Field(None, description="As in `data`.")
-    evaluation_split: SplitName | None = Field(None, description="As in `data`.")
-    evaluation_fraction: float | None = Field(None, ge=0, lt=1, description="As in `data`.")
-    format: DataFormat | None = Field(None, description="As in `data`.")
-    columns: Annotated[dict[str, str] | None, AddedLater()] = Field(None, description="As in `data`.")
+    split: SplitName | None = Field(None, description="Split of this dataset, as `split` of `data`.")
+    evaluation_split: SplitName | None = Field(None, description="Held-out split of this dataset, as in `data`.")
+    evaluation_fraction: float | None = Field(
+        None, ge=0, lt=1, description="Share of this dataset held out, as in `data`."
+    )
+    format: DataFormat | None = Field(None, description="Format of this dataset's rows, as in `data`.")
+    columns: Annotated[dict[str, str] | None, AddedLater()] = Field(
+        None, description="New names of this dataset's columns, as in `data`."
+    )
     chat_template: OutsidePath | None = Field(
-        None, description="As in `data`; the trained model is used with that of `data`."
+        None, description="Chat template for this dataset, as in `data`; the trained model is used with that of `data`."
     )
-    train_on: Literal["assistant", "all"] | None = Field(None, description="As in `data`.")
+    train_on: Literal["assistant", "all"] | None = Field(
+        None, description="Tokens of this dataset that carry loss, as in `data`."
+    )
 
     @property
     def own(self) -> dict[str, object]:
-        """Fields set by this part for its own rows; a fraction that it holds out replaces a split that `data` names."""
+        """Fields that a mixture's part sets for its own rows; its `evaluation_fraction` replaces a named split."""
         said = {name: value for name, value in vars(self).items() if name not in OF_MIXTURE and value is not None}
         return {"evaluation_split": None, **said} if "evaluation_fraction" in said else said
 
 
 def same_datasets(names: Iterable[str], stages: Mapping[str, StageConfig]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of stages with the same dataset: the first, and each other one. Their rows would be there twice."""
+    """Yield pairs of a mixture's stages with one dataset, whose rows would occur twice: the first, and each other."""
     known: dict[str, str] = {}
     for name in names:
         first = known.setdefault(stages[name].model_dump_json(exclude={"execution"}), name)
@@ -79,14 +86,19 @@ class Mixing(StrictModel):
 
     strategy: Literal["interleave", "concat"] = Field(
         "interleave",
-        description="interleave: at any time each has the share that its weight says; one that ends begins again. "
-        "concat: all rows of all datasets once an epoch, shuffled together.",
+        description="Order of a mixture's rows. interleave: at any time each has the share that its weight "
+        "says; one that ends begins again. concat: all rows of all datasets once an epoch, shuffled "
+        "together.",
     )
     weight_by: Literal["rows", "tokens"] = Field(
-        "rows", description="Unit of weights, and of sizes where there are none: packed rows, or tokens in them."
+        "rows",
+        description="Unit of the datasets' weights, and of their sizes where there are none: packed rows, or "
+        "tokens in them.",
     )
     temperature: PositiveFp32 = Field(
-        1.0, description="Without weights, shares are proportional to the sizes to the power of 1/temperature."
+        1.0,
+        description="Temperature of mixing: without weights, shares are proportional to the sizes to the power "
+        "of 1/temperature.",
     )
 
 
@@ -122,28 +134,41 @@ def _as_date(value: object) -> object:
 class DataConfig(StrictModel):
     """Dataset or mixture that is learned from, and how its rows become tokens."""
 
-    dataset: DatasetReference | None = Field(None, description="Required, unless there are several (`datasets`).")
+    dataset: DatasetReference | None = Field(
+        None, description="Stage that makes the training dataset; required, unless there are several (`datasets`)."
+    )
     datasets: Annotated[tuple[MixturePart, ...], AddedLater()] = Field(
         (), description="Datasets of a mixture, instead of `dataset`."
     )
     mixing: Annotated[Mixing, AddedLater()] = Field(Mixing(), description="Rule by which `datasets` are mixed.")
-    split: SplitName = Field("train", description="Files of the dataset whose name or folder begins with this.")
-    evaluation_split: SplitName | None = Field(None, description="Held-out split; see also `evaluation_fraction`.")
-    evaluation_fraction: float = Field(0.0, ge=0, lt=1, description="Share of `split` held out when no split is named.")
-    format: DataFormat = Field("auto", description="auto: by the columns of the first row.")
+    split: SplitName = Field(
+        "train", description="Split to train on: files of the dataset whose name or folder begins with this."
+    )
+    evaluation_split: SplitName | None = Field(
+        None, description="Held-out split for evaluation; see also `evaluation_fraction`."
+    )
+    evaluation_fraction: float = Field(
+        0.0, ge=0, lt=1, description="Share of `split` held out for evaluation when no split is named."
+    )
+    format: DataFormat = Field(
+        "auto", description="Format of the dataset's rows; auto: by the columns of the first row."
+    )
     columns: Annotated[dict[str, str], AddedLater()] = Field(
         {},
-        description="Name in the rows → name that formats have, where they differ: `{question: query}`.",
+        description="New names of columns: name in the rows → name that formats have, where they differ: "
+        "`{question: query}`.",
     )
-    chat_template: OutsidePath | None = Field(None, description="Jinja file; default: the model's own template.")
+    chat_template: OutsidePath | None = Field(
+        None, description="Jinja file of the chat template; default: the model's own template."
+    )
     template_date: Annotated[date, BeforeValidator(_as_date), AddedLater()] = Field(
         DEFAULT_DATE, description="Date for templates that write the current one (`strftime_now`)."
     )
     train_on: Literal["assistant", "all"] = Field("assistant", description="Tokens that carry loss.")
     turns: Annotated[Literal["together", "separately"], AddedLater()] = Field(
         "together",
-        description="separately: where a template drops the thoughts of earlier turns, each turn is learned with its "
-        "thoughts, in a document that ends with it.",
+        description="Handling of earlier turns' thoughts. separately: where a template drops the thoughts of "
+        "earlier turns, each turn is learned with its thoughts, in a document that ends with it.",
     )
     special_tokens_in_content: Annotated[SpecialTokensPolicy, AddedLater()] = Field(
         "text",
@@ -155,16 +180,19 @@ class DataConfig(StrictModel):
     )
     packing: bool | Literal["cut"] = Field(
         True,
-        description="true: several documents in a row; attention does not cross their borders. cut: texts as "
-        "pre-training has them: one after the other, each ended by the end-of-text token, cut into full rows; "
-        "attention goes over the whole row, and what is left at the end is not learned.",
+        description="Packing of documents into rows. true: several documents in a row; attention does not cross "
+        "their borders. cut: texts as pre-training has them: one after the other, each ended by the "
+        "end-of-text token, cut into full rows; attention goes over the whole row, and what is left "
+        "at the end is not learned.",
     )
     over_long: Literal["truncate", "drop", "fail"] = Field(
         "fail", description="Treatment of documents longer than sequence_length."
     )
-    on_bad_rows: Literal["fail", "drop"] = Field("fail", description="drop: list bad rows and train without them.")
+    on_bad_rows: Literal["fail", "drop"] = Field(
+        "fail", description="Treatment of rows that cannot be learned from. drop: list bad rows and train without them."
+    )
     max_bad_row_fraction: float = Field(
-        0.01, ge=0, le=1, description="Largest share of dropped rows; more is an error."
+        0.01, ge=0, le=1, description="Largest share of bad rows that may be dropped; more is an error."
     )
 
     @property
@@ -183,12 +211,12 @@ class DataConfig(StrictModel):
 
     @property
     def is_mixture(self) -> bool:
-        """Return whether there are several datasets."""
+        """Return whether the training data is a mixture of several datasets."""
         return len(self.parts) > 1
 
     @property
     def names(self) -> list[str]:
-        """Names of the datasets: their stages, with the split where a stage is there twice."""
+        """Names of a mixture's datasets: their stages, with the split where a stage is there twice."""
         parts = list(self.parts.values())
         stages = [part.dataset_stage for part in parts]
         return [
@@ -212,7 +240,7 @@ class DataConfig(StrictModel):
                 )
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
-        """Yield each field without effect, given the other fields, and the reason."""
+        """Yield each data option without effect, given the other fields, and the reason."""
         if not self.datasets:
             yield "mixing", "there is one dataset (`datasets` names several)"
         elif self.mixing.strategy == "concat":

@@ -74,10 +74,10 @@ class DocumentTokenizer:
         self._content = SpecialTokens(self._backend, special_tokens_in_content)
         self._growth = Growth.of(self._backend)
         self.teaches_to_stop: bool | None = None
-        """True if the assistant's turns end with a special token; None before the first conversation was rendered."""
+        """True if the assistant's turns end with a special token, so a model learns to stop; None before the first."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process, which loads the template from the folder again."""
+        """Return the tokenizer's state for another process, which loads the template from the folder again."""
         return {name: value for name, value in vars(self).items() if name != "template"}
 
     @property
@@ -107,12 +107,12 @@ class DocumentTokenizer:
 
     @property
     def template_cpu_s(self) -> float:
-        """CPU time of the process that renders conversations, so far."""
+        """CPU time so far of the process that renders chat templates."""
         template = self.__dict__.get("template")
         return template.cpu_s if template else 0.0
 
     def render_rows(self, rows: Sequence[Sequence[Document]]) -> Iterator[list[tuple[Rendered, ...]] | RowError]:
-        """Yield the texts of each row by unit: a preference pair is one unit, each text of a conversation is another.
+        """Yield the rendered texts of each row by unit: a pair is one unit, each text of a conversation another.
 
         RowError: what is wrong with a row. Raises DataError for a missing or unsuitable chat template, at the row where
         it shows.
@@ -132,14 +132,14 @@ class DocumentTokenizer:
                 yield [tuple(text for (text,) in texts)] if len(row) > 1 else [(text,) for text in texts[0]]
 
     def render_units(self, documents: Sequence[Document]) -> list[tuple[Rendered, ...]]:
-        """Return the texts of one row, as `render_rows` does. Raises RowError and DataError."""
+        """Return the rendered texts of one row by unit. Raises RowError and DataError."""
         (units,) = self.render_rows([documents])
         if isinstance(units, RowError):
             raise units
         return units
 
     def render(self, document: Document) -> Rendered:
-        """Return the document as one text. Raises RowError, also when what is learned of it takes several, and
+        """Return the document rendered as one text. Raises RowError, also when its learned turns take several, and
         DataError for a missing or unsuitable chat template.
         """
         (outcome,) = self._rendered([(document, True)])
@@ -148,7 +148,7 @@ class DocumentTokenizer:
         return outcome[0]
 
     def take_notes(self) -> TokenizerNotes:
-        """Return and clear the notes collected while rendering."""
+        """Return and clear the notes collected while rendering documents."""
         template = self.__dict__.get("template")
         learns_turns = self._train_on == "assistant" and self.teaches_to_stop is not None
         notes = TokenizerNotes(
@@ -254,7 +254,7 @@ class DocumentTokenizer:
         return len(self._content.unshielded(text.text).encode())
 
     def _rendered(self, documents: Sequence[tuple[Document, bool]]) -> Iterator[tuple[Rendered, ...] | RowError]:
-        """Yield the texts of each document, or its fault; one text for documents with the mark True."""
+        """Yield the rendered texts of each document, or its fault; one text for documents with the mark True."""
         prepared = [self._prepared(document, as_one) for document, as_one in documents]
         asked = [ready for ready in prepared if isinstance(ready, _Asked)]
         answers = self.template.rendered([(ready.work, ready.conversation) for ready in asked]) if asked else iter(())
@@ -273,7 +273,7 @@ class DocumentTokenizer:
             yield outcome
 
     def _prepared(self, document: Document, as_one: bool) -> _Asked | tuple[Rendered] | RowError:
-        """Return the template's question for a conversation, the text of a plain document, or its fault."""
+        """Return the request to render a conversation, the text of a plain document, or the document's fault."""
         try:
             if isinstance(document, PlainText):
                 return (self._render_plain(self._unframed(document)),)
@@ -311,7 +311,7 @@ class DocumentTokenizer:
         return Rendered(text, ((begin, len(text)),), is_plain=True, is_shielded=shielded is not parts)
 
     def _unframed(self, text: PlainText) -> PlainText:
-        """Return the text without special tokens written around it that the tokenizer adds again."""
+        """Return a text without the special tokens written around it that the tokenizer adds again."""
         prompt, completion = text.prompt, text.completion
         begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token
         begins_so = self._tokenizer.bos_token_id in self._tokenizer.beginning
@@ -357,7 +357,7 @@ class Tokens:
         return len(self.ids)
 
     def cut(self, num_tokens: int) -> Tokens:
-        """Return the first `num_tokens` tokens."""
+        """Return a tokenized document cut to the first `num_tokens` tokens."""
         return Tokens(self.ids[:num_tokens], self.loss[:num_tokens])
 
 
@@ -377,7 +377,7 @@ class TokenizerNotes(StrictModel):
     learned_after_turns: str = ""
 
     def then(self, later: TokenizerNotes) -> TokenizerNotes:
-        """Return the notes of these documents and of later ones."""
+        """Return the notes of these documents joined with those of later ones."""
         first = self.teaches_to_stop
         return TokenizerNotes(
             teaches_to_stop=later.teaches_to_stop if first is None else first,
@@ -429,10 +429,10 @@ class SpecialTokens:
         self._in_texts = _any_of([content for content in contents if content not in THOUGHT_TAGS])
         self._real_or_shielded = re.compile(f"{_any_of(contents).pattern}|{PRIVATE.pattern}")
         self.counts: Counter[str] = Counter()
-        """Number of documents with each special token in their texts."""
+        """Number of documents that have each special token in their texts."""
 
     def shield(self, value: Any) -> Any:
-        """Return the value with special tokens shielded in its strings, at any depth; `value` itself if there are none.
+        """Return a value with special tokens shielded in its strings, at any depth; `value` itself if there are none.
 
         Raises RowError when the policy refuses special tokens.
         """
@@ -462,7 +462,7 @@ class SpecialTokens:
         return [numbers.get(number, number) for number in encoding.ids], encoding.offsets
 
     def unshielded(self, text: str) -> str:
-        """Return the text as people wrote it."""
+        """Return a text with its shielded special tokens restored, as people wrote it."""
         return PRIVATE.sub(_swap, text) if self.counts else text
 
     def warning(self, counts: Mapping[str, int]) -> str | None:

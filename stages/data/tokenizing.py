@@ -73,7 +73,7 @@ RENDERED_ROWS = 64
 PIECE_TOKENS = 1 << 22
 """Number of tokens after which a piece ends and another one begins."""
 RenderedRow = tuple[Place, list[tuple[Rendered, ...]], bool | None, float | None]
-"""Place of a row, its units as texts, label and margin."""
+"""Row rendered to text: its place in a file, its units, label and margin."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows
 
 
 class PartTokenizer:
-    """Tokenizer of one part after the other."""
+    """Tokenizer that turns the parts of a dataset into pieces, one part after the other."""
 
     def __init__(self, task: Tokenizing) -> None:
-        """Load the tokenizer. Raises ModelError for a folder without a usable one."""
+        """Load the tokenizer of the model folder. Raises ModelError for a folder without a usable one."""
         config = task.config
         self._task = task
         self._reader = task.reader
@@ -128,7 +128,7 @@ class PartTokenizer:
         self._answers = AnswerCheck(self.tokenizer.special_tokens, size)
 
     def pieces(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[Piece]:
-        """Yield the pieces of a part; the last one has the number of those before it. `rows` are those of `part`."""
+        """Yield the tokenized pieces of a part with these `rows`; the last piece has the number of those before."""
         self._begin()
         num_earlier = 0
         for chunk in _chunks(self._rendered(part, rows)):
@@ -165,7 +165,7 @@ class PartTokenizer:
         self.tokenizer.take_notes()
 
     def _rendered(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[RenderedRow]:
-        """Yield place and units, as text, of each good row."""
+        """Yield place and units, rendered to text, of each good row."""
         selected = iter(self._task.portion.select(rows))
         while batch := list(islice(selected, RENDERED_ROWS)):
             read = [self._read(row) for row in batch]
@@ -208,7 +208,7 @@ class PartTokenizer:
         return self.tokenizer.tool_prompt(document.before(turns[-1]), learned.ids.tolist()) if turns else None
 
     def _fit(self, units: list[Unit], place: Place) -> None:
-        """Fit a row's units and keep them. A unit that teaches nothing makes the row a bad one."""
+        """Fit a row's units into packed rows and keep them. A unit that teaches nothing makes the row a bad one."""
         piece = self._found
         piece.num_tokenized_rows += 1
         kept = []
@@ -250,7 +250,7 @@ class PartTokenizer:
 
 @dataclass
 class _Found:
-    """Counts and units of the current piece."""
+    """Counts and units of the piece of tokenized data that is being filled."""
 
     over_long: OverLong
     bad_rows: list[tuple[Place, str]] = field(default_factory=list)
@@ -325,7 +325,7 @@ class Piece:
     digests: NDArray[np.uint64]
     swapped: NDArray[np.uint64]
     numbers: NDArray[np.uint64]
-    """The three arrays are those of `RowDigests`."""
+    """Digests of the rows in a piece, with their numbers: the three arrays of `RowDigests`."""
 
     @classmethod
     def of(cls, notes: PieceNotes, units: Units, rows: RowDigests) -> Piece:
@@ -349,7 +349,7 @@ class PieceStore:
         self._folder = folder
 
     def __contains__(self, key: str) -> bool:
-        """Return whether all pieces of a part are there and intact."""
+        """Return whether all tokenized pieces of a part are stored and intact."""
         try:
             for _ in self.read(key):
                 pass
@@ -358,16 +358,16 @@ class PieceStore:
         return True
 
     def has_written(self, key: str) -> bool:
-        """Return whether all pieces of a part were written, damaged or not."""
+        """Return whether all tokenized pieces of a part were written, damaged or not."""
         return self._path(key).is_file()
 
     def write(self, key: str, pieces: Iterator[Piece]) -> None:
-        """Write the pieces of a part, at least one. The last one is written last, and makes the part complete."""
+        """Write the tokenized pieces of a part, at least one. Writing the last one makes the part complete."""
         for number, piece in enumerate(pieces):
             self._write(f"{key}-{number}" if piece.notes.num_earlier is None else key, piece)
 
     def read(self, key: str) -> Iterator[Piece]:
-        """Yield the pieces of a part. Raises DataError for one that holds other bytes than were written."""
+        """Yield the tokenized pieces of a part. Raises DataError for one that holds other bytes than were written."""
         last = self._read(key)
         yield from (self._read(f"{key}-{number}") for number in range(last.notes.num_earlier or 0))
         yield last
@@ -384,7 +384,7 @@ class PieceStore:
         write_atomically(self._path(name), save(there, metadata=metadata))
 
     def _read(self, name: str) -> Piece:
-        """Read a piece. Raises DataError if it holds other bytes than were written, OSError if it is missing."""
+        """Read a tokenized piece. Raises DataError for other bytes than were written, OSError if it is missing."""
         from safetensors import SafetensorError, safe_open
 
         path = self._path(name)

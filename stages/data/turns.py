@@ -30,7 +30,7 @@ from functools import cache
 from stages.data.messages import THOUGHTS, Message, RowError, Span, listed
 
 Write = Callable[..., str]
-"""Function (messages, add_generation_prompt, **variables of the template) → text. Raises RowError."""
+"""Function that renders a chat template: (messages, add_generation_prompt, **variables) → text. Raises RowError."""
 MAX_MESSAGES = 1 << 21
 """Largest number of messages rendered for one conversation: a thousand turns, and ten seconds on a usual core."""
 MAX_KEPT_CHARACTERS = 1 << 26
@@ -43,7 +43,7 @@ PROBE = "qprobetext"
 """Text that is put after a message's content and looked for: a template may write the rest otherwise, but no shorter.
 """
 SWITCHES = ("enable_thinking", "thinking")
-"""Names in templates of the variable that asks for thoughts, or for none."""
+"""Names of the chat-template variable that switches a model's thoughts on or off."""
 
 
 class QuotingError(RowError):
@@ -71,7 +71,7 @@ class UnclearTurnsError(QuotingError):
 
 @dataclass(frozen=True)
 class Document:
-    """Text, with the spans of it that the assistant says and that are learned."""
+    """Rendered text, with the spans of it that the assistant says and that are learned."""
 
     text: str
     spans: tuple[Span, ...]
@@ -92,7 +92,7 @@ class Turns:
         together: bool,
         writes_think: bool,
     ) -> None:
-        """Take a conversation, and the function that renders it.
+        """Create the finder of turns for a conversation, with the function that renders it.
 
         - markers: all special tokens
         - name: the template's name in errors
@@ -134,7 +134,7 @@ class Turns:
         return documents
 
     def _as_last(self, number: int) -> _Turn:
-        """Return the turn in the text that ends with it.
+        """Return the assistant's turn in the text that ends with it.
 
         The text is as the template writes it by default, or when asked for thoughts, or for none, as the turn has some
         or not; or else the prompt, followed by the turn with its thoughts as models write them.
@@ -170,7 +170,7 @@ class Turns:
         return _Turn(before + text[len(start) :], len(before), {})
 
     def _shown_messages(self, turn: _Turn, last: int) -> list[Message]:
-        """Return the messages without thoughts that the text does not have, if it needs none of them.
+        """Return the messages without thoughts that a rendered text does not have, if it needs none of them.
 
         A template that drops the thoughts before the last question shows them in a beginning that ends before it.
         """
@@ -184,7 +184,7 @@ class Turns:
         return messages
 
     def _within(self, turn: _Turn, messages: list[Message], number: int) -> Span | None:
-        """Return the span of an earlier turn in the text of `turn`, if it reads there as it would as the last."""
+        """Return the span of an earlier turn in the text of `turn`, if it is rendered there as it is as the last."""
         before = self._write.beginning(messages, number, add_generation_prompt=True, **turn.variables)
         if not turn.text.startswith(before):
             return None
@@ -284,7 +284,7 @@ class Renderings:
         return self._write(list(messages), **options)
 
     def check(self, num_messages: int) -> None:
-        """Raise RowError when so many more messages are too many."""
+        """Raise RowError when rendering so many more messages would exceed the limit of a conversation."""
         if self._num_messages + num_messages > MAX_MESSAGES:
             raise RowError(
                 f"has {self._length:,} messages: to prove what the assistant says, each turn is rendered with all "
@@ -293,7 +293,7 @@ class Renderings:
             )
 
     def beginning(self, messages: Sequence[Message], number: int, **options: bool) -> str:
-        """Return the text of the first `number` messages, which must be the same in all calls if texts are kept."""
+        """Return the rendered text of the first `number` messages, the same in all calls if texts are kept."""
         key = (number, *options.items())
         text = self._kept.get(key) or self(messages[:number], **options)
         if key not in self._kept and len(text) <= self._may_keep:
@@ -304,7 +304,7 @@ class Renderings:
 
 @cache
 def _only(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern of white space and these special tokens alone, up to the end; a model may have thousands."""
+    """Return a pattern of white space and special tokens alone, up to the end; a model may have thousands."""
     return re.compile(rf"(?:\s|{'|'.join(map(re.escape, markers)) or '(?!)'})*\Z")
 
 

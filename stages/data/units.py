@@ -34,7 +34,7 @@ class Unit:
 
     documents: tuple[Tokens, ...]
     is_good: bool | None = None
-    """Label of a labelled answer."""
+    """Label of a labelled answer: True for a good one."""
     margin: float | None = None
     """Difference in quality between the chosen and the rejected answer of a pair."""
 
@@ -51,12 +51,12 @@ class OverLong:
     num_over_long: int = 0
     longest_tokens: int = 0
     named: list[tuple[Place, int]] = field(default_factory=list)
-    """Places and tokens of the first over-long rows."""
+    """Places and token counts of the first over-long rows, for messages."""
     num_kept: int = 0
     _last_place: Place | None = None
 
     def fit(self, unit: Unit, place: Place) -> Unit | None:
-        """Return the unit, its beginning, or None when it is left out."""
+        """Return a unit that fits into a packed row: itself, its beginning, or None when it is left out."""
         if len(unit) <= self.sequence_length:
             self.num_kept += 1
             return unit
@@ -69,14 +69,14 @@ class OverLong:
         return self._truncated(unit) if self.policy == "truncate" else None
 
     def add(self, other: OverLong) -> None:
-        """Add the counts of later rows."""
+        """Add the counts of over-long units in later rows."""
         self.num_over_long += other.num_over_long
         self.longest_tokens = max(self.longest_tokens, other.longest_tokens)
         self.named = [*self.named, *other.named][:NUM_NAMED]
         self.num_kept += other.num_kept
 
     def check(self, num_rows: int) -> str | None:
-        """Return a warning, once all rows were seen. Raises DataError when `policy` forbids over-long rows."""
+        """Return a warning about over-long rows, once all were seen. Raises DataError when `policy` forbids them."""
         if not self.num_over_long:
             return None
         problem = (
@@ -94,7 +94,7 @@ class OverLong:
         return f"{problem}: {'their ends were cut off' if self.policy == 'truncate' else 'they were left out'}"
 
     def _truncated(self, unit: Unit) -> Unit:
-        """Return the unit cut at its end; of a pair first the longer document: each keeps at least half a row."""
+        """Return a unit cut at its end; of a pair first the longer document: each keeps at least half a row."""
         lengths = [len(document) for document in unit.documents]
         share = self.sequence_length // len(lengths)
         spare = sum(max(0, share - length) for length in lengths)
@@ -114,7 +114,7 @@ class AnswerCheck:
     """Check of rows for answers without text, and for tokens that the model does not have."""
 
     def __init__(self, special_tokens: Sequence[str], vocabulary_size: int | None) -> None:
-        """Take the tokenizer's special tokens and the size of the model's vocabulary, None where it is unknown."""
+        """Create the check from the tokenizer's special tokens and the model's vocabulary size (None: unknown)."""
         written = [
             r"\s",
             INVISIBLE,
@@ -147,24 +147,24 @@ class Units:
     """Arrays of many units, one after the other; `len` counts units."""
 
     tokens: NDArray[np.int32]
-    """int32 [tokens] of all documents."""
+    """Token ids of all documents, int32 [tokens]."""
     loss: NDArray[np.bool_]
-    """bool [tokens]: whether the token is learned."""
+    """Loss mask, bool [tokens]: whether each token is learned."""
     document_lengths: NDArray[np.int64]
-    """int64 [documents]: number of tokens of each."""
+    """Number of tokens of each document, int64 [documents]."""
     num_documents: NDArray[np.int64]
-    """int64 [units]: number of documents of each."""
+    """Number of documents of each unit, int64 [units]."""
     labels: NDArray[np.bool_] | None = None
-    """bool [units]: labels, of labelled answers."""
+    """Labels of units that are labelled answers, bool [units]."""
     margins: NDArray[np.float32] | None = None
-    """float32 [units]: margins, of pairs that have them."""
+    """Margins of units that are pairs with a margin, float32 [units]."""
 
     def __len__(self) -> int:
         return len(self.num_documents)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """int64 [units]: number of tokens of each."""
+        """Number of tokens of each unit, int64 [units]."""
         # Both are one longer than their counts: where each document ends in tokens, and each unit in documents.
         ends = np.concatenate([[0], np.cumsum(self.document_lengths)])
         return np.diff(ends[np.concatenate([[0], np.cumsum(self.num_documents)])])
@@ -185,7 +185,7 @@ class Units:
 
     @classmethod
     def of(cls, units: Sequence[Unit], *, is_labelled: bool = False, has_margins: bool = False) -> Units:
-        """Return units as arrays. is_labelled: each has a label. has_margins: each has a margin."""
+        """Return a list of units as arrays. is_labelled: each has a label. has_margins: each has a margin."""
         documents = [document for unit in units for document in unit.documents]
         return cls(
             np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)]),
@@ -198,7 +198,7 @@ class Units:
 
     @classmethod
     def joined(cls, parts: Sequence[Units]) -> Units:
-        """Return several groups of units, at least one, as one. Either all have labels or margins, or none has."""
+        """Return several groups of units, at least one, joined. Either all have labels or margins, or none has."""
 
         def whole(name: str) -> Any:
             return None if getattr(parts[0], name) is None else np.concatenate([getattr(one, name) for one in parts])
@@ -207,7 +207,7 @@ class Units:
 
 
 def _ranges(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions of the elements of the groups in `order`; `lengths` has the sizes of all groups."""
+    """Return the positions of the elements of groups in the given `order`; `lengths` has the sizes of all groups."""
     starts = np.cumsum(lengths) - lengths
     wanted = lengths[order]
     # Distance from an element's place in the result to its place in the source: constant within a group.
@@ -248,7 +248,7 @@ def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
 
 
 def cut(texts: Iterable[Units], row_tokens: int) -> Iterator[PackedRows]:
-    """Yield rows of one document of exactly `row_tokens` tokens, all with loss; the rest at the end is left out."""
+    """Yield rows of one document of exactly `row_tokens` tokens, all with loss; tokens left at the end are dropped."""
     left = np.array([], np.int32)
     for batch in texts:
         tokens = np.concatenate([left, batch.tokens])
@@ -284,7 +284,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 
 
 def _first_beyond(batch: Units, begin: int, num_tokens: int) -> int:
-    """Return the end of the units from `begin` on that first reach this many tokens."""
+    """Return the end of the shortest run of units from `begin` on that has at least this many tokens."""
     ends = batch.lengths[begin:].cumsum()
     return begin + min(int(ends.searchsorted(num_tokens)) + 1, len(ends))
 

@@ -18,7 +18,7 @@ class KubernetesOptions(ClusterOptions):
 
     DESCRIBES_SERVERS: ClassVar[bool] = True
 
-    image: str | None = Field(None, description="Required: the pipeline's image, best with its digest.")
+    image: str | None = Field(None, description="Container image of the pipeline, best with its digest; required.")
     store_claim: KubernetesName = Field("llm-lifecycle-home", description="PersistentVolumeClaim of LIFECYCLE_HOME.")
     namespace: KubernetesName = Field("default", description="Namespace of the pods.")
     service_account: KubernetesName = Field(

@@ -37,7 +37,9 @@ class ClusterOptions(LauncherOptions):
     """Resources that a stage's job asks a cluster for."""
 
     gpus_per_node: PositiveInt | None = Field(None, description="GPUs on each node.")
-    cpus_per_node: PositiveInt | None = Field(None, description="Default: threads × processes of a node.")
+    cpus_per_node: PositiveInt | None = Field(
+        None, description="CPUs on each node; default: threads × processes of a node."
+    )
     memory_gib_per_node: PositiveFloat | None = Field(None, description="Memory on each node.")
 
     def gpu_problem(self, wanted: int) -> str | None:

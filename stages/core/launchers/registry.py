@@ -33,7 +33,9 @@ else:
 class LauncherFields(StrictModel):
     """Launcher of a stage; `LauncherBlocks` adds a block of options for each launcher that has some."""
 
-    launcher: LauncherName = Field("local", description="Program that starts the processes.")
+    launcher: LauncherName = Field(
+        "local", description="Program that starts the stage's processes: on this machine or on a cluster."
+    )
 
     @property
     def is_local(self) -> bool:

@@ -16,7 +16,7 @@ OURS = frozenset(
         "wrap",
     }
 )
-"""Options of sbatch that the launcher sets itself or that would break it."""
+"""Options of sbatch that a recipe may not set: the launcher sets them itself, or they would break it."""
 
 
 def _check_option(option: str) -> str:
@@ -35,12 +35,17 @@ TimeLimit = Annotated[str, Field(pattern=r"^(\d+|\d+:\d\d|(\d+-)?\d+:\d\d:\d\d|\
 class SlurmOptions(ClusterOptions):
     """Resources of a stage's Slurm job; unset options have the cluster's defaults."""
 
-    partition: str | None = Field(None, description="As `sbatch --partition`.")
-    account: str | None = Field(None, description="As `sbatch --account`.")
+    partition: str | None = Field(None, description="Slurm partition, as `sbatch --partition`.")
+    account: str | None = Field(None, description="Slurm account, as `sbatch --account`.")
     qos: str | None = Field(None, description="As `sbatch --qos`.")
     time_limit: TimeLimit | None = Field(
         None,
-        description="As Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS. A job that reaches it continues in another.",
+        description="Time limit of the Slurm job: minutes, HH:MM:SS or "
+        "D-HH:MM:SS. A job that reaches it continues in another.",
     )
-    warning_s: PositiveInt = Field(60, description="Seconds before its time limit at which a job is asked to end.")
-    options: list[SbatchOption] = Field(default_factory=list, description="Further options, as in --constraint=h100.")
+    warning_s: PositiveInt = Field(
+        60, description="Seconds before its time limit at which a Slurm job is asked to end."
+    )
+    options: list[SbatchOption] = Field(
+        default_factory=list, description="Further options of sbatch, as in --constraint=h100."
+    )
