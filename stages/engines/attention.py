@@ -84,16 +84,16 @@ def _run(decoder: Any, batch: Batch, **options: Any) -> tuple[Any, Callable[[Ten
 
 @dataclass(frozen=True)
 class Scoring:
-    """Options of an attention layer's weights."""
+    """Options of attention scores: window, soft cap and sinks."""
 
     scaling: float | None
     dropout: float
     window_tokens: int | None
-    """Tokens that a token sees, itself included; None: all before it."""
+    """Tokens that a token attends to, itself included; None: all before it."""
     softcap: float | None
-    """Scores become softcap × tanh(score / softcap) (Gemma 2)."""
+    """Soft cap of attention scores, which become softcap × tanh(score / softcap) (Gemma 2)."""
     sinks: Tensor | None
-    """[heads]: scores of an absent token, which take a share of the weights (gpt-oss)."""
+    """Attention sinks, [heads]: scores of an absent token, which take a share of the weights (gpt-oss)."""
 
 
 @torch.compiler.disable  # the lengths differ from batch to batch: compiled, every batch would be compiled again
@@ -213,12 +213,12 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scor
 
 
 def _causal_mask(length: int, window_tokens: int, device: torch.device) -> Tensor:
-    """Return bool [length, length]: whether the token of the row sees the token of the column."""
+    """Return the causal mask, bool [length, length]: whether the token of the row sees the token of the column."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window_tokens)
 
 
 def _model_class(model_config: Any) -> Any:
-    """Return the causal language model's class of this config; None for code that came with the model."""
+    """Return the class of causal language models with this config; None for code that came with the model."""
     if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]

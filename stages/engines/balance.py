@@ -33,7 +33,7 @@ def row_balance(
     num_rows: int,
     add_up: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> Tensor:
-    """Return the sum over one layer's tokens of their row's loss: a scalar, differentiable by probabilities.
+    """Return the balancing loss of one layer's tokens, summed by row: a scalar, differentiable by probabilities.
 
     probabilities: float32 [tokens, experts].
     is_chosen: bool [tokens, experts].
@@ -52,7 +52,7 @@ def row_balance(
 
 
 def balance_of_logits(logits: Tensor, rows: Tensor, experts_per_token: int) -> Tensor:
-    """Return `row_balance` of router logits [rows, sequence, experts]; `rows` is int64 [rows, sequence]."""
+    """Return the balancing loss of router logits [rows, sequence, experts]; `rows` is int64 [rows, sequence]."""
     probabilities = logits.flatten(0, 1).float().softmax(1)
     chosen = probabilities.topk(experts_per_token).indices
     is_chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, chosen, True)

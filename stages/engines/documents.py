@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 LEAST_FILL = 0.8
-"""Shortest over longest document of a bucket: a compromise between padding and the number of kernel calls."""
+"""Least allowed ratio of shortest to longest document in a bucket: a compromise of padding and kernel calls."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Bucket:
 
     @property
     def end(self) -> int:
-        """Slot after the last one."""
+        """Number of the slot after the bucket's last one."""
         return self.start + self.num_documents * self.length
 
 
@@ -46,12 +46,12 @@ class PackedDocuments:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document."""
+        """Number of tokens of the longest packed document."""
         return max(self.lengths)
 
     @cached_property
     def boundaries(self) -> Tensor:
-        """int32 [documents + 1]: start of each document in the flattened rows, and the end of the last."""
+        """Document boundaries, int32 [documents + 1]: start of each in the flattened rows, and the end of the last."""
         lengths = torch.tensor((0, *self.lengths), dtype=torch.int32)
         return lengths.cumsum(0, dtype=torch.int32).to(self.device)
 
@@ -69,12 +69,12 @@ class PackedDocuments:
 
     @property
     def num_slots(self) -> int:
-        """Tokens of all buckets, padding included."""
+        """Number of slots of all buckets of padded documents, padding included."""
         return self.buckets[-1].end
 
     @cached_property
     def slots(self) -> Tensor:
-        """int64 [tokens]: the slot of each token of the flattened rows."""
+        """Slot of each token of the flattened rows among the padded documents, int64 [tokens]."""
         padded_lengths = [bucket.length for bucket in self.buckets for _ in range(bucket.num_documents)]
         lengths = torch.tensor(self.lengths)
         longest_first = lengths.argsort(descending=True, stable=True)
@@ -86,12 +86,12 @@ class PackedDocuments:
 
 
 def pad_documents(tokens: Tensor, documents: PackedDocuments) -> Tensor:
-    """Move [tokens, …] to their slots [slots, …]; padding is zeros. Differentiable."""
+    """Move values of tokens, [tokens, …], to their padded slots, [slots, …]; padding is zeros. Differentiable."""
     return _Pad.apply(tokens, documents.slots, documents.num_slots)
 
 
 def unpad_documents(padded: Tensor, documents: PackedDocuments) -> Tensor:
-    """Move [slots, …] back to [tokens, …]; padding is dropped. Differentiable."""
+    """Move values of padded slots, [slots, …], back to [tokens, …]; padding is dropped. Differentiable."""
     return _Unpad.apply(padded, documents.slots, documents.num_slots)
 
 

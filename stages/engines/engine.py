@@ -23,7 +23,7 @@ from stages.models.flops import ModelFlops
 
 @dataclass(frozen=True)
 class LossMeans:
-    """A loss and its metrics, means over a global batch."""
+    """Loss and its metrics, as means over a global batch."""
 
     loss: float
     metrics: dict[str, float]
@@ -35,7 +35,7 @@ class StepOutcome(LossMeans):
 
     grad_norm: float
     measured: dict[str, float] = field(default_factory=dict)
-    """Metrics that only the engine can measure."""
+    """Metrics of a step that only the engine can measure."""
 
 
 class Engine(Protocol):
@@ -64,10 +64,10 @@ class Engine(Protocol):
         """Return loss and metrics without learning; every process passes equally many micro-batches."""
 
     def document_log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """Return float32 [num_documents] on the CPU, in nats: see `Batch.log_probabilities`. Forward only."""
+        """Return log-probabilities of documents in nats, float32 [num_documents] on the CPU. Forward only."""
 
     def target_log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """Return float32 [rows, sequence] on the CPU, in nats, 0 where there is no target. Forward only."""
+        """Return targets' log-probabilities in nats, float32 [rows, sequence] on the CPU; 0 elsewhere. Forward only."""
 
     def predictions(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the targets' log-probabilities and the likeliest tokens, on the CPU. Forward only.
@@ -92,7 +92,7 @@ class Engine(Protocol):
         """Start writing weights and optimizer state as of now; training may go on before the future is done."""
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, perhaps under another layout."""
+        """Restore the checkpoint that `save` wrote, perhaps under another layout."""
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -106,7 +106,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Free the model, so that another engine may be built; this one must not be used any more."""
+        """Free the model, so that another engine may be built; the closed engine must not be used any more."""
 
 
 def free_memory() -> None:

@@ -118,7 +118,7 @@ def write_model(
     carried: re.Pattern[str] | None = None,
     score: ScoreHead | None = None,
 ) -> None:
-    """Write `folder` from weights that have the names of the original files.
+    """Write a Hugging Face model folder from weights that have the names of the original files.
 
     Weights that are `tied` may be missing. Weights of `source` whose names match `carried`, and which are not written,
     are copied as they are. Each weight is written in its dtype; `dtype` is that of most, which the config names.
@@ -174,18 +174,18 @@ class _ShardWriter:
 
     @property
     def names(self) -> set[str]:
-        """Names of all weights so far."""
+        """Names of all weights written so far."""
         return {*self._pending, *(name for shard in self._shards for name in shard)}
 
     def add(self, name: str, weight: Tensor) -> None:
-        """Take a CPU tensor; may write a shard."""
+        """Add a CPU tensor to the shards; may write a shard."""
         if self._pending and self._pending_bytes + weight.nbytes > MAX_SHARD_BYTES:
             self._write_shard()
         self._pending[name] = weight
         self._pending_bytes += weight.nbytes
 
     def finish(self) -> None:
-        """Write what is pending, name the shards `model-00001-of-0000N` and index them."""
+        """Write pending weights, name the shards `model-00001-of-0000N` and index them."""
         self._write_shard()
         for index in range(len(self._shards)):
             follow_file_mask(self._part(index))
@@ -235,7 +235,7 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _originals(
     causal_lm: Any, named_weights: Iterable[tuple[str, Tensor]], source: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights with the names and shapes of the files, which may be of the model without its head (GPT-2)."""
+    """Yield weights by the names and shapes of the original files, which may lack the model's head (GPT-2)."""
     names, prefix = weight_shapes(source).keys(), f"{causal_lm.base_model_prefix}."
     for group in _groups(named_weights):
         for name, weight in revert_weight_conversion(causal_lm, group).items():
@@ -243,7 +243,7 @@ def _originals(
 
 
 def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of one layer together: weights that Transformers fused on loading are always of one layer."""
+    """Yield weights grouped by layer: weights that Transformers fused on loading are always of one layer."""
     group: dict[str, Tensor] = {}
     current: str | None = None
     for name, weight in named_weights:

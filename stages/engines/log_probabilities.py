@@ -80,12 +80,12 @@ def likeliest_tokens(
 
 
 def _positions(targets: Tensor) -> Tensor:
-    """Return the positions that have a target, in the flattened rows: int64 [positions]."""
+    """Return the positions of flattened rows that have a target: int64 [positions]."""
     return (targets.reshape(-1) != IGNORED).nonzero().squeeze(1)
 
 
 def logits_transform(model_config: Any) -> LogitsTransform | None:
-    """Return what a model of this config does to the logits after its head, or None.
+    """Return the transform that a model of this config applies to the logits of its head, or None.
 
     Soft-capping (Gemma: cap × tanh(logits / cap)) and constant scales (Cohere, Granite, Falcon-H1).
     """
@@ -97,7 +97,7 @@ def logits_transform(model_config: Any) -> LogitsTransform | None:
 
 
 def tempered(transform: LogitsTransform | None, temperature: float) -> LogitsTransform | None:
-    """Return `transform` followed by a division by the temperature."""
+    """Return a logits transform followed by a division by the temperature."""
     if temperature == 1:
         return transform
     return lambda logits: (transform(logits) if transform else logits) / temperature
@@ -115,7 +115,7 @@ def _logits_scale(model_config: Any) -> float:
 
 
 class _LogProbabilities(torch.autograd.Function):
-    """Gather the selected rows, log-softmax over the head's output, scatter.
+    """Autograd function for log-probabilities: gather the selected rows, log-softmax over the head's output, scatter.
 
     `targets` is int64 [positions, number]. With z = transform(W h + b) and p = softmax(z):
     d log p[target] / dz = onehot(target) - p.
@@ -201,7 +201,7 @@ def _output_gradient(
 
 
 def _softmax_gradient(log_softmax: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
-    """Return Σ gradient × (onehot(target) - softmax), over the targets of a position."""
+    """Return the gradient of log-probabilities by logits: Σ gradient × (onehot(target) - softmax) over targets."""
     result = log_softmax.exp().mul_(-gradient.sum(1, keepdim=True))
     return result.scatter_add_(1, targets, gradient)
 

@@ -20,25 +20,25 @@ from stages.data.batch import Batch
 from stages.parallel.accelerator import in_float64
 
 Counts = dict[str, int]
-"""Kind of thing → number of them in a micro-batch."""
+"""Kind of thing (such as tokens or pairs) → number of them in a micro-batch."""
 Totals = Mapping[str, float]
-"""Kind of thing → number of them in a global batch."""
+"""Kind of thing (such as tokens or pairs) → number of them in a global batch."""
 Parts = tuple[Tensor, dict[str, Tensor]]
-"""(part of the loss, differentiable; parts of the metrics by name)"""
+"""A micro-batch's parts of a global mean: (part of the loss, differentiable; parts of the metrics by name)"""
 
 
 class Loss(Protocol):
-    """A function to minimise."""
+    """Protocol of a loss function to minimise."""
 
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Names of the metrics beside the loss, in their order; processes without the loss need their number."""
 
     def counts(self, batch: Batch) -> Counts:
-        """Return the number of things of each kind that a term is a mean over; all kinds, always."""
+        """Return the number of things of each kind that a loss term is a mean over; all kinds, always."""
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Return the micro-batch's parts of the means.
+        """Return the micro-batch's parts of the loss and its metrics.
 
         `token_log_probabilities` is float32 [rows, sequence], 0 where there is no target; of a batch with k candidates
         [rows, sequence, 1 + k], the target's first. A metric that is a mean over nothing is NaN, and not logged.
@@ -54,7 +54,7 @@ def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tens
 
 
 def stacked(parts: Parts) -> Tensor:
-    """Return the parts detached as float64 [1 + number of metrics], so that they can be added up."""
+    """Return the parts of loss and metrics, detached, as float64 [1 + number of metrics], to be added up."""
     loss, metrics = parts
     return in_float64(torch.stack([loss.detach(), *metrics.values()]))
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from stages.models.facts import rotates_by_length
 
 LENGTH_FIELDS = ("max_position_embeddings", "original_max_position_embeddings")
-"""Fields of configs and of their `rope_parameters` with a length."""
+"""Fields of configs and of their `rope_parameters` that hold a length."""
 
 Angles = tuple[Tensor, Tensor]
-"""Cosines and sines, [rows, sequence, width]."""
+"""Cosines and sines of rotary positions, [rows, sequence, width]."""
 
 
 def rotate_by_document(decoder: nn.Module) -> None:
@@ -41,7 +41,7 @@ def rotates_by_document_length(decoder: nn.Module) -> bool:
 
 @contextmanager
 def long_from(decoder: nn.Module, num_tokens: int) -> Iterator[None]:
-    """Treat texts of more than `num_tokens` as long ones in this context, so that a short probe tests their angles.
+    """Treat texts of more than `num_tokens` as long ones in this context: a short probe tests their rotary angles.
 
     The last text in the context must be a short one, which leaves the frequencies as they were.
     """
@@ -76,7 +76,7 @@ def _rope_types(module: nn.Module) -> list[str]:
 def _by_document(
     forward: Callable[..., Angles], like: Tensor, position_ids: Tensor, *kind: Any, **kinds: Any
 ) -> Angles:
-    """Return the angles for `position_ids` [rows, sequence].
+    """Return the rotary angles for `position_ids` [rows, sequence], document by document.
 
     `kind` is the kind of the layers that ask, where there are several.
     """

@@ -15,10 +15,10 @@ Fp8Recipe = Literal["tensorwise", "rowwise"]
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """AdamW (Loshchilov and Hutter 2019)."""
+    """Settings of AdamW (Loshchilov and Hutter 2019)."""
 
     learning_rate: float
-    """Initial learning rate; every step is given its own."""
+    """Initial learning rate; every step overrides it."""
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
@@ -29,7 +29,7 @@ class AdamSettings:
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """Muon (Jordan et al. 2024) for matrices, beside AdamW for the rest. Fields are those of `torch.optim.Muon`."""
+    """Settings of Muon (Jordan et al. 2024) for matrices, beside AdamW for the rest, as in `torch.optim.Muon`."""
 
     momentum: float = 0.95
     nesterov: bool = True
@@ -59,7 +59,7 @@ class MoeSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of an engine."""
+    """Settings of a training engine."""
 
     layout: Layout
     precision: Precision
@@ -70,9 +70,9 @@ class EngineSettings:
     trust_remote_code: bool = False
     """True if code that came with the model may be run."""
     adapter: AdapterConfig | None = None
-    """Low-rank weights that learn beside the frozen model; None: the whole model learns."""
+    """Low-rank adapter that learns beside the frozen model; None: the whole model learns."""
     has_score_head: bool = False
-    """True if the model gives one number a document (fsdp) instead of probabilities of tokens."""
+    """True if the model gives one score a document (fsdp) instead of probabilities of tokens."""
     muon: MuonSettings | None = None
     """Muon's settings; None: AdamW alone."""
     moe: MoeSettings = MoeSettings()

@@ -23,11 +23,11 @@ from stages.models.loading import load_model
 from stages.models.recorded import Predicted, RecordedDocument
 
 CHUNK_LOGITS = 2**25
-"""fp32 logits in memory at a time: 128 MiB."""
+"""Bytes of fp32 logits in memory at a time: 128 MiB."""
 
 
 class StreamedModel:
-    """Causal language model that stays in its files."""
+    """Causal language model whose weights stay in its files, read module by module."""
 
     def __init__(self, folder: Path, scratch: Path, *, trust_remote_code: bool) -> None:
         """Open the model in `folder`; scratch: for weights whose stored form cannot be computed with.
@@ -48,7 +48,7 @@ class StreamedModel:
         self._transform: LogitsTransform | None = logits_transform(self.causal_lm.config)
 
     def ordered(self, adapter_layers: set[str]) -> list[str]:
-        """Return the adapted layers in the order of the model. Raises ModelError for layers that it lacks."""
+        """Return the adapted layers in the order of the model. Raises ModelError for layers that the model lacks."""
         ordered = [name for name, _ in self.causal_lm.named_modules() if name in adapter_layers]
         if lost := sorted(adapter_layers - set(ordered)):
             raise ModelError(
@@ -58,7 +58,7 @@ class StreamedModel:
         return ordered
 
     def put_beside(self, adapter: Adapter) -> None:
-        """Add the adapter: each adapted layer gives W x + scaling B A x."""
+        """Put an adapter beside the streamed model: each adapted layer gives W x + scaling B A x."""
         for layer in self.ordered(set(adapter.factors)):
             self.causal_lm.get_submodule(layer).register_forward_hook(partial(_add, adapter, layer))
 
@@ -96,7 +96,7 @@ class StreamedModel:
 
     @torch.no_grad()
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """Return fp32 [tokens, vocabulary]."""
+        """Return log-probabilities of all tokens of the vocabulary, fp32 [tokens, vocabulary]."""
         logits = self.causal_lm.get_output_embeddings()(hidden).float()
         return (self._transform(logits) if self._transform else logits).log_softmax(1)
 

@@ -31,10 +31,10 @@ class WeightFiles:
         self._stack.close()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name → shape of all tensors."""
+        """Return name → shape of all tensors in the weight files."""
         return {name: tuple(tensor.get_shape()) for name, tensor in self._slices.items()}
 
     def read(self, name: str, *index: slice) -> Tensor:
-        """Return the part of a tensor that `index` selects; without an index, all of it."""
+        """Return the part of a stored tensor that `index` selects; without an index, all of it."""
         found: Tensor = self._slices[name][index or ...]
         return found

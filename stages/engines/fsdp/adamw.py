@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from stages.engines.settings import LowPrecisionSettings
 
 CHUNK = 2**20
-"""Elements that are updated at a time, each with some 100 bytes of intermediate results."""
+"""Elements that the optimizer updates at a time, each with some 100 bytes of intermediate results."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -36,7 +36,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         seed: int,
         **adamw: Any,
     ) -> None:
-        """Build the optimizer; names: of all parameters; adamw: arguments of `torch.optim.AdamW`."""
+        """Build the AdamW optimizer; names: of all parameters; adamw: arguments of `torch.optim.AdamW`."""
         super().__init__(groups, **adamw)
         self._names = names
         self._dtypes = {
@@ -54,7 +54,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                     self._update(parameter, parameter.grad, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state, and keep the moments' dtypes, which torch casts to their weight's dtype."""
+        """Load the optimizer's state, and keep the moments' dtypes, which torch casts to their weight's dtype."""
         super().load_state_dict(state_dict)
         loaded = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -86,7 +86,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 def _moved(
     gradient: Tensor, weight: Tensor, mean: Tensor, mean_square: Tensor, *, step: int, group: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weight and moments after a step, all fp32 [elements]."""
+    """Return weight and moments after a step of AdamW, all fp32 [elements]."""
     (beta1, beta2), rate = group["betas"], group["lr"]
     mean = mean.lerp(gradient, 1 - beta1)
     mean_square = mean_square.mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
@@ -96,7 +96,7 @@ def _moved(
 
 
 def rounded_at_random(values: Tensor, bits: Tensor) -> Tensor:
-    """Round fp32 stochastically to bf16's values: the neighbour below, or above where 16 random bits carry.
+    """Round fp32 stochastically to bf16: down, or up where adding 16 random bits carries.
 
     Values that bf16 can hold stay.
     """
@@ -104,7 +104,7 @@ def rounded_at_random(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def random_bits(places: Tensor, key: int) -> Tensor:
-    """Return int32 [elements] with 16 random bits each.
+    """Return random int32 [elements], 16 bits each, for stochastic rounding.
 
     They are a hash of places (int64) and a 32-bit key (Wellons's `lowbias32`).
     """

@@ -145,30 +145,30 @@ class FsdpEngine:
         return LossMeans(*means(self._all_reduce(torch.stack(added_up).sum(0)), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
-        """Run one forward pass."""
+        """Return log-probabilities of documents, from one forward pass."""
         on_device = batch.to(self.device)
         return on_device.log_probabilities(self._forward_only(on_device)).cpu()
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
-        """Run one forward pass."""
+        """Return log-probabilities of targets, from one forward pass."""
         return self._forward_only(batch.to(self.device)).cpu()
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Run two forward passes."""
+        """Return the targets' log-probabilities and the likeliest tokens, from two forward passes."""
         on_device = batch.to(self.device)
         return self._forward_only(on_device).cpu(), self._forward_only(on_device, greedy=True).cpu()
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-        """Run one forward pass."""
+        """Return the likeliest tokens at each target, from one forward pass."""
         tokens, values = self._forward_only(batch.to(self.device), num_likeliest=number).cpu().unbind(2)
         return tokens.long(), values
 
     def sum_over_data(self, values: Tensor) -> Tensor:
-        """Sum by one all-reduce."""
+        """Sum values over all data-parallel shares by one all-reduce."""
         return (self._all_reduce(values.to(self.device)) if self.data_parallel_size > 1 else values).cpu()
 
     def broadcast_from_rank0(self, value: float) -> float:
-        """Send one number by a broadcast."""
+        """Send one number from rank 0 to every process by a broadcast."""
         if self.num_devices == 1:
             return value
         holder = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -176,7 +176,7 @@ class FsdpEngine:
         return holder.item()
 
     def save(self, folder: Path) -> Future[None]:
-        """Save with torch.distributed.checkpoint, from a copy in host memory."""
+        """Save a checkpoint with torch.distributed.checkpoint, from a copy in host memory."""
         return self._state.save(folder)
 
     def load(self, folder: Path) -> None:
@@ -193,7 +193,7 @@ class FsdpEngine:
         )
 
     def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
-        """Gather one weight at a time; rank 0 writes."""
+        """Export the model by gathering one weight at a time; rank 0 writes."""
         if self._adapter:
             from stages.adapters.check import loading_problem
 
@@ -217,12 +217,12 @@ class FsdpEngine:
         return []
 
     def close(self) -> None:
-        """Free weights and gradients; a process group holds nothing of a model."""
+        """Free the model's weights and gradients; process groups hold no part of a model."""
         del self._model, self._optimizer, self._parameters, self._state
         free_memory()
 
     def _start_model(self, adapter: AdapterConfig | None) -> tuple[TargetLogProbabilities, ModelFiles | None]:
-        """Return the model, and its files where every process reads its shards later.
+        """Return the model to train, and its files where every process reads its shards later.
 
         Without files the weights are on rank 0: with one process, and where an adapter is made of whole weights.
         """
@@ -240,7 +240,7 @@ class FsdpEngine:
             check_sharded(self._model, twin, layout, self._mesh, self.device)
 
     def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
-        """Add the adapter, before the model is sharded; what it takes out of the base is kept for the export."""
+        """Add the adapter, before the model is sharded; keep for the export what it takes out of the base."""
         # PEFT takes half a second to import: only where there is an adapter.
         from stages.adapters.lora import add_adapter, changed_weights, factors_of, go_on_with, merge_into, read_start
 
@@ -280,7 +280,7 @@ class FsdpEngine:
         self._optimizer.step()
 
     def _grad_norm(self) -> float:
-        """Return the Euclidean norm over all parameters, of which every process of a shard group holds a part."""
+        """Return the Euclidean norm of all gradients, of which every process of a shard group holds a part."""
         norms = torch._foreach_norm(self._local_gradients(), 2.0, torch.float32)  # gradients may be bf16: sum in fp32
         squared = torch.stack(norms).square().sum().to(self.device)
         if self._mesh.size() > 1:

@@ -31,13 +31,13 @@ from stages.models.loading import model_without_weights
 
 @dataclass(frozen=True)
 class InputRows:
-    """Micro-batches, on the CPU, each with at least `adapter.highest_rank` learned tokens; file: keeps the result."""
+    """Micro-batches for EVA, on the CPU, each with at least `adapter.highest_rank` learned tokens; file: of results."""
 
     batches: Sequence[Batch]
     file: Path
 
     def described(self) -> str:
-        """Return a sentence with the number of directions found."""
+        """Return a sentence with the number of directions that EVA found."""
         ranks = [len(one) for one in load_file(self.file).values()]
         without = f"; {ranks.count(0)} explain too little, and have no adapter" if 0 in ranks else ""
         return (
@@ -49,7 +49,7 @@ class InputRows:
 def start_directions(
     model: TargetLogProbabilities, config: AdapterConfig, rows: InputRows, folder: Path, trust_remote_code: bool
 ) -> dict[str, Tensor]:
-    """Return layer → fp32 [rank, inputs], the start of its A; on ranks but 0 with undefined numbers. Collective.
+    """Return layer → fp32 [rank, inputs], the start of EVA's A; undefined numbers on ranks but 0. Collective.
 
     model: without an adapter, of the model folder `folder`. Raises ModelError for layers whose inputs PEFT cannot see.
     """
@@ -69,7 +69,7 @@ def start_directions(
 def most_varied(
     model: TargetLogProbabilities, config: AdapterConfig, layers: Sequence[str], batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """Find the directions of the learned tokens' inputs by PEFT, which repeats the batches until they converge."""
+    """Find the directions in which the learned tokens' inputs vary most, by PEFT, which repeats the batches."""
     decoder = decoder_of(model.causal_lm)
     lora = LoraConfig(
         r=config.rank,

@@ -35,7 +35,7 @@ from stages.models import loading
 from stages.models.loaded_weights import check_finite
 
 PROBE_LENGTHS = (12, 7)
-"""Tokens of the two documents of a probe."""
+"""Token counts of the two documents on which a loaded model's log-probabilities are checked."""
 PROBE_LONG_FROM = 8
 """Length of the first long text in a probe of length-dependent rotary frequencies: one document is long."""
 PROBE_TOLERANCE = 1e-3
@@ -57,7 +57,7 @@ class TargetLogProbabilities(nn.Module):
     def forward(
         self, batch: Batch, *, by_transformers: bool = False, balances_experts: bool = False, **wanted: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return `of_hidden` of the batch; `wanted` are its options.
+        """Return the log-probabilities of a batch's targets; `wanted` are the options of `of_hidden`.
 
         by_transformers: use Transformers' own attention and head, for a batch of one document.
         balances_experts: also return the loss that balances experts, a scalar: summed over tokens, mean over layers.
@@ -149,7 +149,7 @@ def decoder_of(causal_lm: Any) -> Any:
 
 
 def transformer_layers(causal_lm: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks, in order, which are gathered, recomputed and compiled one at a time."""
+    """Return the model's transformer layers in order, which are gathered, recomputed and compiled one at a time."""
     layers: list[nn.Module] = []
     todo: list[nn.Module] = [causal_lm]
     while todo:
@@ -181,7 +181,7 @@ def _named_errors(folder: Path) -> Iterator[None]:
 
 
 def _how_to_build(folder: Path, device: torch.device, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the config, and the arguments with which Transformers builds the model."""
+    """Return the model's config, and the arguments with which Transformers builds the model."""
     config = loading.load_config(folder, trust_remote_code=trust_remote_code)
     attention = prepare_attention(config, device)
     build = {"attn_implementation": attention, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
@@ -189,7 +189,7 @@ def _how_to_build(folder: Path, device: torch.device, trust_remote_code: bool) -
 
 
 def _with_undefined_weights(causal_lm: Any) -> Any:
-    """Move a model from `meta` to the CPU, where memory costs nothing before it is written.
+    """Move a model from `meta` to the CPU with undefined weights; memory costs nothing before it is written.
 
     Buffers that no file has are right.
     """
@@ -241,7 +241,7 @@ def check_log_probabilities(model: TargetLogProbabilities, device: torch.device)
 
 
 def _packed(documents: Sequence[Tensor]) -> Batch:
-    """Return one row in which every token but the first of each document is a target."""
+    """Return documents packed into one row in which every token but the first of each document is a target."""
     targets = torch.cat([functional.pad(document[1:], (0, 1), value=IGNORED) for document in documents])
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     lengths = [len(document) for document in documents]
@@ -250,7 +250,7 @@ def _packed(documents: Sequence[Tensor]) -> Batch:
 
 
 def _by_transformers(model: TargetLogProbabilities, document: Batch) -> Tensor:
-    """Return Transformers' log-probabilities, [tokens]."""
+    """Return the log-probabilities that Transformers alone computes, [tokens]."""
     causal_lm = model.causal_lm
     attn_implementation = causal_lm.config._attn_implementation
     causal_lm.set_attn_implementation("eager")

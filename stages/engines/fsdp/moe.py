@@ -10,7 +10,7 @@ from stages.core.errors import ModelError
 from stages.engines.settings import MoeSettings
 
 NAMES = ("gate", "router")
-"""Names that Transformers gives to the router beside `experts`."""
+"""Names that Transformers gives to the router module beside `experts`."""
 
 
 def routers_of(causal_lm: nn.Module) -> list[nn.Module]:
@@ -29,7 +29,7 @@ def freeze_routers(causal_lm: nn.Module) -> None:
 
 
 def check_mixture(causal_lm: Any, moe: MoeSettings) -> None:
-    """Raise ModelError when `moe` has options and the model has no routers, or none that they work on."""
+    """Raise ModelError when `moe` has options and the model has no routers, or none that the options work on."""
     if moe == MoeSettings():
         return
     name = type(causal_lm).__name__

@@ -28,7 +28,7 @@ class MuonAndAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], muon: MuonSettings, dtype: torch.dtype, **adamw: Any) -> None:
-        """Build both; dtype: of the iterations; adamw: arguments of `torch.optim.AdamW` for the other groups."""
+        """Build Muon and AdamW; dtype: of the iterations; adamw: arguments of `torch.optim.AdamW` for other groups."""
         super().__init__(groups, **adamw)
         self._muon = muon
         self._dtype = dtype

@@ -16,7 +16,7 @@ from stages.engines.settings import EngineSettings, LowPrecisionSettings
 from stages.models.loaded_weights import modules_kept_in_fp32
 
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-"""Patterns of undecayed names, as in `Trainer.get_decay_parameter_names`; a test compares the two."""
+"""Patterns of parameters without weight decay, as in `Trainer.get_decay_parameter_names`; a test compares both."""
 
 
 def decayed_parameters(causal_lm: nn.Module) -> set[str]:
@@ -51,7 +51,7 @@ def parameter_groups(
 
 
 def hold_in_bf16(causal_lm: nn.Module) -> None:
-    """Convert all weights to bf16, except those that the architecture keeps in fp32; before they are sharded."""
+    """Convert all weights to bf16 before sharding, except those that the architecture keeps in fp32."""
     kept = {id(one) for module in modules_kept_in_fp32(causal_lm, torch.bfloat16) for one in module.parameters()}
     for parameter in causal_lm.parameters():
         if id(parameter) not in kept:
@@ -59,7 +59,7 @@ def hold_in_bf16(causal_lm: nn.Module) -> None:
 
 
 def build_optimizer(causal_lm: Any, settings: EngineSettings, decayed: Collection[str] | None) -> torch.optim.AdamW:
-    """Build AdamW over all that learns, or Muon over the matrices of layers and AdamW over the rest.
+    """Build AdamW over all trainable parameters, or Muon over the matrices of layers and AdamW over the rest.
 
     decayed: see `parameter_groups`; it is computed before FSDP2 gives the modules other classes.
     """

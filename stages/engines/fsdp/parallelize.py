@@ -1,4 +1,4 @@
-"""Application of a layout to a model: recomputation, compilation and FSDP2 layer by layer, then the weights."""
+"""Parallelization of a model by a layout: recomputation, compilation and FSDP2 layer by layer, then the weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AllToAllReduceScatter:
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new buffer: a reduction may outlive the layer that asked for it."""
+        """Return a new communication buffer: a reduction may outlive the layer that asked for it."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -38,7 +38,7 @@ class AllToAllReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Sum `input_tensor` [processes × n] over processes; `output_tensor` [n] gets this one's part."""
+        """Reduce-scatter `input_tensor` [processes × n] over processes; `output_tensor` [n] gets this one's part."""
         assert op == dist.ReduceOp.SUM, op
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
@@ -69,7 +69,7 @@ def data_parallel_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Apply `layout` in place. Afterwards parameters are DTensors on `mesh`, with the weights that rank 0 had.
+    """Apply a parallel `layout` in place. Afterwards parameters are DTensors on `mesh`, with rank 0's weights.
 
     Parameters on `meta` stay there; `shards.py` fills them.
     """
@@ -130,7 +130,7 @@ def apply_fsdp(
 
 
 def reduce_unused(model: nn.Module) -> None:
-    """Make every process reduce the gradients of all weights that learn, zeros for experts without tokens.
+    """Make every process reduce the gradients of all trainable weights; experts without tokens get zeros.
 
     Otherwise processes would reduce different weights, and their collectives would not meet.
     """

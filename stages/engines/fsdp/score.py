@@ -30,12 +30,12 @@ class DocumentScores(TargetLogProbabilities):
         self._padding_token = padding_token
 
     def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
-        """Return float32 [rows, sequence] from the last hidden states."""
+        """Return scores from the last hidden states, float32 [rows, sequence]."""
         assert not greedy and not num_likeliest, "there is no vocabulary"
         return self.of_logits(self.causal_lm.get_output_embeddings()(hidden), batch)
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return [rows, tokens] from [rows, tokens, 1]."""
+        """Return scores from the score head's output: [rows, tokens] from [rows, tokens, 1]."""
         return torch.where(self._is_last(batch), logits.float().squeeze(-1), 0.0)
 
     def _is_last(self, batch: Batch) -> Tensor:
@@ -75,7 +75,7 @@ def _head_name(causal_lm: Any) -> str:
 
 
 def _config_fields(causal_lm: Any, folder: Path) -> dict[str, Any]:
-    """Return the fields of the written model's config.json."""
+    """Return the fields of a reward model's config.json."""
     written = class_with_head(causal_lm.config, "score")
     if written is None:
         raise ModelError(
@@ -93,7 +93,7 @@ def _config_fields(causal_lm: Any, folder: Path) -> dict[str, Any]:
 
 
 def _check_names(causal_lm: Any, head: ScoreHead) -> None:
-    """Raise ModelError unless the written weights are those that sequence classification reads."""
+    """Raise ModelError unless the written weights are those that Transformers' sequence classification reads."""
     expected = set(build_model(deepcopy(causal_lm.config), head="score").state_dict())
     written = {head.written_as if name == head.name else name for name in causal_lm.state_dict()}
     if written != expected:

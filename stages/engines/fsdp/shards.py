@@ -31,7 +31,7 @@ def drop_weights(model: nn.Module, dropped: Collection[nn.Parameter]) -> None:
 
 
 def read_shards(causal_lm: Any, files: ModelFiles, device: torch.device) -> None:
-    """Read every parameter on `meta`, and the buffers that are in the files. Collective.
+    """Read every parameter on `meta` from the model's files, and the buffers that are in the files. Collective.
 
     device: where shards lie. Raises ModelError, on every process, when weights are not finite or have another shape
     than the model's.
@@ -104,7 +104,7 @@ class _ShardReader:
                 self._owners[f"{prefix}.weight".replace(INNER, "")] = module, "codes"
 
     def rows_of(self, name: str) -> slice | None:
-        """Return this process's rows of the weight `name`; None where nothing has to be read."""
+        """Return this process's rows of the weight `name`; None where no row has to be read."""
         if name not in self._owners:
             return None
         module, attribute = self._owners[name]
@@ -114,7 +114,7 @@ class _ShardReader:
         return slice(0, len(kept)) if kept.ndim else slice(None)
 
     def take(self, name: str, rows: Tensor) -> None:
-        """Put rows, on the CPU, into the shard of the weight `name`."""
+        """Copy rows, on the CPU, into the shard of the weight `name`."""
         if rows.is_floating_point() and not torch.isfinite(rows).all():
             self.not_finite.append(name)
         module, attribute = self._owners[name]
@@ -143,7 +143,7 @@ class _ShardReader:
 
 
 def _own_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return a module's own parameters and buffers, shared ones included."""
+    """Return the parameters and buffers that belong to a module itself, shared ones included."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 

@@ -34,11 +34,11 @@ RowsOf = Callable[[str], slice | None]
 
 @dataclass
 class Source:
-    """Tensors that a weight is made of, perhaps by a converter, which may make several weights."""
+    """Tensors in a file that a weight is made of, perhaps by a converter, which may make several weights."""
 
     converter: WeightConverter | None
     tensors: list[tuple[str, str]] = field(default_factory=list)
-    """Name in the files, and the converter's pattern that it matches."""
+    """Name of a tensor in the files → the converter's pattern that it matches."""
 
     @property
     def stacks_rows(self) -> bool:
@@ -48,10 +48,10 @@ class Source:
 
 
 class ModelFiles:
-    """Files of a model, seen as the weights that they become."""
+    """Weight files of a model, read as the weights that Transformers makes of them."""
 
     def __init__(self, folder: Path, bare: Any) -> None:
-        """Read names and shapes; bare: the Transformers model on `meta`, without adapters."""
+        """Read names and shapes of the weights in the files; bare: Transformers' model on `meta`, without adapters."""
         self.folder = folder
         self._bare = bare
         with WeightFiles(folder) as files:
@@ -63,13 +63,13 @@ class ModelFiles:
         for name, weight in expected.items():
             names.setdefault(id(weight), []).append(name)
         self.missing = sorted(same[0] for same in names.values() if not made.intersection(same))
-        """Weights that are nothing in the files; of tied ones, one name."""
+        """Weights of the model that the files do not have; of tied ones, one name."""
         self.mismatched = sorted(
             target
             for target, source in self._sources.items()
             if source.converter is None and self._shapes[source.tensors[0][0]] != tuple(expected[target].shape)
         )
-        """Weights that have another shape there."""
+        """Weights of the model that have another shape in the files."""
         self._tied = [same for same in names.values() if len(made.intersection(same)) > 1]
 
     def has_untied(self) -> bool:
@@ -113,7 +113,7 @@ class ModelFiles:
                 yield name, whole if source.stacks_rows else whole[wanted[name]]
 
     def _find_sources(self) -> dict[str, Source]:
-        """Return the sources by the (first) weight that is made of each."""
+        """Return the source tensors of weights, by the first weight that is made of each."""
         mapping = get_model_conversion_mapping(self._bare)
         renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
@@ -140,7 +140,7 @@ def _targets(target: str, source: Source) -> list[str]:
 
 
 def _leaves_rows_alone(operation: Any) -> bool:
-    """Return whether the operation does the same to every entry along dim 0."""
+    """Return whether a weight conversion does the same to every entry along dim 0."""
     if isinstance(operation, Concatenate):
         return bool(operation.dim != 0)
     return isinstance(operation, Transpose) and not operation.check_dims and 0 not in (operation.dim0, operation.dim1)

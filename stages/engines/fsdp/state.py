@@ -37,7 +37,7 @@ class TrainingState:
         self._group = dist.new_group(backend="gloo")
 
     def save(self, folder: Path) -> Future[None]:
-        """Copy the state to host memory, then write it in a thread; done when all processes have written."""
+        """Copy weights and optimizer state to host memory and write them in a thread; done when all have written."""
         state = self._state()
         state["model"] = self._untied(state["model"])  # a tied head would be there though embedding and head are frozen
         state["model"] = self._by_expert(state["model"])
@@ -45,7 +45,7 @@ class TrainingState:
         return dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
 
     def load(self, folder: Path) -> None:
-        """Restore in place; each process reads the parts that its shards need. Either engine may have saved them.
+        """Restore weights and optimizer state in place; each process reads its shards. Either engine may have saved.
 
         Raises ModelError when they are another model's.
         """
@@ -65,12 +65,12 @@ class TrainingState:
         )
 
     def _untied(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights without those tied to another one."""
+        """Return the weights to be saved, without those tied to another one."""
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         return {name: weight for name, weight in weights.items() if name not in tied}
 
     def _by_expert(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return views with a dimension of experts; loading into them fills the same memory."""
+        """Return views of weights with a dimension of experts; loading into them fills the same memory."""
         return {
             name: of_each_expert(one.detach(), self._num_experts[name], "B") if name in self._num_experts else one
             for name, one in weights.items()

@@ -1,4 +1,4 @@
-"""PEFT's adapter on the layers of a Megatron model: which layers, first values of the factors, and each process's part.
+"""PEFT's adapter on the layers of a Megatron model: adapted layers, first values, and each process's part.
 
 PEFT itself chooses the layers of the Transformers model and draws A: so the adapter is the one that the FSDP engine
 would train. Which part of a factor a process holds follows from the factor's layer (`families`, `parts`); the
@@ -52,22 +52,22 @@ class PeftAdapter:
 
     config: dict[str, Any]
     layers: Mapping[str, tuple[int, float]]
-    """Name in that model → rank and scaling."""
+    """Name of a layer in the Transformers model → the adapter's rank and scaling there."""
     first_values: Mapping[str, Tensor]
-    """fp32 values by parameter name: A [rank, in] and B [out, rank] of each layer, and of each expert."""
+    """First values of LoRA factors, fp32 by parameter name: A [rank, in] and B [out, rank] of each layer or expert."""
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters that learn, over all processes."""
+        """Number of trainable parameters, over all processes."""
         return sum(value.numel() for value in self.first_values.values())
 
     def size_of(self, names: Iterable[str]) -> tuple[int, float]:
-        """Return rank and scaling of a layer that Megatron joins of these; one at least has an adapter."""
+        """Return rank and scaling for a fused layer that Megatron makes of several, at least one of them adapted."""
         return next(self.layers[name] for name in names if name in self.layers)
 
     @property
     def dropout(self) -> float:
-        """Dropout probability of the inputs of A."""
+        """Dropout probability of the inputs of LoRA's A."""
         return float(self.config["lora_dropout"])
 
     def flops(self, base: ModelFlops) -> ModelFlops:
@@ -118,7 +118,7 @@ def learned_factors(chunks: Sequence[GPTModel], model: ModelShape) -> dict[str, 
 
 
 def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> None:
-    """Freeze the chunks, which have their weights, and add this process's part of the adapter. Collective.
+    """Freeze this process's model chunks, which have their weights, and add its part of the adapter. Collective.
 
     Raises ModelError for layers on which Megatron has no adapters.
     """
@@ -154,7 +154,7 @@ def seed_dropout(adapter: PeftAdapter) -> None:
 
 
 def _adapt(module: nn.Module, weight: str, part: Part, adapter: PeftAdapter, model: ModelShape) -> None:
-    """Add the adapter to the module whose parameter is called `weight`; `part` is that parameter's."""
+    """Add the adapter to the module whose parameter is called `weight`; `part` is that parameter's share here."""
     names, is_column = part.layer_names(), part.rule.cut is not Cut.COLUMNS
     rank, scaling = adapter.size_of(names)
     if part.rule.of_experts:
@@ -166,7 +166,7 @@ def _adapt(module: nn.Module, weight: str, part: Part, adapter: PeftAdapter, mod
 
 
 def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> None:
-    """Add the factors to a layer; `part` is of its weight, `names` are the layers that Megatron joins in it."""
+    """Add LoRA factors to a layer; `part` is of its weight, `names` are the layers that Megatron joins in it."""
     rank, scaling = adapter.size_of(names)
     change = LowRankChange(
         scaling=scaling,
@@ -182,7 +182,7 @@ def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAd
 
 
 def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> Tensor:
-    """Return [rows, joined × rank]: 1 where a row of B belongs to a row of A; 0 throughout where nothing learns."""
+    """Return the mask of joined LoRA layers, [rows, joined × rank]: 1 where a row of B belongs to a row of A."""
     rank, _ = adapter.size_of(names)
     mask = torch.zeros(part.shape[0], len(names) * rank)
     for piece in part.pieces(model):
@@ -194,7 +194,7 @@ def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape)
 
 
 def _fill(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> set[str]:
-    """Give this process's factors their first values; return the names of the factors that it has parts of."""
+    """Copy first values into this process's LoRA factors; return the names of the factors that it has parts of."""
     filled: set[str] = set()
     for part, parameter in local_parts(chunks, model):
         if parameter.requires_grad:
@@ -216,7 +216,7 @@ def _check_found(mine: set[str], adapter: PeftAdapter) -> None:
 
 
 def _first_values(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the first values; where PEFT has one parameter for all experts of a layer, one for each expert."""
+    """Yield first values of LoRA factors; a PEFT parameter of all experts of a layer gives one for each expert."""
     layers = adapted_layers(causal_lm)
     for name, parameter in causal_lm.named_parameters():
         if not parameter.requires_grad:

@@ -38,21 +38,21 @@ class PackedTokens(PackedSeqParams):
     """
 
     documents: PackedDocuments | None = None
-    """All documents of the micro-batch; under context parallelism padded so that each splits evenly."""
+    """All documents of a micro-batch; under context parallelism padded so that each splits evenly."""
     cosines: Tensor | None = None
-    """[1, tokens, head width], of this rank's tokens."""
+    """Cosines of the rotary angles of this rank's tokens, [1, tokens, head width]."""
     sines: Tensor | None = None
     positions: Tensor | None = None
-    """int64 [ranks, tokens of a rank]: position of a token in its document, for every context-parallel rank."""
+    """Position of each token in its document, for every context-parallel rank: int64 [ranks, tokens of a rank]."""
     document_ids: Tensor | None = None
-    """int64 [ranks, tokens of a rank]: number of a token's document."""
+    """Number of each token's document, int64 [ranks, tokens of a rank]."""
     rows: Tensor | None = None
-    """int64 [tokens]: the micro-batch's row of a token, -1 in padding."""
+    """Micro-batch row of each token, int64 [tokens]; -1 in padding."""
     num_rows: int = 0
 
 
 class LocalAttention(nn.Module):
-    """Core attention on torch's kernels; see the module."""
+    """Core attention over packed documents on torch's own kernels."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class LocalAttention(nn.Module):
         attention_bias: None = None,
         packed_seq_params: PackedTokens | None = None,
     ) -> Tensor:
-        """Return [tokens, 1, heads × head width]; differentiable.
+        """Compute attention over packed documents: [tokens, 1, heads × head width]; differentiable.
 
         `query` is [tokens, 1, heads, head width], keys and values have fewer heads.
         """
@@ -113,7 +113,7 @@ class LocalAttention(nn.Module):
         return output.permute(2, 0, 1, 3).flatten(2)
 
     def _visible(self, tokens: PackedTokens) -> Tensor:
-        """Return bool [tokens, tokens of all ranks]: whether this rank's token (row) sees that token (column)."""
+        """Return the mask, bool [tokens, tokens of all ranks]: whether this rank's token sees another token."""
         assert tokens.positions is not None and tokens.document_ids is not None
         rank = self.context_group.rank()
         own_positions, own_ids = tokens.positions[rank, :, None], tokens.document_ids[rank, :, None]
@@ -130,7 +130,7 @@ def rotate(query: Tensor, key: Tensor, tokens: PackedTokens) -> tuple[Tensor, Te
 
 
 def window_tokens(config: Any) -> int | None:
-    """Return the tokens that a token sees, itself included; None: all before it."""
+    """Return the number of tokens that a token attends to, itself included; None: all before it."""
     return None if config.window_size is None else config.window_size[0] + 1
 
 
@@ -151,7 +151,7 @@ def transformer_engine_attention() -> type[nn.Module]:
             attention_bias: None = None,
             packed_seq_params: PackedTokens | None = None,
         ) -> Tensor:
-            """Compute what `LocalAttention.forward` computes."""
+            """Compute attention over packed documents, as `LocalAttention.forward` does."""
             assert packed_seq_params is not None and packed_seq_params.documents is not None
             query, key = rotate(query, key, packed_seq_params)
             documents = packed_seq_params.documents

@@ -26,7 +26,7 @@ class RouterBalance:
     def __init__(
         self, chunks: Iterable[GPTModel], coefficient: float, num_mixture_layers: int, device: torch.device
     ) -> None:
-        """Replace the loss of all routers; num_mixture_layers: of the whole model."""
+        """Replace the balancing loss of all routers; num_mixture_layers: of the whole model."""
         self._coefficient = coefficient
         self._num_mixture_layers = num_mixture_layers
         self._weight = 0.0
@@ -36,19 +36,19 @@ class RouterBalance:
             layer.mlp.router._apply_aux_loss = _OfRouter(self, layer.mlp.router)
 
     def begin_step(self, num_tokens: float) -> None:
-        """Begin the sum of a step; num_tokens: of the global batch, without padding."""
+        """Begin the sum of the balancing loss in a step; num_tokens: of the global batch, without padding."""
         self._weight = 1 / (num_tokens * self._num_mixture_layers)
         self._sum.zero_()
 
     def attach(self, probabilities: Tensor, balance: Tensor) -> Tensor:
-        """Return the same probabilities, whose backward pass also adds the loss's gradient."""
+        """Return the same router probabilities, whose backward pass also adds the balancing loss's gradient."""
         part = self._weight * balance
         self._sum += part.detach()
         attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, self._coefficient * part)
         return attached
 
     def of_step(self) -> float:
-        """Return the loss since `begin_step`, without its coefficient. Collective."""
+        """Return the balancing loss since `begin_step`, without its coefficient. Collective."""
         total = self._sum.clone()
         dist.all_reduce(total)
         return total.item()
@@ -64,7 +64,7 @@ class _OfRouter:
     def __call__(
         self, probabilities: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """Attach the loss; scores: float32 [tokens, experts], which sum to 1 for each token.
+        """Attach the balancing loss to router scores, float32 [tokens, experts], which sum to 1 for each token.
 
         Called only where gradients are wanted.
         """

@@ -34,7 +34,7 @@ class MegatronState:
     """State of this process's chunks and their optimizer in a checkpoint."""
 
     def __init__(self, chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> None:
-        """Prepare; the chunks are those that the optimizer updates, not wrapped. Collective."""
+        """Prepare the checkpointed state; chunks are those that the optimizer updates, not wrapped. Collective."""
         self._chunks = chunks
         self._model = model
         self._optimizer = optimizer
@@ -43,7 +43,7 @@ class MegatronState:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, folder: Path) -> Future[None]:
-        """Copy the state to host memory and write it in a thread; done when all processes have written. Collective."""
+        """Copy the training state to host memory and write it in a thread; done when all have written. Collective."""
         tensors = defaultdict(list)
         for shard in self._shards:
             if _identity(shard) in self._owned:
@@ -52,7 +52,7 @@ class MegatronState:
         return self._writer.submit(self._write, folder, dict(tensors))
 
     def load(self, folder: Path) -> None:
-        """Read this process's parts of what `save` or the FSDP engine wrote, under any layout. Collective.
+        """Read this process's parts of a checkpoint by `save` or the FSDP engine, under any layout. Collective.
 
         Raises ModelError when that is of another model. With overlapped gathering, parameters must be gathered
         afterwards.
@@ -90,7 +90,7 @@ class MegatronState:
 
     @cached_property
     def _owned(self) -> set[Identity]:
-        """Shards that this process writes; a shard that several processes have is written by the first."""
+        """Shards that this process writes to a checkpoint; a shard of several processes is written by the first."""
         mine = [_identity(shard) for shard in self._shards if not shard.part.is_copy]
         everyones: list[list[Identity]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
@@ -114,13 +114,13 @@ def _identity(shard: Shard) -> Identity:
 
 
 def _in_place(tensor: Tensor, block: Block) -> Tensor:
-    """Return a view of the block's elements in a range that contains them."""
+    """Return a view of a weight block's elements within a range that contains them."""
     flat = tensor.detach().view(-1)[block.start :]
     return flat[: torch.Size(block.shape).numel()].view(block.shape)
 
 
 def _copied(tensor: Tensor, block: Block) -> Tensor:
-    """Return a copy in host memory, so that training may go on while it is written."""
+    """Return a copy of a tensor in host memory, so that training may go on while it is written."""
     return _in_place(tensor, block).to("cpu", copy=True)
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 
 WHOLE = "forward-backward"
-"""Timer of a whole schedule."""
+"""Megatron's timer of a whole pipeline schedule."""
 WORK = ("forward-compute", "backward-compute")
 REDUCTION = (
     "all-grads-sync",
@@ -20,7 +20,7 @@ REDUCTION = (
     "embedding-grads-all-reduce",
     "non-tensor-parallel-grads-all-reduce",
 )
-"""Timers of the reduction of gradients."""
+"""Megatron's timers of the reduction of gradients."""
 
 
 class PipelineClock:
@@ -30,11 +30,11 @@ class PipelineClock:
         self._timers: defaultdict[str, _Timer] = defaultdict(lambda: _Timer(device))
 
     def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        """Return the timer of this name, whatever its level."""
+        """Return the pipeline timer of this name, whatever its level."""
         return self._timers[name]
 
     def take(self) -> tuple[float, float]:
-        """Return the seconds since the last call, and those of them in which this process waited."""
+        """Return the seconds since the last call, and those of them in which this pipeline stage waited."""
         seconds = {name: timer.seconds() for name, timer in self._timers.items()}
         self._timers.clear()
         whole = seconds.get(WHOLE, 0.0) - sum(seconds.get(name, 0.0) for name in REDUCTION)
@@ -48,15 +48,15 @@ class _Timer:
         self._ends: list[float | torch.cuda.Event] = []
 
     def start(self, barrier: bool = False) -> None:
-        """Begin a span, without the barrier that Megatron asks for, which would be part of the measurement."""
+        """Begin a timed span, without the barrier that Megatron asks for, which would be part of the measurement."""
         self._starts.append(self._now())
 
     def stop(self, barrier: bool = False) -> None:
-        """End the span."""
+        """End the timed span."""
         self._ends.append(self._now())
 
     def seconds(self) -> float:
-        """Return the sum of all spans; waits for the device."""
+        """Return the sum of all timed spans in seconds; waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return sum(_between(start, end) for start, end in zip(self._starts, self._ends, strict=True))

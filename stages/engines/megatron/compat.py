@@ -54,7 +54,7 @@ PATCHED_PACKAGES = (
 
 _is_prepared = False
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""Process groups by their ranks, for each group of all processes."""
+"""Process groups of all processes, found by their ranks."""
 
 
 def prepare_megatron() -> None:
@@ -76,7 +76,7 @@ def prepare_megatron() -> None:
 
 
 class _View(types.ModuleType):
-    """A module with some names replaced."""
+    """Module proxy with some names replaced, for patches of Megatron-core."""
 
     def __init__(self, target: Any, **overrides: Any) -> None:
         super().__init__(target.__name__)

@@ -125,7 +125,7 @@ class MegatronEngine:
         return LossMeans(*self._means(self._pipeline.run(batches, consume, backward=False), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
-        """Run one forward pass."""
+        """Return log-probabilities of documents, from one forward pass."""
 
         def per_document(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             return log_probabilities.sum(), batch.log_probabilities(log_probabilities)
@@ -135,30 +135,30 @@ class MegatronEngine:
         return from_last_stage(sums.float()).cpu()
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
-        """Run one forward pass."""
+        """Return log-probabilities of targets, from one forward pass."""
         return self._of_tokens(batch, wanted_log_probabilities, torch.float32)
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Run two forward passes."""
+        """Return the targets' log-probabilities and the likeliest tokens, from two forward passes."""
         return self.target_log_probabilities(batch), self._of_tokens(batch, greedy_tokens, torch.int64)
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-        """Run one forward pass."""
+        """Return the likeliest tokens at each target, from one forward pass."""
         found = self._of_tokens(batch, partial(likeliest_tokens, number=number), torch.float32, 2 * number)
         return found[..., :number].long(), found[..., number:]
 
     def sum_over_data(self, values: Tensor) -> Tensor:
-        """Sum by one all-reduce, to which every share contributes once."""
+        """Sum values over data-parallel shares by one all-reduce, to which every share contributes once."""
         return self._over_shares(values.to(self.device)).cpu()
 
     def broadcast_from_rank0(self, value: float) -> float:
-        """Send one number by a broadcast."""
+        """Send one number from rank 0 to every process by a broadcast."""
         holder = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.broadcast(holder, src=0)
         return holder.item()
 
     def save(self, folder: Path) -> Future[None]:
-        """Save under the names of the Transformers model, as the FSDP engine does; from a copy in host memory."""
+        """Save a checkpoint under the names of the Transformers model, as FSDP does; from a copy in host memory."""
         self._adam.settle()  # with overlap_param_gather, parameters are stale after a step
         return self._state.save(folder)
 
@@ -175,7 +175,7 @@ class MegatronEngine:
         return (3 * 4 + half) * learning
 
     def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
-        """Assemble one weight at a time on rank 0, which writes."""
+        """Export the model by assembling one weight at a time on rank 0, which writes."""
         self._adam.settle()
         if self._adapter:
             factors = learned_factors(self._chunks, self._shape)
@@ -194,7 +194,7 @@ class MegatronEngine:
         free_memory()
 
     def _of_tokens(self, batch: Batch, of_logits: OfLogits, dtype: torch.dtype, *last: int) -> Tensor:
-        """Return [rows, sequence, *last] of `dtype` on the CPU, the same on every pipeline stage."""
+        """Return values of tokens, [rows, sequence, *last] of `dtype` on the CPU, the same on every pipeline stage."""
 
         def as_it_is(values: Tensor, _: Batch) -> tuple[Tensor, Tensor]:
             return values.sum().float(), values
@@ -215,7 +215,7 @@ class MegatronEngine:
         return totals_of(loss, micro_batches, self.sum_over_data)
 
     def _means(self, parts: list[Tensor], loss: Loss) -> tuple[float, dict[str, float]]:
-        """Return loss and metrics of the global batch; `parts` are empty except on the last stage."""
+        """Return loss and metrics of the global batch; `parts` are empty except on the last pipeline stage."""
         size = 1 + len(loss.metric_names)
         total = torch.stack(parts).sum(0) if parts else torch.zeros(size, dtype=torch.float64, device=self.device)
         return means(self._over_shares(total), loss)
@@ -227,7 +227,7 @@ class MegatronEngine:
 
 
 def _parts_of(loss: Loss, totals: Totals) -> Consumer:
-    """Return the function that the last stage applies to log-probabilities."""
+    """Return the function that the last pipeline stage applies to log-probabilities."""
 
     def consume(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         parts = loss(log_probabilities, batch, totals)

@@ -24,19 +24,19 @@ class Cut(Enum):
     """Part of a weight that a process of a tensor-parallel group holds."""
 
     WHOLE = auto()
-    """All of the weight."""
+    """Uncut weight: every tensor-parallel rank holds all of it."""
     VOCABULARY = auto()
-    """Rows; the last ones may be padding, which no Hugging Face weight has."""
+    """Cut of the vocabulary by rows; the last ones may be padding, which no Hugging Face weight has."""
     COLUMNS = auto()
-    """Input features."""
+    """Cut of a weight by columns, its input features."""
     GATED = auto()
-    """Rows of the gate's projection, below them the same rows of the up projection."""
+    """Cut of a gated feed-forward matrix: rows of the gate, below them the same rows of the up projection."""
     HALVES = auto()
-    """Rows of one weight's upper half, and below them the same rows of its lower half."""
+    """Cut of a weight by halves: rows of its upper half, and below them the same rows of its lower half."""
     STACKED = auto()
-    """All rows of several weights, one weight below another."""
+    """Cut of several weights stacked one below another, of which all rows are held."""
     QKV = auto()
-    """Rows of a matrix in which the queries of a group of heads are followed by the group's key and its value."""
+    """Cut of a fused QKV matrix: a group's query rows are followed by the group's key and its value."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,22 @@ class Rule:
     """Mapping of one parameter of a Megatron model, or of one in each layer or expert."""
 
     parameter: str
-    """Regular expression of its name; a group holds the number of an expert on its process."""
+    """Regular expression of a Megatron parameter's name; a group holds the number of an expert on its process."""
     weights: tuple[str, ...]
-    """Hugging Face names, in the order in which Megatron has them; `{layer}` and `{expert}` count from 0."""
+    """Hugging Face names of the weights, in Megatron's order; `{layer}` and `{expert}` count from 0."""
     cut: Cut
     layer: str = ""
-    """PEFT's name of the layer when adapters are on its weight; default: as the weights are called."""
+    """PEFT's name of the adapted layer; default: as its weights are called."""
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Layers of the Transformers model that it is made of; none where no adapter can be."""
+        """Layers of the Transformers model that a parameter is made of; none where no adapter can be."""
         weights = tuple(name.removesuffix(".weight") for name in self.weights if name.endswith(".weight"))
         return (self.layer,) if self.layer else weights if self.cut in (Cut.QKV, Cut.GATED, Cut.COLUMNS) else ()
 
     @property
     def of_experts(self) -> bool:
-        """True if each expert has such a parameter."""
+        """True if each expert has such a parameter of its own."""
         return "{expert}" in self.weights[0]
 
 
@@ -145,7 +145,7 @@ def expert_layer(layer: str, expert: int | str) -> str:
 
 
 def _factors(rule: Rule) -> Iterator[Rule]:
-    """Yield the rules of adapters on a layer: B is cut like the layer's rows, A like its columns.
+    """Yield the mapping rules of LoRA factors on a layer: B is cut like the layer's rows, A like its columns.
 
     A fused layer has them of each of its parts.
     """
@@ -159,7 +159,7 @@ def _factors(rule: Rule) -> Iterator[Rule]:
 
 
 def check_supported(facts: ModelFacts) -> ModelShape:
-    """Return the shape of a model with these facts.
+    """Return the shape of a model that Megatron can train. Raises ModelError for unsupported options.
 
     Raises ModelError unless Megatron computes what Transformers computes.
     """

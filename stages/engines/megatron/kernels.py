@@ -21,7 +21,7 @@ class SwiGLU(nn.Module):
         super().__init__()
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """Map […, 2 × width] to […, width]."""
+        """Compute SwiGLU: map […, 2 × width] to […, width]."""
         return _SwiGLU.apply(gate_and_up)
 
 
@@ -64,7 +64,7 @@ class Rotation(torch.autograd.Function):
 
 
 def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Map the halves of every head (a, b) to (a cos - b sin, b cos + a sin)."""
+    """Rotate the halves (a, b) of every head to (a cos - b sin, b cos + a sin)."""
     rotated = states * cosines
     (first, second), (sine, _) = states.chunk(2, dim=-1), sines.chunk(2, dim=-1)
     rotated_first, rotated_second = rotated.chunk(2, dim=-1)

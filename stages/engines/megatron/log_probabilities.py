@@ -14,7 +14,7 @@ from stages.data.batch import IGNORED
 
 
 def wanted_log_probabilities(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
-    """Return log p of the wanted tokens, float32, 0 where there is no target. Differentiable.
+    """Return log-probabilities of the wanted tokens, float32, 0 where there is no target. Differentiable.
 
     The result has the shape of `wanted` and is the same on every tensor-parallel rank. `logits` is [rows, tokens,
     entries of this rank], `wanted` int64 [rows, tokens, number] with the target in the first place. Entries from
@@ -57,7 +57,7 @@ def likeliest_tokens(logits: Tensor, wanted: Tensor, vocab_size: int, *, number:
 
 
 class _WantedLogProbabilities(torch.autograd.Function):
-    """log p of several tokens per position, from logits that are split by vocabulary.
+    """Autograd function: log-probabilities of several tokens per position, from logits split by vocabulary.
 
     d log p[token] / d logits = onehot(token) - p, as in `stages.engines.log_probabilities`.
     """
@@ -91,7 +91,7 @@ def _log_softmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the values of all ranks, [ranks, …]."""
+    """Return the values of all tensor-parallel ranks, [ranks, …]."""
     everyones = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(everyones, values.contiguous(), group=group)
     return torch.stack(everyones)

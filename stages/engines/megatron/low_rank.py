@@ -48,14 +48,14 @@ class LowRankChange:
     dropout: float
     is_column: bool
     cuts_tokens: bool
-    """True if sequence parallelism is on."""
+    """True if sequence parallelism cuts the layer's tokens over tensor-parallel ranks."""
     num_joined: int
-    """Number of Transformers layers that Megatron joins in this one."""
+    """Number of Transformers layers that Megatron joins in one fused layer."""
     mask: Tensor | None
-    """[rows, joined × rank], 1 where a row of B belongs to a row of A; None: it always does."""
+    """Mask of joined LoRA layers, [rows, joined × rank]: 1 where a row of B belongs to a row of A; None: always."""
 
     def put_on(self, layer: nn.Module, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-        """Give a frozen layer its A [joined × rank, columns] and B [rows, rank], which are 0, and this hook."""
+        """Give a frozen layer LoRA's A [joined × rank, columns] and B [rows, rank], all 0, and this forward hook."""
         rows, columns = layer.weight.shape
         factor_a = nn.Parameter(layer.weight.new_zeros(self.num_joined * rank, columns))
         factor_b = nn.Parameter(layer.weight.new_zeros(rows, rank))
@@ -68,14 +68,14 @@ class LowRankChange:
         return factor_a, factor_b
 
     def __call__(self, layer: Any, inputs: tuple[Tensor], outputs: tuple[Tensor, Tensor | None]) -> Any:
-        """Add the change to the layer's output [tokens, 1, rows]; a bias for the caller to add stays beside it."""
+        """Add the LoRA change to the layer's output [tokens, 1, rows]; a bias for the caller to add stays beside it."""
         output, bias = outputs
         narrow = self._exchanged(self._narrow(layer, inputs[0]))
         factor_b = layer.lora_B if self.mask is None else layer.lora_B.repeat(1, self.num_joined) * self.mask
         return output + self.scaling * functional.linear(narrow, factor_b), bias
 
     def _narrow(self, layer: Any, states: Tensor) -> Tensor:
-        """Return A x of this rank's tokens, or its part of it: [tokens, 1, joined × rank]."""
+        """Return LoRA's A x of this rank's tokens, or its part of it: [tokens, 1, joined × rank]."""
         if not (self.dropout and layer.training):
             return functional.linear(states, layer.lora_A)
         # Inputs that all ranks have must be dropped equally on all of them, or their copies of A would diverge.
@@ -99,7 +99,7 @@ class LowRankChange:
 
 @dataclass(frozen=True)
 class ExpertChange:
-    """Forward hook of a linear layer of experts, with an A and a B of each; otherwise as `LowRankChange`.
+    """Forward hook of a linear layer of experts that adds each expert's own LoRA change.
 
     A layer of several experts (Transformer Engine's) gets the tokens of one after the other, and each one's number.
     """
@@ -108,7 +108,7 @@ class ExpertChange:
     is_column: bool
 
     def put_on(self, layer: nn.Module, weight: str, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-        """Give the expert whose frozen parameter is called `weight` its A [rank, columns] and B [rows, rank], all 0."""
+        """Give the expert whose frozen parameter is called `weight` LoRA's A [rank, columns], B [rows, rank], all 0."""
         frozen, number = getattr(layer, weight), weight.removeprefix("weight")
         rows, columns = frozen.shape
         factor_a, factor_b = (nn.Parameter(frozen.new_zeros(size)) for size in ((rank, columns), (rows, rank)))
@@ -124,7 +124,7 @@ class ExpertChange:
         return factor_a, factor_b
 
     def __call__(self, layer: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None]) -> Any:
-        """Add the change to the output [tokens, rows]; a bias for the caller to add stays beside it."""
+        """Add the experts' LoRA change to the output [tokens, rows]; a bias for the caller to add stays beside it."""
         output, bias = outputs
         states, counts = inputs if len(inputs) > 1 else (inputs[0], None)
         numbers = [""] if counts is None else [str(number) for number in range(len(counts))]

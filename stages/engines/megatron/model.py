@@ -21,7 +21,7 @@ from stages.parallel.layout import Layout
 from stages.planner.workload import Precision
 
 MAX_UNUSED_POSITIONS = 2**20
-"""Value of a required argument: Megatron does not limit positions here, since angles come from outside."""
+"""Value of Megatron's maximum of positions, which limits nothing here, since rotary angles come from outside."""
 
 
 def build_model_chunks(
@@ -53,7 +53,7 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 
 
 def padded_vocabulary(shape: ModelShape, tp: int) -> int:
-    """Return the embedding's rows, padded so that tensor-parallel ranks hold equally many.
+    """Return the number of rows of the embedding, padded so that tensor-parallel ranks hold equally many.
 
     Rows of padding are never predicted.
     """
@@ -87,7 +87,7 @@ def transformer_config(
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
-    """Return the number of layers of each of `num_stages` consecutive stages.
+    """Return the number of layers of each of `num_stages` consecutive pipeline stages.
 
     The first have one more if the division is uneven; the last have fewer, since the head comes on top.
     """
@@ -146,7 +146,7 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
 
 
 def _mixture(shape: ModelShape, dtype: torch.dtype, balances_experts: bool) -> dict[str, Any]:
-    """Return the options of experts, with routing as in Transformers."""
+    """Return Megatron's options of experts, with routing as in Transformers."""
     return {
         "num_moe_experts": shape.num_experts,
         "moe_router_topk": shape.experts_per_token,
@@ -174,7 +174,7 @@ def _degrees(shape: ModelShape, layout: Layout) -> dict[str, Any]:
 
 
 def _uneven_stages(shape: ModelShape, layout: Layout) -> list[list[str]] | None:
-    """Return the layers of each stage, in the order of the pipeline, when layers do not divide evenly."""
+    """Return the layers of each pipeline stage, in order, when layers do not divide evenly."""
     num_stages = layout.pp * layout.vpp
     if shape.num_layers % num_stages == 0:
         return None
@@ -185,7 +185,7 @@ def _uneven_stages(shape: ModelShape, layout: Layout) -> list[list[str]] | None:
 
 
 def _recompute(layout: Layout) -> dict[str, Any]:
-    """Return the options of recomputation.
+    """Return Megatron's options of activation recomputation.
 
     `full` keeps the inputs of each layer; `selective` recomputes attention (Korthikanti et al. 2022).
     """
@@ -197,7 +197,7 @@ def _recompute(layout: Layout) -> dict[str, Any]:
 
 
 def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options of fused kernels: Transformer Engine's, and those that torch compiles for a GPU."""
+    """Return Megatron's options of fused kernels: Transformer Engine's, and those that torch compiles for a GPU."""
     on_gpu = device.type == "cuda"
     return {
         "gradient_accumulation_fusion": False,  # needs Apex
@@ -213,7 +213,7 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _eight_bits(shape: ModelShape) -> dict[str, Any]:
-    """Return the options of fp8: E4M3 forward, E5M2 for gradients (Micikevicius et al. 2022), current scaling.
+    """Return Megatron's options of fp8: E4M3 forward, E5M2 for gradients (Micikevicius et al. 2022), current scaling.
 
     Delayed scaling has a state that is in no checkpoint, so that a resumed run would differ from the uninterrupted one.
     """
@@ -222,7 +222,7 @@ def _eight_bits(shape: ModelShape) -> dict[str, Any]:
 
 
 def _pipeline_communication(layout: Layout, device: torch.device) -> dict[str, Any]:
-    """Return the options of communication between stages.
+    """Return Megatron's options of communication between pipeline stages.
 
     On gloo, interleaved stages give wrong gradients, although right losses, with any other choice.
     """

@@ -20,7 +20,7 @@ from stages.parallel.layout import Layout
 
 
 def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedDataParallel]:
-    """Give each chunk gradient buffers, in fp32, whose reduction overlaps with the backward pass.
+    """Give each model chunk gradient buffers, in fp32, whose reduction overlaps with the backward pass.
 
     The processes of `dp_shard` and `cp`, which have the same weights, share Adam's state: gradients are
     reduce-scattered, parameters gathered during the next forward.
@@ -81,13 +81,13 @@ class Adam:
 
     @torch.no_grad()
     def grad_norm(self) -> float:
-        """Return the Euclidean norm over all parameters, each counted once, and prepare `step`. Collective."""
+        """Return the Euclidean norm of all gradients, each counted once, and prepare `step`. Collective."""
         self.megatron.prepare_grads()
         return float(self.megatron.get_grad_norm())
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
-        """Clip, then update; `grad_norm` must be the finite result of the last `grad_norm()`. Collective."""
+        """Clip gradients, then update; `grad_norm` must be the finite result of the last `grad_norm()`. Collective."""
         assert math.isfinite(grad_norm)
         if max_grad_norm is not None:
             for optimizer in self.megatron.chained_optimizers:
@@ -99,14 +99,14 @@ class Adam:
         self.megatron.step_with_ready_grads()
 
     def settle(self) -> None:
-        """Wait until every parameter has the last step's value: with overlap they are gathered when needed."""
+        """Wait until every parameter has the last step's value: overlapped gathers complete when needed."""
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
 
 def _exceptions(settings: EngineSettings) -> dict[Any, Any] | None:
-    """Return which parameters learn faster (LoRA+: every B) or do not decay; None: Megatron leaves vectors out."""
+    """Return parameters that learn faster (LoRA+: every B) or do not decay; None: Megatron leaves vectors out."""
     if settings.adapter and settings.adapter.loraplus_lr_ratio:  # all that learns are matrices
         return {ParamKey(name="*.lora_B*"): {"lr_mult": settings.adapter.loraplus_lr_ratio}}
     return {} if settings.adam.decay_norms_and_biases else None

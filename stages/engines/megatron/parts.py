@@ -1,4 +1,4 @@
-"""Parts of the model's weights that the parameters of this process are, under any layout.
+"""Parts of a Megatron model's weights that this process holds, under any layout.
 
 A parameter of the whole model has a `Key`; a process has a `Part` of it; a part shares `Piece`s with Hugging Face
 weights.
@@ -31,11 +31,11 @@ class Piece:
     length: int
 
     def of_weight(self) -> tuple[slice, ...]:
-        """Return the index of the piece in the weight."""
+        """Return the index (slices) of the shared piece in the Hugging Face weight."""
         return self._index(self.weight_start)
 
     def of_parameter(self) -> tuple[slice, ...]:
-        """Return the index of the piece in the parameter."""
+        """Return the index (slices) of the shared piece in the Megatron parameter."""
         return self._index(self.parameter_start)
 
     def _index(self, start: int) -> tuple[slice, ...]:
@@ -47,16 +47,16 @@ class Key:
     """Identity of a parameter in the whole model; keys sort in the order of the written files."""
 
     section: int
-    """0: before the layers, 1: in a layer, 2: after them."""
+    """Section of the model that a parameter is in. 0: before the layers, 1: in a layer, 2: after them."""
     layer: int
     expert: int
     rule: int
-    """Number of its rule in the family."""
+    """Number of a parameter's mapping rule in its model family."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a parameter that a process has: the `index`-th of `count` along tensor parallelism."""
+    """Part of a parameter that a process holds: the `index`-th of `count` along tensor parallelism."""
 
     key: Key
     rule: Rule
@@ -64,9 +64,9 @@ class Part:
     count: int
     shape: tuple[int, ...]
     is_copy: bool = False
-    """True if it is the embedding's copy that serves as the head of another pipeline stage."""
+    """True if the part is the embedding's copy that serves as the head of another pipeline stage."""
     left_out: frozenset[str] = frozenset()
-    """Weights that the Transformers model does not have: factors of those parts of a fused layer without adapter."""
+    """Weights that the Transformers model lacks: LoRA factors of parts of a fused layer without adapter."""
 
     def weight_names(self) -> list[str]:
         """Return the Hugging Face names of the weights that the parameter is made of."""
@@ -77,7 +77,7 @@ class Part:
         return [name.format(layer=self.key.layer) for name in self.rule.layers]
 
     def pieces(self, model: ModelShape) -> list[Piece]:
-        """Yield the pieces shared with each weight; rows of padding, and of what is left out, are in no piece."""
+        """Yield the pieces that a parameter shares with each weight; padding and left-out rows are in none."""
         return [piece for piece in self._pieces(model) if piece.weight not in self.left_out]
 
     def _pieces(self, model: ModelShape) -> list[Piece]:
@@ -158,7 +158,7 @@ def _section(rule: Rule, is_in_layer: bool) -> int:
 
 
 def _place_among_processes(rule: Rule) -> tuple[int, int]:
-    """Return index and count of the part along tensor parallelism; an uncut parameter is one part."""
+    """Return index and count of a parameter's part along tensor parallelism; an uncut parameter is one part."""
     if rule.cut in (Cut.WHOLE, Cut.STACKED):
         return 0, 1
     if rule.of_experts:
@@ -170,7 +170,7 @@ def _place_among_processes(rule: Rule) -> tuple[int, int]:
 
 
 def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str, int, int]]:
-    """Yield weight, first row and number of rows, from top to bottom of Megatron's whole matrix."""
+    """Yield weight, first row and number of rows in Megatron's QKV matrix, from top to bottom."""
     query, key, value = names
     head, queries = model.head_dim, model.query_width // model.num_kv_heads
     for group in range(model.num_kv_heads):

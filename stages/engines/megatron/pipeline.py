@@ -26,10 +26,10 @@ from stages.engines.megatron.tokens import TokenSplit, gather_tokens, padded_siz
 from stages.parallel.layout import Layout
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function (tensor with the wanted dtype and device, positions [1, tokens]) → cosines and sines [1, tokens, width]."""
+"""Function of rotary angles: (tensor of a dtype, positions [1, tokens]) → cosines, sines [1, tokens, width]."""
 
 FP8_ROWS = 16
-"""Number that divides the rows of products in 8 bits."""
+"""Number that must divide the rows of matrix products in 8 bits."""
 
 OfLogits = Callable[[Tensor, Tensor, int], Tensor]
 """Function from logits to values, [rows, tokens, values] on every rank.
@@ -39,12 +39,12 @@ the vocabulary.
 """
 
 Consumer = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
-"""Function (log-probabilities as a loss takes them, batch) → (what to differentiate, what to return)."""
+"""Function from (log-probabilities as a loss takes them, batch) to (differentiated value, returned value)."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The chunks of this process, with what feeds them."""
+    """Model chunks of this process in Megatron's pipeline schedule, with what feeds them."""
 
     chunks: Sequence[nn.Module]
     layout: Layout
@@ -53,7 +53,7 @@ class Pipeline:
     device: torch.device
     dtype: torch.dtype
     clock: PipelineClock | None
-    """Timer of training steps; None: not timed."""
+    """Timer of training steps; None: steps are not timed."""
 
     def run(
         self,
@@ -115,7 +115,7 @@ class Pipeline:
     def _finish(
         self, of_logits: OfLogits, consume: Consumer, batch: Batch, split: TokenSplit, logits: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return (what to differentiate, the token count that Megatron divides by, the result), on the last stage."""
+        """Return (loss to differentiate, the token count that Megatron divides by, the result), on the last stage."""
         group = parallel_state.get_context_parallel_group()
         wanted = split.local(batch.wanted, group.rank(), padding=IGNORED)
         local = of_logits(logits if batch.temperature == 1 else logits / batch.temperature, wanted, self.vocab_size)

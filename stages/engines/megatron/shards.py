@@ -1,4 +1,4 @@
-"""Optimizer state of this process, and its place in the Hugging Face weights.
+"""Optimizer state of this process in Megatron, and its place in the Hugging Face weights.
 
 Megatron's optimizers keep a part's fp32 master weights and moments whole, or, when they are distributed, a range of the
 flattened part. Such a range is cut into blocks: rectangles of a weight, which any layout and engine can put together.
@@ -26,7 +26,7 @@ UP, DOWN = ("up_proj", "w3"), ("down_proj", "w2")
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangle of a weight of the Transformers model, and where it begins in a flattened part."""
+    """Rectangle of a weight of the Transformers model, and its beginning in a flattened parameter part."""
 
     weight: str
     weight_shape: tuple[int, ...]
@@ -36,30 +36,30 @@ class Block:
 
     @property
     def is_first(self) -> bool:
-        """True if it holds the weight's first element."""
+        """True if the shard holds the weight's first element."""
         return not any(self.offset)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A range of a part whose fp32 master weights and moments this process keeps."""
+    """Range of a parameter part whose fp32 master weights and moments this process keeps."""
 
     part: Part
     start: int
-    """Index of its first element in the flattened part."""
+    """Index of the shard's first element in the flattened part."""
     master: Tensor
-    """fp32, of any shape with as many elements as the range."""
+    """Master weights of a shard, fp32, of any shape with as many elements as the range."""
     optimizer: torch.optim.Optimizer
 
     @property
     def step(self) -> Tensor:
-        """float32 []: number of updates made."""
+        """Number of optimizer updates made, float32 []."""
         state = self.optimizer.state[self.master]
         kept = state["step"] if "step" in state else self._group["step"]
         return torch.as_tensor(kept, dtype=torch.float32, device="cpu").clone()
 
     def count_steps(self, value: Tensor) -> None:
-        """Set `step`."""
+        """Set the optimizer's step count of a shard."""
         state = self.optimizer.state[self.master]
         if "step" in state:  # torch's; Transformer Engine's counts for a whole group
             state["step"].copy_(value)
@@ -72,11 +72,11 @@ class Shard:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """`exp_avg` and `exp_avg_sq`, fp32, as large as `master`."""
+        """Adam's moments `exp_avg` and `exp_avg_sq` of a shard, fp32, as large as `master`."""
         return {name: self.optimizer.state[self.master][name] for name in ("exp_avg", "exp_avg_sq")}
 
     def blocks(self, model: ModelShape) -> Iterator[Block]:
-        """Yield all blocks of the range; `start` counts within the range. Rows of padding are in none."""
+        """Yield all weight blocks of a shard's range; `start` counts within the range. Padding is in none."""
         stop = self.start + self.master.numel()
         shapes = self.part.weight_shapes(model)
         for piece in self.part.pieces(model):
@@ -85,7 +85,7 @@ class Shard:
 
 
 def local_shards(chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> list[Shard]:
-    """Return everything that the optimizer updates on this process; it must have made its moments."""
+    """Return every shard that the optimizer updates on this process; it must have made its moments."""
     parts = {parameter: part for part, parameter in local_parts(chunks, model)}
     shards: list[Shard] = []
     for each in real_optimizers(optimizer):
@@ -149,7 +149,7 @@ def _step_nowhere(optimizer: torch.optim.Optimizer) -> None:
 def _blocks(
     piece: Piece, part_shape: tuple[int, ...], weight_shape: tuple[int, ...], range_: tuple[int, int]
 ) -> Iterator[Block]:
-    """Yield the blocks of a piece that lie in a range of the flattened part.
+    """Yield the weight blocks of a piece that lie in a range of the flattened part.
 
     They are at most the end of a row, whole rows, and the beginning of a row.
     """
@@ -167,13 +167,13 @@ def _blocks(
 
 
 def _offset(piece: Piece, row: int, column: int) -> tuple[int, int]:
-    """Return a part's row and column as those of the weight."""
+    """Return a parameter part's row and column as those of the weight."""
     shift = piece.weight_start - piece.parameter_start
     return (row + shift, column) if piece.dim == 0 else (row, column + shift)
 
 
 def _as_in_transformers(block: Block, model: ModelShape) -> Block:
-    """Return the block under the names and in the shapes of the Transformers model.
+    """Return a weight block under the names and in the shapes of the Transformers model.
 
     A layer's experts are two weights there, [experts, gate and up rows, columns] and of down, always in `mlp`.
     """
@@ -194,7 +194,7 @@ def _as_in_transformers(block: Block, model: ModelShape) -> Block:
 
 
 def _of_all_experts(block: Block, weight: str, expert: int, model: ModelShape) -> Block:
-    """Return the block of an expert's factor in the factor of all experts.
+    """Return the block of one expert's LoRA factor as a block in the factor of all experts.
 
     A is [experts × rank, in], as PEFT has it; B [experts, out, rank], as the FSDP engine keeps it.
     """

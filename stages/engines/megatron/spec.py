@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return […, hidden size], in the dtype of `states`."""
+        """Compute RMSNorm of […, hidden size], in the dtype of `states`."""
         if states.is_cuda or states.dtype != torch.float32:
             return functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
         return RootMeanSquareNorm.apply(states, self.weight, self.eps)
@@ -57,7 +57,7 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
 
 
 def check_precision(precision: Precision) -> None:
-    """Raise ResourceError when fp8 is asked for where nothing computes it."""
+    """Raise ResourceError when fp8 is asked for on hardware that cannot compute it."""
     if precision == "fp8" and not uses_transformer_engine(torch.bfloat16):
         raise ResourceError(
             "precision fp8 needs an NVIDIA GPU with 8-bit tensor cores (Hopper or later) and the package "
@@ -68,7 +68,7 @@ def check_precision(precision: Precision) -> None:
 def decoder_spec(
     config: TransformerConfig, shape: ModelShape, vp_stage: int | None, *, has_adapter: bool
 ) -> TransformerBlockSubmodules:
-    """Return the layers of the chunk `vp_stage` of this pipeline stage.
+    """Return the specification of the layers in the chunk `vp_stage` of this pipeline stage.
 
     Norms are explicit: otherwise Megatron chooses its own.
     """

@@ -25,29 +25,29 @@ class TokenSplit:
     """Assignment of one micro-batch's tokens to every context-parallel rank."""
 
     lengths: tuple[int, ...]
-    """Tokens of every document, padding included; they add up to ranks × tokens of a rank."""
+    """Token count of every document, padding included; they add up to ranks × tokens of a rank."""
     origins: Tensor
-    """int64 [ranks, tokens of a rank]: position in the flattened rows; `num_tokens` stands for padding."""
+    """Position of each token in the flattened rows, int64 [ranks, tokens of a rank]; `num_tokens` for padding."""
     positions: Tensor
-    """int64 [ranks, tokens of a rank]: position of a token in its document."""
+    """Position of each token in its document, int64 [ranks, tokens of a rank]."""
     document_ids: Tensor
-    """int64 [ranks, tokens of a rank]: number of a token's document."""
+    """Number of each token's document, int64 [ranks, tokens of a rank]."""
     num_tokens: int
-    """Tokens of the flattened rows."""
+    """Number of tokens of the flattened rows."""
 
     def local(self, values: Tensor, rank: int, padding: int) -> Tensor:
-        """Return a rank's values, [1, tokens of a rank, …], of int64 [rows, sequence, …]."""
+        """Return a context-parallel rank's values, [1, tokens of a rank, …], of int64 [rows, sequence, …]."""
         padded = torch.cat([values.flatten(0, 1), values.new_full((1, *values.shape[2:]), padding)])
         return padded[self.origins[rank]].unsqueeze(0)
 
     def to(self, device: torch.device) -> TokenSplit:
-        """Return the same split on `device`."""
+        """Return a copy of the token split on `device`."""
         origins, positions, ids = (part.to(device) for part in (self.origins, self.positions, self.document_ids))
         return TokenSplit(self.lengths, origins, positions, ids, self.num_tokens)
 
 
 def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) -> int:
-    """Return the tokens that each of these micro-batches is padded to.
+    """Return the number of tokens to which each of several micro-batches is padded.
 
     They divide by 2 × ranks, and a rank's tokens by `divisor`: `tp` under sequence parallelism, which splits a rank's
     tokens further.
@@ -94,7 +94,7 @@ def _padded_lengths(batch: Batch, num_ranks: int) -> list[int]:
 
 
 def _zigzag(positions: Tensor, lengths: Tensor, num_ranks: int) -> Tensor:
-    """Return int64 [ranks, tokens of a rank]: the tokens that a rank takes; `lengths` is of each token's document."""
+    """Return the zigzag assignment of tokens to context-parallel ranks, int64 [ranks, tokens of a rank]."""
     if num_ranks == 1:
         return torch.arange(len(positions)).unsqueeze(0)
     chunk = positions // (lengths // _chunks(num_ranks))

@@ -25,7 +25,7 @@ from stages.models.shape import ModelShape
 
 NOT_NEEDED = re.compile(OLD_BUFFERS)
 NUM_NAMED = 5
-"""Weights that an error names."""
+"""Largest number of weights that an error message names."""
 
 
 def load_weights(chunks: Sequence[GPTModel], folder: Path, model: ModelShape) -> None:
@@ -47,7 +47,7 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, model: ModelShape) ->
 def export_weights(
     chunks: Sequence[GPTModel], model: ModelShape, *, source: Path, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Write a Hugging Face folder; see `stages.engines.export`. Collective; rank 0 writes."""
+    """Write the trained model as a Hugging Face folder. Collective; rank 0 writes."""
     tied = {HEAD} if model.tied_embeddings else set()
     weights = named_weights(chunks, model, dtype)
     write_model(weights, source=source, folder=folder, dtype=dtype, tied=tied, carried=NOT_NEEDED)
@@ -102,7 +102,7 @@ def _may_be_left(name: str, model: ModelShape) -> bool:
 
 
 def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
-    """Return the parts of every parameter of the model, each with a rank that has it, in the order of the files."""
+    """Return the parts of every parameter, each with a rank that has it, in the order of the files."""
     everyones: list[list[Part]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     owners: dict[Key, dict[int, tuple[int, Part]]] = {}
@@ -113,7 +113,7 @@ def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
 
 
 def _on_first_process(local: Tensor | None, owner: int, part: Part, dtype: torch.dtype) -> Tensor | None:
-    """Return the owner's tensor on rank 0, None elsewhere."""
+    """Send a tensor from the rank that owns it to rank 0, which returns it; other ranks return None."""
     if owner == 0:
         return local
     if local is not None:
@@ -127,7 +127,7 @@ def _on_first_process(local: Tensor | None, owner: int, part: Part, dtype: torch
 
 
 def _put(tensor: Tensor, part: Part, model: ModelShape, weights: dict[str, Tensor]) -> None:
-    """Copy the pieces of a part into the weights, which are made when their first piece comes."""
+    """Copy the pieces of a parameter's part into the weights, which are made when their first piece comes."""
     for name, shape in part.weight_shapes(model).items():
         if name not in weights:
             weights[name] = torch.empty(shape, dtype=tensor.dtype)
