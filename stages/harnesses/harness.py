@@ -26,16 +26,18 @@ from stages.serving.served_models import ServedModel
 
 
 class GenerationConfig(StrictModel):
-    """Settings of answers to questions whose task does not give them."""
+    """Generation settings for questions whose task does not set them."""
 
-    max_tokens: PositiveInt = Field(512, description="Largest number of tokens in an answer; longer ones are cut off.")
+    max_tokens: PositiveInt = Field(
+        512, description="Largest number of tokens in an answer; longer answers are cut off."
+    )
     temperature: float = Field(0.0, ge=0, le=100, description="Sampling temperature; 0: always the likeliest token.")
-    stop: StopTexts = Field((), description="Texts that end an answer, and are not part of it.")
+    stop: StopTexts = Field((), description="Stop texts, which end an answer and are not part of it.")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Request of a recipe to a harness, which it names as in the registry.
+    """Request of an evaluation: harness, tasks and settings, as the recipe states them.
 
     limit: samples of each task; None for all.
     num_fewshot: None leaves it to the task.
@@ -71,7 +73,7 @@ class Results:
 
 @dataclass(frozen=True)
 class TaskItem:
-    """Texts of one sample of a task.
+    """Texts of one sample of a benchmark task.
 
     number: its `doc_id`.
     questions: the question as the task writes it, in words of this sample alone, also with its answer.
@@ -85,7 +87,7 @@ class TaskItem:
 
 
 class Harness(Protocol):
-    """Protocol of a harness.
+    """Protocol of an evaluation harness, such as lm-eval.
 
     name: in recipes, and in records as `NAME_version`.
     title: in messages.
@@ -103,19 +105,19 @@ class Harness(Protocol):
     def unused(self) -> Mapping[str, str]: ...
 
     def version(self) -> str:
-        """Return the version that is installed, or will be. Raises ResourceError where it is not known."""
+        """Return the version of the harness that is installed, or will be. Raises ResourceError where it is unknown."""
 
     def to_install(self) -> str | None:
-        """Describe what `prepare` will install first, where, and how large it is; None if nothing is missing.
+        """Describe packages that `prepare` will install first, where, and how large they are; None if all are there.
 
         Raises ResourceError if that cannot be installed.
         """
 
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
-        """Yield problems of what a recipe asks, as `field: problem, and what to do`."""
+        """Yield problems of an evaluation request, as `field: problem, and what to do`."""
 
     def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return what else determines the scores, such as the commits of datasets.
+        """Return facts outside the store that determine the scores, such as the commits of datasets.
 
         May ask the network; with limit_s, once, for this long. Raises EvaluationError for tasks that do not exist, or
         have code that is not trusted; DownloadError or TransientError if a hub gives no answer.
@@ -134,7 +136,7 @@ class Harness(Protocol):
         """Return the tasks that need log-likelihoods of given texts, as far as that is known before."""
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
-        """Install what is missing, check the tasks, and set the variables that libraries read at their import.
+        """Prepare a harness: install missing packages, check the tasks, set variables that libraries read at import.
 
         doing: gets a description of what takes long.
 
@@ -142,7 +144,7 @@ class Harness(Protocol):
         """
 
     def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
-        """Find every mistake in the tasks that can be found without a server, before the model is made.
+        """Check the tasks for every mistake that can be found without a server, before the model is made.
 
         evaluation: with `apply_chat_template` if the model will be asked so.
         model: folder of that model, or of one with the same tokenizer; None for a model that is not known yet.
@@ -159,7 +161,7 @@ class Harness(Protocol):
     def evaluate(
         self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]
     ) -> Results:
-        """Load the tasks while the server starts, call `await_model` once, ask, and score.
+        """Run an evaluation: load the tasks while the server starts, call `await_model` once, ask, and score.
 
         Answers are kept in the context's scratch folder, so that another attempt asks only for what is missing. Raises
         EvaluationError, TransientError, and whatever a lost connection raises.

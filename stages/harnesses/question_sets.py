@@ -51,7 +51,7 @@ def question_sets(evaluation: Evaluation) -> list[str]:
 
 
 def items_of(evaluation: Evaluation) -> Iterator[TaskItem]:
-    """Yield the samples of the question sets, as `Harness.items` does."""
+    """Yield the samples of the question sets, as texts that no training row should hold."""
     for task in evaluation.tasks:
         for number, prompt in enumerate(read_questions(evaluation, task)):
             asked = question_text(prompt.document)

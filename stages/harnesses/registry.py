@@ -28,5 +28,5 @@ HarnessName = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"e
 
 
 def harness_of(evaluation: Evaluation) -> Harness:
-    """Return the harness that an evaluation names."""
+    """Return the harness that an evaluation request names."""
     return HARNESSES[evaluation.harness]

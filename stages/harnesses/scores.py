@@ -81,13 +81,13 @@ def read_samples(evaluation: Path, task: str) -> list[dict[str, Any]]:
 
 
 def asked(row: dict[str, Any]) -> str:
-    """Return the prompt; for a choice, which has a prompt for each option, the first."""
+    """Return the prompt of an evaluated sample; for a choice, which has a prompt for each option, the first."""
     requests = _requests(row)
     return requests[0][0] if requests else str(row.get("question") or row.get("doc", ""))
 
 
 def answered(responses: Any) -> Any:
-    """Return the text of an answer; for a choice, (log-likelihood, whether it is the likeliest) of each option."""
+    """Return the answer's text of a sample; for a choice, (log-likelihood, whether it is likeliest) by option."""
     texts = [response[0] if isinstance(response, list) and len(response) == 1 else response for response in responses]
     return texts[0] if len(texts) == 1 else texts
 
@@ -107,7 +107,7 @@ def answer_and_expected(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _requests(row: dict[str, Any]) -> list[list[str]]:
-    """Return the prompt, and what follows it, of each request of lm-eval; of other harnesses, nothing."""
+    """Return each lm-eval request's prompt, and what follows it; nothing for other harnesses."""
     arguments = row.get("arguments", ())
     requests = arguments.values() if isinstance(arguments, dict) else arguments
     return [[str(part) for part in (one.values() if isinstance(one, dict) else one)] for one in requests]

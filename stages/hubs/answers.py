@@ -1,4 +1,4 @@
-"""Slow questions under one time limit: hashes of local files, answers of hubs.
+"""Answers to slow questions under one time limit: hashes of local files, answers of hubs.
 
 With a limit, what takes longer is left behind in its thread: it holds up neither the caller nor the end of the process.
 """
@@ -14,9 +14,9 @@ from typing import Generic, TypeVar
 from stages.core.errors import TransientError
 
 PLANNING_LIMIT_S = 0.8
-"""Time limit for all questions of a plan, which takes at most 2 s."""
+"""Time limit in seconds for all questions to hubs while planning, which takes at most 2 s."""
 PLANNING_ATTEMPT_S = 0.6
-"""Time limit for one attempt; shorter, so that an attempt fails by itself and says why."""
+"""Time limit for one attempt at asking a hub; shorter than the whole, so that it fails by itself and says why."""
 
 Answer = TypeVar("Answer")
 
@@ -33,7 +33,7 @@ class Answers(Generic[Answer]):
         return name in self._asked
 
     def ask(self, name: str, work: Callable[[], Answer], *, here: bool = False) -> None:
-        """Start some work in a thread. here: local work, which without a limit runs in this thread and obeys Ctrl-C."""
+        """Start a slow question's work in a thread. here: local work; without a limit it runs here and obeys Ctrl-C."""
         future = self._asked[name] = Future()
         if here and self._limit_s is None:
             _run(work, future)

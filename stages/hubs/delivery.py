@@ -16,7 +16,7 @@ from stages.core.redaction import quoted
 INTERVAL_S = 0.5
 MIB, GIB = 1 << 20, 1 << 30
 SMALL_FILE_BYTES = 16 * MIB
-"""Largest file that is read whole into memory, such as a model's config."""
+"""Largest file in bytes that is read whole into memory, such as a model's config."""
 
 
 class Progress:
@@ -30,7 +30,7 @@ class Progress:
         self._started_s = self._reported_s = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that arrived; negative when they are thrown away."""
+        """Count bytes of a download that arrived; negative when they are thrown away."""
         with self._lock:
             self._done_bytes += num_bytes
             now_s = time.monotonic()
@@ -51,7 +51,7 @@ def arrivals_folder(context: StageContext, revision: str) -> Path:
 
 
 def hand_over(arrivals: Path, names: Collection[str], folder: Path) -> None:
-    """Rename the folder of arrivals to `folder`, without other files that an earlier attempt left."""
+    """Rename a download's folder of arrived files to `folder`, without files left by an earlier attempt."""
     for path in arrivals.rglob("*"):
         if (path.is_symlink() or not path.is_dir()) and path.relative_to(arrivals).as_posix() not in names:
             path.unlink()
@@ -68,7 +68,7 @@ def check_small(num_bytes: int, name: str, source: object) -> None:
 
 
 def check_disk(folder: Path, needed_bytes: int) -> None:
-    """Raise ResourceError when the disk of `folder` has less room."""
+    """Raise ResourceError when the disk of `folder` has too little free space."""
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise ResourceError(

@@ -1,4 +1,4 @@
-"""Base config of stages that fetch what others build on."""
+"""Base config of stages that fetch models or datasets from outside."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class FetchedConfig(StageConfig):
     @property
     @abstractmethod
     def source(self) -> Source:
-        """Parsed source of the product."""
+        """Parsed source of the model or dataset that a stage fetches."""
 
     @property
     @abstractmethod
     def request(self) -> Request:
-        """Request to the hub."""
+        """Request to the hub: source, product and file patterns."""
 
     @property
     @abstractmethod
     def leaves_files(self) -> bool:
-        """True if the files stay at their source, and the artifact only points to them."""
+        """True if a dataset's files stay at their source, and the artifact only points to them."""

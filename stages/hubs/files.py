@@ -94,7 +94,7 @@ def _walk(folder: Path) -> dict[str, Path]:
 
 
 def _check_link(link: Path, folder: Path) -> None:
-    """Raise DownloadError for a link out of the folder, and for one to a folder, which would be lost or never end."""
+    """Raise DownloadError for a link that leaves the copied folder, and for a link to a folder."""
     if not Path(os.path.realpath(link)).is_relative_to(folder.resolve()):
         raise DownloadError(f"{link} is a link that leads out of {folder}; put a copy there (`cp -rL`)")
     if link.is_dir() or not link.exists():
@@ -113,7 +113,7 @@ def _check_readable_file(file: Path, source: Path) -> None:
 
 
 def hash_files(files: dict[str, Path]) -> str:
-    """Return one hash over names and contents; several files are read at once."""
+    """Return one hash over names and contents of files; several files are read at once."""
     with ThreadPoolExecutor() as pool:
         digests = pool.map(digest_of, files.values())
     return content_hash(zip(files, (digest.hex for digest in digests), strict=True))

@@ -22,7 +22,7 @@ Product = Literal["model", "dataset"]
 
 
 class Hub(Protocol):
-    """Hub of models and datasets.
+    """Protocol of a hub of models and datasets.
 
     Every method may ask the network. Raises DownloadError for what does not exist or may not be read, ModelError or
     DataError for an unusable model or dataset, TransientError when the hub does not answer.
@@ -43,7 +43,7 @@ class Hub(Protocol):
 
 
 class StreamingHub(Hub, Protocol):
-    """Hub whose files can be read remotely, without a download."""
+    """Protocol of a hub whose files can be read remotely, without a download."""
 
     def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
         """Return name → pointer of each requested file of a resolved revision."""
@@ -51,7 +51,7 @@ class StreamingHub(Hub, Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """Request for files of a source.
+    """Request for a model's or dataset's files.
 
     - patterns: globs; None takes the usual files of a model or a dataset
     - limit_s: time limit of a single attempt, for questions that must be answered at once
@@ -65,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Source:
-    """Source of a model or dataset.
+    """Parsed source of a model or dataset.
 
     - hub: its name in the registry
     - name: the hub's name for it (`org/name`, a path, a builtin's name)
@@ -92,7 +92,7 @@ def repository(hub: str, product: Product, name: str, revision: str | None = Non
 
 
 def parse_repository(hub: str, rest: str, product: Product) -> Source:
-    """Parse `[datasets/]org/name[@revision]`."""
+    """Parse a hub repository, `[datasets/]org/name[@revision]`."""
     is_dataset = rest.startswith("datasets/")
     match = _REPOSITORY.fullmatch(rest.removeprefix("datasets/"))
     if match is None or is_dataset != (product == "dataset"):
@@ -101,14 +101,14 @@ def parse_repository(hub: str, rest: str, product: Product) -> Source:
 
 
 def parse_path(hub: str, rest: str, product: Product) -> Source:
-    """Parse a path, absolute or relative to the recipe. Its content is identity, so the place is left out."""
+    """Parse a file source's path, absolute or relative to the recipe. Only its content is identity, not the place."""
     if not rest:
         raise ValueError(f"{hub}:// needs a path, absolute or relative to the recipe")
     return Source(hub, product, rest, f"{hub}://")
 
 
 def parse_object(hub: str, rest: str, product: Product) -> Source:
-    """Parse a bucket with the path of an object or a prefix. Its content is identity, so the place is left out."""
+    """Parse a bucket with the path of an object or a prefix. Only the objects' content is identity, not the place."""
     name = rest.rstrip("/")
     if not re.fullmatch(r"[a-z0-9][\w.-]+(/[^/]+)*", name) or {".", ".."} & set(name.split("/")):
         raise ValueError(f"{hub}://{rest} is no bucket, nor a path in one")

@@ -34,13 +34,13 @@ Shape = TypeVar("Shape")
 
 
 class _Lfs(AnswerModel):
-    """Hash of a large file's content in the hub's storage."""
+    """Digest of a large file's content in Git LFS storage."""
 
     sha256: Sha256
 
 
 class _File(AnswerModel):
-    """File of a repository. blobId: git's id of a small file's content."""
+    """File of a Hugging Face repository. blobId: git's id of a small file's content."""
 
     rfilename: str
     size: FileSize | None = None
@@ -49,19 +49,19 @@ class _File(AnswerModel):
 
 
 class _Commit(AnswerModel):
-    """Commit of a revision."""
+    """Commit that a hub's revision stands for."""
 
     sha: Sha1
 
 
 class _Listing(_Commit):
-    """Commit with its files."""
+    """Commit of a hub repository with its files."""
 
     siblings: list[_File]
 
 
 class _Reference(AnswerModel):
-    """Branch or tag."""
+    """Branch or tag of a hub repository."""
 
     name: str
 
@@ -134,7 +134,7 @@ def _asked(source: Source, where: str, shape: type[Shape], limit_s: float | None
 
 
 def _explained(source: Source, answer: Answer, url: str, doing: str) -> LifecycleError:
-    """Return what to do about a refusal. The hub answers 401 for what does not exist, too, without a token."""
+    """Return advice about a hub's refusal. The hub answers 401 for what does not exist, too, without a token."""
     address = f"{endpoint()}/{'datasets/' if source.product == 'dataset' else ''}{source.name}"
     headers = {name: answer.headers[name] for name in ("x-error-code", "x-error-message") if name in answer.headers}
     response = httpx.Response(answer.status, headers=headers, request=httpx.Request("GET", url))
@@ -168,5 +168,5 @@ def _closest_revision(source: Source) -> str:
 
 
 def hub_api() -> HfApi:
-    """Return the hub's own client, with the token of the environment or none."""
+    """Return Hugging Face's own client, with the token of the environment or none."""
     return HfApi(endpoint=endpoint(), token=token_in(TOKEN_VARIABLE) or False)

@@ -27,9 +27,9 @@ Sha1 = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 MAX_PART_BYTES = 240
-"""Longest name of a folder or file: file systems take 255 bytes, and `.partial` or `.pointer` follows."""
+"""Longest name of one folder or file in bytes: file systems take 255, and `.partial` or `.pointer` follows."""
 MAX_NAME_BYTES = 2000
-"""Longest name with its folders: a path may have 4,096 bytes, and it lies below our own folders."""
+"""Longest file name with its folders: a path may have 4,096 bytes, and it lies below our own folders."""
 PARTIAL_SUFFIX = ".partial"
 """End of the name of a file that is arriving."""
 QUOTED_CHARACTERS = 200
@@ -42,7 +42,7 @@ _DATASET_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dic
 
 
 def path_in(folder: Path, name: str, source: object) -> Path:
-    """Return the path of a file that a hub names, below the folder that it is for.
+    """Return the local path of a file that a hub names, below the target folder.
 
     Raises DownloadError for a name that leads somewhere else, also by links that are there already, and for one that
     cannot be written.
@@ -79,7 +79,7 @@ def check_names(names: Iterable[str], source: object) -> None:
 
 
 def check_fit(names: Iterable[str], source: object) -> None:
-    """Raise DownloadError when two of the files to be written want the same place."""
+    """Raise DownloadError when two files of a download would be written to the same place."""
     files = set(names)
     for name in files:
         same_place = [*map(str, PurePosixPath(name).parents), f"{name}{PARTIAL_SUFFIX}"]
@@ -91,7 +91,7 @@ def check_fit(names: Iterable[str], source: object) -> None:
 
 
 def _problem(name: str) -> str | None:
-    """Return why a file below a folder cannot have this name; None if it can."""
+    """Return why a file below a folder cannot have a name; None if it can."""
     parts = name.split("/")
     if "" in parts or {".", ".."} & set(parts) or "\\" in name:
         return "that leads out of its folder, or is no plain path"

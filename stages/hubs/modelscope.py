@@ -33,7 +33,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class _Entry(AnswerModel):
-    """File or folder."""
+    """File or folder in a hub's list."""
 
     path: str = Field(alias="Path")
     kind: str = Field("blob", alias="Type")
@@ -85,7 +85,7 @@ def _list_now(source: Source, limit_s: float | None = None) -> Snapshot:
 
 
 class _Lister:
-    """Reader of a list of files, in as many requests as the hub needs."""
+    """Reader of a hub's list of files, in as many requests as the hub needs."""
 
     def __init__(
         self, source: Source, endpoint: str, branch: str, headers: dict[str, str], limit_s: float | None

@@ -26,7 +26,7 @@ from stages.remote.pointers import Pointer
 
 NUM_CONNECTIONS = 4
 CHUNK_BYTES = 8 << 20
-"""Bytes per request."""
+"""Bytes per request to object storage."""
 
 
 class ObjectStorage:

@@ -29,7 +29,7 @@ from stages.models.facts import CONFIG_FILE
 
 @dataclass(frozen=True)
 class HubEntry:
-    """Entry of a hub in the registry.
+    """Entry of one hub in the registry of hubs.
 
     - prefix: beginning of its sources
     - form: the rest of a source, for messages

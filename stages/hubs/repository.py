@@ -55,7 +55,7 @@ class RepositoryHub(ABC):
         """Return the files at a resolved revision. Raises like `resolve_revision`."""
 
     def requested(self, request: Request, revision: str) -> Snapshot:
-        """Return the snapshot with the requested files alone."""
+        """Return a hub's snapshot with the requested files alone."""
         snapshot = self.list_snapshot(request.source, revision)
         selected = set(select_files(request, [file.name for file in snapshot.files]))
         return replace(snapshot, files=tuple(file for file in snapshot.files if file.name in selected))
@@ -119,7 +119,7 @@ def ask_hub(
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """File as the hub lists it."""
+    """File of a repository as the hub lists it: name, size, digest."""
 
     name: str
     size_bytes: int
@@ -146,7 +146,7 @@ class Fetcher:
     """Downloader of the files of one snapshot into one folder."""
 
     def __init__(self, snapshot: Snapshot, folder: Path, report: Callable[[int], None]) -> None:
-        """Take the files. `report` gets received bytes from several threads; negative numbers are discarded bytes."""
+        """Prepare a download. `report` gets received bytes from several threads; negative numbers are discarded."""
         self._snapshot = snapshot
         self._folder = folder
         self._report = report

@@ -1,4 +1,4 @@
-"""EvalScope's environment, `.venv-evalscope` beside ours: where it is, and how uv makes it from the pins.
+"""Environment of EvalScope, `.venv-evalscope` beside ours: its place, and how uv makes it from the pins.
 
 A stage makes it when a recipe first asks for EvalScope; `make evalscope`, which runs this module, before that, and
 again when the pins have changed. It is made under another name and renamed: an environment that exists is complete.
@@ -30,7 +30,7 @@ PINS = Path(__file__).parents[3] / "deploy" / "requirements" / "evalscope.txt"
 PINNED = "evalscope=="
 NAME = ".venv-evalscope"
 COMPLETE = ".ready"
-"""File that is written last. `make` compares its time with that of the pins, so its name is fixed there."""
+"""File that is written last into EvalScope's environment; `make` compares its time with that of the pins."""
 LOG_FILE = "uv.log"
 ASKING_TIMEOUT_S = 30
 POLL_INTERVAL_S = 0.5
@@ -38,12 +38,12 @@ SHOWN_LINES, SHOWN_CHARACTERS = 4, 1000
 
 
 def place() -> Path:
-    """Return the folder of the environment, which may not exist yet."""
+    """Return the folder of EvalScope's environment, which may not exist yet."""
     return Path(sys.prefix).parent / NAME
 
 
 def is_made(folder: Path) -> bool:
-    """Return whether an environment is complete."""
+    """Return whether EvalScope's environment is complete."""
     return (folder / COMPLETE).is_file()
 
 
@@ -54,7 +54,7 @@ def version_to_be_made() -> str:
 
 @functools.cache
 def check_can_be_made(pins: Path, folder: Path) -> None:
-    """Raise ResourceError if `make` could not install it: no uv, no right to write, no registry that answers."""
+    """Raise ResourceError if EvalScope could not be installed: no uv, no right to write, no registry that answers."""
     pin = _pin(pins)
     if not os.access(folder.parent, os.W_OK):
         raise ResourceError(_cannot(f"its place is {folder}, and {folder.parent} may not be written to"))
@@ -78,7 +78,7 @@ def _pin(pins: Path) -> str:
 
 
 def make(doing: Callable[[str], None], is_complete: Callable[[Path], bool] = is_made) -> None:
-    """Make the environment unless it exists; a second caller waits. doing: gets the progress.
+    """Make EvalScope's environment unless it exists; a second caller waits. doing: gets the progress.
 
     Raises ResourceError with uv's message.
     """
@@ -122,7 +122,7 @@ def _run(command: list[str], log: Path, doing: Callable[[str], None]) -> None:
 
 
 def _mode_of_ours() -> int:
-    """Return the permissions of our environment: its readers may read this one, whichever user's stage makes it."""
+    """Return our environment's permissions: its readers may read EvalScope's, whichever user's stage makes that."""
     return Path(sys.executable).parent.stat().st_mode & 0o777
 
 
@@ -172,7 +172,7 @@ def _is_current(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class InstalledEvalScope:
-    """An installed EvalScope.
+    """Interpreter and version of an installed EvalScope.
 
     python: interpreter that can import it.
     package: folder of the package.
@@ -183,7 +183,7 @@ class InstalledEvalScope:
     version: str
 
     def benchmarks(self) -> list[str]:
-        """Return the names of its own benchmarks."""
+        """Return the names of EvalScope's own benchmarks."""
         return list(json.loads((self.package / "benchmarks" / "_index.json").read_bytes()))
 
 
@@ -215,7 +215,7 @@ def find_evalscope() -> InstalledEvalScope:
 
 
 def main() -> None:
-    """Make the environment of the present pins."""
+    """Make EvalScope's environment from the present pins."""
     try:
         make(lambda progress: print(progress, flush=True), _is_current)
     except ResourceError as error:

@@ -26,7 +26,7 @@ METRIC = "exact_match"
 
 
 class EvalScope:
-    """EvalScope, as the protocol `Harness` describes it."""
+    """EvalScope as a harness (protocol `Harness`)."""
 
     name = "evalscope"
     title = "EvalScope"
@@ -36,7 +36,7 @@ class EvalScope:
     )
 
     def version(self) -> str:
-        """Return the installed version, or the pinned one: reading existing scores needs no more of EvalScope."""
+        """Return the installed version of EvalScope, or the pinned one: reading existing scores needs no more."""
         return environment.version_to_be_made() if is_missing() else find_evalscope().version
 
     def to_install(self) -> str | None:

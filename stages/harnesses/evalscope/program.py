@@ -26,7 +26,7 @@ QUESTION_SET = "question_set"
     BenchmarkMeta(
         name=QUESTION_SET,
         pretty_name="Question set",  # without a name and a description, writing the report fails
-        description="Answers are right if they are the expected text.",
+        description="Metric of question sets: answers are right if they are the expected text.",
         dataset_id=QUESTION_SET,
         metric_list=["exact_match"],
         few_shot_num=0,
@@ -53,7 +53,7 @@ class QuestionSet(DefaultDataAdapter):
 
 
 def main() -> None:
-    """Run the tasks of the request. Raises what EvalScope raises: an error in a sample is no score of 0."""
+    """Run the tasks of an EvalScope request. Raises EvalScope's errors: an error in a sample is no score of 0."""
     request = json.loads(Path(sys.argv[1]).read_bytes())
     for task in request["tasks"]:
         _run(task, request)

@@ -87,7 +87,7 @@ def read_answered(evaluation: Evaluation, task: str) -> list[Prompt]:
 
 
 def _write_questions(evaluation: Evaluation, task: str, folder: Path) -> Path | None:
-    """Write a question set as the program reads it; returns None for a benchmark of EvalScope's own."""
+    """Write a question set as EvalScope's program reads it; returns None for a benchmark of EvalScope's own."""
     if task not in question_sets(evaluation):
         return None
     folder.mkdir(exist_ok=True)
@@ -135,7 +135,7 @@ def _run(installed: InstalledEvalScope, work: Path, environment: dict[str, str],
 
 
 def read_results(folders: Mapping[str, Path], evaluation: Evaluation) -> Results:
-    """Read scores and samples of each task's folder.
+    """Read scores and samples of each task's folder, as EvalScope left them.
 
     Raises EvaluationError for a task without samples, and for samples that EvalScope could not score.
     """
@@ -163,7 +163,7 @@ def _rows(task: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _row(task: str, number: int, review: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one sample as a row. Raises EvaluationError if its metric failed: a failure is no score of 0."""
+    """Return one EvalScope sample as a row. Raises EvaluationError if its metric failed: failure is no score of 0."""
     score = review["sample_score"]["score"]
     if score["status"] not in USABLE or not score["value"]:
         why = "; ".join(f"{name}: {value}" for name, value in (score["metadata"] or {}).items())

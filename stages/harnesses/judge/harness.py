@@ -21,7 +21,7 @@ METRIC = "rating"
 
 
 class Judge:
-    """The judge, as the protocol `Harness` describes it."""
+    """Judge as a harness (protocol `Harness`)."""
 
     name = "judge"
     title = "the judge"

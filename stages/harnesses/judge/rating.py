@@ -37,7 +37,7 @@ class AnsweredTask:
     answers: Sequence[Sample]
 
     def completions(self) -> Iterator[Completion]:
-        """Yield the answers as the judge reads them, with the questions in plain words."""
+        """Yield a model's answers as the judge reads them, with the questions in plain words."""
         for asked, answer in zip(self.prompts, self.answers, strict=True):
             prompt = asked.prompt
             text = question_text(prompt.document)
@@ -45,13 +45,13 @@ class AnsweredTask:
 
 
 def try_out(evaluation: Evaluation, cache: Path) -> None:
-    """Ask the judge about an answer that is easy to rate. Raises as `AskedJudge` does; nothing is kept."""
+    """Try the judge on an answer that is easy to rate. Raises as `AskedJudge` does; nothing is kept."""
     with AskedJudge.opened(_judge(evaluation), cache / JUDGE_FILE) as judge:
         judge.try_out()
 
 
 def rated(evaluation: Evaluation, context: StageContext, model: ServedModel) -> Results:
-    """Ask all questions, have the answers rated, and return the results.
+    """Ask a model all questions of the sets, have the judge rate the answers, and return the results.
 
     Raises EvaluationError for questions that cannot be asked, and for a judge that gives too few numbers; ServerError
     and TransientError of either server.
@@ -136,7 +136,7 @@ def _rows(answered: AnsweredTask, opinions: Sequence[Opinion]) -> list[dict[str,
 
 
 def _scores(evaluation: Evaluation, samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the scores in the schema of `stages/harnesses/harness.py`.
+    """Return the judge's scores in the schema of harnesses (`stages/harnesses/harness.py`).
 
     `versions` names judge and scale, so that only samples of the same judge and scale can be paired.
     """
@@ -153,7 +153,7 @@ def _scores(evaluation: Evaluation, samples: dict[str, list[dict[str, Any]]]) ->
 
 
 def _means(ratings: Sequence[float | None]) -> dict[str, float]:
-    """Return the mean and its standard error, s / √n."""
+    """Return the mean of ratings and its standard error, s / √n."""
     values = [rating for rating in ratings if rating is not None]
     mean = {f"{METRIC},none": statistics.fmean(values)}
     if len(values) > 1:

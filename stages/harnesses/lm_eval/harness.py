@@ -27,13 +27,13 @@ from stages.serving.served_models import ServedModel
 
 PROGRESS_EVERY = 10
 DATASETS = "datasets"
-"""Folder of the cache that Hugging Face's `datasets` uses."""
+"""Cache folder of Hugging Face's `datasets`."""
 KEPT_RESULTS = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
 """Keys of lm-eval's results that `scores.json` keeps."""
 
 
 class LmEval:
-    """lm-eval, as the protocol `Harness` describes it."""
+    """lm-eval as a harness (protocol `Harness`)."""
 
     name = "lm_eval"
     title = "lm-eval"
@@ -116,7 +116,7 @@ class LmEval:
 
 
 def _selection(evaluation: Evaluation) -> TaskSelection:
-    """Find the tasks, and check that their code is trusted. Raises EvaluationError."""
+    """Find an evaluation's lm-eval tasks, and check that their code is trusted. Raises EvaluationError."""
     selection = select_tasks(evaluation.tasks, evaluation.task_folder)
     if not evaluation.trust_task_code:
         check_trusted(selection)

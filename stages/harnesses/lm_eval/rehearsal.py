@@ -27,7 +27,7 @@ from stages.harnesses.scores import score_metrics
 from stages.models.recorded import noted_date
 
 NUM_SAMPLES = 100
-"""Number of samples of each task, in their order. They take tenths of a second, also through a chat template."""
+"""Number of samples of each task that a rehearsal renders. They take tenths of a second, also with a chat template."""
 MADE_UP_ANSWER = "0"
 """Answer with which most scoring code gets far: a number, JSON, and a word at once."""
 MADE_UP_LOG_PROBABILITY = -1.0
@@ -39,7 +39,7 @@ class MadeUpModel(LM):
     tokenizer_name = "none"
 
     def __init__(self, template: ChatTemplate | None) -> None:
-        """Take the template of the model that will be asked; None if it is not known yet."""
+        """Create the stand-in model with the template of the model that will be asked; None if it is not known yet."""
         super().__init__()
         self._template = template
 
@@ -64,7 +64,7 @@ class MadeUpModel(LM):
 
 
 def rehearse(selection: TaskSelection, evaluation: Evaluation, model: Path | None) -> None:
-    """Load the tasks, render and score their first samples.
+    """Rehearse lm-eval tasks: load them, render and score their first samples.
 
     model: folder of the model that will be asked, or of one with the same chat template; None for no such model.
     Raises EvaluationError that names the task, TransientError for a hub that does not answer.

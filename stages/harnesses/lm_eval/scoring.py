@@ -48,7 +48,7 @@ MAX_SHOWN = 400
 END_MARK = "qprobetext "
 """Marker for the end of an answer's beginning; its space shows whether the template trims texts."""
 LM_EVAL_JINJA = lm_eval.utils.env
-"""lm-eval's environment for the templates of tasks, which have access to all of Python there."""
+"""Jinja environment of lm-eval for task templates, which have access to all of Python there."""
 
 SPLITS = {f"{name}_docs": f"{name}_split" for name in ("training", "validation", "test", "fewshot")}
 """Method of lm-eval's tasks → the field of a task's file that it reads."""
@@ -102,7 +102,7 @@ class LmEvalModel(LocalCompletionsAPI):
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """Chat template of the model, loaded once for all prompts."""
+        """Chat template of the evaluated model, loaded once for all prompts."""
         return load_chat_template(self.tokenizer, self.folder, None, self.template_date)
 
     def tok_encode(
@@ -127,7 +127,7 @@ class LmEvalModel(LocalCompletionsAPI):
         return [self.cut(answer, request.args[1]) for answer, request in zip(answers, requests, strict=True)]
 
     def parse_generations(self, outputs: Any, **options: Any) -> list[str]:
-        """Return the texts of answers, and count those that reached their most tokens.
+        """Return the texts of generated answers, and count those that reached their most tokens.
 
         A server that takes no stop texts reaches the limit every time, so nothing is counted for it.
         """
@@ -160,7 +160,7 @@ class LmEvalModel(LocalCompletionsAPI):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> list[float]:
-        """Score whole texts, which go through no chat template, with the tokenizer's special tokens."""
+        """Score whole texts (rolling log-likelihood), without chat template, with the tokenizer's special tokens."""
         add_bos_token, self.add_bos_token = self.add_bos_token, True
         try:
             answers: list[float] = super().loglikelihood_rolling(requests, **options)
@@ -225,7 +225,7 @@ def named_mistakes(names: Iterable[str]) -> Iterator[None]:
 
 
 def _is_of_connection(error: Exception) -> bool:
-    """Return whether a hub did not answer; "no such dataset" is an answer."""
+    """Return whether an error means that a hub did not answer; "no such dataset" is an answer."""
     if isinstance(error, HfHubHTTPError):
         return error.response is None or error.response.status_code in (408, 429, *range(500, 600))
     return isinstance(error, ConnectionError | TimeoutError | httpx.TransportError | LocalEntryNotFoundError)
@@ -242,7 +242,7 @@ def _samples_of(task: Any) -> str:
 
 
 def render_prompt(template: ChatTemplate, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-    """Render a prompt; without `add_generation_prompt`, the last message is the beginning of an answer.
+    """Render a prompt by the chat template; without `add_generation_prompt`, the last message begins an answer.
 
     Raises EvaluationError for messages that the template refuses, DataError for one that is bad or does not end.
     """
@@ -276,7 +276,7 @@ def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, An
 
 @contextlib.contextmanager
 def _hub_asked(*, asked: bool) -> Iterator[None]:
-    """Allow or forbid `datasets` to ask the hub.
+    """Allow or forbid Hugging Face's `datasets` to ask the hub.
 
     It reads the environment once, at its import, but a check of inputs loads the tasks of several evaluations.
     """
@@ -330,7 +330,7 @@ def evaluate_tasks(
 
 
 def _seed(evaluation: Evaluation, default: int) -> int:
-    """Return the recipe's seed, or lm-eval's default, which differs by purpose."""
+    """Return the evaluation's seed, or lm-eval's default, which differs by purpose."""
     return default if evaluation.seed is None else evaluation.seed
 
 
@@ -372,7 +372,7 @@ def _item(name: str, number: int, task: Any, document: dict[str, Any]) -> TaskIt
 
 
 def _chosen(value: object, choices: list[str]) -> str:
-    """Return the option that a number stands for, or the value itself as text."""
+    """Return the answer option that a number stands for, or the value itself as text."""
     if isinstance(value, int) and 0 <= value < len(choices):
         return str(choices[value])
     return str(value)

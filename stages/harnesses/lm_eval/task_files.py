@@ -1,4 +1,4 @@
-"""Files of lm-eval tasks, read without running what they name: a local folder's, and those that lm-eval brings.
+"""Files of lm-eval tasks, of a local folder or of lm-eval itself, read without running the code that they name.
 
 A local folder's content is part of the evaluation's version, so all that a task is made of must lie in it: its YAML
 files, the data files that they name, and the Python files that their `!function` tags name.
@@ -44,12 +44,12 @@ class Function(str):
 
     @property
     def module_file(self) -> str:
-        """File of the function, relative to the file that names it."""
+        """Python file of a `!function` tag, relative to the file that names it."""
         return self.rpartition(".")[0].replace(".", "/") + ".py"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that knows the tag of task files."""
+    """YAML loader that knows the `!function` tag of task files."""
 
 
 def _construct_function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Function:
@@ -75,19 +75,19 @@ def read_task_file(file: Path) -> dict[str, Any]:
 
 
 def names_of(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of a task or group, and its tags."""
+    """Yield the names of an lm-eval task or group, and its tags."""
     yield from (config[key] for key in ("task", "group") if isinstance(config.get(key), str))
     yield from strings_in(config.get("tag"))
 
 
 def members_of(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of the tasks in a group."""
+    """Yield the names of the tasks in an lm-eval group."""
     for member in config["task"] if isinstance(config.get("task"), list) else ():
         yield member if isinstance(member, str) else str(member.get("task", member.get("group")))
 
 
 def dataset_of(config: dict[str, Any]) -> HubDataset | None:
-    """Return the repository that a config names; None for files of a known format, and if none is named."""
+    """Return the dataset repository that a task's config names; None for local files, and if none is named."""
     path = config.get("dataset_path")
     if not isinstance(path, str) or path in FILE_FORMATS or not _REPOSITORY.fullmatch(path):
         return None
@@ -95,7 +95,7 @@ def dataset_of(config: dict[str, Any]) -> HubDataset | None:
 
 
 def code_in(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the code that a config would run outside a sandbox.
+    """Yield the code that a task's config would run outside a sandbox.
 
     That is `!function` tags, Jinja that reaches into Python's objects, and metrics that Hugging Face's `evaluate` loads
     as Python files. Jinja that hides what it does is stopped by the sandbox when it is rendered.
@@ -146,7 +146,7 @@ class TaskFolder:
 
     @property
     def uses_hub(self) -> bool:
-        """Return whether any of its tasks needs more than the folder."""
+        """Return whether any of the tasks needs more than the local task folder, and so the hub."""
         return bool(self.hub_datasets or self.members_elsewhere)
 
 
@@ -207,7 +207,7 @@ def _check_inside(path: Path, file: Path, folder: Path) -> None:
 
 
 _NAMING = re.compile(r"""^["']?(?:task|group|tag)["']?\s*:[ \t]*(.*(?:\n[ \t]*(?:-.*|\#.*)?$)*)""", re.MULTILINE)
-"""A `task`, `group` or `tag` of a file, with the lines of its list, which names the tasks of a group."""
+"""Pattern of a `task`, `group` or `tag` line in a task file, with its list, which names a group's tasks."""
 
 _NAME = re.compile(r"[^\s\"'\[\],#]+")
 _NO_TASKS = (".py", ".pyc", ".md", ".json", ".jsonl", ".csv", ".txt", ".zip")
@@ -221,12 +221,12 @@ def mentioned_names() -> Iterable[str]:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether lm-eval has a task, group or tag of that name."""
+    """Return whether lm-eval has a task, group or tag of a name."""
     return any(True for _ in defining(name))
 
 
 def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the files whose task, group or tag has that name; for a template's tag, all files beside the template."""
+    """Yield the task files whose task, group or tag has a name; for a template's tag, all files beside the template."""
     for file in _files_by_name().get(name, ()):
         config = _parsed(file)
         if name not in names_of(config):
@@ -238,7 +238,7 @@ def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def hub_datasets(names: Iterable[str]) -> frozenset[HubDataset]:
-    """Return the repositories that the tasks, groups and tags of these names take their samples from."""
+    """Return the dataset repositories that the tasks, groups and tags of these names take their samples from."""
     todo, seen = list(names), set()
     datasets: set[HubDataset] = set()
     while todo:
@@ -253,7 +253,7 @@ def hub_datasets(names: Iterable[str]) -> frozenset[HubDataset]:
 
 
 def _datasets(file: Path, config: dict[str, Any]) -> Iterator[HubDataset]:
-    """Yield the datasets of the file itself, else of the class that it names, else of the files that it includes."""
+    """Yield the datasets of a task file, else of the class that it names, else of the files that it includes."""
     if own := dataset_of(config):
         yield own
     elif isinstance(config.get("class"), Function):

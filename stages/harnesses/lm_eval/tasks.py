@@ -42,7 +42,7 @@ DEFAULT_METRICS = {
     "multiple_choice": ("acc", "acc_norm"),
     "generate_until": ("exact_match",),
 }
-"""Metrics of a task that names none, by output type.
+"""Metrics that lm-eval uses for a task that names none, by output type.
 
 A copy of lm-eval's `DEFAULT_METRIC_REGISTRY`, whose import takes seconds.
 """
@@ -53,7 +53,7 @@ MAX_INCLUDES = 10
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """Tasks that a recipe names.
+    """Selection of lm-eval tasks that a recipe names.
 
     needs_builtin: whether lm-eval's own tasks must be indexed, which takes it 10 s or more.
     """
@@ -64,12 +64,12 @@ class TaskSelection:
 
     @property
     def offline(self) -> bool:
-        """Return whether everything lies in the task folder, so that no hub is asked."""
+        """Return whether all selected tasks lie in the task folder, so that no hub is asked."""
         return not self.needs_builtin and self.folder is not None and not self.folder.uses_hub
 
 
 def select_tasks(names: tuple[str, ...], folder: Path | None) -> TaskSelection:
-    """Find the tasks. Raises EvaluationError for an unknown name, with the closest ones, and for a bad folder."""
+    """Find the named tasks. Raises EvaluationError for an unknown name, with the closest ones, and for a bad folder."""
     local = read_task_folder(folder) if folder else None
     known_locally = local.names if local else frozenset()
     elsewhere = [name for name in names if name not in known_locally]

@@ -18,7 +18,7 @@ NUM_VALIDATION = 300
 
 @dataclass(frozen=True)
 class Problem:
-    """Sum of two numbers."""
+    """Addition problem: two numbers and their sum."""
 
     first: int
     second: int
@@ -34,7 +34,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Split:
-    """Test, validation and training problems; each problem is in exactly one of the three."""
+    """Test, validation and training problems of `builtin/addition`; each problem is in exactly one of the three."""
 
     test: list[Problem]
     validation: list[Problem]
@@ -57,7 +57,7 @@ def make(folder: Path) -> None:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, object]]) -> None:
-    """Write one JSON object a line."""
+    """Write rows as JSON Lines, one object a line."""
     with path.open("w", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row) + "\n" for row in rows)
 
@@ -67,5 +67,5 @@ def _chat(problem: Problem) -> dict[str, object]:
 
 
 def message(role: str, content: str) -> dict[str, str]:
-    """Return a chat message."""
+    """Return a chat message of a role and a text."""
     return {"role": role, "content": content}

@@ -19,7 +19,7 @@ NUM_WITH_ADDRESS = 50
 
 
 def make(folder: Path) -> None:
-    """Write the rows, in an order that is drawn once and for all."""
+    """Write uncurated rows with known faults, in an order that is drawn once and for all."""
     split = split_problems()
     good = split.train[:NUM_GOOD]
     rows = [_row(problem) for problem in good[NUM_WITH_ADDRESS:]]

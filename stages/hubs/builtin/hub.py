@@ -36,9 +36,9 @@ class Builtin:
     product: Product
     module: str
     version: int
-    """Version of the content; raised when the maker would write other content than before."""
+    """Version of a builtin's content; raised when the maker would write other content than before."""
     sizes: dict[str, Any] | None = None
-    """Sizes in a model's `config.json`, for planning a layout before the model is made."""
+    """Sizes in a builtin model's `config.json`, for planning a layout before the model is made."""
 
 
 BUILTINS: dict[str, Builtin] = {
@@ -50,7 +50,7 @@ BUILTINS: dict[str, Builtin] = {
 
 
 def parse_builtin(hub: str, rest: str, product: Product) -> Source:
-    """Return the source for a name of the catalog. Raises ValueError with the known names."""
+    """Return the builtin source for a name of the catalog. Raises ValueError with the known names."""
     names = sorted(name for name, builtin in BUILTINS.items() if builtin.product == product)
     if rest not in names:
         raise ValueError(f"there is no builtin {product} {rest!r}; there are: {', '.join(names)}")

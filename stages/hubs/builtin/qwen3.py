@@ -33,7 +33,7 @@ CHAT_TEMPLATE = """\
 
 
 def make(folder: Path) -> None:
-    """Write config, weights (float32 safetensors), tokenizer and chat template."""
+    """Write the tiny model: config, weights (float32 safetensors), tokenizer and chat template."""
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     tokenizer.save_pretrained(folder)
@@ -74,7 +74,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _texts() -> list[str]:
-    """Return the pieces of training chats between special tokens."""
+    """Return the pieces of training chats between special tokens, to train the tokenizer on."""
     pieces = ["\n", "system\n"]
     for problem in split_problems().train:
         pieces += [f"user\n{problem.question}", f"assistant\n{problem.answer}"]
