@@ -35,5 +35,5 @@ def kind_of(name: str) -> type[StageConfig]:
 
 
 def makes(kind: str, product: Product) -> bool:
-    """Return whether stages of a kind may have a product."""
+    """Return whether stages of a kind may have a product, such as a model."""
     return product in kind_of(kind).PRODUCTS

@@ -25,7 +25,7 @@ class CheckConfig(StageConfig):
 
 
 class InputProblem(StrictModel):
-    """One problem of an input.
+    """Problem of a stage's input, found before training.
 
     field: dotted path in the stage's config.
     error: name of the error class.
@@ -38,7 +38,7 @@ class InputProblem(StrictModel):
 
 
 class Unseen(StrictModel):
-    """One input that there was no time to check; the stage itself will."""
+    """Input that there was no time to check; the stage itself will."""
 
     stage: str
     field: str

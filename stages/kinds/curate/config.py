@@ -53,7 +53,7 @@ STEPS = (
 
 
 class Length(StrictModel):
-    """Bounds on the length of rows; both bounds of a pair may be set."""
+    """Bounds on the length of rows; both bounds may be set."""
 
     min_characters: NonNegativeInt = Field(0, description="Smallest number of characters in all texts of a row.")
     max_characters: PositiveInt | None = Field(None, description="Largest number of characters in all texts of a row.")
@@ -91,8 +91,12 @@ PersonalData = Literal["email", "ip_address", "iban", "credit_card", "phone"]
 class Patterns(StrictModel):
     """Regular expressions that are searched in the texts of a row, each on its lines together."""
 
-    exclude: tuple[RowPattern, ...] = Field((), description="Leave out rows that match one of these.")
-    require: tuple[RowPattern, ...] = Field((), description="Leave out rows that do not match all of these.")
+    exclude: tuple[RowPattern, ...] = Field(
+        (), description="Regular expressions: leave out rows that match one of them."
+    )
+    require: tuple[RowPattern, ...] = Field(
+        (), description="Regular expressions: leave out rows that do not match all of them."
+    )
 
     @model_validator(mode="after")
     def _names_some(self) -> Self:
@@ -102,14 +106,15 @@ class Patterns(StrictModel):
 
 
 class Language(StrictModel):
-    """Languages to keep; rows with too few letters to tell are kept as well."""
+    """Language filter: languages to keep; rows with too few letters to tell are kept as well."""
 
     keep: tuple[LanguageCode, ...] = Field(min_length=1, description="Languages to keep, as ISO 639 codes: en, de, zh.")
     min_probability: float = Field(
         0.5,
         gt=0,
         lt=1,
-        description="Smallest probability that a row is in one of them; it is low for code and mixed languages.",
+        description="Smallest probability that a row is in one of the languages; it is low for code and mixed "
+        "languages.",
     )
 
 
@@ -161,7 +166,7 @@ class NearDuplicates(StrictModel):
         description="Jaccard similarity of two rows' runs of `words` words from which on they are near-duplicates. "
         "Changing every 20th word leaves about 0.73.",
     )
-    words: PositiveInt = Field(3, le=50, description="Number of words in a run.")
+    words: PositiveInt = Field(3, le=50, description="Number of words in a run that near-duplicates are compared by.")
 
 
 class BenchmarkTasks(StrictModel):
@@ -170,7 +175,9 @@ class BenchmarkTasks(StrictModel):
     harness: Annotated[HarnessName, AddedLater()] = Field(
         DEFAULT_HARNESS, description="Harness of the tasks, as in `evaluate`."
     )
-    tasks: tuple[str, ...] = Field(min_length=1, description="Names of the harness's tasks, or of `task_folder`.")
+    tasks: tuple[str, ...] = Field(
+        min_length=1, description="Names of benchmark tasks, the harness's own or of `task_folder`."
+    )
     task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
     trust_task_code: bool = Field(False, description="Run the code in `task_folder`, as in `evaluate`.")
 
@@ -186,9 +193,10 @@ class Decontaminate(StrictModel):
     words: int = Field(
         13, ge=5, le=50, description="Length of the runs of words (n-grams) that a row may not share with a sample."
     )
-    min_shared: PositiveInt = Field(1, description="Number of shared runs from which on a row is left out.")
+    min_shared: PositiveInt = Field(1, description="Number of shared runs of words from which on a row is left out.")
     benchmarks: dict[str, BenchmarkTasks] = Field(
-        default_factory=dict, description="Tasks by name; default: those of all `evaluate` stages of the recipe."
+        default_factory=dict,
+        description="Benchmark tasks by name; default: those of all `evaluate` stages of the recipe.",
     )
 
 
@@ -230,7 +238,7 @@ class CurateConfig(StageConfig):
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """Steps that are asked for, in the order in which they are done."""
+        """Steps of a curation that are asked for, in the order in which they are done."""
         return tuple(name for name in STEPS if getattr(self, name))
 
     @property

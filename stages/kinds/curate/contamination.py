@@ -39,7 +39,7 @@ class _Table:
     items: NDArray[np.int64]
 
     def found(self, runs: Hashes) -> NDArray[np.int64]:
-        """Return the item of each run; -1 where none has it."""
+        """Return the benchmark sample of each run of words; -1 where none has it."""
         # A run larger than all others gets the place behind the last one; clipped, the comparison rejects it.
         at = np.searchsorted(self.runs, runs).clip(max=len(self.runs) - 1)
         return np.where(self.runs[at] == runs, self.items[at], -1)
@@ -53,9 +53,9 @@ class Benchmarks:
         self._names: list[str] = []
         self._whole: dict[int, int] = {}
         self.num_too_short = 0
-        """Samples that no row can be compared with: of fewer than `SHORTEST_WHOLE` words."""
+        """Number of benchmark samples that no row can be compared with: of fewer than `SHORTEST_WHOLE` words."""
         self.num_common = 0
-        """Runs that do not count, since most samples of their task have them."""
+        """Number of word runs that do not count, since most samples of their task have them."""
         runs: dict[int, list[tuple[Hashes, NDArray[np.int64]]]] = defaultdict(list)
         for _, of_task in itertools.groupby(items, key=lambda item: item.task):
             for num_words, found in self._task(list(of_task)).items():
@@ -67,7 +67,7 @@ class Benchmarks:
         return len(self._names)
 
     def reason(self, row: ReadRow) -> str | None:
-        """Return why the row is left out; None if it shares too little with every sample."""
+        """Return why a row is left out as contaminated; None if it shares too little with every benchmark sample."""
         words = [word for texts in row.parts for text in texts for word in words_of(text)]
         hashes = hashes_of(words)
         for num_words, table in self._tables.items():
@@ -83,7 +83,7 @@ class Benchmarks:
         return None
 
     def _task(self, items: Sequence[TaskItem]) -> dict[int, tuple[Hashes, NDArray[np.int64]]]:
-        """Return length → runs of the samples of one task, with the item of each."""
+        """Return length → word runs of the samples of one task, with the sample of each."""
         runs_by_length: dict[int, list[tuple[Hashes, int]]] = defaultdict(list)
         for item in items:
             number = len(self._names)
@@ -111,7 +111,7 @@ class Benchmarks:
         return is_kept
 
     def _counted(self, several: Sequence[tuple[Hashes, int]], num_items: int) -> tuple[Hashes, NDArray[np.int64]]:
-        """Drop the runs that most samples of the task have."""
+        """Drop the runs of words that most samples of the task have."""
         runs = np.concatenate([of_item for of_item, _ in several])
         items = np.concatenate([np.full(len(of_item), number) for of_item, number in several])
         runs, first, counts = np.unique(runs, return_index=True, return_counts=True)
@@ -126,6 +126,6 @@ def _joined(found: Sequence[tuple[Hashes, NDArray[np.int64]]]) -> _Table:
 
 
 def _whole(text: str) -> int:
-    """Return one number for all words of a text."""
+    """Return one hash number for all words of a text."""
     hashes = hashes_of(words_of(text))
     return int(runs_of(hashes, len(hashes))[0]) if len(hashes) else 0

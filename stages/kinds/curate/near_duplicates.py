@@ -37,7 +37,7 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Repeats:
-    """Repetitions among rows.
+    """Near-duplicates found among rows.
 
     of: number of the earlier row that each row repeats; its own number if it repeats none.
     similarity: of the two.
@@ -74,14 +74,14 @@ class Sets:
         self._offsets = draw.integers(0, 2**63, NUM_HASHES, np.uint64)
 
     def add(self, runs: Hashes) -> None:
-        """Append the set of the next row."""
+        """Append the set of word runs of the next row."""
         self._end += len(runs)
         self._files[RUNS].write(runs.tobytes())
         self._files[ENDS].write(np.uint64(self._end).tobytes())
         self._files[SIGNATURES].write(self._signature(runs).tobytes())
 
     def _signature(self, runs: Hashes) -> NDArray[np.uint32]:
-        """Return [NUM_HASHES]: the smallest value of each hash function (multiply, add, shift)."""
+        """Return a MinHash signature [NUM_HASHES]: the smallest value of each hash function (multiply, add, shift)."""
         smallest = np.full(NUM_HASHES, 2**32 - 1, np.uint32)
         for start in range(0, len(runs), CHUNK_RUNS):
             values = runs[start : start + CHUNK_RUNS, None] * self._factors + self._offsets  # [runs, NUM_HASHES]
@@ -135,7 +135,7 @@ class Comparison:
         return np.array([groups.find(row) for row in range(len(self._ends))], np.int64)
 
     def _join_alike(self, number: int, groups: _Groups, num_bands: int) -> None:
-        """Join a row with every similar row before it that shares a band.
+        """Join a row's group with every similar earlier row that shares a band.
 
         The next rows of each band are compared together, twice as many in each round: those of the row's own group are
         passed over, which after the first rounds are most.
@@ -160,14 +160,14 @@ class Comparison:
             places, num_rows = left, 2 * num_rows
 
     def _first_of_set(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each of `rows` the first one with the same set."""
+        """Return for each of `rows` the first row with the same set of word runs."""
         sets = (self._runs[self._start(row) : self._ends[row]].tobytes() for row in rows.tolist())
         digests = b"".join(hashlib.blake2b(runs, digest_size=8).digest() for runs in sets)
         _, first, inverse = np.unique(np.frombuffer(digests, np.uint64), return_index=True, return_inverse=True)
         return rows[first[inverse]]
 
     def _linked(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Return for each band each row's predecessor with the same values there; -1 where there is none."""
+        """Return for each MinHash band each row's predecessor with the same values there; -1 where there is none."""
         num_values = values_per_band(self._threshold)
         predecessors = []
         for band in range(NUM_HASHES // num_values):
@@ -181,7 +181,7 @@ class Comparison:
         return predecessors
 
     def _alike(self, number: int, candidates: Iterator[int]) -> list[int]:
-        """Return the candidates that may have the requested similarity, by their signatures, in their order."""
+        """Return the candidate rows that may have the requested similarity, by their signatures, in their order."""
         found = np.unique(np.fromiter(candidates, np.int64))
         if not len(found):
             return []
@@ -198,7 +198,7 @@ class Comparison:
 
 
 def _first_ones(number: int, of: NDArray[np.int64], links: Sequence[NDArray[np.int64]]) -> Iterator[int]:
-    """Yield earlier rows that share a band and repeat none; links over repeating rows are shortened on the way."""
+    """Yield earlier rows that share a MinHash band and repeat none; links over repeating rows are shortened."""
     for previous in links:
         other = number
         while other >= 0:
@@ -223,7 +223,7 @@ class _Groups:
         self._beyond_group = [previous.copy() for previous in links]
 
     def find(self, row: int) -> int:
-        """Return the name of a row's group."""
+        """Return the name of a row's group of near-duplicates."""
         first = self._first
         while first[row] != row:
             first[row] = first[first[row]]
@@ -231,7 +231,7 @@ class _Groups:
         return row
 
     def join(self, one: int, other: int) -> None:
-        """Make one group of those of two rows."""
+        """Join the near-duplicate groups of two rows."""
         low, high = sorted((self.find(one), self.find(other)))
         self._first[high] = low
 

@@ -22,7 +22,7 @@ class Report:
     """Counts of rows that are read and left out; memory does not grow with their number."""
 
     def __init__(self, steps: Sequence[str], stream: BinaryIO) -> None:
-        """stream: takes a JSON object a line: `dataset`, `file`, `line` or `row`, `step`, `reason`."""
+        """Write dropped rows to `stream`, a JSON object a line: `dataset`, `file`, `line`/`row`, `step`, `reason`."""
         self._stream = stream
         self._read: Counter[str] = Counter()
         self._dropped = Counter(dict.fromkeys((BAD_ROWS, *(step for step in steps if step != HELD_OUT)), 0))
@@ -57,7 +57,7 @@ class Report:
         return self.num_read - self._dropped.total()
 
     def read(self, dataset: str) -> None:
-        """Count a row."""
+        """Count a row that was read."""
         self._read[dataset] += 1
 
     def drop(self, place: SourcePlace, step: str, reason: str, content: object = None) -> None:
@@ -70,7 +70,7 @@ class Report:
             self._examples[step].append({"row": str(place), "reason": reason, "content": text})
 
     def check(self, config: CurateConfig) -> None:
-        """Raise DataError for more bad rows than the recipe allows, and if nothing is left.
+        """Raise DataError for more bad rows than the recipe allows, and if no row is left.
 
         The message names the step that emptied the dataset, and what the steps before it left.
         """
@@ -108,7 +108,7 @@ class Report:
             )
 
     def document(self) -> dict[str, Any]:
-        """Return the content of `report.json`."""
+        """Return the content of a curation's `report.json`."""
         steps = [
             {"step": step, "dropped": dropped, "kept": kept, "examples": self._examples[step]}
             for step, dropped, kept in self._counts()
@@ -117,20 +117,20 @@ class Report:
         return {"rows_read": dict(self._read), "steps": steps, **{name: count for name, count in more.items() if count}}
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts by their names in MLflow."""
+        """Return the counts of a curation by their names in MLflow."""
         found = {"num_rows": float(self.num_kept), "kept_share": self.num_kept / max(1, self.num_read)}
         found |= {} if self.num_held_out is None else {"num_held_out": float(self.num_held_out)}
         found |= {f"dropped_{step}": float(dropped) for step, dropped, _ in self._counts()}
         return found | {f"redacted_{kind}": float(count) for kind, count in self.redacted.items()}
 
     def sentence(self) -> str:
-        """Return a sentence for people who watch."""
+        """Return the outcome of a curation as a sentence for people who watch."""
         dropped = ", ".join(f"{step} dropped {dropped}" for step, dropped, _ in self._counts() if dropped)
         held_out = f" ({self.num_held_out} of them held out)" if self.num_held_out else ""
         return f"{self.num_kept} of {self.num_read} rows are kept{held_out}{': ' if dropped else ''}{dropped}"
 
     def _counts(self) -> list[tuple[str, int, int]]:
-        """Return step, rows that it dropped, rows that it left."""
+        """Return each step of a curation with the rows that it dropped and left."""
         left, found = self.num_read, []
         for step, dropped in self._dropped.items():
             left -= dropped

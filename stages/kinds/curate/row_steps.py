@@ -54,7 +54,7 @@ def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str
 
 
 def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: ReadRow) -> tuple[str, str] | None:
-    """Return step and reason of the first step that leaves out the row; DataErrors name the row."""
+    """Return name and reason of the first step that leaves out a row; DataErrors name the row."""
     for name, step in steps:
         try:
             reason = step(row)
@@ -66,7 +66,7 @@ def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: 
 
 
 def benchmarks_of(config: Decontaminate, context: StageContext) -> Benchmarks:
-    """Read the samples of the tasks; warns of those that no row can be compared with."""
+    """Read the samples of benchmark tasks; warns of those that no row can be compared with."""
     context.doing("reading the tasks of the evaluations")
     evaluations = [tasks.evaluation for tasks in config.benchmarks.values()]
     items = (item for evaluation in evaluations for item in harness_of(evaluation).items(evaluation, context))
@@ -103,7 +103,7 @@ def too_short_or_long(row: ReadRow, bounds: Length) -> str | None:
 
 
 def found_or_not(row: ReadRow, patterns: Patterns) -> str | None:
-    """Return why patterns exclude a row; None if they do not.
+    """Return why the regular expressions exclude a row; None if they do not.
 
     Raises DataError for a search that does not end within `SEARCH_TIMEOUT_S`.
     """
@@ -137,7 +137,7 @@ class LanguageFilter:
         self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
     def reason(self, row: ReadRow) -> str | None:
-        """Return why a row is left out: it is not in one of the languages with enough probability.
+        """Return why a row is left out by language: it is not in one of the languages with enough probability.
 
         None for other rows, and for one that has too few letters to tell.
         """
@@ -164,7 +164,7 @@ class Redactor:
         self._readers = readers
 
     def redacted(self, dataset: str, row: ReadRow) -> tuple[ReadRow, tuple[str, str] | None]:
-        """Return the masked row, and step and reason if nothing can be learned from it any more."""
+        """Return the row with personal data masked, and step and reason if nothing can be learned from it any more."""
         content = redacted(row.content, self._kinds, self._counts)
         try:
             return self._readers[dataset].read(content), None

@@ -38,7 +38,7 @@ DROPPED_FILE = "dropped.jsonl"
 REPORT_FILE = "report.json"
 PROGRESS_EVERY = 1000
 KEEP_EVERY = 2000
-"""Number of rows that a killed attempt may have to look at again."""
+"""Number of rows after which curation saves its progress: a killed attempt may have to look at them again."""
 
 
 def rows_of(
@@ -98,7 +98,7 @@ def _check_one_format(readers: Readers) -> None:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Rows that a step that compares rows leaves out.
+    """Rows left out by a curation step that compares rows.
 
     rows: bool [rows], True for rows that are left out.
     reason: returns the reason for a row, by its number.
@@ -110,7 +110,7 @@ class LeftOut:
 
 
 def run(config: CurateConfig, context: StageContext) -> StageResult:
-    """Curate, and write rows and report.
+    """Curate datasets, and write the remaining rows and a report.
 
     Raises DataError for rows that cannot be read, and formats that cannot be one dataset. A dataset of which nothing is
     left, or nothing to hold out, is refused.
@@ -141,7 +141,7 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
 
 
 def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report: Report) -> None:
-    """Read all rows, and write those that the steps of one row at a time leave to `files`.
+    """Read all rows, and write those that the row-by-row steps keep to `files`.
 
     Rows that an earlier attempt kept are not read again.
     """
@@ -182,7 +182,7 @@ def _shown(kept: Path, shown: Path, files: KeptFiles) -> Iterator[None]:
 def _left_out(
     config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None
 ) -> Iterator[LeftOut]:
-    """Yield the rows that each step that looks at all rows leaves out."""
+    """Yield the rows that each curation step that looks at all rows leaves out."""
     kept = np.ones(len(spool), np.bool_)
     if config.exact_duplicates:
         first = _first_equal(spool.digests)
@@ -219,7 +219,7 @@ def _left_out(
 
 
 def drawn(digests: NDArray[np.uint64], kept: NDArray[np.bool_], config: Sample, seed: int) -> NDArray[np.bool_]:
-    """Return bool [rows]: the rows among `kept` that the sample consists of."""
+    """Return the random sample among the `kept` rows, bool [rows]."""
     numbers = ranks(digests, seed, "sample")
     if config.fraction is not None:
         return kept & below(numbers, config.fraction)
@@ -231,21 +231,21 @@ def drawn(digests: NDArray[np.uint64], kept: NDArray[np.bool_], config: Sample, 
 
 
 def ranks(digests: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.uint64]:
-    """Return uniform numbers [rows]; the purpose makes two drawings with one seed independent."""
+    """Return uniform random numbers [rows]; the purpose makes two drawings with one seed independent."""
     salt = f"{purpose} {seed}".encode()
     found = (hashlib.blake2b(digest.tobytes() + salt, digest_size=8).digest() for digest in digests)
     return np.frombuffer(b"".join(found), np.uint64)
 
 
 def below(numbers: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """Return bool [rows]: numbers in the first `fraction` of all numbers."""
+    """Return which random numbers are in the lowest `fraction`, bool [rows]."""
     return numbers < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
 
 
 def _held_out(
     config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None, kept: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Return bool [rows]: rows to evaluate on, with groups of near-duplicates together.
+    """Return the rows held out for evaluation, bool [rows], with groups of near-duplicates together.
 
     A dataset with an empty side is refused.
     """

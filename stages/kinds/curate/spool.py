@@ -35,7 +35,7 @@ class SourcePlace:
         return f"{self.dataset} {self.place}"
 
     def columns(self) -> dict[str, object]:
-        """Return the columns that lists of rows have for it."""
+        """Return the columns that a list of rows has for a spooled row's place."""
         return {"dataset": self.dataset, "file": self.place.file, self.place.counts: self.place.number}
 
 
@@ -68,7 +68,7 @@ class KeptFiles:
         return self._streams[name]
 
     def keep(self, state: dict[str, Any]) -> None:
-        """Make this the point to continue from: flush all files to the disk, with `state` (JSON)."""
+        """Make a checkpoint of the spool: flush all files to the disk, with `state` (JSON)."""
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -92,7 +92,7 @@ class SpoolWriter:
         self._files = files
 
     def add(self, place: SourcePlace, content: dict[str, Any], canonical: str) -> None:
-        """Append a row. canonical: equal for rows from which the same is learned."""
+        """Append a row to the spool. canonical: equal for rows from which the same is learned."""
         self._files[OFFSETS].write(self._files[ROWS].tell().to_bytes(8, "little"))
         self._files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
         at = place.place
@@ -107,18 +107,18 @@ class Spool:
         self._path = folder / ROWS
         self._offsets = np.fromfile(folder / OFFSETS, "<u8")
         self.digests: NDArray[np.uint64] = np.fromfile(folder / DIGESTS, "<u8")
-        """Digest of what each row teaches."""
+        """Digest of the content that each spooled row teaches."""
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def rows(self) -> Iterator[SpooledRow]:
-        """Yield all rows in order."""
+        """Yield all spooled rows in order."""
         with self._path.open("rb") as stream:
             yield from (_parsed(number, line) for number, line in enumerate(stream))
 
     def row(self, number: int) -> SpooledRow:
-        """Read one row."""
+        """Read one spooled row."""
         with self._path.open("rb") as stream:
             stream.seek(int(self._offsets[number]))
             return _parsed(number, stream.readline())

@@ -27,12 +27,12 @@ def words_of(text: str, pattern: re.Pattern[str] = WORD) -> list[str]:
 
 
 def hashes_of(words: list[str]) -> Hashes:
-    """Return a number for each word: [words]."""
+    """Return a hash number for each word: [words]."""
     return np.fromiter(map(_hash, words), np.uint64, len(words))
 
 
 def runs_of(hashes: Hashes, num_words: int) -> Hashes:
-    """Return a number for each run of words: [words - num_words + 1]; none where there are fewer words."""
+    """Return a hash for each run of words: [words - num_words + 1]; none where there are fewer words."""
     num_runs = len(hashes) - num_words + 1
     if num_runs < 1:
         return hashes[:0]

@@ -48,7 +48,7 @@ HONOURED = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("megatron_core", "qalora_group_size"),
 }
-"""Fields of PEFT's config that are applied, or have no effect on their own. All others must be unset."""
+"""Fields of PEFT's config that a downloaded adapter may set: they are applied, or have no effect on their own."""
 OF_THIS_STORE = re.compile(r"[a-z0-9][a-z0-9_-]*-[0-9a-f]{12}")
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and then it goes home to sleep.",
@@ -58,12 +58,12 @@ TEXTS = (
 )
 """Texts whose predictions are recorded: adapters change the predictions of any text."""
 LEAST_CHANGE_NATS = 1e-6
-"""Smallest change per token, on average over a text, that is not rounding in fp32."""
+"""Smallest mean change of log-probability per token that is not fp32 rounding."""
 NUM_NAMED = 5
 
 
 def take_in(folder: Path, base: Path, context: StageContext, *, trust_remote_code: bool) -> None:
-    """Make the files in `folder` those of an adapter of the artifact `base`. Raises ModelError if they are not."""
+    """Convert the files in `folder` to an adapter of the artifact `base`. Raises ModelError if they are none."""
     _check_config(read_headers(folder).config, folder)
     adapter = read_adapter(folder)
     if not adapter.is_sum:
@@ -87,7 +87,7 @@ def take_in(folder: Path, base: Path, context: StageContext, *, trust_remote_cod
 
 
 def _check_config(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise ModelError for options that would be silently ignored."""
+    """Raise ModelError for adapter options that would be silently ignored."""
     odd = sorted(f"{name}: {value}" for name, value in config.items() if value and name not in HONOURED)
     odd = [option for option in odd if option != "bias: none"]
     initialization = str(config.get("init_lora_weights")).lower()
@@ -101,7 +101,7 @@ def _check_config(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def _predicted(adapter: Adapter, base: Path, context: StageContext, trust_remote_code: bool) -> list[RecordedDocument]:
-    """Return the texts with the predictions of the base with the adapter beside it.
+    """Return texts with the predictions of the base with the adapter beside it.
 
     Raises ModelError if the adapter changes nothing.
     """

@@ -26,10 +26,10 @@ class DownloadConfig(FetchedConfig):
     model: Annotated[str, SourceText()] | None = Field(None, description=f"Source of a model: {forms('model')}.")
     dataset: Annotated[str, SourceText()] | None = Field(None, description=f"Source of a dataset: {forms('dataset')}.")
     adapter: Annotated[str | None, SourceText(), AddedLater()] = Field(
-        None, description="Source of an adapter in PEFT's format, trained elsewhere, as of a model."
+        None, description="Source of an adapter in PEFT's format that was trained elsewhere."
     )
     base: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="Model that `adapter` belongs to; its layers must have the adapter's sizes."
+        None, description="Stage of the model that `adapter` belongs to; its layers must have the adapter's sizes."
     )
     files: tuple[str, ...] | None = Field(None, description="Fetch only files that match one of these glob patterns.")
     stream: Annotated[bool, AddedLater()] = Field(

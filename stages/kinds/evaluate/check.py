@@ -18,7 +18,7 @@ from stages.serving.config import limit_problems
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield dotted field and error, or a text about what could not be checked."""
+    """Yield dotted field and error of an evaluation's config, or a text about what could not be checked."""
     config = EvaluateConfig.model_validate(stage_input.config)
     artifact = stage_input.inputs[config.model]
     model = next((folder for folder in (artifact / ADAPTER_FOLDER, artifact / "model") if folder.is_dir()), None)
@@ -36,7 +36,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
 
 
 def _tasks(config: EvaluateConfig, model: Path | None, cache: Path) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Load the tasks, and render and score their first samples without a server."""
+    """Rehearse an evaluation's tasks: load them, render and score their first samples without a server."""
     as_chat = config.apply_chat_template
     if as_chat is None:  # a training in between may decide otherwise; then the stage itself renders the chat
         as_chat = model is not None and is_asked_as_chat(model)

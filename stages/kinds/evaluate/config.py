@@ -17,7 +17,7 @@ from stages.rewards.judge import RatingConfig
 from stages.serving.served_models import AskedModelConfig
 
 TASK = re.compile(r"^(task|group):", re.MULTILINE)
-"""Line of a file that defines a task."""
+"""Pattern of a line that defines a task in a task file."""
 
 
 class EvaluateConfig(AskedModelConfig):
@@ -35,7 +35,7 @@ class EvaluateConfig(AskedModelConfig):
     task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
     limit: PositiveInt | None = Field(None, description="Number of samples of each task; default: all.")
     num_fewshot: int | None = Field(
-        None, ge=0, description="Number of examples in the prompt; default: the task's own."
+        None, ge=0, description="Number of few-shot examples in the prompt; default: the task's own."
     )
     apply_chat_template: bool | None = Field(
         None,
@@ -62,7 +62,7 @@ class EvaluateConfig(AskedModelConfig):
         return {**super().resolve_outside(limit_s), **own}
 
     def to_install(self) -> str | None:
-        """Return what the harness installs first: minutes, network and space."""
+        """Return the packages that an evaluation's harness installs first: minutes, network and space."""
         return harness_of(self.evaluation).to_install()
 
     def hint_for(self, recipe_folder: Path) -> str | None:
@@ -78,7 +78,7 @@ class EvaluateConfig(AskedModelConfig):
         return None
 
     def custom_code(self) -> tuple[str, ...]:
-        """Describe the code that the stage runs, also that of its own tasks (`sums.yaml: !function utils.score`).
+        """Describe the code that an evaluation runs, also that of its own tasks (`sums.yaml: !function utils.score`).
 
         Raises EvaluationError for tasks that do not exist.
         """
@@ -111,7 +111,7 @@ class EvaluateConfig(AskedModelConfig):
 
     @property
     def evaluation(self) -> Evaluation:
-        """Request to the harness; as a chat only if the config says so."""
+        """Return the request to the harness; as a chat only if the config says so."""
         return Evaluation(
             harness=self.harness,
             tasks=self.tasks,

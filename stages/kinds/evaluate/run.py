@@ -27,7 +27,7 @@ from stages.models.recorded import is_asked_as_chat, trained_on_conversations
 from stages.serving.endpoint import Endpoint, endpoint_for
 
 MISSING_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""OSErrors that another attempt would meet again, unlike those of connections."""
+"""OSErrors of missing files, which another attempt would meet again, unlike those of connections."""
 
 
 def run(config: EvaluateConfig, context: StageContext) -> StageResult:
@@ -100,7 +100,7 @@ def _named_failures(harness: Harness, config: EvaluateConfig, endpoint: Endpoint
 
 
 def _write(work: Path, results: Results) -> list[str]:
-    """Write scores and samples; returns their paths relative to `work`, the scores first."""
+    """Write an evaluation's scores and samples; returns their paths relative to `work`, the scores first."""
     samples = work / "samples"
     samples.mkdir(exist_ok=True)
     (work / "scores.json").write_text(json.dumps(results.scores, indent=2, default=str))

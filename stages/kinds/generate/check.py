@@ -14,7 +14,7 @@ from stages.rollouts.prompts import read_prompts
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield dotted field and error."""
+    """Yield dotted field and error of a generation's prompts and rewards."""
     config = GenerateConfig.model_validate(stage_input.config)
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
     yield from ((f"rewards.{name}", error) for name, error in opening_problems(config.rewards, context))

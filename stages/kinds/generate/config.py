@@ -16,11 +16,13 @@ from stages.serving.served_models import AskedModelConfig
 
 
 class PromptsConfig(StrictModel):
-    """Prompts to answer."""
+    """Prompts that a generate stage has a model answer."""
 
     dataset: DatasetReference
     split: SplitName = Field("train", description="Files of the dataset whose name or folder begins with this.")
-    limit: PositiveInt | None = Field(None, description="Number of rows, from the first on; default: all.")
+    limit: PositiveInt | None = Field(
+        None, description="Number of rows that are prompts, from the first on; default: all."
+    )
     reference: str | None = Field(
         None,
         description="Column of the right answer; default: the row's last answer, or `answer`, `solution` or "
@@ -29,7 +31,7 @@ class PromptsConfig(StrictModel):
 
 
 class Above(StrictModel):
-    """A bound on the reward."""
+    """Lower bound on the reward of kept completions."""
 
     above: float = Field(allow_inf_nan=False, description="Completions with a larger sum of rewards are kept.")
 
@@ -59,7 +61,7 @@ class GenerateConfig(AskedModelConfig):
         256, description="Largest number of tokens in a completion; one that is cut off is not kept."
     )
     stop: StopTexts = Field((), description="Texts that end a completion, and are not part of it.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed from which each completion gets its own.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed from which each completion gets a seed of its own.")
     rewards: dict[RewardName, AnyReward] = Field(
         default_factory=dict, description="Rewards that judge each completion, by their names in metrics."
     )

@@ -44,7 +44,7 @@ class Answered:
 
 
 def run(config: GenerateConfig, context: StageContext) -> StageResult:
-    """Generate, judge, keep.
+    """Generate completions, judge them, and write those that are kept.
 
     Raises DataError for prompts that cannot be asked and completions that cannot be judged; ModelError, ResourceError
     or ServerError for a server that does not come up; TransientError when it goes away. A dataset without rows is

@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A completion with its rewards."""
+    """Completion with its rewards, to be kept or not."""
 
     sample: Sample
     judgement: Judgement
@@ -35,7 +35,7 @@ class Choice:
 
 
 def choose(document: Document, candidates: Sequence[Candidate], config: GenerateConfig) -> Choice:
-    """Choose among the completions of one prompt, given in the order of their numbers."""
+    """Choose which completions of one prompt to keep; they are given in the order of their numbers."""
     unusable = dict(_unusable(candidates))
     usable = [candidate for candidate in candidates if candidate.sample.sample not in unusable]
     labels, reason = _labelled(usable, config)
@@ -50,7 +50,7 @@ def choose(document: Document, candidates: Sequence[Candidate], config: Generate
 
 
 def _labelled(usable: Sequence[Candidate], config: GenerateConfig) -> tuple[dict[int, str], str]:
-    """Return number → label of each kept completion, and why the others are not kept."""
+    """Return number → label of each kept completion, and why the other completions are not kept."""
     ranked = sorted(
         usable, key=lambda candidate: -candidate.judgement.total
     )  # stable: the first of equal ones is the best

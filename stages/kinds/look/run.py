@@ -11,7 +11,7 @@ from stages.models.start_up import hide_unused_packages, import_tokenizers
 
 
 def run(config: LookConfig, context: StageContext) -> StageResult:
-    """Write the look of the stage's kind. Raises what preparing the data raises."""
+    """Write the preview of a stage's data. Raises the errors of preparing the data."""
     hide_unused_packages()
     import_tokenizers()
     look = importlib.import_module(f"stages.kinds.{config.stage.kind}.look").look

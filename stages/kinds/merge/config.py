@@ -36,7 +36,7 @@ class MergeConfig(StageConfig):
         "the largest elements whose signs agree (Yadav et al. 2023); dare_…: sums of random elements (Yu et al. 2024).",
     )
     density: Annotated[Density | None, AddedLater()] = Field(
-        None, description="Share of the elements of each adapter that ties and dare_… keep."
+        None, description="Share of the elements of each adapter that the methods ties and dare_… keep."
     )
     seed: Annotated[NonNegativeInt, AddedLater()] = Field(0, description="Seed of the elements that dare_… keeps.")
     max_difference: PositiveFloat = Field(
@@ -48,13 +48,13 @@ class MergeConfig(StageConfig):
 
     @property
     def weighted(self) -> dict[str, float]:
-        """Stage of every adapter → its weight."""
+        """Stage of every merged adapter → its weight in the sum."""
         names = (self.adapter,) if self.adapter else self.adapters
         return dict(zip(names, self.weights or (1.0,) * len(names), strict=True))
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the merged model should give what one adapter's training computed, not a mixture."""
+        """Return whether the merge is of one adapter at weight 1, so that it should reproduce its training."""
         return list(self.weighted.values()) == [1.0]
 
     @model_validator(mode="after")

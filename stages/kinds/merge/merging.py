@@ -48,7 +48,7 @@ NUM_NAMED = 5
 
 
 def merge(config: MergeConfig, context: StageContext) -> StageResult:
-    """Merge, and compare with what training recorded. Raises ModelError for files that do not belong together.
+    """Merge adapters into a model, and compare with training's record. Raises ModelError for unfitting files.
 
     A merged model that differs too much or not at all is refused.
     """
@@ -133,7 +133,7 @@ def _write(changes: Changing, base: Path, trained: Path, context: StageContext) 
 
 
 def _check_changed(changed: Mapping[str, float], context: StageContext) -> None:
-    """Refuse a merge that changed nothing; warn of weights that it did not change. changed: name → share of elements.
+    """Refuse a merge that changed nothing; warn of unchanged weights. changed: name → share of elements.
 
     A layer that learned little may be lost in rounding without harm: how much is lost in all, the comparison measures.
     """
@@ -206,7 +206,7 @@ def compare(merged: StreamedModel, expected: StreamedModel | None, documents: Se
 
 
 def _judged(comparison: Comparison, config: MergeConfig, trained: Path, context: StageContext) -> dict[str, float]:
-    """Return the differences from the expected predictions, and keep those beside the model for later stages."""
+    """Return a merged model's differences from the expected predictions, and keep those for later stages."""
     documents = comparison.documents
     if config.is_plain:
         shutil.copyfile(trained / RECORD, context.work / RECORD)
@@ -269,7 +269,7 @@ def _check_ranks(ranks: Mapping[str, int], layer: str) -> None:
 def _summed(
     pairs: Sequence[tuple[Tensor, ...]], counts: Sequence[float], summed: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sums of one layer: A [rank, in] and B [out, rank]."""
+    """Return the weighted sums of one layer's LoRA factors: A [rank, in] and B [out, rank]."""
     roots = torch.tensor([math.sqrt(abs(count)) for count in counts])
     signs = torch.tensor([math.copysign(1, count) for count in counts])
     a, b = zip(*pairs, strict=True)

@@ -8,7 +8,7 @@ from stages.models.start_up import hide_unused_packages
 
 
 def run(config: MergeConfig, context: StageContext) -> StageResult:
-    """Merge, and compare with what training recorded. Raises ModelError for files that do not belong together."""
+    """Merge adapters into a model, and compare with training's record. Raises ModelError for unfitting files."""
     hide_unused_packages()
     from stages.kinds.merge.merging import merge  # and Transformers' models
 

@@ -20,7 +20,7 @@ from stages.harnesses.registry import harness_of
 from stages.rewards.judge import PairsConfig
 
 SHARES = ("acc", "acc_norm", "exact_match")
-"""Metrics of lm-eval that are means of 0 and 1."""
+"""Metrics of lm-eval that are means of zeros and ones, and so shares."""
 MODEL_NAME = r"^[A-Za-z0-9][\w.-]{0,127}$"
 """Pattern of model names in MLflow's registry."""
 
@@ -55,10 +55,10 @@ class GatesConfig(StrictModel):
         "merged, quantized or served model, for the recorded document that differs most.",
     )
     max_size_mib: PositiveFloat | None = Field(
-        None, description="Largest allowed size of the weights; for an adapter, of its own."
+        None, description="Largest allowed size of the model's weights; for an adapter, of its own."
     )
     min_output_tokens_per_s: PositiveFloat | None = Field(
-        None, description="Smallest allowed throughput of `server`, at the best measured concurrency."
+        None, description="Smallest allowed throughput of the stage `server`, at the best measured concurrency."
     )
 
 
@@ -75,9 +75,9 @@ class PromoteConfig(StageConfig):
     kind: Literal["promote"]
     name: str = Field(pattern=MODEL_NAME, description="Name of the model in MLflow's registry.")
     model: ModelOrAdapterReference
-    evaluations: tuple[ScoresReference, ...] = Field(min_length=1, description="Evaluations of `model`.")
+    evaluations: tuple[ScoresReference, ...] = Field(min_length=1, description="Evaluate stages that score `model`.")
     baselines: tuple[ScoresReference, ...] = Field(
-        (), description="Evaluations to compare with; default: those of the champion."
+        (), description="Evaluate stages to compare with; default: those of the champion."
     )
     server: ServerReference | None = Field(
         None, description="Serve stage of `model`; `lifecycle serve` uses its settings."

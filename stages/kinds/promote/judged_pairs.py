@@ -28,12 +28,12 @@ JUDGE_FILE = "judge.jsonl"
 METRIC = "win_rate"
 PROGRESS_EVERY = 10
 Rows = Mapping[int, Mapping[str, Any]]
-"""Samples of a task, by document."""
+"""Samples of an evaluation task, by document."""
 
 
 @dataclass(frozen=True)
 class JudgedPairs:
-    """Results of the comparison.
+    """Results of comparing two models' answers by a judge: win rates and pairs.
 
     differences: for each task, named `TASK.win_rate`.
     metrics: win rates, their standard errors, and the judge's cost.
@@ -118,7 +118,7 @@ def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, 
 
 
 def _answered(evaluations: Sequence[Path]) -> dict[str, Rows]:
-    """Return task → samples, for question sets only. Raises EvaluationError for unreadable files."""
+    """Return task → samples of an evaluation, for question sets only. Raises EvaluationError for unreadable files."""
     rows_by_task: dict[str, Rows] = {}
     for folder in evaluations:
         try:

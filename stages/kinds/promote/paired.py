@@ -27,7 +27,7 @@ ASKED_ALIKE = ("doc_hash", "target_hash", "prompt_hash")
 
 @dataclass(frozen=True)
 class Scores:
-    """One score of one evaluation.
+    """Score of one evaluation, with its value for each sample.
 
     values: score of each sample, by document.
     keys: hashes of what was asked, by document.
@@ -63,7 +63,7 @@ class Difference:
 
     @property
     def shown_interval(self) -> Interval:
-        """Interval that the verdict was given with."""
+        """Interval of a score difference that the verdict was given with."""
         if self.interval:
             return self.interval
         if self.largest is None:
@@ -73,7 +73,7 @@ class Difference:
 
     @property
     def solved_by_neither(self) -> bool:
-        """Return whether both scored 0 where higher is better, which does not show which is better."""
+        """Return whether both models scored 0 where higher is better, which does not show which is better."""
         return self.higher_is_better and self.candidate == self.reference == 0
 
     @property
@@ -126,7 +126,7 @@ def paired_difference(candidate: Scores, reference: Scores) -> Difference:
 
 
 def compare(candidate: Sequence[Path], reference: Sequence[Path]) -> list[Difference]:
-    """Return the differences of every score that both sides have.
+    """Return the paired differences of every score that two evaluations share.
 
     Raises EvaluationError if there is none, or a task is not the same.
     """

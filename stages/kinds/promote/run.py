@@ -35,12 +35,12 @@ from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 MIB = 2**20
 LOGPROB_DIFFERENCE = "max_abs_logprob_difference"
-"""Metric of the stages that compare with what training recorded."""
+"""Name of the metric for the difference in log-probability from training's record."""
 THROUGHPUT_PREFIX = "output_tokens_per_s_concurrency_"
 
 
 def run(config: PromoteConfig, context: StageContext) -> StageResult:
-    """Judge the candidate and write the verdict.
+    """Judge the candidate for promotion and write the verdict.
 
     Raises EvaluationError if the two sides cannot be compared, or a gate needs what nothing measured.
     """
@@ -90,7 +90,7 @@ def _opponent(
 def _pairs(
     config: PromoteConfig, context: StageContext, champion: Champion | None, references: Sequence[Path]
 ) -> JudgedPairs:
-    """Have a judge compare the answers; empty if there is no other model, or the champion is the same one."""
+    """Have a judge compare the models' answers; empty if there is no other model, or the champion is the same one."""
     is_same = bool(champion and champion.same_model and not config.baselines)
     if not config.pairs or not references or is_same:
         return JudgedPairs([], {})

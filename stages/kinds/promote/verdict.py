@@ -20,7 +20,7 @@ CHAMPION_FILE = "champion.json"
 VERDICT_FILE = "verdict.json"
 TABLE_FILE = "verdict.md"
 Table = tuple[tuple[str, ...], ...]
-"""Heading and rows."""
+"""Table of a verdict: heading and rows."""
 GATE_HEADING = ("gate", "found", "bound", "holds", "missed by")
 DIFFERENCE_HEADING = (
     "score",
@@ -59,13 +59,13 @@ class Gate:
 
     @property
     def missed_by(self) -> float:
-        """Distance from the bound, 0 if the gate holds; NaN holds nowhere."""
+        """Distance of a measurement from its gate's bound, 0 if the gate holds; NaN holds nowhere."""
         gap = self.bound - self.found if self.least else self.found - self.bound
         return 0.0 if gap <= 0 else gap
 
     @property
     def holds(self) -> bool:
-        """Return whether the candidate passes."""
+        """Return whether the candidate passes the gate."""
         return self.missed_by == 0
 
 
@@ -132,7 +132,7 @@ class Champion(StrictModel):
     """
 
     version: str = Field(description="Version of the registered model.")
-    same_model: bool = Field(description="True if the candidate has the same content.")
+    same_model: bool = Field(description="True if the candidate has the same content as the champion.")
     evaluations: tuple[Path, ...]
 
 
@@ -173,7 +173,7 @@ def tables(verdict: Verdict) -> Iterator[Table]:
 
 
 def markdown(verdict: Verdict) -> str:
-    """Return outcome, warnings and tables as Markdown."""
+    """Return a verdict's outcome, warnings and tables as Markdown."""
     blocks = [f"# {verdict.name}: {verdict.outcome}", *(f"**Warning:** {warning}" for warning in verdict.warnings)]
     for table in tables(verdict):
         if table[0] == DIFFERENCE_HEADING:
@@ -199,7 +199,7 @@ def _difference_cells(score: Difference) -> tuple[str, ...]:
 
 
 def comparison_metrics(differences: Sequence[Difference]) -> dict[str, float]:
-    """Return the differences by their names in MLflow."""
+    """Return a promotion's score differences by their names in MLflow."""
     metrics: dict[str, float] = {}
     for score in differences:
         metrics[f"{score.name}_difference"] = score.difference

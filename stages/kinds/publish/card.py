@@ -93,7 +93,7 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class StepRow:
-    """A stage between base and model."""
+    """Stage between base model and published model, as the card shows it."""
 
     label: str
     kind: str
@@ -129,7 +129,7 @@ class Score:
 
 
 def model_card(promoted: Promoted, licence: str | None) -> str:
-    """Return the text of the card. licence: from the recipe; None for the base's own."""
+    """Return the text of a model card. licence: from the recipe; None for the base's own."""
     stated = stated_licence(promoted, licence)
     sources = [_source(made, promoted) for made in promoted.lineage if made.record.kind == "download"]
     scores = [score for evaluation in promoted.evaluations for score in _scores(evaluation)]
@@ -165,7 +165,7 @@ def _render(**values: Any) -> str:
 
 
 def _metadata(promoted: Promoted, licence: Licence | None, scores: list[Score]) -> str:
-    """Return the metadata at the top of the card, as the hub's own library writes it."""
+    """Return the metadata at the top of a model card, as the hub's own library writes it."""
     is_adapter = promoted.model.record.product == "adapter"
     bases = [name for base in promoted.bases if (name := repository_of(base))]
     made_of = [made for made in promoted.lineage if made.record.product == "dataset"]
@@ -207,7 +207,7 @@ def repository_of(made: Made) -> str | None:
 
 
 def _source(made: Made, promoted: Promoted) -> SourceRow:
-    """Describe a source without local paths, which say nothing to others, and maybe too much."""
+    """Describe a model's or dataset's source without local paths, which say nothing to others, and maybe too much."""
     source, revision = (made.result.tags.get(name, "") for name in ("source", "revision"))
     licence = licence_of([made])
     files = [entry for name, entry in made.record.files.items() if name.startswith(f"{made.content.name}/")]
@@ -259,7 +259,7 @@ def _scores(evaluation: Made) -> Iterator[Score]:
 def _limits(
     promoted: Promoted, licence: Licence | None, sources: list[SourceRow], scores: list[Score]
 ) -> Iterator[str]:
-    """Yield limitations that a reader could overlook."""
+    """Yield limitations of the published model that a reader could overlook."""
     tasks = ", ".join(dict.fromkeys(score.name.partition(".")[0] for score in scores)) or "no task"
     yield f"It was evaluated on {tasks} only; nothing is known of its safety, its biases and all other tasks."
     if licence is None:
@@ -276,7 +276,7 @@ def _limits(
 
 
 def stated_licence(promoted: Promoted, licence: str | None) -> Licence | None:
-    """Return the licence of what is published. licence: from the recipe; None for the base's own."""
+    """Return the licence of the published model. licence: from the recipe; None for the base's own."""
     return Licence(licence) if licence else licence_of([promoted.model, *promoted.bases])
 
 

@@ -13,7 +13,7 @@ from stages.kinds.publish.targets.registry import parse_address, target_of
 
 
 def check_stores(config: PublishConfig, inputs: Mapping[str, Path]) -> None:
-    """Raise PublishError for a folder in a store that the inputs, `STORE/KIND/ARTIFACT`, lie in."""
+    """Raise PublishError for a target folder in a store that the inputs, `STORE/KIND/ARTIFACT`, lie in."""
     address = parse_address(config.to)
     if address.scheme == "file":
         for store in {folder.parent.parent for folder in inputs.values()}:
@@ -21,7 +21,7 @@ def check_stores(config: PublishConfig, inputs: Mapping[str, Path]) -> None:
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield dotted field and error, or a text if the target does not answer now."""
+    """Yield dotted field and error of a publication, or a text if the target does not answer now."""
     config = PublishConfig.model_validate(stage_input.config)
     if config.dry_run:
         return

@@ -1,4 +1,4 @@
-"""Records of a publication's inputs: the promotion, its model, and all artifacts that this was made from.
+"""Records of a publication's inputs: the promotion, its model, and all artifacts that the model was made from.
 
 A stage gets the artifacts of all stages that it stands on, under the names of its own recipe; records refer to one
 another by kind and version, also where an artifact was built under another name.
@@ -24,7 +24,7 @@ VERDICT_TAG, NAME_TAG, TABLE_FILE = "verdict", "registered_model", "verdict.md"
 
 
 class _Recorded(BaseModel):
-    """Base of the parts of a record that are read here; the store owns the others."""
+    """Base of the parts of an artifact's record that are read here; the store owns the others."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -60,7 +60,7 @@ class Record(_Recorded):
 
 @dataclass(frozen=True)
 class Made:
-    """An artifact: its record, and the result of its stage."""
+    """Artifact of a publication's lineage: its record, and the result of its stage."""
 
     folder: Path
     record: Record
@@ -73,7 +73,7 @@ class Made:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Config with defaults, without `execution`, references and paths."""
+        """Config of an artifact with defaults, without `execution`, references and paths."""
         config = self.record.identity.get("config")
         return config if isinstance(config, dict) else {}
 
@@ -83,7 +83,7 @@ class Made:
         return self.folder / FOLDERS[self.record.product]
 
     def stands_on(self, other: Made) -> bool:
-        """Return whether a field of its config refers to that artifact."""
+        """Return whether a field of the artifact's config refers to another given artifact."""
         entry = UpstreamEntry(kind=other.record.kind, version=other.record.version)
         return entry in self.record.upstream.values()
 
@@ -101,7 +101,7 @@ class Inputs:
         return [self._find(entry) for field, entry in entries if field in fields or field.split(".")[0] in fields]
 
     def lineage(self, made: Made) -> list[Made]:
-        """Return all artifacts that it was made from, each once and before what was made of it; itself last."""
+        """Return all artifacts that an artifact was made from, each once, inputs first, itself last."""
         made_by_folder: dict[Path, Made] = {}
 
         def visit(one: Made) -> None:
@@ -114,7 +114,7 @@ class Inputs:
         return list(made_by_folder.values())
 
     def bases(self, made: Made) -> Iterator[Made]:
-        """Yield the model that it was made from, the one that this was made from, and so on to the first."""
+        """Yield the model that a model was made from, the one before, and so on to the first."""
         while made.record.upstream.keys() & {"base", "model"}:
             made = self._find(nearest_base(made.record.upstream))
             yield made
@@ -152,12 +152,12 @@ class Promoted:
 
     @property
     def table(self) -> str:
-        """The verdict as Markdown, with gates and the comparison with the earlier champion."""
+        """Verdict of a promotion as Markdown, with gates and the comparison with the earlier champion."""
         return (self.promotion.folder / TABLE_FILE).read_text(encoding="utf-8")
 
 
 def read_promoted(folders: Mapping[str, Path], promotion_stage: str) -> Promoted:
-    """Read the records. Raises StoreError if they do not fit together."""
+    """Read the records of a promotion. Raises StoreError if they do not fit together."""
     inputs = Inputs(folders)
     promotion = inputs.named[promotion_stage]
     (model,) = inputs.upstream(promotion, "model")

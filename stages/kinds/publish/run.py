@@ -40,7 +40,7 @@ NOT_PROMOTED = "not promoted"
 NUM_NAMED = 3
 
 Bundle = Mapping[str, LocalFile]
-"""Name → file."""
+"""Files of a publication: name → local file."""
 State = Literal["published", "was there", "dry run", "not promoted"]
 
 
@@ -118,11 +118,11 @@ class Publication(StrictModel):
     state: State
     revision: str | None = None
     files: dict[str, PublishedFile] = Field(default_factory=dict)
-    removed: tuple[str, ...] = Field((), description="Files of an earlier publication that this one has no more.")
+    removed: tuple[str, ...] = Field((), description="Files of an earlier publication that the new one does not have.")
 
 
 def run(config: PublishConfig, context: StageContext) -> StageResult:
-    """Publish, and record what was sent.
+    """Publish a promoted model, and record what was sent.
 
     Raises PublishError, ModelError for a damaged artifact, TransientError if the target does not answer.
     """
@@ -170,7 +170,7 @@ def _publish(target: Target, bundle: Bundle, planned: Publication, context: Stag
 
 
 def _differing(bundle: Bundle, held: Held) -> list[str]:
-    """Return the names of files that the target lacks or has otherwise.
+    """Return the names of files that the target lacks or has with other content.
 
     The list of checksums comes last: where files arrive one by one, it confirms that all have arrived.
     """

@@ -194,7 +194,7 @@ class QuantizeConfig(StageConfig):
 
     @property
     def quantization(self) -> Quantization:
-        """Facts that the serving engine must know."""
+        """Facts of the quantization that the serving engine must know."""
         return Quantization(
             method=self.method,
             weights=self._weights,

@@ -55,10 +55,10 @@ HEADER = struct.Struct("<3q")
 IN_A_LAYER = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down)\.weight")
 HEADS = ("output.weight", "token_embd.weight")
 SMALLER_BLOCKS = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
-"""Type for rows that blocks of 256 do not divide: the next better one with blocks of 32."""
+"""Replacement type for rows that K-quant blocks of 256 do not divide: the next better one with blocks of 32."""
 NUM_FIRST_VALUES = 4
 MAX_MODEL_LEN = 512
-"""Context length of a server that only tokenizes."""
+"""Context length of a llama.cpp server that only tokenizes."""
 NUM_SHOWN = 60
 ROTARY_BUFFER = ".rotary_emb.inv_freq"
 """End of the name of a buffer in old Llama folders, which is computed, not learned."""
@@ -68,7 +68,7 @@ NUM_NAMED_MATRICES = 6
 
 
 def type_of(name: str, row_size: int, mix: str, num_layers: int, *, tied: bool) -> Type:
-    """Return the type in which a matrix is stored.
+    """Return the GGUF type in which a matrix is stored.
 
     name: in the file.
     row_size: its number of inputs.
@@ -87,13 +87,13 @@ def type_of(name: str, row_size: int, mix: str, num_layers: int, *, tied: bool) 
 
 
 def _gets_more(layer: int, num_layers: int) -> bool:
-    """Return whether a mix gives a layer more bits: the first and last eighth, and every third between."""
+    """Return whether a K-quant mix gives a layer more bits: the first and last eighth, every third between."""
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
 class KQuantizer:
-    """Running program that makes blocks."""
+    """Running program that makes K-quant blocks."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes]):
         self._process, self._log = process, log
@@ -211,7 +211,7 @@ class StoredTypes:
     mix: str
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of matrices by type; for K-quants also how many have another type than the mix has."""
+        """Return the number of matrices by GGUF type; for K-quants also how many have another type than the mix has."""
         counts = {f"num_matrices_{name.lower()}": float(count) for name, count in self._counts().items()}
         smaller = {"num_matrices_of_smaller_blocks": float(len(self._fallen_back()))} if is_k_quant(self.mix) else {}
         return {**counts, **smaller}
@@ -272,7 +272,7 @@ def _sources(
 def _stored_as(
     name: str, target: str, shape: tuple[int, ...], config: Mapping[str, Any], quantization: Quantization
 ) -> gguf.GGMLQuantizationType:
-    """Return the type of a tensor. name: in the folder; target: in the file."""
+    """Return the GGUF type of a tensor. name: in the model folder; target: in the GGUF file."""
     if len(shape) < 2:
         return gguf.GGMLQuantizationType.F32
     if matches(name.removesuffix(".weight"), quantization.ignore):
@@ -293,7 +293,7 @@ def _stored(
 
 
 def _values(tensor: Source, source: Path, config: Mapping[str, Any], architecture: str) -> np.ndarray[Any, Any]:
-    """Read a tensor's values as float32."""
+    """Read a GGUF tensor's values as float32."""
     if tensor.file is None:
         return _rotary_factors(source)
     with safe_open(tensor.file, framework="pt") as stored:

@@ -92,7 +92,7 @@ def _parts(pre_tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ends(facts: ModelFacts) -> list[int]:
-    """Return the tokens that end an answer, by the model's files."""
+    """Return the tokens that end an answer (end-of-text and end-of-turn), by the model's files."""
     path = facts.folder / "generation_config.json"
     found = read_json_object(path).get("eos_token_id") if path.is_file() else None
     if found is None:

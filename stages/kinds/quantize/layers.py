@@ -208,7 +208,7 @@ def _routers(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _stored(model: PreTrainedModel, name: str, output_size: int, input_size: int) -> Projection:
-    """Return a layer by its name in files."""
+    """Return a quantized linear layer by its name in files."""
     (stored,) = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0, device="meta")})
     return Projection(stored.removesuffix(".weight"), output_size, input_size)
 

@@ -1,4 +1,4 @@
-"""Quantization of a model folder with llm-compressor: model and calibration samples → a compressed-tensors folder.
+"""Quantization of a model folder with llm-compressor into a compressed-tensors folder, by calibration samples.
 
 Not AutoAWQ (`awq`, `autoawq`): it is archived, names llm-compressor as its successor, and on a CPU its default
 `duo_scaling` silently corrupts the weights (a copy that it restores them from aliases the live tensor; the KL to the
@@ -138,7 +138,7 @@ def _four_bit_groups(quantization: Quantization) -> QuantizationScheme:
 
 
 class AWQByName(AWQModifier):
-    """AWQ whose mappings name modules: the original searches the model for each pattern, and experts have thousands."""
+    """AWQ modifier whose mappings name modules: the original searches the model for each pattern."""
 
     def _set_resolved_mappings(self, model: nn.Module) -> None:
         modules, resolved = dict(model.named_modules()), dict[str, ResolvedMapping]()
@@ -157,7 +157,7 @@ class AWQByName(AWQModifier):
 
 
 class SmoothQuantByName(SmoothQuantModifier):
-    """SmoothQuant whose mappings, (readers, source), name modules."""
+    """SmoothQuant modifier whose mappings, (readers, source), name modules."""
 
     def _resolve_mappings(self, model: nn.Module) -> list[SmoothQuantMapping]:
         modules = dict(model.named_modules())

@@ -121,7 +121,7 @@ def _mebibytes(folder: Path) -> float:
 def _judged(
     source: Path, target: Path, samples: Samples, config: QuantizeConfig, context: StageContext, model_class: str
 ) -> dict[str, float]:
-    """Return the metrics of the comparison; a model that cannot be compared, or differs too much, is refused."""
+    """Return the metrics of a quantization's comparison; an incomparable or too different model is refused."""
     try:
         with _library_errors_explained(f"reading the quantized {model_class} back with Transformers"):
             divergence = _compare(source, target, samples, config, context)

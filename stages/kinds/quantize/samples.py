@@ -91,7 +91,7 @@ def batches_of_one_length(samples: Sequence[Sequence[int]], max_tokens: int) -> 
 
 
 def _predictable(samples: list[list[int]], what: str) -> list[list[int]]:
-    """Return the rows with at least two tokens: a single token predicts nothing."""
+    """Return the calibration rows with at least two tokens: a single token predicts nothing."""
     rows = [sample for sample in samples if len(sample) > 1]
     if not rows:
         raise DataError(f"no row of the {what} split has two tokens or more; raise sequence_length or take other rows")

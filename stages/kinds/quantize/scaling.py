@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 PROBE_TOKENS = 8
 POWERS_OF_TWO = torch.tensor([0.5, 1.0, 2.0, 4.0, 0.25])
-"""Factors of the trial.
+"""Powers of two by which layers are scaled in a trial that shows whether scaling is exact.
 
 The period divides no size of a head: each channel of a head has another factor than the same one of the next head.
 """
@@ -31,7 +31,7 @@ The period divides no size of a head: each channel of a head has another factor 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A source and its readers, which may be scaled against each other; modules by name.
+    """Scalable pair: a source layer and the layers that read its output; modules by name.
 
     source: a norm, or a linear layer whose last outputs are read.
     readers: all that reads them.
@@ -47,7 +47,7 @@ class Scaling:
 
 @dataclass
 class _Calls:
-    """Arguments, outputs and order of the modules in one forward pass, by module name.
+    """Record of one forward pass: arguments, outputs and order of the modules, by module name.
 
     Tensors are kept, so that an address in memory identifies one of them.
     """
@@ -94,7 +94,7 @@ def _watch(model: nn.Module, tokens: Tensor) -> _Calls:
 
 
 def _after_norms(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterator[Scaling]:
-    """Yield norms and their readers: a norm has a weight a channel, a reader a matrix and the norm's output."""
+    """Yield norms and the layers that read their output: a norm has a weight a channel, a reader a matrix."""
     modules, readers = dict(model.named_modules()), defaultdict[int, list[str]](list)
     for name in calls.order:
         if (given := _input_of(calls, name)) is not None and _dims(modules[name]) == 2:
@@ -169,7 +169,7 @@ def _parameters(source: nn.Module, *readers: nn.Module) -> Iterator[Tensor]:
 
 
 def _scope(calls: _Calls, names: tuple[str, ...]) -> str:
-    """Return the smallest module around all of these that was called, and is none of them itself."""
+    """Return the smallest module around all of these modules that was called, and is none of them itself."""
     parts = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for level in zip(*parts, strict=False):

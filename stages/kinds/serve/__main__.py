@@ -52,7 +52,11 @@ def _parse(argument_list: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--port", type=int, help="port to listen on; default: a free one")
     parser.add_argument("--chat", action="store_true", help="chat at this terminal; the server ends with the chat")
-    parser.add_argument("--beside", metavar="JSON", help="arguments of a second server, which --chat also asks")
+    parser.add_argument(
+        "--beside",
+        metavar="JSON",
+        help="arguments of a second server, which --chat also asks, for a comparison side by side",
+    )
     parser.add_argument(
         "--temperature", type=float, help="temperature of --chat; default: from the model's generation_config.json"
     )

@@ -38,15 +38,15 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin the first conversation."""
+        """Begin the conversation's first round of messages."""
         self.begin()
 
     def begin(self) -> None:
-        """Forget all messages but the system's."""
+        """Forget all messages of the conversation but the system's."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def ask(self, question: str) -> None:
-        """Print the answer as it arrives. A question that the server refuses is removed from the conversation."""
+        """Ask the model and print its answer as it arrives. A refused question is removed from the conversation."""
         self.messages.append({"role": "user", "content": question})
         parts: list[str] = []
         try:

@@ -13,7 +13,7 @@ from stages.serving.config import limit_problems
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield dotted field and error for ranks, lengths and memory.
+    """Yield dotted field and error of a serve stage: ranks, lengths and memory.
 
     The model may be the one that training starts from.
     """

@@ -80,7 +80,7 @@ class ServeConfig(StageConfig):
 
     @property
     def served_adapters(self) -> tuple[str, ...]:
-        """Stages whose adapters are served."""
+        """Names of stages whose adapters the server serves."""
         return (self.model, *self.adapters) if self.base else self.adapters
 
     @property

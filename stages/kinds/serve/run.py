@@ -26,7 +26,7 @@ WATCH_INTERVAL_S = 0.5
 
 
 def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
-    """Yield the result with a lease once the server is up; from then on, guard it until SIGTERM.
+    """Serve a model: yield the result with a lease once the server is up, then guard it until SIGTERM.
 
     Raises ModelError, ResourceError (port, no engine) before anything slow; ServerError when the server does not come
     up, fails the check, or ends while it is leased.
@@ -118,7 +118,7 @@ def _why_unmeasured(load: LoadResult, benchmark: BenchmarkConfig) -> str | None:
 
 
 def guard(server: Server) -> NoReturn:
-    """Wait while the server runs. Raises ServerError when it ends by itself."""
+    """Guard a server: wait while it runs. Raises ServerError when it ends by itself."""
     while server.alive():
         time.sleep(WATCH_INTERVAL_S)
     raise server.failure(f"at {server.url} ended by itself")

@@ -63,7 +63,7 @@ class TrainingData(Protocol):
         """
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
-        """Return the batches of all steps up to `last_step`; the caller closes them. Collective.
+        """Return the micro-batches of all steps up to `last_step`; the caller closes them. Collective.
 
         The engine holds the untrained model: reference log-probabilities are computed here.
         """
@@ -89,7 +89,7 @@ class Batches(Protocol):
     def files(self) -> Sequence[str]: ...
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """Return the step's micro-batches, on the CPU; equally many on every process.
+        """Return one step's micro-batches, on the CPU; equally many on every process.
 
         Collective, unless batches are made ahead.
         """
@@ -105,7 +105,7 @@ class Batches(Protocol):
         """
 
     def close(self) -> None:
-        """Release the server and whatever else makes the batches."""
+        """Release the sampling server and whatever else makes the batches."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class BatchSource:
     teacher: TeacherRows | None = None
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Return the rows as one micro-batch on the CPU."""
+        """Return dataset rows as one micro-batch on the CPU."""
         batch = self.dataset.batch(rows, self.micro_batch_size)
         if self.change:
             batch = self.change(batch)
@@ -147,7 +147,7 @@ class RowBatches:
     held_out: BatchSource | None
     data: DataConfig
     untrained: torch.Tensor | None = None
-    """float32 [targets]: log-probabilities of the targets of `recorded` before training."""
+    """Log-probabilities of the targets of `recorded` before training, float32 [targets]."""
 
     def micro_batches(self, step: int) -> list[Batch]:
         return [self.training.batch(rows) for rows in self.order.micro_batches(step)]

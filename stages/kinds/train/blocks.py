@@ -29,16 +29,16 @@ class OptimizerConfig(StrictModel):
 
     name: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="adamw: fused. muon: matrices of layers move by orthogonalised momentum (Jordan et al. 2024), "
-        "embeddings, the head and vectors by AdamW (fsdp).",
+        description="Optimizer. adamw: fused. muon: matrices of layers move by orthogonalised momentum (Jordan "
+        "et al. 2024), embeddings, the head and vectors by AdamW (fsdp).",
     )
     momentum: NonNegativeFp32 = Field(0.95, lt=1, description="Decay of the mean of gradients (muon).")
-    nesterov: bool = Field(True, description="Look ahead by one gradient (muon).")
+    nesterov: bool = Field(True, description="Nesterov momentum: look ahead by one gradient (muon).")
     ns_steps: PositiveInt = Field(5, le=100, description="Newton-Schulz iterations (muon).")
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
         "match_rms_adamw",
-        description="Factor on the learning rate of a matrix [A, B] (muon). original: √max(1, A / B); "
-        "match_rms_adamw: 0.2 √max(A, B), so that AdamW's learning rate suits both.",
+        description="Learning-rate factor of a matrix [A, B] (muon). original: √max(1, A / B); match_rms_adamw: "
+        "0.2 √max(A, B), so that AdamW's learning rate suits both.",
     )
 
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
@@ -80,7 +80,7 @@ class OptimizerConfig(StrictModel):
         return StateBytes(weight, size[self.exp_avg_dtype] + size[self.exp_avg_sq_dtype])
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
-        """Yield fields without effect, each with the reason."""
+        """Yield fields of an optimizer's config without effect, each with the reason."""
         if self.name == "adamw":
             for field in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn"):
                 yield field, "`optimizer.name: adamw` has `adam_beta1` and `adam_beta2`"
@@ -94,14 +94,14 @@ class MoeConfig(StrictModel):
 
     aux_loss_coefficient: NonNegativeFp32 = Field(
         0.0,
-        description="Weight of the loss that balances experts: Transformers' "
-        "`router_aux_loss_coef`; Megatron's `moe_aux_loss_coeff` is this × experts per token / mixture layers.",
+        description="Weight of the load-balancing loss of experts: Transformers' `router_aux_loss_coef`; "
+        "Megatron's `moe_aux_loss_coeff` is this × experts per token / mixture layers.",
     )
     freeze_router: bool = Field(False, description="Do not train the routers' weights.")
 
     @property
     def settings(self) -> MoeSettings:
-        """The options as an engine takes them."""
+        """Return the options of routers as an engine takes them."""
         return MoeSettings(self.aux_loss_coefficient, self.freeze_router)
 
 
@@ -136,7 +136,7 @@ class TrainExecution(Execution):
     concurrent_requests: PositiveInt = Field(
         64, description="Requests that a server answers at a time (prompts, or documents for a teacher)."
     )
-    measure_matmul_rate: bool = Field(True, description="On a CPU, measure the peak FLOP/s that MFU is relative to.")
+    measure_matmul_rate: bool = Field(True, description="Measure a CPU's peak FLOP/s, which MFU is relative to.")
 
 
 Rate = Annotated[float, Field(ge=1e-12, allow_inf_nan=False), HELD_IN_FP32]

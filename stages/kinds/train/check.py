@@ -65,7 +65,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
 def prepared_problems(
     config: TrainConfig, stage_input: StageInput, model_folder: Path
 ) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield the problems of all datasets together, after each was found sound and prepared."""
+    """Yield the problems of a training's datasets together, after each was found sound and prepared."""
     field = "data.datasets" if config.data.datasets else "data.dataset"
     with TemporaryDirectory() as work:
         try:
@@ -106,7 +106,7 @@ def rollout_problems(
 
 
 def moe_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield the problems of `moe` with this model's routers."""
+    """Yield the problems of a recipe's `moe` options with the routers of its model."""
     from stages.engines.fsdp.moe import check_mixture
 
     try:
@@ -121,7 +121,7 @@ def moe_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str,
 def adapter_problems(
     config: TrainConfig, adapter: AdapterConfig, model_folder: Path
 ) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield the problems of `adapter` with this model, from its config and the headers of its files."""
+    """Yield the problems of a recipe's `adapter` options with its model, from config and headers of files."""
     # Torch and Transformers take seconds to import, and only adapters need them here.
     from stages.adapters.check import check_adapter
 

@@ -42,7 +42,7 @@ class Checkpoints:
         self._writing: _Write | None = None
         self._last_saved = 0
         self.best_step = 0
-        """Step whose checkpoint is kept until the end."""
+        """Training step whose checkpoint is kept until the end."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int) -> None:
@@ -56,7 +56,7 @@ class Checkpoints:
         self._last_saved = step
 
     def save_best(self, step: int) -> None:
-        """Keep a checkpoint of this step, which was just done, until the run ends."""
+        """Keep a checkpoint of the step that was just done, as the best so far, until the run ends."""
         self.best_step = step
         if self._last_saved != step:
             self.save(step)

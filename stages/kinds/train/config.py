@@ -48,7 +48,7 @@ from stages.planner.hardware import named_like
 from stages.planner.workload import Workload
 
 LAYOUT_PROBLEM = "layout"
-"""Type of the validation errors about a layout."""
+"""Type of pydantic's validation errors about a layout."""
 
 
 class TrainConfig(MethodFields):
@@ -133,8 +133,8 @@ class TrainConfig(MethodFields):
     )
     keep: Annotated[Literal["last", "best"], AddedLater()] = Field(
         "last",
-        description="Weights that are written: those of the last step, or of the evaluated step with the lowest "
-        "held-out loss (`execution.evaluate_every_steps`, which is identity then).",
+        description="Choice of the written weights: those of the last step, or of the evaluated step with the "
+        "lowest held-out loss (`execution.evaluate_every_steps`, which is identity then).",
     )
     export_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Dtype of the written weights."
@@ -230,7 +230,7 @@ class TrainConfig(MethodFields):
 
     @property
     def constraints(self) -> RunConstraints:
-        """Numbers besides the model's that a layout must fit."""
+        """Constraints of batch and sequence that a layout must fit, besides the model's numbers."""
         return RunConstraints(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
 
     @property

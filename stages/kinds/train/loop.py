@@ -36,12 +36,12 @@ from stages.parallel.devices import Peak
 PROFILED_STEP = 3
 """Step of an attempt, counted from 1, in which collectives are timed: late enough to be typical."""
 RISEN = 1.02
-"""Ratio to the lowest held-out loss above which the loss has risen; smaller rises are noise of few rows."""
+"""Ratio to the lowest held-out loss above which a rise is reported; smaller rises are noise of few rows."""
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Everything that the loop works with."""
+    """Everything that the training loop works with: engine, data, checkpoints, journal."""
 
     config: TrainConfig
     engine: Engine
@@ -56,7 +56,7 @@ class TrainingRun:
     positions: Positions = field(default_factory=Positions)
 
     def close(self) -> None:
-        """Close the batches and what makes them."""
+        """Close the batches of the run and what makes them."""
         self.batches.close()
 
     @property
@@ -251,7 +251,7 @@ class LossByDataset:
         return (*own, *(f"{metric}.{name}" for name in self.names for metric in ("loss", *own)))
 
     def counts(self, batch: Batch) -> Counts:
-        """Return the loss's counts for all rows and for each dataset."""
+        """Return the loss's counts for all rows and for each dataset of a mixture."""
         counts = self.loss.counts(batch)
         by_dataset = {
             f"{what}.{number}": count if number == batch.member else 0

@@ -23,7 +23,7 @@ from stages.parallel.processes import gathered
 GIB = 2**30
 COLLECTIVES = tuple(sorted({f"{one.collectives}:" for one in DEVICE_TYPES}))
 MOST_PROCESSES_LISTED = 16
-"""Processes up to which each one's memory is logged at every step; at the end all are."""
+"""Largest number of processes for which memory is logged one by one at every step; at the end it always is."""
 FORGET_PEAK = "5"
 """Number that resets a process's peak memory when written to Linux's `/proc/self/clear_refs`."""
 
@@ -34,13 +34,13 @@ class Share:
 
     micro_batches: Sequence[Batch]
     num_tokens: int
-    """Positions that go through the model, padding included."""
+    """Number of positions that go through the model, padding included."""
     num_real_tokens: int
     flops: float
 
 
 def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
-    """Count the tokens and FLOPs of a share."""
+    """Count the tokens and FLOPs of a process's share of a global batch."""
     lengths = [length for batch in micro_batches for length in real_document_lengths(batch)]
     num_targets = sum(int(batch.has_target.sum()) for batch in micro_batches)
     num_tokens = sum(batch.input_ids.numel() for batch in micro_batches)
@@ -60,12 +60,12 @@ class Positions:
     num_real_tokens: int = 0
 
     def add(self, share: Share) -> None:
-        """Count the batches of one step."""
+        """Count the positions in the batches of one step."""
         self.num_tokens += share.num_tokens
         self.num_real_tokens += share.num_real_tokens
 
     def metrics(self, engine: Engine) -> dict[str, float]:
-        """Return the share of padding over all processes; nothing before the first step. Collective."""
+        """Return the padding's share of positions over all processes; nothing before the first step. Collective."""
         counts = torch.tensor([self.num_tokens, self.num_real_tokens], dtype=torch.float64)
         num_tokens, num_real_tokens = engine.sum_over_data(counts).tolist()
         return {"padding_fraction": 1 - num_real_tokens / num_tokens} if num_tokens else {}

@@ -33,7 +33,7 @@ class DataOrder:
     data_parallel_size: int
     seed: int
     mixture: MixtureOrder | None = None
-    """Order of several datasets; None: one dataset of `num_rows` rows."""
+    """Order of a mixture's datasets; None: one dataset of `num_rows` rows."""
 
     def global_batch(self, step: int) -> list[int]:
         """Return the row numbers of optimizer step `step`, counted from 1."""
@@ -51,7 +51,7 @@ class DataOrder:
 
     @property
     def slots(self) -> MixtureOrder:
-        """The rows of all steps, one after the other."""
+        """Row numbers of all training steps, one step after the other."""
         return self.mixture or MixtureOrder((self.num_rows,), (1.0,), self.seed)
 
 
@@ -82,7 +82,7 @@ def slots_of(data: DataConfig, training: PackedDataset, seed: int) -> MixtureOrd
 
 
 def shares_asked(data: DataConfig, training: PackedDataset) -> dict[str, float]:
-    """Return each dataset's share of a mixture, of rows or of tokens as `weight_by` says; they add up to 1."""
+    """Return each dataset's requested share of a mixture, of rows or tokens as `weight_by` says; the sum is 1."""
     weights = np.array([part.weight or 0.0 for part in data.datasets])
     if not weights.all():
         everything = np.ones(len(training), np.int64)
@@ -92,7 +92,7 @@ def shares_asked(data: DataConfig, training: PackedDataset) -> dict[str, float]:
 
 
 def seen(data: DataConfig, training: PackedDataset, slots: MixtureOrder, num_slots: int) -> dict[str, float]:
-    """Return metrics of each dataset of a mixture after `num_slots` rows: its share and its number of passes."""
+    """Return metrics of each dataset of a mixture after `num_slots` rows: its share and number of passes."""
     if not training.members:
         return {}
     times = slots.times(num_slots)
@@ -128,6 +128,6 @@ def repeated_too_often(config: TrainConfig, training: PackedDataset) -> Iterator
 
 
 def _amounts(training: PackedDataset, times: NDArray[np.int64], unit: str) -> NDArray[np.float64]:
-    """float64 [datasets]: rows of each dataset, or their tokens, each row counted as often as `times` says."""
+    """Amount of each dataset, float64 [datasets]: rows, or tokens, each row counted as often as `times` says."""
     counted = times * training.row_lengths if unit == "tokens" else times
     return np.array([counted[rows.start : rows.stop].sum() for rows in training.member_rows.values()], np.float64)

@@ -13,12 +13,12 @@ from stages.kinds.train.config import TrainConfig
 from stages.parallel.layout import describe_layout
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"
-"""Part of the message of the plain RuntimeError that torch raises when a CPU has no memory left."""
+"""Beginning of torch's plain RuntimeError when a CPU has no memory left, to recognise it."""
 
 
 @contextmanager
 def explained_out_of_memory(config: TrainConfig, predicted_gib: float | None) -> Iterator[None]:
-    """Turn an allocator's error into a ResourceError; all other errors pass.
+    """Turn an allocator's out-of-memory error into a ResourceError; all other errors pass.
 
     predicted_gib: memory of the fullest process under the layout, if it was predicted.
     """
@@ -41,7 +41,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _settings(config: TrainConfig) -> Iterator[str]:
-    """Yield the settings that can still be changed, the cheapest in speed first."""
+    """Yield memory settings that can still be changed, the cheapest in speed first."""
     layout = config.layout
     if layout.micro_batch_size > 1:
         yield f"lower layout.micro_batch_size (now {layout.micro_batch_size})"

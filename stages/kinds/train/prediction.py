@@ -45,7 +45,7 @@ class Prediction:
     """Predicted metrics by name, with tags that say what they were predicted from."""
 
     layout: Layout
-    """The layout to run with; an `auto` layout is decided here, if there is a prediction."""
+    """Layout to run with; an `auto` layout is decided here, if there is a prediction."""
     metrics: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
 

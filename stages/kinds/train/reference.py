@@ -32,12 +32,12 @@ class ReferenceRows:
     """Reference log-probabilities of some rows' documents."""
 
     documents: NDArray[np.int64]
-    """int64 [documents], sorted: their numbers in the dataset."""
+    """Numbers of documents in the dataset, int64 [documents], sorted."""
     log_probabilities: NDArray[np.float32]
-    """float32 [documents], sums over a document's targets, in nats."""
+    """Reference log-probabilities in nats, float32 [documents], sums over a document's targets."""
 
     def attach(self, batch: Batch, documents: NDArray[np.int64]) -> Batch:
-        """Return the batch with the reference of its documents."""
+        """Return the batch with reference log-probabilities of its documents."""
         positions = np.searchsorted(self.documents, documents)
         return batch.with_reference(torch.from_numpy(self.log_probabilities[positions]))
 
@@ -61,7 +61,7 @@ class ReferenceModel:
         *,
         mismatched: bool = False,
     ) -> ReferenceRows:
-        """Return the reference of the documents of `rows` (sorted, without repetitions). Collective.
+        """Return reference log-probabilities for `rows` (sorted, without repetitions). Collective.
 
         change: applied to each batch before the forward pass; its `repr` is part of the cache's key.
         mismatched: compute the log-probabilities of answers paired with other prompts.
@@ -95,7 +95,7 @@ class ReferenceModel:
         make: Callable[[Sequence[int], int], Batch],
         change: BatchChange | None,
     ) -> NDArray[np.float32]:
-        """Compute float32 [documents], the same on every process."""
+        """Compute documents' reference log-probabilities, float32 [documents], the same on every process."""
         engine = self.engine
         positions = np.cumsum([0, *(len(dataset.row_documents([row])) for row in rows)]).tolist()
         # Each process fills in its own rows; the sum over processes is then the whole.

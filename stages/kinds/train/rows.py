@@ -36,7 +36,7 @@ class RowData:
 
     @classmethod
     def read(cls, config: TrainConfig, context: StageContext, model_folder: Path) -> RowData:
-        """Prepare the recipe's datasets.
+        """Prepare the recipe's datasets for training, or reuse prepared ones.
 
         Raises DataError and ModelError as `prepare_mixture` does, and DataError where a dataset would be repeated more
         often than its `max_epochs`.

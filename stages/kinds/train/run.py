@@ -56,7 +56,7 @@ prepare_process = start_training_quickly
 
 
 def run(config: TrainConfig, context: StageContext) -> StageResult:
-    """Check machine, model and data, train, export, and return metrics; `TrainConfig` describes the options.
+    """Run a training: check machine, model and data, train, export, and return metrics.
 
     Raises a `LifecycleError` when the model, the data, the layout or the machine do not allow it, or training diverges.
     """
@@ -226,7 +226,7 @@ def _write(training_run: TrainingRun, data: TrainingData, context: StageContext,
 
 
 def _judge_adapter(config: TrainConfig, context: StageContext, base: Path) -> None:
-    """Refuse an adapter that changes no merged weight; warn of layers and experts that learned nothing."""
+    """Refuse a trained adapter that changes no merged weight; warn of layers and experts that learned nothing."""
     # Not at the top: they import what Transformers loads models with, before `start_training_quickly` makes that light.
     from stages.adapters.effect import has_effect, idle_experts, idle_layers
 

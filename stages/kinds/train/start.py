@@ -22,7 +22,7 @@ SAME_LAYERS = ("target_modules", "target_parameters", "exclude_modules", "layers
 def start_problems(
     model: str, base: str | None, adapter: AdapterConfig | None, stages: Mapping[str, StageConfig]
 ) -> Iterator[str]:
-    """Yield what is wrong between a train stage's fields and the adapter that it starts from, if it does."""
+    """Yield problems between a train stage's fields and the adapter that it starts from, if there is one."""
     if stages[model].product != "adapter":
         if base:
             yield f"base: is {base}, but {model} is no adapter; remove it"

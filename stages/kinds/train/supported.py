@@ -64,14 +64,14 @@ def engine_errors(
 
 
 def _needs_fsdp(option: str, engine: EngineName, why: str = "") -> str:
-    """Return the sentence for an option that only FSDP2 supports."""
+    """Return the error for an option that only FSDP2 supports."""
     return f"`{option}` needs `engine: fsdp`, found {engine}{why}; change either"
 
 
 def optimizer_errors(
     optimizer: OptimizerConfig, engine: EngineName, layout: Layout, precision: Precision, *, has_adapter: bool
 ) -> list[str]:
-    """Return what does not go together with `optimizer`."""
+    """Return conflicts of `optimizer` with other options."""
     if optimizer.name == "adamw":
         return list(_low_precision_errors(optimizer, engine, layout, precision, has_adapter))
     errors = []
@@ -93,7 +93,7 @@ def optimizer_errors(
 def _low_precision_errors(
     optimizer: OptimizerConfig, engine: EngineName, layout: Layout, precision: Precision, has_adapter: bool
 ) -> Iterator[str]:
-    """Yield what does not go together with AdamW's options in fewer bits."""
+    """Yield conflicts of AdamW's low-precision options with other options."""
     default = OptimizerConfig()
     changed = [name for name in LOW_PRECISION if getattr(optimizer, name) != getattr(default, name)]
     if engine != "fsdp":
@@ -113,7 +113,7 @@ def _low_precision_errors(
 
 
 def moe_errors(moe: MoeConfig, *, has_adapter: bool) -> Iterator[str]:
-    """Yield what does not go together with `moe`."""
+    """Yield conflicts of `moe` with other options."""
     if moe.freeze_router and has_adapter:
         yield (
             "`moe.freeze_router` has no effect with `adapter`, whose base is frozen; remove it, and leave routers out "
@@ -145,7 +145,7 @@ def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
 
 
 def _errors(method: Method, data: DataConfig, place: str) -> Iterator[str]:
-    """Yield conflicts between the method and one dataset of `data`."""
+    """Yield conflicts between the training method and one dataset of `data`."""
     if method.rows not in ("examples", "prompts") and data.train_on == "all":
         yield f"`{place}train_on: all` does not go with `method: {method.name}`, which compares answers; remove it"
     if method.rows != "examples" and data.packing == "cut":
@@ -225,7 +225,7 @@ class SamplingRun:
 
 
 def completion_errors(run: SamplingRun) -> Iterator[str]:
-    """Yield what a stage that samples completions cannot do, each with what to change."""
+    """Yield unsupported options of a stage that samples completions, each with what to change."""
     if isinstance(run.options, RolloutOptions):
         yield from _judged(run, run.options)
     else:
@@ -254,7 +254,7 @@ def completion_errors(run: SamplingRun) -> Iterator[str]:
 
 
 def _of_adapter(run: SamplingRun, adapter: AdapterConfig) -> Iterator[str]:
-    """Yield what no server can sample from an adapter with these options."""
+    """Yield adapter options with which no server can sample."""
     if unserved := [field for field in NOT_PUT_ON_A_BASE if getattr(adapter, field, None)]:
         yield f"adapter.{unserved[0]}: no server samples from such an adapter; remove it"
     if adapter.changes_base or adapter.base_precision or adapter.stack:

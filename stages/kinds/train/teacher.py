@@ -55,12 +55,12 @@ ShareOf = Callable[[int], list[Batch]]
 BuildEngine = Callable[[TrainConfig, Path, ModelShape | None], Engine]
 """Function (config, model folder, model shape) → engine with that model."""
 RowsOf = tuple[PackedDataset, Sequence[int]]
-"""A dataset and some of its rows, sorted and without repetitions."""
+"""Dataset with some of its rows, sorted and without repetitions."""
 NUM_NAMED = 3
 
 
 def check_teacher(config: TrainConfig, inputs: Mapping[str, Path], facts: ModelFacts) -> Iterator[LifecycleError]:
-    """Yield what is wrong with the teacher, if the method has one."""
+    """Yield problems of the method's teacher, if it has one."""
     asked, trusted = config.teacher_tokens, config.trust_remote_code
     if asked and asked.server:
         yield from server_problems(asked, config.execution, facts, trust_remote_code=trusted)
@@ -72,7 +72,7 @@ def check_teacher(config: TrainConfig, inputs: Mapping[str, Path], facts: ModelF
 def server_problems(
     asked: TeacherTokens, execution: TrainExecution, model: ModelFacts, *, trust_remote_code: bool
 ) -> Iterator[LifecycleError]:
-    """Yield what is wrong with a served teacher, which is asked about a few tokens."""
+    """Yield problems of a served teacher, which is asked about a few tokens."""
     try:
         if too_many := _too_many(asked, model.vocabulary_size):
             yield too_many
@@ -175,16 +175,16 @@ class Teacher(Protocol):
 
 
 class OpenTeacher(Protocol):
-    """A loaded teacher. It answers with `said_record` for each target, in order."""
+    """Loaded teacher, which answers with a record of its likeliest tokens for each target, in order."""
 
     def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
-        """Yield the records of all targets in `rows` (sorted) piece by piece. Collective.
+        """Yield the teacher's records of all targets in `rows` (sorted) piece by piece. Collective.
 
         Only rank 0 gets the right values.
         """
 
     def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
-        """Return the records of each micro-batch in this process's share. Collective."""
+        """Return the teacher's records of each micro-batch in this process's share. Collective."""
 
 
 def said_record(number: int) -> np.dtype[np.void]:
@@ -197,16 +197,16 @@ class TeacherRows:
     """Rows of a dataset with the teacher's records of their targets."""
 
     rows: NDArray[np.int64]
-    """int64 [rows], sorted: their numbers in the dataset."""
+    """Numbers of the rows in the dataset, int64 [rows], sorted."""
     starts: NDArray[np.int64]
-    """int64 [rows + 1]: index in `said` of each row's first target."""
+    """Index of each row's first target in the teacher's records, int64 [rows + 1]."""
     said: NDArray[np.void]
-    """[targets] of `said_record`, mapped from disk."""
+    """Teacher's records of all targets, [targets] of `said_record`, mapped from disk."""
     asked: TeacherTokens
     is_whole_vocabulary: bool
 
     def attach(self, batch: Batch, rows: Sequence[int]) -> Batch:
-        """Return the batch, made of these rows, with the teacher's tokens as candidates."""
+        """Return a batch made of these rows with the teacher's tokens as candidates."""
         starts = self.starts
         places = np.searchsorted(self.rows, rows)
         said = np.concatenate([self.said[:0], *(self.said[starts[place] : starts[place + 1]] for place in places)])
@@ -250,7 +250,7 @@ class ServedTeacher:
         return {"url": self.client.url, "served_model": self.client.model}
 
     def check(self, model_folder: Path, *, trust_remote_code: bool) -> None:
-        """Check model name, tokenizer and number of log-probabilities with a short text.
+        """Check the teacher's model name, tokenizer and number of log-probabilities with a short text.
 
         Raises ServerError for a server without this model or with too few log-probabilities, ModelError for another
         tokenizer than that of `model_folder`, TransientError for no answer.
@@ -283,11 +283,11 @@ class ServedTeacher:
 
     @contextmanager
     def opened(self, context: StageContext, watchdog: Watchdog) -> Iterator[OpenTeacher]:
-        """Yield the server as an open teacher; there is nothing to load."""
+        """Yield the teacher's server as an open teacher; there is no model to load."""
         yield OpenServer(self, context, watchdog)
 
     def likeliest(self, documents: Sequence[Document]) -> list[NDArray[np.void]]:
-        """Ask for the likeliest tokens at each position of the documents but the first.
+        """Ask the teacher's server for the likeliest tokens at each position of the documents but the first.
 
         Returns `said_record` [tokens - 1] for each document. Raises ServerError for a document that the server refuses,
         TransientError when the server is gone.
@@ -364,7 +364,7 @@ class OpenServer:
             self.context.progress(min(first + ROWS_TOGETHER, len(rows)), len(rows), "rows", "the teacher's server")
 
     def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
-        """Ask about the documents of all shares on rank 0; the other processes read its files.
+        """Ask the teacher about the documents of all shares on rank 0; other processes read its files.
 
         So processes that split one model get identical values.
         """
@@ -382,7 +382,7 @@ class OpenServer:
         return np.split(own, np.cumsum([_num_targets(batch) for batch in share_of(data_rank)])[:-1])
 
     def _of_batches(self, batches: Sequence[Batch]) -> NDArray[np.void]:
-        """Return the records of all targets of the batches, in order; all documents are asked together."""
+        """Return the teacher's records of all targets of the batches, in order; all documents are asked together."""
         asked = [document for batch in batches for document in _documents(batch)]
         records = self.teacher.likeliest([tokens for tokens, _ in asked])
         nothing = np.zeros(0, said_record(self.teacher.number))
@@ -441,7 +441,7 @@ class OpenModel:
     watchdog: Watchdog
 
     def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
-        """Yield the records in rounds, in each of which every data-parallel share has one micro-batch."""
+        """Yield the teacher's records in rounds, in each of which every data-parallel share has one micro-batch."""
         engine, starts = self.engine, _starts(dataset, rows)
         size = self.micro_batch_size * engine.data_parallel_size
         shares = list(even_micro_batches(len(rows), self.micro_batch_size, engine.data_rank, engine.data_parallel_size))
@@ -459,13 +459,13 @@ class OpenModel:
         return [_recorded(self._of_batch(batch)) for batch in share_of(data_rank)]
 
     def _of_batch(self, batch: Batch) -> torch.Tensor:
-        """Return float64 [targets, 2, number]: tokens and log-probabilities."""
+        """Return the teacher's tokens and log-probabilities, float64 [targets, 2, number]."""
         answer = self.engine.likeliest_tokens(replace(batch, temperature=self.asked.temperature), self.asked.number)
         return torch.stack([values[batch.has_target].double() for values in answer], 1)
 
 
 def _recorded(values: torch.Tensor) -> NDArray[np.void]:
-    """Return [targets, 2, number] as `said_record` [targets]."""
+    """Convert a teacher's tokens and log-probabilities [targets, 2, number] to records [targets]."""
     said = np.zeros(len(values), said_record(values.shape[-1]))
     said["tokens"], said["log_probabilities"] = values.unbind(1)
     return said

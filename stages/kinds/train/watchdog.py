@@ -22,14 +22,14 @@ from stages.core.errors import TransientError
 from stages.core.files import write_atomically
 
 GRACE_S = 5.0
-"""Time between the stacks and the end, for the other processes: the first one that ends takes them along."""
+"""Seconds between a watchdog's stack dump and the end: the first process that ends takes the others along."""
 LOOK_EVERY_S = 1.0
-"""Longest sleep between looks, since what begins next may have a shorter limit."""
+"""Longest sleep of the watchdog between checks, since what begins next may have a shorter limit."""
 STDERR = 2
 STEP_TIMES = 3
 """Multiple of the longest recent step from which on a step counts as hanging."""
 LEAST_STEP_LIMIT_S = 30.0
-"""Lower bound of that limit: a busy machine or a slow disk can delay short steps by seconds."""
+"""Least time limit of a training step: a busy machine or a slow disk can delay short steps by seconds."""
 KNOWN_AFTER_STEPS, REMEMBERED_STEPS = 5, 50
 """Steps before limits are learned (the first also choose kernels, make buffers, open files), and steps remembered."""
 
@@ -59,11 +59,11 @@ class Watchdog:
         self._ended.set()
 
     def begins(self, doing: str) -> None:
-        """Announce an activity, with the general time limit."""
+        """Announce an activity to the watchdog, with the general time limit."""
         self._begins(doing, self._timeout_s, "execution.hang_timeout_s")
 
     def begins_step(self, step: int) -> None:
-        """Announce a step, with a limit learned from recent steps if all take about the same time."""
+        """Announce a training step to the watchdog, with a limit learned from recent steps of equal length."""
         limit_s = self._timeout_s
         if self._learns_step_times and len(self._step_times_s) >= KNOWN_AFTER_STEPS:
             limit_s = min(limit_s, max(LEAST_STEP_LIMIT_S, STEP_TIMES * max(self._step_times_s)))
@@ -73,7 +73,7 @@ class Watchdog:
             self.begins(f"step {step}")
 
     def has_stepped(self) -> None:
-        """Record how long the step took; what is written after it does not count."""
+        """Record how long a training step took; saving after it does not count."""
         self._step_times_s.append(time.monotonic() - self._began_s)
 
     def _begins(self, doing: str, limit_s: float, why: str) -> None:

@@ -21,7 +21,7 @@ CHUNK_BYTES = 8 << 20
 
 
 class Prefix:
-    """Objects below a prefix.
+    """Publishing target: objects below a prefix in a bucket.
 
     They are read back to be hashed: for an object that came in parts, storage has no checksum of ours.
     """
@@ -34,7 +34,7 @@ class Prefix:
             self._filesystem = FILESYSTEMS[address.scheme](self._bucket)
 
     def check(self) -> None:
-        """Check that the bucket exists and may be listed; only writing shows whether it may be written to."""
+        """Check that the target bucket exists and may be listed; only writing shows whether it may be written to."""
         from pyarrow.fs import FileType
 
         with self._explained():

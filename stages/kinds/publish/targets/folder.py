@@ -39,7 +39,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 class Folder:
-    """A folder whose files are hashed at each request."""
+    """Publishing target: a folder whose files are hashed at each request."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -41,7 +41,7 @@ from stages.kinds.publish.targets.target import Address, Held, LocalFile, LocalF
 
 KIND: Product = "model"
 NOTHING = {"type": "normal", "size": 0, "sha256": "", "content": "", "encoding": ""}
-"""Fields of a file in a commit; each of them is required."""
+"""Empty fields of a file in a ModelScope commit, where each field is required."""
 
 
 class ModelScopeRepository:

@@ -36,7 +36,7 @@ CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 CHUNK_BYTES = 1 << 20
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 MAX_MANIFEST_BYTES = 4 << 20
-"""Limit of the specification."""
+"""Largest OCI manifest in bytes, by the specification."""
 MAX_SHOWN_CHARACTERS = 200
 
 
@@ -48,14 +48,14 @@ class _Token(AnswerModel):
 
 
 class _Layer(AnswerModel):
-    """A file of a manifest. annotations: its name among them."""
+    """File (layer) of an OCI manifest. annotations: its name among them."""
 
     digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
     annotations: dict[str, str] = Field(default_factory=dict)
 
 
 class _Manifest(AnswerModel):
-    """Files that a tag stands for."""
+    """OCI manifest: the files that a tag stands for."""
 
     layers: list[_Layer] = Field(default_factory=list)
 
@@ -77,7 +77,7 @@ class OciRegistry:
         self._client = httpx.Client(timeout=TIMEOUT, auth=auth)
 
     def check(self) -> None:
-        """Begin an upload, which registries allow to those who may write, and cancel it."""
+        """Check write access: begin an upload, which registries allow to those who may write, and cancel it."""
         self._ask("DELETE", str(self._begin_upload()), accepted=(202, 204, 404, 405))
 
     def prepare(self, licence: str | None) -> None:
@@ -154,7 +154,7 @@ class OciRegistry:
         self._ask("PUT", str(url), accepted=(201,), headers=headers, content=content)
 
     def _ask(self, method: str, url: str, *, accepted: Collection[int], **request: Any) -> httpx.Response:
-        """Send a request; redirects are followed for reads, while uploads name their address themselves."""
+        """Send a request to an OCI registry; redirects are followed for reads, while uploads name their address."""
         with self._explained():
             answer = self._client.request(method, url, follow_redirects=method in ("GET", "HEAD"), **request)
         if answer.status_code in accepted:

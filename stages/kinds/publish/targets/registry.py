@@ -62,13 +62,13 @@ def parse_address(text: str) -> Address:
 
 
 def forms() -> str:
-    """Return the forms of addresses, in words."""
+    """Return the forms of publishing addresses, in words."""
     written = [f"{scheme}://{entry.form}" for scheme, entry in TARGETS.items()]
     return f"{', '.join(written[:-1])} or {written[-1]}"
 
 
 def token_of(address: Address) -> str | None:
-    """Return the variable without which nothing can be published there; None if there is none."""
+    """Return the environment variable with the token that a target requires; None if there is none."""
     return TARGETS[address.scheme].token
 
 

@@ -41,7 +41,7 @@ class LocalFile:
 
 @dataclass(frozen=True)
 class Held:
-    """Content of a target.
+    """Files that a publishing target holds.
 
     files: name → digest; None for a file that cannot be the expected one, so that it was not hashed.
     revision: the target's own name for this content, if it has one.
@@ -66,7 +66,7 @@ class Target(Protocol):
     """
 
     def check(self) -> None:
-        """Check that it can be published to, without changing anything there."""
+        """Check that the target can be published to, without changing anything there."""
 
     def prepare(self, licence: str | None) -> None:
         """Create the repository or folder if it does not exist; private where we decide that.
@@ -81,7 +81,7 @@ class Target(Protocol):
         """Return the text of one small file of `held` that an earlier publication left."""
 
     def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
-        """Put the `missing` of `files` there, and remove the `stale` names.
+        """Send the `missing` of `files` to the target, and remove the `stale` names there.
 
         Files that were sent before an interruption are found by checksum, and not sent again.
         """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CpoLossType = Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"]
 OF_MEANS: tuple[CpoLossType, ...] = ("ipo", "simpo", "alphapo")
-"""Losses of the mean over an answer's tokens instead of the sum."""
+"""CPO losses that use the mean over an answer's tokens instead of the sum."""
 WITH_MARGIN: tuple[CpoLossType, ...] = ("simpo", "alphapo")
 SMOOTHED: tuple[CpoLossType, ...] = ("sigmoid", "simpo", "alphapo")
 
@@ -27,7 +27,7 @@ SMOOTHED: tuple[CpoLossType, ...] = ("sigmoid", "simpo", "alphapo")
 class CpoConfig(StrictModel):
     """Contrastive preference optimization (Xu et al. 2024) and its relatives, named as in TRL."""
 
-    beta: PositiveFp32 = Field(0.1, description="Scale of the rewards.")
+    beta: PositiveFp32 = Field(0.1, description="Scale β of the rewards.")
     loss_type: CpoLossType = Field(
         "sigmoid",
         description="sigmoid is CPO itself, hinge is SLiC; simpo: CPO-SimPO; alphapo: simpo with `cpo_alpha` 0.",
@@ -77,7 +77,7 @@ class CpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = (*METRICS, *NLL)
 
     def counts(self, batch: Batch) -> Counts:
-        """Count pairs, and target tokens of preferred documents."""
+        """Count pairs, and target tokens of preferred documents, of a micro-batch."""
         return {"pairs": batch.num_documents // 2, "chosen tokens": num_chosen_tokens(batch)}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
@@ -89,14 +89,14 @@ class CpoLoss:
         return loss, {**pair_metrics(chosen, rejected, totals), "nll_loss": nll.detach()}
 
     def _rewards(self, token_log_probabilities: Tensor, batch: Batch) -> Tensor:
-        """Return β r, float32 [documents]."""
+        """Return CPO's rewards β r, float32 [documents]."""
         values, alpha = batch.log_probabilities(token_log_probabilities), self.config.alpha
         if self.config.loss_type in OF_MEANS:
             values = values / batch.document_sums(batch.has_target.float())
         return self.config.beta * ((1 - (-alpha * values).exp()) / alpha if alpha else values)
 
     def _losses(self, margins: Tensor) -> Tensor:
-        """Return the loss of each pair; `margins` are β (r_chosen - r_rejected)."""
+        """Return CPO's loss of each pair; `margins` are β (r_chosen - r_rejected)."""
         from torch.nn.functional import logsigmoid
 
         config = self.config

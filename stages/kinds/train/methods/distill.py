@@ -27,7 +27,9 @@ METRICS = {
 class DistillSampling(SamplingOptions):
     """Options of sampling the model's own answers; defaults are those of TRL's GKD."""
 
-    max_completion_length: PositiveInt = Field(128, description="Tokens after which a completion is cut off.")
+    max_completion_length: PositiveInt = Field(
+        128, description="Largest number of tokens of a sampled completion, after which it is cut off."
+    )
     temperature: PositiveFp32 = Field(0.9, le=100, description="Temperature of sampling.")
 
 
@@ -40,7 +42,9 @@ class DistillConfig(StrictModel):
         "tokens; 1: KL(model ‖ teacher), which prefers its likeliest; between: both from their mixture.",
     )
     temperature: PositiveFp32 = Field(
-        1.0, description="Divisor of both models' logits in the loss. (GKD's 0.9 is for sampling; its loss has 1, too.)"
+        1.0,
+        description="Temperature of the loss: divisor of both models' logits. (GKD's 0.9 is for sampling; its "
+        "loss has 1, too.)",
     )
     loss_top_k: PositiveInt = Field(
         64,
@@ -91,7 +95,7 @@ class DistillLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Count target tokens."""
+        """Count the target tokens of a micro-batch."""
         return {"targets": int(batch.has_target.sum())}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
@@ -130,12 +134,12 @@ class DistillLoss:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL(p ‖ q) [...] of log-probabilities [..., k]."""
+    """Return the KL divergence KL(p ‖ q) [...] of log-probabilities [..., k]."""
     return (p.exp() * (p - q)).sum(-1)
 
 
 def _with_rest(log_probabilities: Tensor) -> Tensor:
-    """Return [..., k + 1]: with the log-probability of all other tokens together, at least log ε of fp32."""
+    """Append the log-probability of all other tokens together, at least log ε of fp32: [..., k + 1]."""
     import torch
 
     rest = 1 - log_probabilities.exp().sum(-1, keepdim=True)

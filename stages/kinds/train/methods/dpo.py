@@ -54,14 +54,15 @@ class DpoConfig(StrictModel):
     label_smoothing: NonNegativeFp32 = Field(
         0.0, lt=0.5, description=f"Share of pairs assumed to be the wrong way round ({', '.join(SMOOTHED)})."
     )
-    discopop_tau: Annotated[PositiveFp32, AddedLater()] = Field(0.05, description="Temperature of discopop.")
+    discopop_tau: Annotated[PositiveFp32, AddedLater()] = Field(0.05, description="Temperature τ of the loss discopop.")
     rpo_alpha: Annotated[PositiveFp32 | None, AddedLater()] = Field(
         None, description="Weight of `sft` beside the other losses (RPO); the same as listing it with this weight."
     )
     ld_alpha: Annotated[NonNegativeFp32 | None, AddedLater()] = Field(
         None,
         le=1,
-        description="Weight of the tokens by which an answer is longer than its pair's other one (LD-DPO); default: 1.",
+        description="Weight of the tokens by which an answer is longer than its pair's other answer (LD-DPO); "
+        "default: 1.",
     )
     reference: Annotated[Literal["start", "none"], AddedLater()] = Field(
         "start",
@@ -71,7 +72,7 @@ class DpoConfig(StrictModel):
 
     @property
     def loss_types(self) -> tuple[LossType, ...]:
-        """The losses, one or several."""
+        """DPO losses to minimise, one or several."""
         return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
 
     @property

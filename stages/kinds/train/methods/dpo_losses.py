@@ -31,22 +31,22 @@ class Pairs:
 
     @property
     def c(self) -> Tensor:
-        """log π/π_ref of the chosen answers."""
+        """Log-ratio log π/π_ref of the chosen answers."""
         return self.chosen - self.reference_chosen
 
     @property
     def r(self) -> Tensor:
-        """log π/π_ref of the rejected answers."""
+        """Log-ratio log π/π_ref of the rejected answers."""
         return self.rejected - self.reference_rejected
 
     @property
     def h(self) -> Tensor:
-        """Difference c - r: how much more the model prefers the chosen answers than the reference does."""
+        """Preference c - r: how much more the model prefers the chosen answers than the reference does."""
         return self.c - self.r
 
     @property
     def h_per_token(self) -> Tensor:
-        """Difference of means over tokens, so that long answers weigh no more."""
+        """Preference h from means over tokens, so that long answers weigh no more."""
         return self.c / self.chosen_tokens - self.r / self.rejected_tokens
 
 
@@ -63,7 +63,7 @@ PairLoss = Callable[[Pairs, Options], Tensor]
 
 
 def sigmoid(pairs: Pairs, options: Options) -> Tensor:
-    """-(1 - ε) log σ(β h) - ε log σ(-β h): Rafailov et al. 2023, equation 7; ε: Mitchell 2023."""
+    """Sigmoid DPO loss, -(1 - ε) log σ(β h) - ε log σ(-β h): Rafailov et al. 2023, equation 7; ε: Mitchell 2023."""
     return _smoothed(options.beta * pairs.h, options.label_smoothing)
 
 
@@ -73,23 +73,23 @@ def sigmoid_norm(pairs: Pairs, options: Options) -> Tensor:
 
 
 def ipo(pairs: Pairs, options: Options) -> Tensor:
-    """(h - 1 / 2β)², h from means over tokens, as its authors and TRL do: Azar et al. 2023, equation 17."""
+    """IPO loss (h - 1 / 2β)², from means over tokens, as its authors and TRL do: Azar et al. 2023, equation 17."""
     return (pairs.h_per_token - 1 / (2 * options.beta)) ** 2
 
 
 def hinge(pairs: Pairs, options: Options) -> Tensor:
-    """max(0, 1 - β h): Zhao et al. 2023 (SLiC)."""
+    """Hinge loss max(0, 1 - β h): Zhao et al. 2023 (SLiC)."""
     return (1 - options.beta * pairs.h).relu()
 
 
 def robust(pairs: Pairs, options: Options) -> Tensor:
-    """(-(1 - ε) log σ(β h) + ε log σ(-β h)) / (1 - 2ε): Chowdhury et al. 2024: no bias by wrong labels."""
+    """Robust DPO, (-(1 - ε) log σ(β h) + ε log σ(-β h)) / (1 - 2ε): Chowdhury et al. 2024."""
     right, wrong = -logsigmoid(options.beta * pairs.h), -logsigmoid(-options.beta * pairs.h)
     return ((1 - options.label_smoothing) * right - options.label_smoothing * wrong) / (1 - 2 * options.label_smoothing)
 
 
 def exo_pair(pairs: Pairs, options: Options) -> Tensor:
-    """KL((σ(β h), σ(-β h)) ‖ (1 - ε, ε)): Ji et al. 2024, equation 16."""
+    """EXO loss KL((σ(β h), σ(-β h)) ‖ (1 - ε, ε)): Ji et al. 2024, equation 16."""
     wins, loses = logsigmoid(options.beta * pairs.h), logsigmoid(-options.beta * pairs.h)
     return wins.exp() * (wins - math.log1p(-options.label_smoothing)) + loses.exp() * (
         loses - math.log(options.label_smoothing)
@@ -97,18 +97,18 @@ def exo_pair(pairs: Pairs, options: Options) -> Tensor:
 
 
 def nca_pair(pairs: Pairs, options: Options) -> Tensor:
-    """-log σ(β c) - ½ log σ(-β c) - ½ log σ(-β r): Chen et al. 2024."""
+    """NCA loss -log σ(β c) - ½ log σ(-β c) - ½ log σ(-β r): Chen et al. 2024."""
     c, r = options.beta * pairs.c, options.beta * pairs.r
     return -logsigmoid(c) - 0.5 * logsigmoid(-c) - 0.5 * logsigmoid(-r)
 
 
 def bco_pair(pairs: Pairs, options: Options) -> Tensor:
-    """-log σ(β c) - log σ(-β r), without its moving threshold, as TRL has it: Jung et al. 2024."""
+    """BCO loss -log σ(β c) - log σ(-β r), without its moving threshold, as TRL has it: Jung et al. 2024."""
     return -logsigmoid(options.beta * pairs.c) - logsigmoid(-options.beta * pairs.r)
 
 
 def sppo_hard(pairs: Pairs, options: Options) -> Tensor:
-    """(c - 1 / 2β)² + (r + 1 / 2β)²: Wu et al. 2024, equation 4.7, where the chosen answer always wins."""
+    """SPPO loss (c - 1 / 2β)² + (r + 1 / 2β)²: Wu et al. 2024, equation 4.7; the chosen answer always wins."""
     return (pairs.c - 0.5 / options.beta) ** 2 + (pairs.r + 0.5 / options.beta) ** 2
 
 
@@ -140,7 +140,7 @@ def aot(pairs: Pairs, options: Options) -> Tensor:
 
 
 def aot_unpaired(pairs: Pairs, options: Options) -> Tensor:
-    """The same with sorted c against sorted r, so that it does not matter which answers form a pair."""
+    """AOT loss of unpaired answers: sorted c against sorted r, so that it does not matter which form a pair."""
     return _smoothed(
         options.beta * (_sorted_in_rows(pairs.c, pairs.rows) - _sorted_in_rows(pairs.r, pairs.rows)),
         options.label_smoothing,
@@ -174,5 +174,5 @@ def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
 
 
 def _sorted_in_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """Sort [pairs] ascending within each packed row; `rows` ascends."""
+    """Sort values of pairs, [pairs], ascending within each packed row; `rows` ascends."""
     return torch.cat([values[:0], *(values[rows == row].sort().values for row in rows.unique())])

@@ -71,11 +71,14 @@ class GrpoConfig(RolloutOptions):
     )
     importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         "token_truncate",
-        description="Unit of these weights (a token or a completion), and what becomes of weights above "
-        "`importance_sampling_clip_max`: truncate sets them to it, mask to 0. TRL has sequence_mask, which drops many "
-        "long completions in bf16; verl and the authors of the correction truncate tokens.",
+        description="Unit of the importance weights (a token or a completion), and what becomes of weights "
+        "above `importance_sampling_clip_max`: truncate sets them to it, mask to 0. TRL has "
+        "sequence_mask, which drops many long completions in bf16; verl and the authors of the "
+        "correction truncate tokens.",
     )
-    importance_sampling_clip_max: PositiveFp32 = Field(3.0, description="Largest of these weights; verl has 2.")
+    importance_sampling_clip_max: PositiveFp32 = Field(
+        3.0, description="Largest importance-sampling weight; verl has 2."
+    )
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return group_advantages(rewards, self.num_generations, self.scale_rewards)
@@ -125,7 +128,7 @@ class GrpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Count completions, their tokens, and the tokens for which the server returned log-probabilities."""
+        """Count completions, their tokens, and tokens with log-probabilities from the server."""
         assert batch.rollouts is not None
         served = batch.rollouts.server_log_probabilities
         return {
@@ -170,7 +173,7 @@ class GrpoLoss:
         return (batch.document_sums(changes) / _num_tokens(batch)).exp(), advantages
 
     def _divergences(self, token_log_probabilities: Tensor, ratios: Tensor, batch: Batch) -> Tensor:
-        """Return π_ref/π - log π_ref/π - 1 of each token (Schulman 2020), [rows, sequence]; NaN without a reference."""
+        """Return each token's KL estimate π_ref/π - log π_ref/π - 1 (Schulman 2020), [rows, sequence], or NaN."""
         assert batch.rollouts is not None
         reference = batch.rollouts.reference_log_probabilities
         if reference is None:
@@ -202,7 +205,7 @@ class GrpoLoss:
         return kept, {**known, "importance_cut_fraction": _mean(is_cut.float(), batch, totals)}
 
     def _mean_loss(self, losses: Tensor, batch: Batch, totals: Totals) -> Tensor:
-        """Return the micro-batch's part of the mean, from the losses of tokens [rows, sequence]."""
+        """Return the micro-batch's part of the mean loss, from the losses of tokens [rows, sequence]."""
         of_completions = batch.document_sums(losses.where(batch.has_target, 0.0))
         if self.config.loss_type == "grpo":
             return (of_completions / _num_tokens(batch)).sum() / totals["completions"]
@@ -222,7 +225,7 @@ def _on_tokens(values: Tensor, batch: Batch) -> Tensor:
 
 
 def _mean(values: Tensor, batch: Batch, totals: Totals) -> Tensor:
-    """Return the micro-batch's part of a mean over tokens, or over completions if `values` are [num_documents]."""
+    """Return the micro-batch's part of a mean over tokens, or over completions for `values` [num_documents]."""
     if values.dim() == 1:
         return values.sum() / totals["completions"]
     return values.where(batch.has_target, 0.0).sum() / max(1.0, totals["tokens"])

@@ -28,10 +28,12 @@ class KtoConfig(StrictModel):
 
     beta: PositiveFp32 = Field(0.1, description="Strength of the pull towards the reference model.")
     loss_type: Literal["kto", "apo_zero_unpaired"] = Field(
-        "kto", description="apo_zero_unpaired: APO-zero of single answers, without an estimate of the divergence."
+        "kto",
+        description="Loss of KTO. apo_zero_unpaired: APO-zero of single answers, without an estimate of the "
+        "divergence.",
     )
     desirable_weight: PositiveFp32 = Field(1.0, description="Weight of good answers, to balance unequal numbers.")
-    undesirable_weight: PositiveFp32 = Field(1.0, description="Weight of bad answers.")
+    undesirable_weight: PositiveFp32 = Field(1.0, description="Weight of bad answers in the loss.")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class KtoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Count documents, good ones and bad ones."""
+        """Count the documents of a micro-batch, good ones and bad ones."""
         assert batch.is_good is not None
         num_good = int(batch.is_good.sum())
         return {"documents": batch.num_documents, "good": num_good, "bad": batch.num_documents - num_good}

@@ -44,11 +44,11 @@ class TeacherTokens:
     """Need of a teacher's likeliest tokens, with log-probabilities, at every target."""
 
     number: int
-    """Tokens at each target."""
+    """Number of the teacher's likeliest tokens at each target."""
     temperature: float
-    """Divisor of the teacher's and the model's logits."""
+    """Divisor of the teacher's and the model's logits in the loss."""
     server: TeacherServer | None = None
-    """The server that is asked; None: a stage's model."""
+    """Address of the teacher's server; None: the teacher is a stage's model."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class OnPolicySteps:
     """Steps that learn from the model's own answers to their rows' prompts instead of the rows."""
 
     share: float
-    """Average share of such steps."""
+    """Average share of steps that learn from the model's own answers."""
     sampling: SamplingOptions
 
 
@@ -65,16 +65,16 @@ class Method:
     """A training method. Functions get the method's options from the recipe, or None where it has none."""
 
     name: str
-    """Name in `method:` of a recipe, and the field that holds `options`."""
+    """Name of the method in `method:` of a recipe, and the field that holds its `options`."""
     rows: RowKind
-    """Kind of rows that it learns from."""
+    """Kind of rows that the method learns from."""
     build_loss: Callable[[Any], Loss]
     options: type[StrictModel] | None = None
-    """Config of its options, all of which have defaults; None: no options."""
+    """Config class of the method's options, all of which have defaults; None: no options."""
     needs_reference: Callable[[Any], bool] = lambda _: False
     """True if batches carry the log-probabilities of their documents before training."""
     batch_change: Callable[[Any], BatchChange | None] = lambda _: None
-    """Change of targets or of their weights, if data preparation's are not right."""
+    """Change that the method makes to targets or their weights, if data preparation's are not right."""
     needs_divergence: Callable[[Any], bool] = lambda _: False
     """True if batches carry the divergence from the reference (`loop.with_divergence`)."""
     asks_teacher: Callable[[Any], TeacherTokens | None] = lambda _: None
@@ -82,15 +82,15 @@ class Method:
     on_policy: Callable[[Any], OnPolicySteps | None] = lambda _: None
     """Steps that learn from the model's own answers, which the teacher scores but no reward judges."""
     needs_rollouts: bool = False
-    """True if it learns only from the model's own answers, judged by rewards; `options` are `RolloutOptions`."""
+    """True if the method learns only from the model's own judged answers; `options` are `RolloutOptions`."""
     needs_score_head: bool = False
     """True if the model gives one number a document instead of probabilities of tokens: a reward model."""
     reads_margins: bool = False
-    """True if it uses the `margin` that rows of pairs may have."""
+    """True if the method uses the `margin` that rows of pairs may have."""
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Metrics of the loss: name → meaning."""
     averaged_over: str = "target tokens"
-    """Things that the loss is a mean over."""
+    """Things that a method's loss is a mean over, such as pairs or tokens."""
     is_likelihood: bool = False
     """True if the loss is the negative log-likelihood of the target tokens, in nats a token."""
     usual_learning_rates: tuple[tuple[float, float], ...] = ()
@@ -101,13 +101,13 @@ class Method:
     headline: tuple[str, ...] = ()
     """Names of `metrics` that are shown first."""
     is_null_in_identity: bool = False
-    """True if other methods' stages have `NAME: null` in their identity.
+    """True if other methods' stages have `NAME: null` in their identity, for this method's options.
 
     A new method must leave this False, so that the versions of existing stages stay as they are.
     """
 
     def passes(self, options: Any) -> Passes:
-        """Return the forward passes that its needs cost, for the planner; a new need adds its own here.
+        """Return the forward passes that a method's needs cost, for the planner; a new need adds its own here.
 
         For a divergence, mismatched rows go through the reference before training and through the model in each step. A
         teacher that is no server counts as a model of the same size.

@@ -33,7 +33,7 @@ else:
 
 
 class MethodFields(MethodBlocks):
-    """The method and its options; options of other methods are refused."""
+    """Fields `method` and its options; options of other methods are refused."""
 
     method: MethodName
     teacher: Annotated[ModelReference | None, AddedLater()] = Field(
@@ -42,12 +42,12 @@ class MethodFields(MethodBlocks):
 
     @property
     def learning(self) -> Method:
-        """The method with its needs."""
+        """Training method with its needs."""
         return METHODS[self.method]
 
     @property
     def method_options(self) -> StrictModel | None:
-        """The method's options; None for a method without options."""
+        """Options of the chosen training method; None for a method without options."""
         return dict(self).get(self.method)
 
     @property
@@ -68,7 +68,7 @@ class MethodFields(MethodBlocks):
 
     @property
     def sampling_block(self) -> str:
-        """The field that holds `sampling`."""
+        """Field of the recipe that holds the sampling options."""
         return self.method if self.rollouts else f"{self.method}.sampling"
 
     @property
@@ -78,7 +78,7 @@ class MethodFields(MethodBlocks):
 
     @property
     def teacher_tokens(self) -> TeacherTokens | None:
-        """The method's need of a teacher."""
+        """Need of a teacher's likeliest tokens, if the method has one."""
         return self.learning.asks_teacher(self.method_options)
 
     @property
@@ -93,7 +93,7 @@ class MethodFields(MethodBlocks):
 
     @model_validator(mode="after")
     def _default_options(self) -> Self:
-        """Fill in default options.
+        """Fill in the default options of the chosen method.
 
         Not in a validator that runs before the fields are read: beside such a validator, pydantic takes no list of JSON
         for a tuple.

@@ -43,7 +43,7 @@ class OrpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Count pairs, and tokens of preferred texts."""
+        """Count pairs, and tokens of preferred texts, of a micro-batch."""
         return {"pairs": batch.num_documents // 2, "chosen tokens": num_chosen_tokens(batch)}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
@@ -66,7 +66,7 @@ class OrpoLoss:
 
 
 def _log_odds(log_probability: Tensor) -> Tensor:
-    """Return log P / (1 - P) from log P; a P of 1 is taken as the largest below 1."""
+    """Return the log-odds log P / (1 - P) from log P; a P of 1 is taken as the largest below 1."""
     import torch
 
     certain = -torch.finfo(log_probability.dtype).eps

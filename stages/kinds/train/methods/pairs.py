@@ -20,7 +20,7 @@ NLL = {"nll_loss": "mean negative log-likelihood of the preferred documents' tok
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, totals: Totals) -> dict[str, Tensor]:
-    """Return the micro-batch's parts of `METRICS`; chosen and rejected: float32 [pairs], rewards of the answers."""
+    """Return the micro-batch's parts of pair metrics; chosen and rejected: float32 [pairs], rewards of the answers."""
     chosen, rejected = chosen.detach(), rejected.detach()
     sums = {
         "reward_chosen": chosen.sum(),

@@ -22,7 +22,7 @@ class RewardConfig(StrictModel):
     """Reward modelling (Bradley-Terry), named as in TRL; rows may have a `margin` between the two rewards."""
 
     center_rewards_coefficient: PositiveFp32 | None = Field(
-        None, description="Pull of the rewards towards a mean of 0; its authors advise 0.01. Default: none."
+        None, description="Pull of the rewards towards a mean of 0 (centering); its authors advise 0.01. Default: none."
     )
 
 
@@ -38,7 +38,7 @@ class RewardLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Count pairs."""
+        """Count the pairs of a micro-batch."""
         return {"pairs": batch.num_documents // 2}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class SamplingServer(StrictModel):
     """A vLLM server that others started, which is given the trained weights in each round."""
 
-    url: str = Field(pattern=r"^https?://[^\s/@]+(/\S*)?/v1/?$", description="Server's address, including `/v1`.")
+    url: str = Field(
+        pattern=r"^https?://[^\s/@]+(/\S*)?/v1/?$", description="Address of the sampling server, including `/v1`."
+    )
     served_model: str = Field(min_length=1, description="Name of the trained model on the server.")
     key_variable: str | None = Field(
         None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the server's API key; default: no key."
@@ -32,19 +34,21 @@ class SamplingServer(StrictModel):
 class SamplingOptions(StrictModel):
     """Options of sampling from the trained model: the server and the sampling parameters."""
 
-    max_completion_length: PositiveInt = Field(512, description="Tokens after which a completion is cut off.")
+    max_completion_length: PositiveInt = Field(
+        512, description="Largest number of tokens of a completion, after which it is cut off."
+    )
     temperature: PositiveFp32 = Field(
         1.0, le=100, description="Temperature of sampling and of the probabilities in the loss."
     )
     top_p: PositiveFp32 = Field(
-        1.0, le=1, description="Sample from the likeliest tokens that together have this probability."
+        1.0, le=1, description="Top-p: sample from the likeliest tokens that together have this probability."
     )
-    stop: StopTexts = Field((), description="Texts that end a completion.")
+    stop: StopTexts = Field((), description="Stop texts, which end a completion.")
     serving: ServingConfig = Field(
         ServingConfig(), description="Options of the server that samples; `dtype: auto` is the training's precision."
     )
     server: Annotated[SamplingServer | None, AddedLater()] = Field(
-        None, description="Server that runs already, instead of one that the stage starts."
+        None, description="Address of a sampling server that runs already, instead of one that the stage starts."
     )
 
     def dtype(self, precision: str) -> str:
@@ -55,12 +59,12 @@ class SamplingOptions(StrictModel):
 
     @property
     def num_devices(self) -> int:
-        """Devices of the stage that the server takes."""
+        """Number of the stage's devices that the sampling server takes."""
         return 0 if self.server else self.serving.tensor_parallel_size
 
     @property
     def engine_version(self) -> dict[str, str]:
-        """Version of the started server's engine, as `ENGINE_version`.
+        """Version of the sampling server's engine, as `ENGINE_version`.
 
         Raises ResourceError when it is not installed.
         """
@@ -76,7 +80,7 @@ class RolloutOptions(SamplingOptions, ABC):
         description="Optimizer steps that share the completions of one sampling, `global_batch_size` for each; TRL's "
         "default is its number of gradient accumulation steps.",
     )
-    num_iterations: PositiveInt = Field(1, description="Passes over the completions of one sampling.")
+    num_iterations: PositiveInt = Field(1, description="Number of passes over the completions of one sampling.")
     mask_truncated_completions: bool = Field(
         False, description="Leave completions that were cut off out of the loss (DAPO)."
     )
@@ -101,7 +105,7 @@ class RolloutOptions(SamplingOptions, ABC):
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Return how much better each completion is than the others, float [completions].
+        """Return advantages: how much better each completion is than the others, float [completions].
 
         `rewards` has the same shape; the completions of a group follow each other.
         """

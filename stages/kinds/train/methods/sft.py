@@ -21,11 +21,11 @@ class SftLoss:
     metric_names: ClassVar[tuple[str, ...]] = ()
 
     def counts(self, batch: Batch) -> Counts:
-        """Count target tokens."""
+        """Count the target tokens of a micro-batch."""
         return {"targets": int(batch.has_target.sum())}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Return the negative log-likelihood's part of the mean; there are no other metrics."""
+        """Return the negative log-likelihood's part of the mean loss; there are no other metrics."""
         return -token_log_probabilities.sum() / totals["targets"], {}
 
 

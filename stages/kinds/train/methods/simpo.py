@@ -35,7 +35,7 @@ class SimpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, batch: Batch) -> Counts:
-        """Count pairs."""
+        """Count the pairs of a micro-batch."""
         return {"pairs": batch.num_documents // 2}
 
     def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:

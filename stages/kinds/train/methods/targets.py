@@ -16,7 +16,7 @@ class TailWeights:
     alpha: float
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return the batch with `target_weights`."""
+        """Return the batch of pairs with `target_weights`."""
         places = _places_of_targets(batch)
         lengths = batch.document_sums(batch.has_target.long())
         shared = torch.minimum(lengths[0::2], lengths[1::2]).repeat_interleave(2)
@@ -26,7 +26,7 @@ class TailWeights:
 
 
 def _places_of_targets(batch: Batch) -> torch.Tensor:
-    """Return int64 [rows, sequence]: the number of each target within its document, from 1 on."""
+    """Return the number of each target within its document, counted from 1: int64 [rows, sequence]."""
     running = batch.has_target.flatten().cumsum(0)
     starts = (batch.position_ids == 0).flatten()
     before = (running - batch.has_target.flatten().long())[starts]
@@ -36,10 +36,10 @@ def _places_of_targets(batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ChosenPrompts:
-    """Targets at all tokens of preferred documents; in log-probabilities of answers the prompt's weigh nothing."""
+    """Targets at all tokens of preferred documents; the prompt weighs nothing in answers' log-probabilities."""
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return the batch with more targets, and `target_weights`."""
+        """Return the batch of pairs with targets at prompts too, and `target_weights`."""
         following = batch.input_ids.roll(-1, 1)
         has_next = (batch.document_ids == batch.document_ids.roll(-1, 1)) & (batch.position_ids.roll(-1, 1) > 0)
         is_chosen = (batch.document_ids < batch.num_documents) & (batch.document_ids % 2 == 0)

@@ -62,7 +62,7 @@ class RolloutBatches:
         server: SyncedServer,
         reference: Engine | None,
     ) -> None:
-        """Prepare rounds; the server opens with the first.
+        """Prepare rounds of completions; the sampling server opens with the first.
 
         reference: the model that training starts from, if the loss measures the divergence from it.
         """
@@ -142,7 +142,7 @@ class RolloutBatches:
         return parts
 
     def _sample(self, step: int, path: Path) -> float:
-        """Give the server new weights and write the round's file; return the seconds of the weights' transfer."""
+        """Give the sampling server new weights and write the round's file; return the transfer's seconds."""
         sync_s = self._server.give_weights(step)
         self._watchdog.begins(f"the completions for step {step}")
         if is_main_process():
@@ -160,7 +160,7 @@ class RolloutBatches:
         return self._judge
 
     def _clear(self, path: Path) -> None:
-        """Remove the files of rounds that no run can continue from, and those that another attempt left."""
+        """Remove files of rounds of completions that no run can continue from, and those that another attempt left."""
         checkpoints = complete_checkpoints(self._context.scratch / "checkpoints")
         latest = checkpoints[0][0] if checkpoints else 0
         for other in self._folder.glob("step-*.json"):
@@ -184,7 +184,7 @@ class RolloutBatches:
         ]
 
     def _parts_of(self, documents: Sequence[AnsweredPrompt]) -> list[list[Batch]]:
-        """Return this process's micro-batches of each step, with the engine's log-probabilities."""
+        """Return this process's micro-batches of each step of a round, with the engine's log-probabilities."""
         self._watchdog.begins("the engine's log-probabilities of the completions")
         engine, size = self._engine, len(documents) // self._options.steps_per_generation
         shares = [
@@ -226,7 +226,7 @@ class RolloutData:
     model_folder: Path
     prompts: Sequence[AskedPrompt]
     build_reference: Callable[[torch.device, RolloutData], Engine]
-    """Builds a second engine with the model that training starts from."""
+    """Function that builds a second engine with the model that training starts from."""
 
     @classmethod
     def read(
@@ -273,11 +273,11 @@ class RolloutData:
         return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round
 
     def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RolloutData:
-        """Return this data: no method has a teacher for completions that rewards judge."""
+        """Return the data unchanged: no method has a teacher for completions that rewards judge."""
         return self
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:
-        """Return the batches; the server opens with the first of them."""
+        """Return the batches of completions; the sampling server opens with the first of them."""
         config = self.config
         packing = completion_packing(config, self.options, self.model_folder, self.options.temperature)
         server = SyncedServer(config, self.context, self.options, engine, watchdog, packing, self.model_folder)

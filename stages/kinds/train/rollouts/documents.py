@@ -41,7 +41,7 @@ class AnsweredPrompt:
         return len(self.prompt) + len(self.completion)
 
     def cut(self, most_tokens: int) -> AnsweredPrompt:
-        """Return the document cut to `most_tokens`, but with at least one token of the completion."""
+        """Return the document cut to `most_tokens` tokens, but with at least one token of the completion."""
         room = max(1, most_tokens - len(self.prompt))
         return replace(self, completion=self.completion[:room], log_probabilities=self.log_probabilities[:room])
 
@@ -74,7 +74,7 @@ class Packing:
         return [self.batch([[documents[number] for number in rows[row]] for row in share]) for share in shares]
 
     def batch(self, rows: Sequence[Sequence[AnsweredPrompt]]) -> Batch:
-        """Return one micro-batch; its `old_log_probabilities` are still zeros."""
+        """Return one micro-batch of completions; its `old_log_probabilities` are still zeros."""
         width = (
             self.sequence_length
             if self.packing
@@ -113,7 +113,7 @@ NUM_NAMED = 5
 def checked_prompts(
     config: TrainConfig, options: RolloutOptions, folder: Path, model_folder: Path
 ) -> list[AskedPrompt]:
-    """Read the prompts in the dataset's `folder`.
+    """Read and check the prompts in the dataset's `folder`.
 
     Raises DataError for bad rows, and for prompts that leave too little room for their completions.
     """

@@ -32,7 +32,7 @@ class SampleFile:
         shown.hardlink_to(self._file)
 
     def write(self, step: int, lines: Iterable[dict[str, object]]) -> None:
-        """Append the lines of a sampling with its step; steps must rise within an attempt.
+        """Append the readable completions of a sampling with its step; steps must rise within an attempt.
 
         The first sampling of an attempt replaces the lines that a killed attempt wrote from this step on.
         """
@@ -43,7 +43,7 @@ class SampleFile:
             stream.writelines(json.dumps({"step": step, **line}, ensure_ascii=False) + "\n" for line in lines)
 
     def _remove_from(self, step: int) -> None:
-        """Truncate the file before the lines of this step; in place, since the artifact shares the inode."""
+        """Truncate the file of samples before the lines of a step; in place, since the artifact shares the inode."""
         with self._file.open("r+b") as stream:
             earlier = itertools.takewhile(lambda line: json.loads(line)["step"] < step, stream.readlines())
             stream.truncate(sum(map(len, earlier)))
@@ -67,7 +67,7 @@ def round_metrics(sampled: Round) -> dict[str, float]:
 
 
 class RoundSamples:
-    """Writes some completions of each round, and warns of rewards that are equal for all; on rank 0 only."""
+    """Writer of some completions of each round, on rank 0 only; warns of rewards that are equal for all."""
 
     def __init__(self, context: StageContext, prompts: Sequence[AskedPrompt]) -> None:
         self._context = context

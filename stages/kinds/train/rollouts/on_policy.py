@@ -63,7 +63,7 @@ class OnPolicyBatches:
     samples: SampleFile | None
     """Readable answers, on rank 0 only."""
     decode: Callable[[Sequence[int]], str]
-    """Function from tokens to text."""
+    """Function from token ids to text."""
     measured: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -103,7 +103,7 @@ class OnPolicyBatches:
         self.server.close()
 
     def _answered(self, step: int) -> list[AnsweredPrompt]:
-        """Return the answers to the global batch's prompts, the same on every process."""
+        """Return the model's answers to the global batch's prompts, the same on every process."""
         self.watchdog.begins(f"the answers of step {step}")
         if is_main_process():
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ class OnPolicyBatches:
         ]
 
     def _share(self, documents: Sequence[AnsweredPrompt], data_rank: int) -> list[Batch]:
-        """Return a data rank's micro-batches, at the temperature of the loss."""
+        """Return a data rank's micro-batches of answers, at the temperature of the loss."""
         batches = self.packing.share(documents, data_rank, self.engine.data_parallel_size)
         return [replace(batch, rollouts=None, temperature=self.asked.temperature) for batch in batches]
 
@@ -163,7 +163,7 @@ def on_policy_batches(
     texts: RowBatches,
     taught: Taught,
 ) -> OnPolicyBatches:
-    """Return the batches; the server opens with the first weights that it is given.
+    """Return on-policy batches; the server opens with the first weights that it is given.
 
     texts: batches of the steps that learn from rows.
     """
@@ -228,6 +228,6 @@ def check_prompts(dataset: PackedDataset) -> None:
 
 
 def _prompt_length(loss: NDArray[np.bool_]) -> int:
-    """Return the number of tokens before the last run of targets."""
+    """Return the number of prompt tokens: those before the last run of targets."""
     last = np.flatnonzero(loss[1:])[-1] + 1
     return int(np.flatnonzero(~loss[1:last])[-1]) + 2 if not loss[1:last].all() else 1

@@ -58,7 +58,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Round:
-    """Completions that are sampled together.
+    """Round of completions that are sampled together.
 
     first_step: the first optimizer step that learns from them.
     measured: metrics of the sampling.
@@ -104,7 +104,7 @@ class RoundPlan:
         return (step - 1) % self.steps_per_round
 
     def part(self, step: int) -> int:
-        """Return which of the `steps_per_generation` parts of its round's completions a step learns from."""
+        """Return which of the `steps_per_generation` parts of a round's completions a step learns from."""
         return self.staleness(step) % self.options.steps_per_generation
 
     def prompts(self, first_step: int) -> list[int]:
@@ -135,7 +135,7 @@ EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples and scores the completions of a round, and measures the time of each."""
+    """Sampler of completions, which also scores a round and measures the time of each part."""
 
     server: RolloutServer
     judge: Judge

@@ -42,13 +42,13 @@ from stages.serving.registry import ENGINES, chosen_engine, new_launch_spec
 from stages.serving.server import Server, started_server
 
 MOST_RESTARTS = 3
-"""Restarts in a row, without a completed round between them."""
+"""Largest number of restarts of a sampling server in a row, without a completed round between them."""
 POLICY = "policy"
 """Name of the trained model on the server."""
 
 
 class SamplingServer(Protocol):
-    """A server that can be given weights.
+    """Protocol of a sampling server that can be given weights.
 
     address: of the serving engine itself.
     alive: whether its process runs, as far as that is known.
@@ -83,7 +83,7 @@ class Host(Protocol):
         """
 
     def prepare(self, folder: Path) -> None:
-        """Make a folder, which the caller owns, fit to be reloaded from. Raises as `opened` does."""
+        """Prepare a weights folder, which the caller owns, for reloading by a server. Raises as `opened` does."""
 
 
 class RolloutServer:
@@ -101,7 +101,7 @@ class RolloutServer:
         self._restarts = 0
 
     def take(self, folder: Path) -> None:
-        """Answer with these weights from now on and remove the former; no request may be under way.
+        """Load these weights into the sampling server and remove the former; no request may be under way.
 
         Raises ServerError when no server comes up, TransientError when it fails repeatedly.
         """
@@ -123,7 +123,7 @@ class RolloutServer:
             shutil.rmtree(before, ignore_errors=True)
 
     def ask(self, requests: Iterable[tuple[int, Request]], keep: Callable[[int, Request, Answer], None]) -> None:
-        """Pass the answer to each request, with its number, to `keep`.
+        """Send requests to the sampling server and pass each answer, with its request's number, to `keep`.
 
         Raises ServerError for a request that is refused, TransientError when the server fails repeatedly.
         """
@@ -153,7 +153,7 @@ class RolloutServer:
                 self._restart(error)
 
     def close(self) -> None:
-        """End the server."""
+        """End the sampling server."""
         self._stack.close()
         self._server = None
 
@@ -170,7 +170,7 @@ class RolloutServer:
 
     @property
     def _name(self) -> str:
-        """Name of the model in requests; each version of an adapter has its own, since servers cache by name."""
+        """Name of the model in requests; each adapter version has its own, since servers cache by name."""
         assert self._folder
         return f"{POLICY}-{self._folder.name}" if self._is_adapter else POLICY
 
@@ -288,7 +288,7 @@ class Probe:
 
     @classmethod
     def take(cls, documents: Sequence[AnsweredPrompt], packing: Packing, engine: Engine) -> Probe:
-        """Take a probe with the untrained engine; every process passes the same documents. Collective."""
+        """Take a probe of completions with the untrained engine; all processes pass the same documents. Collective."""
         chosen = [documents[0].cut(packing.most_tokens - 1)]  # the server, asked about them, adds a token
         for one in documents[1:NUM_DOCUMENTS]:
             if sum(map(len, chosen)) + len(one) <= packing.sequence_length and len(one) < packing.most_tokens:
@@ -368,7 +368,7 @@ class NamedServer:
 
     @classmethod
     def of(cls, config: TrainConfig, model_folder: Path) -> Self:
-        """Return the server that the recipe names. Raises RecipeError for an environment variable that is not set."""
+        """Return the sampling server that the recipe names. Raises RecipeError for an unset environment variable."""
         sampling = config.sampling
         assert sampling and sampling.server
         named, execution = sampling.server, config.execution
@@ -384,7 +384,7 @@ class NamedServer:
 
     @property
     def api_key(self) -> str:
-        """Key that is sent as a bearer token."""
+        """API key of a named server, sent as a bearer token."""
         return self.client.api_key
 
     def alive(self) -> bool:
@@ -392,7 +392,7 @@ class NamedServer:
         return True
 
     def check(self, folder: Path | None = None) -> None:
-        """Check that the server can be given weights, and answers with what a loss needs.
+        """Check that a named server can be given weights, and answers with what a loss needs.
 
         folder: on the file system by which the weights reach it. Raises ServerError, with the command that starts it
         right; TransientError when it does not answer.
@@ -408,7 +408,7 @@ class NamedServer:
 
     @contextmanager
     def opened(self, folder: Path, name: str) -> Iterator[Self]:
-        """Wait until the server answers, check it, load the weights of `folder` and yield it."""
+        """Wait until the named server answers, check it, load the weights of `folder` and yield it."""
         since_s = time.monotonic()
         while not self.client.is_healthy():
             if time.monotonic() - since_s > self.ready_timeout_s:
@@ -460,7 +460,7 @@ class SyncedServer:
         packing: Packing,
         model_folder: Path,
     ) -> None:
-        """Choose the host; model_folder: of the trained model, or of an adapter's base."""
+        """Choose the server's host; model_folder: of the trained model, or of an adapter's base."""
         self._engine = engine
         self._watchdog = watchdog
         self._packing = packing
@@ -507,11 +507,11 @@ class SyncedServer:
 
     @property
     def has_probe(self) -> bool:
-        """True if `check` compares anything."""
+        """True if the probe has completions to compare."""
         return self._probe is not None
 
     def take_probe(self, documents: Sequence[AnsweredPrompt]) -> None:
-        """Take or read the probe, once, from the first of these documents. Collective."""
+        """Take or read the probe of fixed completions, once, from the first of these documents. Collective."""
         if self._probe:
             return
         if self._engine.broadcast_from_rank0(float(self._probe_path.is_file())):
@@ -528,5 +528,5 @@ class SyncedServer:
         return self._probe.batch, self._probe.untrained
 
     def close(self) -> None:
-        """End the server."""
+        """End the sampling server."""
         self.server.close()
