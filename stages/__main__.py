@@ -74,7 +74,7 @@ def run_stage(work: Path) -> None:
 
 
 def fail(work: Path, error: Exception, exit_code: int) -> NoReturn:
-    """Leave the error where the orchestrator finds it, and end. The first rank that fails has the last word.
+    """Write the error that ended a stage process where the orchestrator finds it, and exit; the first failed rank wins.
 
     A server that ends after its stage's result was written only leaves an exit code: the artifact is complete, and may
     have been moved.

@@ -65,7 +65,7 @@ class AdapterTargets:
         return is_named(name, [target for target in targets if target.rpartition(".")[2] not in self.former])
 
     def ranks_of(self, parameter: str) -> int:
-        """Return how many times the recipe's rank an adapter of this parameter has; 0: it has none.
+        """Return an adapter's rank for a parameter as a multiple of the recipe's rank; 0: it has no adapter.
 
         A parameter that replaced several linear layers (gate and up) has the sum of their ranks.
         """
@@ -94,7 +94,7 @@ class AdapterTargets:
 
 
 def is_named(name: str, ends: Collection[str]) -> bool:
-    """Return whether the name equals one of the ends or ends in its dotted parts, as PEFT compares them."""
+    """Return whether a module's name equals one of the ends or ends in its dotted parts, as PEFT compares."""
     return any(f".{name}".endswith(f".{end}") for end in ends)
 
 

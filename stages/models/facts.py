@@ -16,7 +16,7 @@ from stages.models.shape import ModelShape
 
 CONFIG_FILE = "config.json"
 LARGEST_SIZE = 2**53
-"""Largest size; no floating-point number holds larger ones exactly."""
+"""Largest size in a model config; beyond it, floating-point numbers are not exact."""
 ROTARY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 GPT_FAMILIES = ("gpt2", "opt", "bloom", "mpt")
 LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "xglm", "openai-gpt")
@@ -43,12 +43,12 @@ class ModelFacts:
     """
 
     def __init__(self, source: Path | Mapping[str, Any]) -> None:
-        """source: a model folder or a `config.json`, or the content of one that a hub gave."""
+        """Create the facts of a model from `source`: a model folder, a `config.json`, or its content."""
         self._source = source
 
     @property
     def folder(self) -> Path:
-        """The model folder."""
+        """Folder of the model."""
         assert isinstance(self._source, Path), "a config alone, without a folder"
         return self._source
 
@@ -61,7 +61,7 @@ class ModelFacts:
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """Fields of the config; in a multimodal model those of its text part come first."""
+        """Fields of the model's config; in a multimodal model those of its text part come first."""
         text = self.config.get("text_config")
         return {**self.config, **text} if isinstance(text, Mapping) else self.config
 
@@ -104,7 +104,7 @@ def is_size(value: Any) -> TypeGuard[int]:
 
 
 def rotates_by_length(rope_type: str) -> bool:
-    """Return whether rotary frequencies of this type (Transformers' name) differ between short and long texts."""
+    """Return whether rotary frequencies of a type (Transformers' name) differ between short and long texts."""
     return "dynamic" in rope_type or rope_type == "longrope"
 
 
@@ -192,7 +192,7 @@ def _optional(fields: Mapping[str, Any], name: str) -> int | None:
 
 
 def _required(fields: Mapping[str, Any], spellings: tuple[str, ...]) -> int:
-    """Return the first of these fields that the config has. Raises ModelError unless it is a positive whole number."""
+    """Return the first of these config fields that is there. Raises ModelError unless it is a positive integer."""
     spelling = next((spelling for spelling in spellings if fields.get(spelling) is not None), None)
     if spelling is None:
         raise ModelError(f"reading the model's config: {' or '.join(spellings)} is missing")

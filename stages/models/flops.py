@@ -55,7 +55,7 @@ class ModelFlops:
         return products + scores
 
     def training(self, document_lengths: Iterable[int], num_targets: int) -> float:
-        """Return the FLOPs of a forward and a backward pass."""
+        """Return the FLOPs of a forward and a backward pass over documents."""
         lengths = list(document_lengths)
         frozen = self.frozen_layer_parameters * sum(lengths)
         frozen += self.head_parameters * num_targets if self.is_head_frozen else 0

@@ -75,7 +75,7 @@ KNOWN = {
     "nemotron4 15b": replace(_llama(32, 6144, 48, 8, 24576, 256000), gated_ffn=False),
     "nemotron4 340b": replace(_llama(96, 18432, 96, 8, 73728, 256000), gated_ffn=False),
 }
-"""Shapes by the words of a model's name."""
+"""Shapes of published models by the words of a model's name."""
 
 
 def known_model(name: str) -> ModelShape | None:

@@ -30,7 +30,7 @@ class Place(Enum):
 
     @property
     def cuts_inputs(self) -> bool:
-        """Return whether tensor parallelism cuts the inputs rather than the outputs."""
+        """Return whether tensor parallelism cuts a layer's inputs rather than its outputs."""
         return self in (Place.OUT_OF_ATTENTION, Place.OUT_OF_FFN)
 
 
@@ -193,12 +193,12 @@ FUSED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-"""Layers with the same input that serving engines load as one matrix."""
+"""Linear layers with the same input that serving engines load as one matrix."""
 COLUMN_PARALLEL = {name for names in FUSED for name in names} | {"qkv_proj", "gate_up_proj", "fc1", "c_fc"}
 ROW_PARALLEL = {"o_proj", "down_proj", "out_proj", "w2", "fc2", "dense_4h_to_h", "c_proj"}
 
 EXPERTS = r"re:.*\.experts\."
-"""Pattern for `matches` of all layers of experts."""
+"""Pattern of layer names that matches all layers of experts."""
 
 
 class Split(Enum):
@@ -219,7 +219,7 @@ class Projection:
 
     @property
     def suffix(self) -> str:
-        """Last part of the name, such as `down_proj`."""
+        """Last part of a layer's name, such as `down_proj`."""
         return self.name.rpartition(".")[2]
 
     @property
@@ -233,12 +233,12 @@ class Projection:
 
     @property
     def is_expert(self) -> bool:
-        """Return whether it belongs to one expert of a mixture; experts have kernels of their own."""
+        """Return whether a layer belongs to one expert of a mixture; experts have kernels of their own."""
         return ".experts." in self.name
 
     @property
     def fused_name(self) -> str:
-        """Name that is the same for all layers that serving engines load as one matrix with this one."""
+        """Name shared by all layers that serving engines load as one fused matrix."""
         partners = next((names for names in FUSED if self.suffix in names), (self.suffix,))
         return self.name.removesuffix(self.suffix) + "+".join(partners)
 

@@ -16,7 +16,7 @@ from stages.core.errors import ModelError
 from stages.models.facts import ModelFacts
 
 Head = Literal["tokens", "score"]
-"""End of a model: log-probabilities of the next token, or one number a text."""
+"""Head of a model: log-probabilities of the next token, or one number a text."""
 AUTO_CLASSES: dict[Head, str] = {"tokens": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
 
 SENTENCE = "The sum of 27 and 15 is 42, she said. "
@@ -26,7 +26,7 @@ MAX_NORMALIZER_GROWTH = 2.0**20
 servers and benchmarks see could fill the memory.
 """
 LEAST_SHARE = 0.5
-"""Least share of the tokens of so many sentences, relative to those of one sentence times their number."""
+"""Least allowed share of tokens of repeated sentences, relative to one sentence's tokens times their number."""
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:

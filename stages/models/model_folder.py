@@ -27,16 +27,16 @@ SIZES = {
     "num_hidden_layers", "n_layer", "n_layers", "hidden_size", "n_embd", "d_model", "num_attention_heads", "n_head",
     "n_heads", "vocab_size",
 }  # fmt: skip
-"""Fields that are positive whole numbers in every config that has them."""
+"""Config fields that are positive whole numbers in every config that has them."""
 OPTIONAL_SIZES = {
     "num_key_value_heads", "head_dim", "intermediate_size", "ffn_dim", "n_inner", "max_position_embeddings",
     "n_positions",
 }  # fmt: skip
-"""Fields like `SIZES` that may also be null, for a default, or a list with a number for each layer."""
+"""Config fields like `SIZES` that may also be null, for a default, or a list with a number for each layer."""
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
-"""Fields like `SIZES` that may also be 0, for no experts, as in dense models of Granite's hybrids."""
+"""Config fields like `SIZES` that may also be 0, for no experts, as in dense models of Granite's hybrids."""
 NUMBERS = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"}
-"""Fields that are numbers above 0, or null for a default."""
+"""Config fields that are numbers above 0, or null for a default."""
 ROTARY = ("rope_scaling", "rope_parameters")
 ROTARY_NUMBERS = ("factor", "rope_theta", "original_max_position_embeddings")
 DTYPES = {"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "half", "float", "double"}
@@ -218,7 +218,7 @@ def _check_tokenizer_files(facts: ModelFacts) -> Iterator[str]:
 
 
 def _other_end(facts: ModelFacts) -> Iterator[str]:
-    """Yield a warning if the tokenizer's end-of-text token is none at which generation stops."""
+    """Yield a warning if the tokenizer's end-of-text token is not one at which generation stops."""
     files = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     paths = [facts.folder / name for name in files]
     tokenizer, about, generation = (read_json_object(path) if path.is_file() else {} for path in paths)
@@ -285,7 +285,7 @@ def _dtypes(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rotary(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems of rotary settings and of other numbers that must be above 0."""
+    """Yield problems of a config's rotary settings and of other numbers that must be above 0."""
     numbers = {name: config[name] for name in sorted(NUMBERS & config.keys())}
     for name in ROTARY:
         if not isinstance(value := config.get(name) or {}, Mapping):
@@ -309,7 +309,7 @@ def _token_ids(config: Mapping[str, Any], size: int | None) -> Iterator[str]:
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Return token → number; a Unigram model lists its tokens in order."""
+    """Return a tokenizer's vocabulary, token → number; a Unigram model lists its tokens in order."""
     model = tokenizer.get("model")
     found = model.get("vocab") if isinstance(model, Mapping) else None
     if isinstance(found, list):

@@ -27,7 +27,7 @@ RESOLUTION_NATS = 1e-6
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predictions for a document's targets, in their order.
+    """Predictions for a document's targets, in their order: log-probabilities and likeliest tokens.
 
     - log_probabilities: in nats
     - greedy: the likeliest tokens; empty where a server does not return token ids
@@ -58,7 +58,7 @@ class RecordedDocument:
 
     @property
     def has_tokens(self) -> bool:
-        """Return whether predictions of single tokens were recorded."""
+        """Return whether the document's predictions of single tokens were recorded."""
         return len(self.greedy) == len(self.log_probabilities) == self.num_targets
 
     @property
@@ -67,7 +67,7 @@ class RecordedDocument:
         return [*self.input_ids, *(target for target in self.targets[-1:] if target >= 0)]
 
     def recording(self, predicted: Predicted) -> RecordedDocument:
-        """Return the same document with these predictions."""
+        """Return the same document with new predictions."""
         total = math.fsum(predicted.log_probabilities)
         return RecordedDocument(
             self.input_ids, self.targets, total, list(predicted.log_probabilities), list(predicted.greedy)
@@ -113,7 +113,7 @@ def write_record(
     compute_dtype: str,
     tool_prompts: Sequence[ToolPrompt] = (),
 ) -> None:
-    """Write the record. compute_dtype: dtype of the log-probabilities' computation, such as float32."""
+    """Write the record of predictions. compute_dtype: dtype of the computation, such as float32."""
     content = {
         "compute_dtype": compute_dtype,
         "documents": [asdict(one) for one in documents],
@@ -124,7 +124,7 @@ def write_record(
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences between predictions now and the recorded ones.
+    """Differences between a model's predictions now and the recorded ones.
 
     - most, mean: of log-probabilities, in nats per target: of the document that differs most, and over all tokens
     - kl: nats per token; None for records without single tokens
@@ -140,7 +140,7 @@ class Differences:
     same_greedy: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by their names in MLflow, the same for every stage that measures them."""
+        """Return the differences from recorded predictions by their names in MLflow, the same for every stage."""
         of_tokens = {"kl_from_training_nats_per_token": self.kl, "same_greedy_fraction": self.same_greedy}
         return {
             "max_abs_logprob_difference": self.most,

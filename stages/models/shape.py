@@ -25,7 +25,7 @@ class LatentAttention:
     query_rank: int
     kv_rank: int
     rotary_dim: int
-    """Width of a head's rotary part, in addition to `head_dim`."""
+    """Width of a head's rotary part in latent attention, in addition to `head_dim`."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class ModelShape:
     """Width of the dense feed-forward layers; in a mixture without dense layers, of an expert."""
     vocab_size: int
     family: str = "llama"
-    """`model_type` of the config."""
+    """Model family: `model_type` of the config."""
     tied_embeddings: bool = False
     gated_ffn: bool = True
     """True if feed-forward layers have three matrices (SwiGLU) rather than two."""
     qkv_bias: bool = False
     output_bias: bool = False
-    """Bias of attention's output projection."""
+    """True if attention's output projection has a bias."""
     ffn_bias: bool = False
     qk_norm: bool = False
     norm_bias: bool = False
@@ -62,7 +62,7 @@ class ModelShape:
     router_normalizes: bool = True
     """True if the weights of a token's experts add up to one."""
     dense_layers: frozenset[int] = frozenset()
-    """Dense layers of a mixture-of-experts model."""
+    """Number of dense layers of a mixture-of-experts model."""
     sliding_window: int | None = None
     """Number of tokens that a position attends to, in every layer; None: all before it."""
     latent: LatentAttention | None = None
@@ -72,15 +72,15 @@ class ModelShape:
 
     @classmethod
     def from_json(cls, text: str) -> ModelShape:
-        """Return the shape that `to_json` wrote."""
+        """Read a model shape from JSON written by `to_json`."""
         return TypeAdapter(cls).validate_json(text)
 
     def to_json(self) -> str:
-        """Return JSON in one line, without defaults."""
+        """Return the shape as JSON in one line, without defaults."""
         return TypeAdapter(ModelShape).dump_json(self, exclude_defaults=True).decode()
 
     def is_mixture(self, layer: int) -> bool:
-        """Return whether this layer routes tokens to experts."""
+        """Return whether a layer routes tokens to experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
@@ -166,13 +166,13 @@ class ModelShape:
 
     @cached_property
     def num_parameters(self) -> int:
-        """All parameters, each counted once."""
+        """Number of parameters of the whole model, each counted once."""
         layers = sum(self.layer_parameters(layer) for layer in range(self.num_layers))
         norms = self.norm_parameters * (1 + self.embedding_norm)
         return layers + norms + self.embedding_parameters + self.position_parameters + self.head_parameters
 
     def flops(self) -> ModelFlops:
-        """Return the sizes that decide the FLOPs, equal to those counted on a built model."""
+        """Return the sizes that decide a model's FLOPs, equal to those counted on a built model."""
         matrices = 3 if self.gated_ffn else 2
         dense = (self.num_layers - self.num_mixture_layers) * matrices * self.ffn_size
         routed = self.num_mixture_layers * (matrices * self.experts_per_token * self.expert_ffn_size + self.num_experts)

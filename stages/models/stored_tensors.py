@@ -54,7 +54,7 @@ class CheckpointReader(FileSystemReader):
     """Reader of a checkpoint's folder that unpickles nothing but descriptions of tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index. Raises ModelError for a damaged one, and for classes that our indexes do not name."""
+        """Read a checkpoint's index. Raises ModelError for a damaged one, and for classes that ours do not name."""
         index = Path(self.path) / INDEX_FILE
         try:
             with index.open("rb") as file:
@@ -73,7 +73,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return key → shape of every tensor."""
+    """Return key → shape of every tensor in a checkpoint."""
     found = CheckpointReader(folder).read_metadata().state_dict_metadata
     return {key: tuple(entry.size) for key, entry in found.items() if hasattr(entry, "size")}
 

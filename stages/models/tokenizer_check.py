@@ -24,7 +24,7 @@ SPARE_BYTES = 1 << 16
 long.
 """
 MAX_CHAIN_GROWTH = 64
-"""Bound for pre-tokenizers and decoders, which take a whole text and are not measured."""
+"""Growth limit for pre-tokenizers and decoders, which take a whole text and are not measured."""
 SLICE_CHARACTERS = 1 << 10
 MAX_SLICE_BYTES = 1 << 20
 
@@ -48,7 +48,7 @@ class Growth:
     """Growth of texts in the steps of one normalizer."""
 
     def __init__(self, normalizer: Step | None) -> None:
-        """Take the steps of a normalizer, as in a `tokenizer.json`."""
+        """Create the growth check from the steps of a normalizer, as in a `tokenizer.json`."""
         self._steps = [(step, _factor(step)) for step in _steps(normalizer)]
         self.factor = math.prod(factor for _, factor in self._steps)
         """Largest possible growth of a text, if every step were at its worst."""
@@ -59,7 +59,7 @@ class Growth:
         return cls(_state(backend.normalizer))
 
     def problem(self, text: str) -> str | None:
-        """Return why a text would become too long, to continue "the tokenizer "; or None."""
+        """Return why the tokenizer would make a text too long, to continue "the tokenizer "; or None."""
         if self.factor <= MAX_GROWTH or len(text) * 4 * self.factor <= SPARE_BYTES:
             return None
         num_bytes = len(text.encode())
@@ -79,7 +79,7 @@ class Growth:
         return None
 
     def _normalized_bytes(self, text: str) -> float:
-        """Return the length of a slice after all steps, in bytes; infinity as soon as a step could make it too long."""
+        """Return the bytes of a text slice after all normalizer steps; infinity once a step could make it too long."""
         for built, (step, factor) in zip(self._built, self._steps, strict=True):
             num_bytes = len(text.encode())
             if step["type"] == "Prepend":
@@ -95,7 +95,7 @@ class Growth:
 
     @cached_property
     def _built(self) -> list[Any]:
-        """Normalizers of the library with one step each."""
+        """Normalizers of the tokenizers library, built with one step each."""
         empty = json.loads(Tokenizer(models.BPE()).to_str())
         return [Tokenizer.from_str(json.dumps({**empty, "normalizer": step})).normalizer for step, _ in self._steps]
 

@@ -39,7 +39,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """First byte in the file."""
+    """First byte of a tensor in the file."""
     end: int
 
     def sample(self) -> bytes:
@@ -54,7 +54,7 @@ class StoredTensor:
         return b"".join(blocks)
 
     def is_zero(self) -> bool:
-        """Return whether every element is zero. Reads the whole tensor only if its first bytes are zero."""
+        """Return whether every element of a stored tensor is zero. Reads all only if its first bytes are zero."""
         if self.dtype not in FLOAT_BYTES:
             return False
         import numpy as np  # not when a recipe is read
@@ -72,7 +72,7 @@ def weight_paths(folder: Path) -> list[Path]:
 
 
 def check_index(folder: Path, tensors: Mapping[str, Iterable[StoredTensor]]) -> set[str]:
-    """Return the files that the index names. Raises ModelError unless it lists exactly the tensors of these files."""
+    """Return the weight files that the index names. Raises ModelError unless it lists exactly their tensors."""
     index = folder / WEIGHTS_INDEX
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -103,7 +103,7 @@ def check_index(folder: Path, tensors: Mapping[str, Iterable[StoredTensor]]) -> 
 
 
 def read_tensors(path: Path) -> list[StoredTensor]:
-    """Return the tensors in a file. Raises ModelError for an empty file, and for a header that contradicts its size."""
+    """Return the tensors in a safetensors file. Raises ModelError for an empty file or an inconsistent header."""
     try:
         with safe_open(path, framework="np"):
             pass

@@ -18,7 +18,7 @@ from stages.parallel.device_types import DEVICE_TYPES, DeviceType, check_capabil
 
 
 def type_at_hand() -> DeviceType:
-    """Return the kind of the accelerator that this process sees; the CPU's where it sees none.
+    """Return the kind of accelerator that this process sees; the CPU's where it sees none.
 
     Raises ResourceError for an accelerator of an unknown kind.
     """

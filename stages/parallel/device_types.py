@@ -25,21 +25,21 @@ class DeviceType:
     name: str
     title: str
     torch_type: str
-    """`torch.device(…).type`; AMD's GPUs have the name of NVIDIA's."""
+    """Type in torch, `torch.device(…).type`; AMD's GPUs have the name of NVIDIA's."""
     collectives: str
-    """Backend of `torch.distributed` for tensors on it."""
+    """Backend of `torch.distributed` for tensors on this kind of device."""
     visible_devices: str | None = None
     """Environment variable that limits the devices that a process sees."""
     plugin: str | None = None
-    """Package without which torch does not know it."""
+    """Package without which torch does not know this kind of device."""
     pins_host_memory: bool = True
     has_float64: bool = True
     has_flash_kernel: bool = False
-    """True if `torch.nn.attention.varlen` runs on it."""
+    """True if `torch.nn.attention.varlen` runs on this kind of device."""
     fp8_from: tuple[int, int] = (0, 0)
-    """Compute capability from which on it multiplies in 8 bits."""
+    """Compute capability from which on a device multiplies in 8 bits."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
-    """Missing features, each with the reason."""
+    """Features that a kind of device lacks, each with the reason."""
 
     @property
     def backends(self) -> str:
@@ -106,7 +106,7 @@ DEVICE_TYPES = (
 
 
 def device_type(name: str) -> DeviceType:
-    """Return the row of this name."""
+    """Return the device type of a name."""
     return next(row for row in DEVICE_TYPES if row.name == name)
 
 

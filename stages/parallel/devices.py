@@ -22,10 +22,10 @@ from stages.core.files import write_atomically
 from stages.parallel.accelerator import device_name
 
 MEASURE_S = 0.3
-"""Seconds that a measurement takes."""
+"""Seconds that a measurement of matrix products takes."""
 MATRIX_SIZES = (128, 256, 512, 1024)
 NEXT_SIZE_COST = 8
-"""Time of a product of the next size over the time of one of this size."""
+"""Assumed time ratio of a matrix product of the next size to one of this size."""
 
 ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 """Variables by which users keep torch's libraries from using instructions of the CPU."""
@@ -162,6 +162,6 @@ def _shortest_product_s(size: int, dtype: torch.dtype, budget_s: float) -> float
 
 
 def _is_part(name: str, device_name: str) -> bool:
-    """True if all words of `name` are words of the device's name, which may join them by hyphens."""
+    """Return whether all words of `name` are words of the device's name, which may join them by hyphens."""
     words = device_name.replace("-", " ").replace("_", " ").upper().split()
     return all(word in words for word in name.upper().split())

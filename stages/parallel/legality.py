@@ -37,18 +37,18 @@ class RunConstraints:
     nodes: int
     processes_per_node: int
     sequence_length: int
-    """Tokens of a row."""
+    """Tokens of a packed row."""
     global_batch_size: int
-    """Rows of an optimizer step, over all processes."""
+    """Packed rows of an optimizer step, over all processes."""
 
     @property
     def processes(self) -> int:
-        """Processes on all nodes."""
+        """Number of processes on all nodes."""
         return self.nodes * self.processes_per_node
 
 
 def layout_errors(engine: EngineName, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-    """Yield why the engine cannot run the layout, whatever the model."""
+    """Yield reasons why the engine cannot run a layout, whatever the model."""
     yield from _other_engines_fields(engine, layout)
     yield from _processes(engine, layout, constraints)
     yield from _batch(layout, constraints)
@@ -59,7 +59,7 @@ def layout_errors(engine: EngineName, layout: Layout, constraints: RunConstraint
 
 
 def model_errors(engine: EngineName, layout: Layout, shape: ModelShape) -> Iterator[str]:
-    """Yield why the engine cannot run the layout with a model of this shape; FSDP2 takes every model."""
+    """Yield reasons why the engine cannot run a layout with a model of this shape; FSDP2 takes every model."""
     if engine == "megatron":
         yield from _heads(layout, shape)
         yield from _layers(layout, shape)
@@ -74,7 +74,7 @@ def is_legal(engine: EngineName, layout: Layout, constraints: RunConstraints, sh
 def layout_warnings(
     engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape
 ) -> Iterator[str]:
-    """Yield why the layout is likely to be slow."""
+    """Yield reasons why a layout is likely to be slow."""
     if engine != "megatron":
         return
     for name, (limit, reason) in USUAL_LIMITS.items():

@@ -19,13 +19,13 @@ from stages.parallel.ranks import RENDEZVOUS_FILE
 USUAL_TIMEOUT = timedelta(minutes=30)
 """Torch's own timeout for gloo's collectives; NCCL's is 10 minutes."""
 MARGIN = timedelta(minutes=1)
-"""Time by which collectives wait longer than the watchdog."""
+"""Time by which collectives wait longer than the watchdog, in seconds."""
 BACKLOG = 1024
 """Number of processes that may be waiting for the store's socket at once."""
 
 
 def collective_timeout(hang_timeout_s: float) -> timedelta:
-    """Return the timeout of collectives.
+    """Return the timeout of collectives in the process group.
 
     It is longer than the watchdog's, since only the watchdog logs what every process was doing.
     """

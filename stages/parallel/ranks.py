@@ -40,7 +40,7 @@ class Stopping:
 
 
 def main() -> int:
-    """Run all processes to their end and return the exit code."""
+    """Run all processes of the stage on this node to their end and return the exit code."""
     die_with_parent()
     stopping = Stopping()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -103,7 +103,7 @@ def _first_failure(ranks: dict[int, subprocess.Popen[bytes]], stopping: Stopping
 
 
 def _end(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM, after some grace SIGKILL, and wait until all have ended."""
+    """Send SIGTERM to the stage's processes, after some grace SIGKILL, and wait until all have ended."""
     for process in ranks.values():
         process.terminate()
     deadline_s = time.monotonic() + GRACE_S

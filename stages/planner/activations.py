@@ -68,7 +68,7 @@ def workspace_per_token(
 
 
 def weight_workspace(shape: ModelShape, workload: Workload) -> float:
-    """Return the bytes of the widest layer's weight while it is dequantized, or (DoRA) summed with its adapter."""
+    """Return the bytes of the widest layer's weight in full precision: dequantized, or summed with its DoRA adapter."""
     adapter = workload.adapter
     linears = [one for layer in adapted_layers(shape, adapter) for one in layer] if adapter else []
     if adapter is None or not linears:
@@ -80,7 +80,7 @@ def weight_workspace(shape: ModelShape, workload: Workload) -> float:
 
 
 def merged_experts_bytes(shape: ModelShape, engine: EngineName, workload: Workload) -> float:
-    """Return the bytes of one layer's experts summed with their adapter.
+    """Return the bytes of one layer's merged experts, weights plus adapter.
 
     PEFT adds the adapter to the weights, so FSDP keeps the sum for the backward pass. Megatron adds the adapter's
     output instead.
@@ -89,14 +89,14 @@ def merged_experts_bytes(shape: ModelShape, engine: EngineName, workload: Worklo
 
 
 def merged_experts_workspace(shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload) -> float:
-    """Return the bytes of that sum's gradient, and of the sum itself if recomputation makes it again."""
+    """Return the bytes of merged experts' gradient, and of the merged experts if recomputation makes them again."""
     sums = merged_experts(shape, engine, workload.adapter)
     again = merged_experts_bytes(shape, engine, workload) if layout.recompute != "none" else 0.0
     return workload.compute_bytes * max(sums, default=0) + again
 
 
 def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
-    """Return for each place the share of layers that keep its input; with dropout, adapters keep their own instead."""
+    """Return for each place the share of layers that keep its input; with dropout, adapters keep their own."""
     if workload.adapter is None:
         return dict.fromkeys(Place, 1.0)
     return dict.fromkeys(Place, 0.0) if workload.adapter.dropout else input_shares(shape, workload.adapter)
@@ -130,7 +130,7 @@ def recomputed_products_share(shape: ModelShape, software: Software) -> float:
 
 
 def _kept_results(shape: ModelShape, layout: Layout, software: Software) -> float:
-    """Return the numbers per token in the results that selective recomputation (fsdp) keeps, of products and attention.
+    """Return the activations per token that selective recomputation (fsdp) keeps, of products and attention.
 
     The last product's result is needed by the next layer only, which keeps it as its own input: a compiled layer drops
     it, an eager one keeps it.

@@ -41,7 +41,7 @@ class LowRank:
 
     @property
     def is_quantized(self) -> bool:
-        """Frozen linear layers are stored in 4 or 8 bits and dequantized for use."""
+        """True if frozen linear layers are stored in 4 or 8 bits and dequantized for use."""
         return self.base_precision in ("nf4", "int8")
 
     def saves(self, name: str) -> bool:

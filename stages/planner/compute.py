@@ -18,13 +18,13 @@ from stages.planner.hardware import Hardware
 from stages.planner.workload import PlannedPrecision, Software
 
 TILE = 128
-"""Rows and columns of the output that one processor computes at a time."""
+"""Tile of a matrix product: rows and columns of the output that one processor computes at a time."""
 ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.92), (8, 0.75), (4, 0.2), (2, 0.15), (1, 0.12))
-"""Share of the rate by the largest power of two in an inner dimension; tensor cores cannot load less than 16 bytes."""
+"""Share of the matmul rate by the largest power of two in an inner dimension: loads take at least 16 bytes."""
 BACKWARD_ATTENTION = 2.5
 """Products of the fused backward pass relative to the forward pass: five for two (Dao 2023, section 3.1)."""
 KERNELS = {"fused": 30, "eager": 45, "experts": 40}
-"""Kernel launches of one layer's forward pass, and of a mixture of experts in addition."""
+"""Number of kernel launches of one layer's forward pass, and of a mixture of experts in addition."""
 LAUNCHES_OF_A_COLLECTIVE = 3
 """Host time of calling a collective, in kernel launches: the kernel, and events by which streams wait."""
 CASTS = {"fp8": 2.5, "fp4": 4.5}
@@ -50,7 +50,7 @@ class Pass:
         return Pass(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
 
     def times(self, factor: float) -> Pass:
-        """Return both passes multiplied by `factor`."""
+        """Return the times of forward and backward pass multiplied by `factor`."""
         return Pass(self.forward_s * factor, self.backward_s * factor)
 
 
@@ -68,16 +68,16 @@ class LayerWork:
     etp: int = 1
     sequence_parallel: bool = False
     is_frozen: bool = False
-    """Weights are frozen: gradients are those of activations and of an adapter."""
+    """True if weights are frozen: gradients are those of activations and of an adapter."""
 
     @property
     def tokens(self) -> float:
-        """Tokens of one rank."""
+        """Number of tokens on one rank in a micro-batch."""
         return self.rows * self.sequence_length / self.cp
 
     @property
     def size(self) -> int:
-        """Bytes of an activation."""
+        """Bytes of one activation element."""
         return 4 if self.precision == "fp32" else 2
 
 
@@ -147,12 +147,12 @@ def head_time(work: LayerWork, hardware: Hardware) -> Pass:
 
 
 def memory_rate(hardware: Hardware) -> float:
-    """Return the bytes/s of streaming kernels."""
+    """Return the bytes/s of kernels that stream through memory."""
     return hardware.memory_gb_per_s * 1e9 * hardware.efficiency.memory
 
 
 def matmul_s(hardware: Hardware, precision: PlannedPrecision, rows: float, depth: float, columns: float) -> float:
-    """Return the seconds of [rows, depth] × [depth, columns]."""
+    """Return the seconds of a matrix product, [rows, depth] × [depth, columns]."""
     if not rows or not columns:
         return 0.0
     efficiency = hardware.efficiency
@@ -175,7 +175,7 @@ def _aligned(dimension: float) -> float:
 def _product(
     hardware: Hardware, precision: PlannedPrecision, rows: float, depth: float, columns: float, frozen: bool = False
 ) -> Pass:
-    """Return the seconds of a product and of its gradients: of the input, and of the weights unless `frozen`."""
+    """Return the seconds of a matrix product and its gradients: by input, and by weights unless `frozen`."""
     forward_s = matmul_s(hardware, precision, rows, depth, columns)
     return Pass(forward_s, (1 if frozen else 2) * forward_s)
 

@@ -11,7 +11,7 @@ from stages.planner.search import UNCERTAINTY, Candidate, SearchResult
 
 NUM_NEAR_MISSES = 5
 LARGE_SHARE = 0.05
-"""Share of a step from which a part is named."""
+"""Share of a step from which on a part is named in an explanation."""
 MEANING = {
     "compute": "compute",
     "recompute": "recomputation",

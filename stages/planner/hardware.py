@@ -91,7 +91,7 @@ class Hardware:
     host_gb_per_s: float = 25.0
     """Bandwidth between a device and its host's memory, one direction: 25 for PCIe 4, 50 for PCIe 5, more for Grace."""
     software: tuple[tuple[str, bool | int | float], ...] = ()
-    """Fields of `Software` in which the training program here differs from our engines."""
+    """Habits of this hardware's training program (`Software`) that differ from our engines'."""
 
     def software_of(self, engine: EngineName, layout: Layout) -> Software:
         """Return the training program of an engine under a layout on this hardware."""
@@ -245,7 +245,7 @@ def from_yaml(path: Path) -> Hardware:
 
 
 def _software(path: Path, given: Any) -> dict[str, Any]:
-    """Return `given` after checking that its keys are fields of `Software` with values of their type."""
+    """Return fields of `Software` as given, after checking that keys and value types are right."""
     if not isinstance(given, dict):
         raise RecipeError(f"reading hardware from {path}: software is {given!r}; expected fields with values")
     known = {field.name: field.default for field in fields(Software)}
@@ -260,7 +260,7 @@ def _software(path: Path, given: Any) -> dict[str, Any]:
 
 
 def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
-    """Return `given` after checking that its keys are fields of `kind` and its numbers positive."""
+    """Return hardware fields as given, after checking that keys are fields of `kind` and numbers positive."""
     if not isinstance(given, dict):
         raise RecipeError(f"reading hardware from {path}: expected fields of {kind.__name__}, found {given!r}")
     known = [field.name for field in fields(kind)]
@@ -274,7 +274,7 @@ def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
 
 
 def _lacks(name: str, value: Any) -> str | None:
-    """Return what a field's value should be, or None if the value is valid."""
+    """Return the expected form of a hardware field's value, or None if the value is valid."""
     if name == "name" or (name in ("fp8_tflops", "fp4_tflops", "price_per_device_hour") and value is None):
         return None
     if name == "host_is_device":

@@ -44,30 +44,30 @@ LOGITS_CHUNK = 2**27
 
 @dataclass(frozen=True)
 class StageMemory:
-    """GiB of one rank of a pipeline stage, by part."""
+    """Memory of one rank of a pipeline stage in GiB, by part."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    """Activations kept for the backward pass, of all micro-batches in flight."""
+    """GiB of activations kept for the backward pass, of all micro-batches in flight."""
     workspace: float
-    """Recomputed activations and gradients of activations in the layer at work."""
+    """GiB of recomputed activations and gradients of activations in the layer at work."""
     logits: float
     communication: float
-    """Gathered parameters and message buffers."""
+    """GiB of gathered parameters and message buffers."""
     runtime: float
-    """Driver, libraries, communicators and fragmentation."""
+    """GiB of driver, libraries, communicators and fragmentation."""
 
     @property
     def total(self) -> float:
-        """Sum of the parts."""
+        """Total memory of all parts, in GiB."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """GiB of each pipeline stage, or only of the first and last ones, which include the fullest."""
+    """Memory of each pipeline stage in GiB, or only of the first and last ones, which include the fullest."""
 
     stages: tuple[StageMemory, ...]
     host_gib: float = 0.0
@@ -75,12 +75,12 @@ class MemoryEstimate:
 
     @property
     def worst(self) -> StageMemory:
-        """Fullest stage."""
+        """Pipeline stage with the highest memory use."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
     def peak_gib(self) -> float:
-        """GiB of a rank of the fullest stage."""
+        """Peak memory of a rank of the fullest stage, in GiB."""
         return self.worst.total
 
 
@@ -103,7 +103,7 @@ def memory(
 
 
 def _fullest(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
-    """Return the stages that may be the fullest: the first hold most micro-batches, the last one logits."""
+    """Return the pipeline stages that may be the fullest: the first keep most micro-batches, the last has logits."""
     if stages[0].num_layers >= stages[1].num_layers:
         return stages[0], stages[-1]
     return stages[0], stages[1], stages[-1]

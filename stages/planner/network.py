@@ -43,7 +43,7 @@ def shard_group(layout: Layout) -> Group:
 
 
 def replica_group(layout: Layout) -> Group:
-    """Return the replicas of a shard."""
+    """Return the group of ranks that hold replicas of a data-parallel shard."""
     return Group(layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
 
 

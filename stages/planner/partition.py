@@ -18,7 +18,7 @@ class PipelineStage:
     has_embedding: bool
     has_head: bool
     first_layer: int = 0
-    """First of the stage's consecutive layers; interleaved stages hold layers from all parts of the model."""
+    """First of a pipeline stage's consecutive layers; interleaved stages hold layers from all parts."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RankParameters:
 
     @property
     def total(self) -> float:
-        """Dense and expert parameters."""
+        """Number of dense and expert parameters together."""
         return self.dense + self.expert
 
 

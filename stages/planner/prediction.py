@@ -69,7 +69,7 @@ def alternatives(request: SearchRequest) -> tuple[Candidate, ...]:
 
 
 def as_json(candidate: Candidate) -> dict[str, Any]:
-    """Return a layout and its predictions as JSON."""
+    """Return a layout and its predictions as a JSON object."""
     return {
         "layout": candidate.text,
         "step_time_s": candidate.time.step_time_s,
@@ -80,7 +80,7 @@ def as_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def closest(candidate: Candidate, fitting: Sequence[Candidate]) -> Candidate:
-    """Return the layout that differs in the fewest fields, and the fastest of those."""
+    """Return the candidate layout that differs in the fewest fields, and the fastest of those."""
     own = candidate.layout.model_dump()
 
     def distance(one: Candidate) -> int:

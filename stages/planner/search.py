@@ -25,7 +25,7 @@ LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
 LARGEST_MICRO_BATCH_TOKENS = 65536
 INTERLEAVINGS = (1, 2, 3, 4, 5, 6, 8)
 NEAR_MISS = 1.6
-"""Predicted over available memory, up to which the time of a layout that does not fit is estimated."""
+"""Highest ratio of predicted to available memory at which a layout that does not fit is still timed."""
 ENGINES: tuple[EngineName, ...] = ("fsdp", "megatron")
 UNCERTAINTY = 0.1
 """Relative error of predicted memory, either way."""
@@ -57,12 +57,12 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """Engine and the fields that differ from the default layout."""
+        """Layout as text: engine and the fields that differ from the default layout."""
         return describe_layout(self.engine, self.layout)
 
     @property
     def fits(self) -> bool:
-        """The layout fits even if the prediction is 10% too low."""
+        """True if the layout fits even if the prediction is 10% too low."""
         return self.memory_fit == "fits"
 
 
@@ -103,19 +103,19 @@ class SearchRequest:
 
     @property
     def memory_gib(self) -> float:
-        """Memory of each device."""
+        """Available memory of each device in GiB."""
         return self.available_gib or self.hardware.memory_gib
 
     @property
     def constraints(self) -> RunConstraints:
-        """Nodes, processes and batch, as `stages.parallel.legality` takes them."""
+        """Numbers of nodes, processes and rows that a layout must fit."""
         per_node = min(self.num_gpus, self.hardware.gpus_per_node)
         rows = self.workload.global_batch_size
         return RunConstraints(-(-self.num_gpus // per_node), per_node, self.workload.sequence_length, rows)
 
 
 def search(request: SearchRequest) -> SearchResult:
-    """Rank all legal layouts. Raises LayoutError if there is none, naming the nearest number of devices with one."""
+    """Rank all legal layouts by step time. Raises LayoutError if there is none, naming a number of devices with one."""
     found = _search(request, NEAR_MISS)
     return found if found.fitting or found.too_large else _search(request, math.inf)
 

@@ -24,7 +24,7 @@ class StepCase:
 
     @property
     def micro_batches(self) -> float:
-        """Micro-batches of one rank in a step, at least 1; a fraction where they do not divide the global batch."""
+        """Number of micro-batches of one rank in a step, at least 1; a fraction if the batch does not divide."""
         rows = self.layout.micro_batch_size * self.layout.data_parallel_size
         return max(1.0, self.workload.global_batch_size / rows)
 

@@ -50,7 +50,7 @@ class TimeParts:
 
     @property
     def total(self) -> float:
-        """Sum of the parts."""
+        """Total seconds of a step, over all parts."""
         return sum(vars(self).values())
 
 
@@ -64,11 +64,11 @@ class TimeEstimate:
     """Model FLOPs (`stages.models.flops`) over the peak in bf16 (fp32 in fp32)."""
     bubble_fraction: float
     reference_pass_s: float
-    """Forward passes over a step's rows before training, such as a reference's; 0 without one."""
+    """Number of forward passes over a step's rows before training, such as a reference's; 0 without one."""
 
     @property
     def step_time_s(self) -> float:
-        """Seconds of an optimizer step."""
+        """Predicted seconds of an optimizer step."""
         return self.parts.total
 
 
@@ -91,7 +91,7 @@ class _LayerCost:
 
     @property
     def total_s(self) -> float:
-        """Seconds of both passes of all parts."""
+        """Seconds of forward and backward pass of one layer, all parts together."""
         communication = _sum(self.tensor) + _sum(self.context) + _sum(self.expert)
         return _sum(self.layer.both) + self.recompute_s + communication
 
@@ -122,7 +122,7 @@ def step_time(
 
 
 def _parts(case: TimedCase) -> TimeParts:
-    """Return the step's parts: micro-batches times the slowest pipeline stage, and what happens once a step."""
+    """Return the time of a step by part: micro-batches times the slowest pipeline stage, plus work once a step."""
     layout, micro_batches = case.layout, case.micro_batches
     stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
     head = _head(case)
@@ -149,7 +149,7 @@ def _parts(case: TimedCase) -> TimeParts:
 
 
 def _staged(case: TimedCase, stage: PipelineStage) -> TimedCase:
-    """Return the case with only the stage's own layers; adapters need the whole model, since they choose layers by
+    """Return the case with only the stage's own layers, or with an adapter's whole model, since it chooses layers by
     number."""
     if case.workload.adapter is not None:
         return case

@@ -50,15 +50,15 @@ class Workload:
     passes: Passes = Passes()
     """Forward passes of the method beside the learning one."""
     scores_documents: bool = False
-    """The model ends in a score, not in logits over the vocabulary: a reward model."""
+    """True if the model ends in a score, not in logits over the vocabulary: a reward model."""
     adapter: LowRank | None = None
     """Adapter that is trained on the frozen model; None: the whole model is trained."""
     optimizer: OptimizerName = "adamw"
-    """muon keeps one moment, not two, for matrices of layers (fsdp)."""
+    """Optimizer; muon keeps one moment, not two, for matrices of layers (fsdp)."""
     state_bytes: StateBytes = StateBytes()
     """Bytes of weight and moments of each trained parameter (fsdp)."""
     freezes_routers: bool = False
-    """Routers of a mixture of experts have neither gradients nor optimizer state."""
+    """True if a mixture's routers are frozen, with neither gradients nor optimizer state."""
     total_tokens: float | None = None
     """Tokens of the whole training."""
 
@@ -96,14 +96,14 @@ class Software:
     """Habits of a training program that neither layout nor hardware describe."""
 
     flash_attention: bool = True
-    """Attention never writes its scores to memory (Dao et al. 2022)."""
+    """True if attention never writes its scores to memory (FlashAttention, Dao et al. 2022)."""
     first_flash_attention: bool = False
-    """Attention is FlashAttention 1, about half as fast as its successors (Dao 2023, section 4)."""
+    """True if attention is FlashAttention 1, about half as fast as its successors (Dao 2023, section 4)."""
     fused_elementwise: bool = True
-    """Norms, activations and residuals take one pass over memory each."""
+    """True if norms, activations and residuals take one pass over memory each."""
     dropout: bool = False
     fp8_attention: bool = False
-    """Matrix products inside fused attention are in 8 bits."""
+    """True if matrix products inside fused attention are in 8 bits."""
     keeps_frozen_in_fp8: bool = False
     """In fp8, frozen weights are stored in one byte each, not two."""
     gradient_bytes: int = 4
