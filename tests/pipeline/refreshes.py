@@ -105,7 +105,7 @@ class Home:
         """Return the command lines of all processes of this home, except the servers and their supervisor."""
         tokens = [server["token"] for server in self.servers().values()]
         supervisor = Lock(self.folder).holder()
-        found = []
+        commands = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 environment = (process / "environ").read_text()
@@ -114,8 +114,8 @@ class Home:
                 continue
             is_server = int(process.name) == supervisor or any(token in environment for token in tokens)
             if str(self.folder) in environment and not is_server:
-                found.append(command)
-        return found
+                commands.append(command)
+        return commands
 
 
 def stage(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:

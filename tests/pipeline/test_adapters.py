@@ -1,4 +1,4 @@
-"""An adapter from its training to the merged model, as stages: what they leave, what they check, what they refuse."""
+"""Adapter stages from training to the merged model: their outputs, checks and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A champion served by the real vLLM, exchanged for its challenger under load: none fails, none waits for both."""
+"""A champion on the real vLLM, replaced by its challenger under load: no request fails or waits for both."""
 
 import json
 import os
@@ -156,9 +156,9 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow", "--canary", "50%"]
     with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
         try:
-            said: list[str] = []
+            lines: list[str] = []
             url = next(line.split(" at ")[1].strip() for line in process.stdout if line.startswith("serving "))
-            threading.Thread(target=lambda: said.extend(process.stdout), daemon=True).start()
+            threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 post(f"{url}/completions", QUESTION, key="another")
             load = Load(url)
@@ -168,11 +168,11 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
             load.more_answers(10)
             registry = Registry()
             registry.challenge(registry.register(registration(seed=1)))
-            wait_for(lambda: any("gets 50.0% of the requests" in line for line in said), what="the challenger")
+            wait_for(lambda: any("gets 50.0% of the requests" in line for line in lines), what="the challenger")
             load.more_answers(10)
             versions = versions_in(f"{url.removesuffix('/v1')}/metrics")
             registry.promote_challenger(NAME)
-            wait_for(lambda: any("version 1" in line and "was stopped" in line for line in said), what="the exchange")
+            wait_for(lambda: any("version 1" in line and "was stopped" in line for line in lines), what="the exchange")
             former = len(load.answers)
             load.more_answers(10)
             load.enough.set()
@@ -184,7 +184,7 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
     assert load.failures == []
     assert process.returncode == 0
     assert versions == {"1", "2"}
-    assert sum("starting vLLM" in line for line in said) == 1  # of the challenger, which goes on as champion
+    assert sum("starting vLLM" in line for line in lines) == 1  # of the challenger, which goes on as champion
     first, last = load.answers[0], load.answers[-1]
     assert first != last
     assert set(load.answers) == {first, last}
@@ -278,9 +278,9 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow", "--canary", "50%"]
     with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
         try:
-            said: list[str] = []
+            lines: list[str] = []
             url = next(line.split(" at ")[1].strip() for line in process.stdout if line.startswith("serving "))
-            threading.Thread(target=lambda: said.extend(process.stdout), daemon=True).start()
+            threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()
             load = Load(url, LONG)
             askers = [threading.Thread(target=load.ask) for _ in range(NUM_ASKERS)]
             for asker in askers:
@@ -289,20 +289,22 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
             registry = Registry()
             challenger = registry.register(adapters[1])
             registry.challenge(challenger)
-            wait_for(lambda: any("gets 50.0% of the requests" in line for line in said), what="the challenger")
+            wait_for(lambda: any("gets 50.0% of the requests" in line for line in lines), what="the challenger")
             load.more_answers(NUM_ASKERS * (NUM_USERS + 1))
             beside = get(f"{url.removesuffix('/v1')}/versions")
             engine_versions = versions_in(f"{url.removesuffix('/v1')}/metrics")
             registry.promote_challenger(NAME)
-            wait_for(lambda: any("was stopped" in line for line in said), what="the end of the canary")
+            wait_for(lambda: any("was stopped" in line for line in lines), what="the end of the canary")
             for made in adapters[2:4]:
                 load.more_answers(6)
-                num_swaps = sum("was stopped" in line for line in said)
+                num_swaps = sum("was stopped" in line for line in lines)
                 make_champion(made)
-                wait_for(lambda num=num_swaps: sum("was stopped" in line for line in said) > num, what="the exchange")
+                wait_for(lambda num=num_swaps: sum("was stopped" in line for line in lines) > num, what="the exchange")
             former = len(load.answers)
             make_champion(adapters[5])
-            wait_for(lambda: any("still serving" in line and "does nothing" in line for line in said), what="a refusal")
+            wait_for(
+                lambda: any("still serving" in line and "does nothing" in line for line in lines), what="a refusal"
+            )
             load.more_answers(6)
             load.enough.set()
             for asker in askers:
@@ -315,25 +317,25 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
             for engine in engines:
                 os.kill(engine, signal.SIGSTOP)
             make_champion(adapters[4])
-            wait_for(lambda: sum("is champion now" in line for line in said) == 5, what="the next exchange")
+            wait_for(lambda: sum("is champion now" in line for line in lines) == 5, what="the next exchange")
             time.sleep(1.0)  # the engine is asked to load it by then
             kill(engines)
             while_none_answers = complete(url, LONG)
             served = f"version {registry.find(NAME).number} of adder is served"
-            wait_for(lambda: any(served in line for line in said), what="the adapter that was being loaded")
+            wait_for(lambda: any(served in line for line in lines), what="the adapter that was being loaded")
             answer_of_the_next = complete(url, LONG)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(90)
     assert load.failures == []
-    assert sum("starting vLLM" in line for line in said) == 1  # after its death
+    assert sum("starting vLLM" in line for line in lines) == 1  # after its death
     both = [beside["champion"], beside["challenger"]]
     assert both[1] == challenger.number
     assert engine_versions == {",".join(both)}, "one engine counts for the two"
     counted = {one["version"]: one for one in beside["versions"]}
     assert [counted[version]["errors"] for version in both] == [0, 0]
     assert min(counted[version]["requests"] for version in both) >= NUM_ASKERS
-    swapped_s = [float(line.split(" checked in ")[1].split()[0]) for line in said if " checked in " in line]
+    swapped_s = [float(line.split(" checked in ")[1].split()[0]) for line in lines if " checked in " in line]
     assert len(swapped_s) == 4
     assert max(swapped_s) < 10  # 0.3 s on a quiet machine
     *expected, expected_of_the_next = [expected_answer(made) for made in adapters[:5]]

@@ -1,4 +1,4 @@
-"""GRPO as a stage, with real servers: weights go over and are right, kills of trainer and server lose nothing.
+"""GRPO stages with real servers: correct weight sync, and kills of trainer or server lose nothing.
 
 One vLLM is started here as a recipe's author starts one that stages name; several of them use it, one after another.
 """
@@ -64,13 +64,13 @@ def make(steps: int, **changed: Any) -> TrainConfig:
 
 def asked(work: Path) -> dict[int, set[str]]:
     """Return the rows of the recorded prompts, by step."""
-    found: dict[int, set[str]] = {}
+    rows: dict[int, set[str]] = {}
     for line in (work / "completions.jsonl").read_text().splitlines(keepends=True):
         if not line.endswith("\n"):
             continue  # torn by the kill
         sample = json.loads(line)
-        found.setdefault(sample["step"], set()).add(sample["row"])
-    return found
+        rows.setdefault(sample["step"], set()).add(sample["row"])
+    return rows
 
 
 def test_kills_of_trainer_and_server_lose_nothing(artifacts: dict[str, Path], tmp_path: Path) -> None:
@@ -241,28 +241,28 @@ def test_answers_that_a_teacher_is_asked_about_are_the_same_after_a_kill(
         assert not torch.equal(untrained[name], values), "nothing was learned"
 
 
-def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, found: Round, top_p: float) -> None:
+def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, sampled: Round, top_p: float) -> None:
     """Check sampled tokens with Transformers: each is within `top_p`, with the server's probability."""
     folder = artifacts["base"] / "model"
     assert config.rollouts
     prompts = checked_prompts(config, config.rollouts, artifacts["problems"] / "data", folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for group in found.groups:
+    for group in sampled.groups:
         prompt = prompts[group.prompt].token_ids
-        for one in group.completions:
+        for completion in group.completions:
             with torch.no_grad():
-                logits = model(input_ids=torch.tensor([prompt + one.token_ids])).logits[0, len(prompt) - 1 : -1]
+                logits = model(input_ids=torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
             shares, order = (logits / config.rollouts.temperature).softmax(-1).sort(descending=True)
             before = shares.cumsum(-1) - shares  # what likelier tokens have together
             kept = shares.where(before < top_p, 0.0)
             kept = kept / kept.sum(-1, keepdim=True)
-            places = (order == torch.tensor(one.token_ids)[:, None]).nonzero()[:, 1]
+            places = (order == torch.tensor(completion.token_ids)[:, None]).nonzero()[:, 1]
             given = before.gather(1, places[:, None])
             assert (given < top_p + 1e-4).all(), "no token is beyond the likeliest ones"
             is_sure = (given < top_p - 1e-4).squeeze(1)  # at the border, rounding decides
             values = kept.gather(1, places[:, None]).squeeze(1).log()[is_sure].tolist()
-            said = torch.tensor(one.log_probabilities)[is_sure].tolist()
-            assert said == pytest.approx(values, abs=1e-3)
+            of_server = torch.tensor(completion.log_probabilities)[is_sure].tolist()
+            assert of_server == pytest.approx(values, abs=1e-3)
 
 
 def test_a_server_that_keeps_its_weights_is_an_error(

@@ -46,7 +46,7 @@ def labelled(artifacts, tmp_path_factory):
 
 
 def test_kto_on_two_processes_is_kto_on_one(labelled, tmp_path):
-    found = []
+    metrics = []
     for name, layout in {"alone": {"micro_batch_size": 4}, "shared": {"dp_shard": 2, "micro_batch_size": 1}}.items():
         config = make_config("kto", steps=6, layout=layout, kto={"desirable_weight": 4.0, "undesirable_weight": 0.25})
         context = make_context(tmp_path / name / "work", labelled, config)
@@ -54,11 +54,11 @@ def test_kto_on_two_processes_is_kto_on_one(labelled, tmp_path):
             run(config, context)
         else:
             run_to_end(context.work, config)
-        found.append(logged(context.work))
-    for one, two in zip(*found, strict=True):
+        metrics.append(logged(context.work))
+    for one, two in zip(*metrics, strict=True):
         for metric in ("loss", "kl", "reward_chosen", "reward_rejected", "reward_margin"):
             assert two[metric] == pytest.approx(one[metric], rel=1e-6, abs=1e-6), metric
-    divergences = [row["kl"] for row in found[0]]
+    divergences = [row["kl"] for row in metrics[0]]
     assert divergences[0] == pytest.approx(0, abs=1e-6)
     assert max(divergences) > 1e-3, "or nothing was compared"
 
@@ -176,17 +176,17 @@ def test_answers_of_the_model_itself_are_taught_by_a_model_and_by_a_server(with_
 
 def _divergence(model, teacher, documents):
     """Return KL(teacher ‖ model) over the teacher's top 8 tokens and the rest, averaged over answer tokens."""
-    found = []
-    for one in documents:
-        first = len(one["prompt"]) - 1
+    divergences = []
+    for document in documents:
+        first = len(document["prompt"]) - 1
         with torch.no_grad():
-            tokens = torch.tensor([one["prompt"] + one["completion"]])
+            tokens = torch.tensor([document["prompt"] + document["completion"]])
             its, own = (each(tokens).logits[0, first:-1].softmax(-1) for each in (teacher, model))
         likeliest = its.topk(8).indices
         kept = [shares.gather(1, likeliest) for shares in (its, own)]
         its, own = (torch.cat([shares, 1 - shares.sum(-1, keepdim=True)], -1) for shares in kept)
-        found += (its * (its / own).log()).sum(-1).tolist()
-    return sum(found) / len(found)
+        divergences += (its * (its / own).log()).sum(-1).tolist()
+    return sum(divergences) / len(divergences)
 
 
 def test_a_reward_model_scores_as_transformers_scores_it(artifacts, tmp_path):

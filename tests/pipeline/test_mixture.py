@@ -19,13 +19,13 @@ PARTS = [{"dataset": "problems", "weight": 0.7}, {"dataset": "texts", "weight": 
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    found = make_artifacts(tmp_path_factory.mktemp("artifacts"))
-    folder = found["texts"] = found["base"].parent / "texts"
+    artifacts = make_artifacts(tmp_path_factory.mktemp("artifacts"))
+    folder = artifacts["texts"] = artifacts["base"].parent / "texts"
     (folder / "data").mkdir(parents=True)
     for split, number in (("train", 12), ("validation", 5)):
         rows = [{"text": f"{split}: {index} is a number, and so is {index + 1}."} for index in range(number)]
         (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return found
+    return artifacts
 
 
 def config_of(parts=PARTS, steps=NUM_STEPS, method="sft", evaluation_split="validation", sequence_length=64, **fields):
@@ -102,12 +102,12 @@ def test_pairs_of_two_datasets_are_learned_in_the_same_order_on_two_processes(ar
         (halves[name] / "data").mkdir(parents=True)
         (halves[name] / "data" / "train.jsonl").write_text("".join(own))
     parts = [{"dataset": "new", "weight": 3}, {"dataset": "old", "weight": 1}]
-    found = []
+    curves = []
     for name, layout in {"alone": {"micro_batch_size": 4}, "shared": {"dp_shard": 2, "micro_batch_size": 1}}.items():
         fields = {"method": "dpo", "evaluation_split": None, "sequence_length": 128}
         losses, metrics = learned(tmp_path / name / "work", halves, parts, layout=layout, **fields)
         assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
         assert metrics["share_seen.new"] == pytest.approx(0.75, abs=0.05)
-        found.append(losses)
-    assert found[0][-1] < math.log(2) - 1e-4, "or nothing was learned"
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+        curves.append(losses)
+    assert curves[0][-1] < math.log(2) - 1e-4, "or nothing was learned"
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Continued pre-training learns what a plain Transformers loop learns from the rows of `group_texts`."""
+"""Continued pre-training equals a plain Transformers loop on the rows of `group_texts`."""
 
 from __future__ import annotations
 

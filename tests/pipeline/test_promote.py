@@ -125,17 +125,17 @@ def test_the_table_is_an_artifact_in_prefect_and_in_mlflow(nights, worse):
 
 
 def test_a_champion_says_what_it_was_made_from_and_what_differs_from_the_former(nights, better):
-    found = json.loads(nights.lifecycle("lineage", f"models:/{NAME}@champion", "--json").stdout)
-    assert found["registered"] == f"version 3 of {NAME}"
-    assert found["tree"]["version"] == better["stages"]["model"]["version"]
-    assert found["tree"]["refresh"] == better["refresh"]
+    lineage = json.loads(nights.lifecycle("lineage", f"models:/{NAME}@champion", "--json").stdout)
+    assert lineage["registered"] == f"version 3 of {NAME}"
+    assert lineage["tree"]["version"] == better["stages"]["model"]["version"]
+    assert lineage["tree"]["refresh"] == better["refresh"]
     weights = nights.artifact_of("c") / "model" / "model.safetensors"
-    hashes = {file["name"]: file["sha256"] for file in found["tree"]["files"]}
+    hashes = {file["name"]: file["sha256"] for file in lineage["tree"]["files"]}
     assert hashes["model.safetensors"] == hashlib.sha256(weights.read_bytes()).hexdigest()
-    assert [one["scores"] for one in found["evaluations"]] == [{"sums.exact_match": 0.95}]
-    said = nights.lifecycle("diff", f"models:/{NAME}/1", f"models:/{NAME}@champion").stdout
-    assert "model.safetensors other bytes" in said
-    assert "sums.exact_match 0.9 → 0.95" in said
+    assert [one["scores"] for one in lineage["evaluations"]] == [{"sums.exact_match": 0.95}]
+    difference = nights.lifecycle("diff", f"models:/{NAME}/1", f"models:/{NAME}@champion").stdout
+    assert "model.safetensors other bytes" in difference
+    assert "sums.exact_match 0.9 → 0.95" in difference
     assert nights.lifecycle("lineage", f"models:/{NAME}/99").returncode == StoreError.exit_code
 
 

@@ -1,4 +1,4 @@
-"""Each method quantizes a model that has learned something; what was written is compared with what it was made from."""
+"""Each quantization method on a trained model: the written model is compared with the original."""
 
 import json
 import os
@@ -169,14 +169,14 @@ def kl_of(home, folder):
 
 @pytest.mark.parametrize("method", KL_BOUNDS)
 def test_little_is_lost_and_the_figures_say_so(built, method):
-    found = metrics(built / method)
-    assert 0 < found["kl_nats_per_token"] < KL_BOUNDS[method]
-    assert found["perplexity_before"] < 8, "a model that has learned nothing shows no loss"
-    assert found["perplexity_after"] == pytest.approx(found["perplexity_before"], rel=0.05)
+    figures = metrics(built / method)
+    assert 0 < figures["kl_nats_per_token"] < KL_BOUNDS[method]
+    assert figures["perplexity_before"] < 8, "a model that has learned nothing shows no loss"
+    assert figures["perplexity_after"] == pytest.approx(figures["perplexity_before"], rel=0.05)
     sizes = [(built / folder / "model.safetensors").stat().st_size for folder in ("model/model", f"{method}/model")]
-    assert [found["size_before_mib"], found["size_after_mib"]] == [size / 2**20 for size in sizes]
-    assert found["compression"] == pytest.approx(sizes[0] / sizes[1])
-    assert found["compression"] > (5 if method in ("awq", "gptq") else 3)
+    assert [figures["size_before_mib"], figures["size_after_mib"]] == [size / 2**20 for size in sizes]
+    assert figures["compression"] == pytest.approx(sizes[0] / sizes[1])
+    assert figures["compression"] > (5 if method in ("awq", "gptq") else 3)
 
 
 @pytest.mark.parametrize("method", KL_BOUNDS)
@@ -214,13 +214,13 @@ def test_fp8_weights_are_within_half_a_step(built, original):
 def test_awq_weights_are_within_half_a_step_of_the_scaled_originals(built, original):
     """AWQ divides the norm by a scale and multiplies the next layer's inputs by it; the rest is rounding."""
     written, tensors = reload(built / "awq/model"), load_file(built / "awq/model/model.safetensors")
-    for layer, found in zip(original.model.layers, written.model.layers, strict=True):
-        scaling = (layer.input_layernorm.weight / found.input_layernorm.weight).detach()
+    for layer, quantized in zip(original.model.layers, written.model.layers, strict=True):
+        scaling = (layer.input_layernorm.weight / quantized.input_layernorm.weight).detach()
         for name in ("q_proj", "k_proj", "v_proj"):
             expected = getattr(layer.self_attn, name).weight * scaling
             index = f"model.layers.{layer.self_attn.layer_idx}.self_attn.{name}.weight_scale"
             step = tensors[index].float().repeat_interleave(GROUP_SIZE, dim=1)
-            error = (getattr(found.self_attn, name).weight - expected).abs()
+            error = (getattr(quantized.self_attn, name).weight - expected).abs()
             if name != "v_proj":  # which is scaled by o_proj's as well
                 assert (error <= 0.55 * step + expected.abs() * 2**-7).all(), index
 

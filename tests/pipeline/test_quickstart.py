@@ -70,14 +70,14 @@ def first(quickstart: Quickstart) -> dict[str, Any]:
 
 def processes_that_know(folder: Path) -> list[str]:
     """Return the command lines of processes, except ancestors, whose environment names the folder."""
-    found = []
+    commands = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and str(folder).encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                commands.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         except OSError:
             continue
-    return found
+    return commands
 
 
 def test_every_stage_is_built(first: dict[str, Any]) -> None:

@@ -178,20 +178,20 @@ def everything(home):
 @contextmanager
 def command_lines():
     """Collect the command lines of all processes of the machine while the context lasts."""
-    found, ended = set(), threading.Event()
+    commands, ended = set(), threading.Event()
 
     def sample():
         while not ended.wait(SAMPLE_INTERVAL_S):
             for file in Path("/proc").glob("[0-9]*/cmdline"):
                 try:
-                    found.add(file.read_bytes())
+                    commands.add(file.read_bytes())
                 except OSError:
                     continue
 
     sampler = threading.Thread(target=sample)
     sampler.start()
     try:
-        yield found
+        yield commands
     finally:
         ended.set()
         sampler.join()

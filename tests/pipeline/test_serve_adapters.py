@@ -1,4 +1,4 @@
-"""Adapters beside their base in one real vLLM, asked and evaluated by name, against PEFT on the same weights.
+"""Adapters served beside their base by one real vLLM, asked and evaluated by name, compared with PEFT.
 
 Most of it asks one server: starting vLLM takes half a minute. What vLLM itself gets wrong with adapters is provoked
 here; each such test fails without the remedy that `stages/serving/vllm/adapters.py` names.

@@ -1,4 +1,4 @@
-"""The local servers admit requests with the home's key, from their own pages or no page."""
+"""Local servers admit only requests with the home's key, from their own pages or from no page."""
 
 import base64
 import http.client
@@ -261,14 +261,14 @@ def second_home(tmp_path_factory):
 
 
 def test_the_pages_of_two_homes_at_once_ask_their_own_servers(home, second_home):
-    found = []
-    for one in (home, second_home):
-        status, text = ask(one, "prefect", path="/ui-settings", key=False)
+    addresses = []
+    for each_home in (home, second_home):
+        status, text = ask(each_home, "prefect", path="/ui-settings", key=False)
         settings = json.loads(text)
-        assert (status, settings["auth"], settings["api_url"]) == (200, "BASIC", f"{one.address('prefect')}/api")
-        assert request(f"{settings['api_url']}/admin/version", key=one.key())
-        found.append(settings["api_url"])
-    assert len(set(found)) == 2
+        assert (status, settings["auth"], settings["api_url"]) == (200, "BASIC", f"{each_home.address('prefect')}/api")
+        assert request(f"{settings['api_url']}/admin/version", key=each_home.key())
+        addresses.append(settings["api_url"])
+    assert len(set(addresses)) == 2
     assert ask(second_home, "prefect", path="/api/admin/version", key=False, authorization=basic(home.key()))[0] == 401
 
 

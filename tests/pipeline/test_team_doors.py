@@ -1,4 +1,4 @@
-"""The servers of a team, as in `deploy/compose.yaml`, admit requests with the key, also from elsewhere."""
+"""A team's servers (`deploy/compose.yaml`) admit requests with the key, also from other machines."""
 
 import json
 import shutil

@@ -40,15 +40,15 @@ def files_with(folder: Path, secret: str) -> list[Path]:
 
 
 def command_lines_with(secret: str) -> list[str]:
-    found = []
+    commands = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = file.read_bytes()
         except OSError:
             continue
         if secret.encode() in command:
-            found.append(command.decode())
-    return found
+            commands.append(command.decode())
+    return commands
 
 
 def test_a_refresh_is_kept_in_postgresql(home, database):

@@ -1,4 +1,4 @@
-"""SFT and then DPO as stages: what they leave, what they report, and that nothing else stays behind."""
+"""SFT and then DPO as stages: artifacts, reports, and no other leftovers."""
 
 from __future__ import annotations
 

@@ -108,12 +108,12 @@ class WorkerHome(Home):
     def ended(self, flow_run: str, num_tries: int = 1) -> dict[str, Any]:
         """Wait until a flow run has ended after `num_tries` starts; 0 for one that never began."""
 
-        def found() -> dict[str, Any] | None:
+        def ended_run() -> dict[str, Any] | None:
             run = self.flow_run(flow_run)
             final = run["state"]["type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
             return run if final and run["run_count"] >= num_tries else None
 
-        return eventually(found)
+        return eventually(ended_run)
 
     def run_now(self, name: str, **parameters: Any) -> dict[str, Any]:
         return self.ended(self.start_now(name, **parameters))
