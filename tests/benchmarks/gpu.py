@@ -45,7 +45,7 @@ class Part:
 
     model: str
     tokens: int
-    """Tokens of a row."""
+    """Number of tokens in a row."""
     program: str
     """fsdp or megatron; transformers: a plain loop; trl: its `SFTTrainer`."""
     adapter: bool = False

@@ -1,4 +1,4 @@
-"""The database of a team's servers dies while a refresh runs, and comes back: as if nothing had been."""
+"""The database of a team's servers dies during a refresh and returns: the refresh ends as if undisturbed."""
 
 import sys
 from pathlib import Path

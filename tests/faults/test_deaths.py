@@ -1,4 +1,4 @@
-"""A stage whose process is killed is tried again, from its last checkpoint, as long as that gets it further."""
+"""A stage whose process is killed is retried from its last checkpoint, as long as each attempt gets further."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Download stages as processes of their own: killed, resumed, cut off from the hub, out of disk, and given a secret."""
+"""Faults of download stages in processes of their own: killed, offline, disk full, secrets in errors."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Whichever process of whichever stage is killed: the next run ends with the very bytes of an undisturbed refresh."""
+"""Any process of any stage is killed: the next run ends with the same bytes as an undisturbed refresh."""
 
 import os
 import signal

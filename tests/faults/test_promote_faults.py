@@ -1,4 +1,4 @@
-"""Promotions that are killed, raced, or left without MLflow: one valid champion remains, and a rerun goes on."""
+"""Promotions that are killed, raced, or without MLflow: one valid champion remains, and a rerun completes them."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""An adapter as a registered version: with its base, which is never collected, through crashes and rollbacks.
+"""Registered adapters: their base model is never garbage-collected, through crashes and rollbacks.
 
 One store and one registry for all, in the order of the tests.
 """

@@ -1,4 +1,4 @@
-"""Servers that cannot start, and killed processes of serving and evaluating: named, nothing left, continued."""
+"""Servers that cannot start, and killed processes of serving and evaluating: clear errors, nothing left, resumed."""
 
 import json
 import shutil
@@ -101,7 +101,7 @@ def assert_nothing_left(folder: Path, port: int | None = None) -> None:
 
 
 def assert_refused(model: Path, error: type[Exception], match: str, **execution: Any) -> None:
-    """Starting a server is refused at once, and no process or folder is there."""
+    """Check that starting a server fails at once, and leaves no process or folder."""
     spec = LaunchSpec(model=model, served_name="m", serving=ServingConfig(), engine_version="0.32.0")
     folder = model.parent / "runtime"
     began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Whatever happens to a Slurm job, or to the refresh that waits for it: nothing stays in the queue, nothing is lost.
+"""Faults of Slurm jobs, and of refreshes that wait for them: no job stays in the queue, and no work is lost.
 
 Most are nightly, since Slurm looks at its jobs every half minute; quick siblings: those that stay, and
 `tests/pipeline/test_slurm.py`.

@@ -1,4 +1,4 @@
-"""The store at fault: torn, damaged, read-only, full, from another time, wanted by two. Then as if nothing had been."""
+"""Faults of the store: torn, damaged, read-only, full, old or contended; afterwards refreshes work as usual."""
 
 import os
 import re

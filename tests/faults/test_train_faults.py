@@ -1,4 +1,4 @@
-"""Training that is killed goes on where it was; training that cannot work says so before anything slow."""
+"""Killed training resumes at its last checkpoint; impossible training fails before anything slow."""
 
 from __future__ import annotations
 

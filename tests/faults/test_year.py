@@ -1,4 +1,4 @@
-"""A year of nightly refreshes, on a clock of its own: no hand is needed, and nothing is lost.
+"""A year of nightly refreshes on a simulated clock: no manual intervention is needed, and nothing is lost.
 
 YEAR_NIGHTS: how many nights (365). YEAR_SEED: of the kills (0).
 """

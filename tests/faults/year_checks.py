@@ -1,4 +1,4 @@
-"""Checks of what must hold at the end of the year. Messages name the night, the seed, and the finding."""
+"""Checks after a simulated year of refreshes. Error messages name the night, the seed and the finding."""
 
 import json
 import time

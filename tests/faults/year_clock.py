@@ -1,4 +1,4 @@
-"""A clock that a test sets, for all processes that it starts.
+"""A clock that a test sets for all processes that it starts.
 
 Only what the calendar says jumps; waiting takes as long as ever, and files have the machine's dates.
 """

@@ -1,4 +1,4 @@
-"""Nights of the year, one after the other: due refreshes, kills, notifications, and the champion's answers."""
+"""Nights of the simulated year: due refreshes, kills, notifications, and the champion's answers."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""A home that refreshes a model every night, as somebody who runs one would set it up, on a clock of its own."""
+"""A home that refreshes a model every night, set up as an operator would, on a simulated clock."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Surroundings of the home in the year: a receiver of notifications, a service manager, clients of the champion."""
+"""Surroundings of a home in the simulated year: notification receiver, service manager, and champion's clients."""
 
 import http.client
 import json

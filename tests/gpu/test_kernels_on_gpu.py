@@ -1,4 +1,4 @@
-"""On a GPU the training kernels give what they give on a CPU: flash attention over documents, the chunked head."""
+"""Training kernels give the same on a GPU as on a CPU: flash attention over packed documents, the chunked head."""
 
 from __future__ import annotations
 

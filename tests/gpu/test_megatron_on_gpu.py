@@ -1,4 +1,4 @@
-"""The Megatron engine on GPUs: it learns what FSDP2 learns, in fp32 and in bf16, alone and on two devices with NCCL."""
+"""The Megatron engine on GPUs has FSDP2's losses, in fp32 and bf16, on one device and on two with NCCL."""
 
 from __future__ import annotations
 

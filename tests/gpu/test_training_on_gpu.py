@@ -1,4 +1,4 @@
-"""The train stage on GPUs: it learns in bf16 under FSDP2 on NCCL, and its memory choices change no result."""
+"""The train stage on GPUs: bf16 under FSDP2 on NCCL trains, and options that save memory change no result."""
 
 from __future__ import annotations
 

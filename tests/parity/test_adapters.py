@@ -1,4 +1,4 @@
-"""FSDP2 with an adapter learns what PEFT learns in a loop over plain Transformers, in fp32, and writes its files."""
+"""FSDP2 with an adapter trains as PEFT in a loop over plain Transformers, in fp32, and writes PEFT's files."""
 
 from __future__ import annotations
 

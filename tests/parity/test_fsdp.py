@@ -1,4 +1,4 @@
-"""FSDP2 under every layout learns what plain Transformers learns from the same documents, one by one, in fp32."""
+"""FSDP2 under every layout trains as plain Transformers does on the same documents, one by one, in fp32."""
 
 from __future__ import annotations
 

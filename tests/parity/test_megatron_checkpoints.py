@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint, under any layout or engine, learns what it would have learnt uninterrupted."""
+"""A run resumed from a checkpoint under any layout or engine trains as the uninterrupted run does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Muon under FSDP2: what its formula gives by singular values, on any number of processes, also after a resume.
+"""Muon under FSDP2 equals its formula by singular values, on any number of processes, also after a resume.
 AdamW that rounds at random: the same numbers on any number of processes, and after a resume."""
 
 from __future__ import annotations

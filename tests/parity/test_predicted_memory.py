@@ -1,4 +1,4 @@
-"""The planner's memory of training an adapter is what a CPU is measured to hold, under both engines."""
+"""The planner's memory of adapter training equals the measured memory on a CPU, under both engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are forked know their places, and one that fails takes the others along."""
+"""Forked ranks know their ranks, a failing one ends the others, and unused experts are reduced."""
 
 import pytest
 

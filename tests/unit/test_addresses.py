@@ -1,4 +1,4 @@
-"""Names of modules and functions that are written outside the process stay what they are.
+"""Module and function names that are stored or used outside the process may not change.
 
 Deployments in Prefect's database, compose files, manifests, units of systemd, queued Slurm jobs and running processes
 of an earlier version name them: a module that moves breaks what was started, or queued, before the upgrade.

@@ -1,4 +1,4 @@
-"""Modules that must start fast, or run where a package is not installed, do not import it at once.
+"""Import limits: modules that must start fast, or run without some packages, may not import these.
 
 Import statements at the top of modules are followed through the whole project; those in functions run later and do not
 count. A rule names a part of the project and the heavy packages that importing one of its modules may bring: it holds
@@ -125,7 +125,7 @@ def parents_of(module):
 
 @cache
 def imports():
-    """Return name → what importing the module imports itself: modules of ours, and other packages' first names."""
+    """Return the direct imports of each module: our modules, and top-level names of other packages."""
     modules, found = own_modules(), {}
     for name, file in modules.items():
         targets = {name}
@@ -140,7 +140,7 @@ def imports():
 
 
 def ways_from(module):
-    """Return everything that importing a module brings → how: the modules that lead there."""
+    """Return all modules that importing a module loads, each with the chain of imports that leads there."""
     ways, todo = {}, [(module, (module,))]
     while todo:
         here, way = todo.pop()

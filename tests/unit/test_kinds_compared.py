@@ -1,4 +1,4 @@
-"""Comparisons of kinds in `flows/`: few, each with its reason, since a config answers what its kind decides."""
+"""Comparisons of stage kinds in `flows/` are few, each with a reason; otherwise a config's method decides."""
 
 import ast
 from collections import Counter
@@ -29,7 +29,7 @@ COMPARISONS = {
     "running/data_look.py": (1, "a look fetches small sources, and runs nothing else"),
     "tracking/labels.py": (1, "a source is logged, although its path is no identity"),
 }
-"""File of `flows/` → number of comparisons, and why the file is about that kind and no other."""
+"""Files of `flows/` that may compare kinds: number of comparisons, and the reason."""
 IMPORTS = 27
 """Imports of kinds' modules in `flows/`, except of the registry; may only fall."""
 

@@ -1,4 +1,4 @@
-"""No message holds a text that was cut by a slice: half a secret is not recognised, so it would not be redacted."""
+"""Messages contain no sliced texts, since half a secret would not be recognized and redacted."""
 
 import ast
 from collections.abc import Iterator

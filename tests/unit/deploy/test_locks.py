@@ -1,4 +1,4 @@
-"""Pins: every file that is installed has a hash, but for those that differ with the device, and uv refuses others."""
+"""Pinned packages: every file has a hash (except device-dependent ones), and uv refuses other files."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""The service of a single machine, and the recipe for a Slurm cluster: what they name exists."""
+"""Systemd services name existing commands and valid settings, and the Slurm recipe plans and fills its nodes."""
 
 import configparser
 import shutil

@@ -1,4 +1,4 @@
-"""The support matrix is made of what a recorded run proved, and of nothing else."""
+"""The support matrix contains what recorded test runs have proved, and nothing else."""
 
 from __future__ import annotations
 

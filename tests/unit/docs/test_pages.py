@@ -1,4 +1,4 @@
-"""Pages are true: commands parse, names exist, recipes are valid, tables and outputs are current."""
+"""Documentation is correct: commands parse, names exist, recipes are valid, tables and outputs are current."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Champions without MLflow: what is kept from collection, how they are named, that one promotion awaits another."""
+"""Champions without MLflow: protection from garbage collection, names, and waiting for another promotion."""
 
 import threading
 from http.server import BaseHTTPRequestHandler

@@ -1,4 +1,4 @@
-"""Engines of a champion that are killed under load: started again before all else, and no request is lost."""
+"""A champion's engines are killed under load: they are restarted first, and no request is lost."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`serve --follow` as a command: kept alive when what serves is killed, and ended by mistakes with one message."""
+"""`serve --follow` as a command: restarts killed engines, and ends on a mistake with one message."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A tree from an artifact to the files that came from outside, and what differs between two, in words."""
+"""Lineage: the tree from an artifact to its outside inputs, and the differences of two trees in words."""
 
 import json
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Champions in a real registry of MLflow: scores of any name, and one that cannot be served."""
+"""Champions in a real MLflow registry, with unusual score names and missing artifacts."""
 
 import pytest
 from click.testing import CliRunner

@@ -1,4 +1,4 @@
-"""Recipes that are bad in any way: `lifecycle plan` refuses them with a sentence, at once, without a traceback."""
+"""Invalid recipes of all kinds: `lifecycle plan` refuses them at once with a sentence, without a traceback."""
 
 import json
 import os

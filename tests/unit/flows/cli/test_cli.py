@@ -1,4 +1,4 @@
-"""The command line: quick, explicit about mistakes, and with `--json` nothing but one object on stdout."""
+"""The command line starts fast, explains mistakes, and with `--json` prints one object to stdout and nothing else."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`lifecycle data`: rows as the model sees them, for a terminal, a pipe and a browser; what they hold stays text."""
+"""`lifecycle data`: rows as the model sees them, in a terminal, a pipe and a browser, safely escaped."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""`lifecycle init`: rows of one's own become a recipe that can be planned, and a task that training never sees.
+"""`lifecycle init`: a user's rows become a valid recipe, with an evaluation task that training never sees.
 
 What it writes is read by training at once: rows are made up in every form that the page on recipes lists.
 """

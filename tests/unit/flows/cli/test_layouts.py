@@ -1,4 +1,4 @@
-"""`lifecycle layouts`: ranks, explains, and says what is wrong with the command line."""
+"""`lifecycle layouts`: ranking, explanations, and errors of the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lifecycle logs`: which log it finds, and that following one misses nothing and ends."""
+"""`lifecycle logs`: which log file is chosen; following one shows every line and ends with the attempt."""
 
 import threading
 import time

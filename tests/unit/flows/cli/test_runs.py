@@ -1,4 +1,4 @@
-"""Stage runs as `lifecycle runs` lists them, from records."""
+"""Stage runs listed by `lifecycle runs`, from ledger records."""
 
 import pytest
 

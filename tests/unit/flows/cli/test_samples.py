@@ -1,4 +1,4 @@
-"""`lifecycle show EVALUATION --samples`: what was asked, answered and expected."""
+"""`lifecycle show EVALUATION --samples`: questions, answers and expected answers."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A home that cannot be written to: said in a line, by every command that needs it, and by `doctor`."""
+"""A home that cannot be written to: each command that needs it, and `doctor`, say so in one line."""
 
 import json
 import os

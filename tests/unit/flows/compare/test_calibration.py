@@ -1,4 +1,4 @@
-"""Calibration against an oracle: runs made up by the planner itself, with constants that are to be found again."""
+"""Calibration of planner constants recovers the known constants that generated the runs."""
 
 from dataclasses import replace
 

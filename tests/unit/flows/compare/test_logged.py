@@ -1,4 +1,4 @@
-"""Rows of runs that MLflow has, and what is not put into one table unasked."""
+"""Comparison rows from MLflow runs; runs that differ in more than the layout are refused unless asked for."""
 
 import pytest
 

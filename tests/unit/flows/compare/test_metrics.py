@@ -1,4 +1,4 @@
-"""Metrics of trials: what counts, and that a machine that slows down for a while does not decide."""
+"""Metrics of comparison trials: which steps count, and robustness to a machine that slows down for a while."""
 
 import shutil
 from dataclasses import replace

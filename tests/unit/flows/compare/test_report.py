@@ -1,4 +1,4 @@
-"""The table and the HTML page: everything measured is in them, what was not is absent or explained."""
+"""A comparison's table and HTML page show everything measured, and explain or omit what was not."""
 
 import re
 

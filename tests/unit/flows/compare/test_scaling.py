@@ -1,4 +1,4 @@
-"""Strong and weak scaling: what is held fixed, and what efficiency is measured against."""
+"""Strong and weak scaling: which sizes are held fixed, and the baseline of the efficiency."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The files and exit code that a stage leaves decide the error that is raised for it."""
+"""A stage's files and exit code decide which error is raised for it."""
 
 import json
 import os

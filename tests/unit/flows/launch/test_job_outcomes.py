@@ -1,4 +1,4 @@
-"""The states that clusters report of jobs decide what happens to the stage."""
+"""Job states reported by clusters decide what happens to the stage."""
 
 from pathlib import Path
 

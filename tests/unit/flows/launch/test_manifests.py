@@ -1,4 +1,4 @@
-"""Manifests are what Kubernetes' and Kubeflow's published schemas say, and as restricted as they can be."""
+"""Kubernetes manifests follow the published schemas, and have as few rights as possible."""
 
 import json
 import os

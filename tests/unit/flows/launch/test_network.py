@@ -1,4 +1,4 @@
-"""Nodes that could not reach one another are named before the stage starts, by real processes of a job of two nodes."""
+"""Nodes that cannot reach one another are reported before a stage starts, tested with two real processes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The home is the named folder, that of the current folder, or one above it in the same project."""
+"""Choice of the home folder: the named one, that of the current folder, or that of the project above it."""
 
 import os
 

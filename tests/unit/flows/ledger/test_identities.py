@@ -1,4 +1,4 @@
-"""Whose a record is: processes of other boots and containers, signs of life, homes that were copied or moved."""
+"""Ownership of records: processes of other boots or containers, heartbeats, homes that were copied or moved."""
 
 import os
 import shutil

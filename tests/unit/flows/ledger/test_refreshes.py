@@ -1,4 +1,4 @@
-"""Ledgers are readable after a crash, a full disk and a retry, and show which refreshes run and what a retry builds."""
+"""Ledgers stay readable after crashes, full disks and retries, and show running refreshes and a retry's stages."""
 
 import ast
 import os

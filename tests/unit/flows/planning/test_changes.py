@@ -1,4 +1,4 @@
-"""A plan says which files changed and by how many rows, and what code from outside would run."""
+"""A plan names changed files with the number of changed rows, and outside code that would run."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""An evaluation is warned of training rows that were not compared with its tasks, by the records of its artifacts."""
+"""Evaluations get a warning if their training rows were not checked for contamination with the tasks."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which GPUs train, and which sample: what plans refuse, and what the processes get in their environment."""
+"""Division of GPUs between training and sampling: errors of plans, and the processes' environment."""
 
 from __future__ import annotations
 

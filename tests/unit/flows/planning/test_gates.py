@@ -1,4 +1,4 @@
-"""A gate that nothing could pass or miss is refused when the refresh is planned, not after its training."""
+"""Promotion gates that always pass or always fail are refused when the refresh is planned."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A plan reports, for every stage at once, what a model on this machine does not allow."""
+"""A plan reports, for all stages at once, what a local model does not support."""
 
 from __future__ import annotations
 

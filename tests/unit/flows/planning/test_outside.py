@@ -1,4 +1,4 @@
-"""Files outside the store count by their content, not by their path."""
+"""Files outside the store enter a version by their content, not their path."""
 
 import shutil
 import socket

@@ -1,4 +1,4 @@
-"""A plan says what runs and why, in words that a person understands."""
+"""A plan says what runs and why, in plain words."""
 
 import pytest
 

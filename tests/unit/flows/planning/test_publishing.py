@@ -1,4 +1,4 @@
-"""A token without which a publication would fail at its end is asked for when the refresh is planned."""
+"""A token that a publication will need is required when the refresh is planned."""
 
 import pytest
 

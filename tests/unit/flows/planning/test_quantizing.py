@@ -1,4 +1,4 @@
-"""A quantization that the model's sizes do not allow is refused when the refresh is planned."""
+"""Quantizations that do not fit the model's sizes are refused when the refresh is planned."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A server that could not start, or not hold its benchmark, is refused when the refresh is planned."""
+"""Servers that cannot start, or have no room for their benchmark, are refused when the refresh is planned."""
 
 import json
 import socket

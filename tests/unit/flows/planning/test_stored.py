@@ -1,4 +1,4 @@
-"""Artifacts in the store can be a recipe's sources: by stage, as adopted, or as the champion of a name."""
+"""Stored artifacts as sources of a recipe: by stage, by adopted name, or as a champion."""
 
 import json
 import os

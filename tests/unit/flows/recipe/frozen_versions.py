@@ -90,7 +90,7 @@ def valid_bases(kind: str) -> Iterator[dict]:
 
 
 def changes(kind: str) -> Iterator[tuple[int, str, object]]:
-    """Yield number of the example, path and value of each change of one field that gives a valid config."""
+    """Yield each change of one field that gives a valid config: index of the base config, path, value."""
     examples = [KINDS[kind].model_validate(example) for example in EXAMPLES[kind]]
     for path in paths(kind):
         if path[0] == "execution":

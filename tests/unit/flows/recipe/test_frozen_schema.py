@@ -1,4 +1,4 @@
-"""`lifecycle schema` stays what it was, but for the texts that explain it.
+"""The output of `lifecycle schema` may not change, except for explaining texts.
 
 After a field was added, `python -m tests.unit.flows.recipe.test_frozen_schema` writes `frozen_schema.json` again. Where
 its diff changes or removes a definition or a property, recipes that people have are refused.

@@ -1,4 +1,4 @@
-"""Versions and resume keys of generated configs stay what they were: a refactoring builds no artifact again.
+"""Versions and resume keys of generated configs may not change, so that a refactoring rebuilds no artifact.
 
 Configs are read from the file, not generated again, so that a change of the generator, or of the examples that it
 varies, cannot loosen this. See `frozen_versions.py` for what to do when one has to change.
@@ -19,7 +19,7 @@ HELD = json.loads(FROZEN.read_text())
 
 
 def rows_of(kind):
-    """Yield the config and the digests of each frozen row, with the words that tell which row it is."""
+    """Yield the config and the digests of each frozen row, with a text that identifies the row."""
     bases = HELD[f"{kind} bases"]
     for base, path, value, *digests in HELD[f"{kind} digests"]:
         yield config_of(kind, bases[base], path, value), digests, f"base {base}, {path} = {json.dumps(value)}"

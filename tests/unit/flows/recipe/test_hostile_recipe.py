@@ -1,4 +1,4 @@
-"""A recipe is read as data: nothing in it runs, grows without bounds, or is shown to others."""
+"""Recipes are read as data: nothing in one is executed, grows without bounds, or is exposed to others."""
 
 import pytest
 

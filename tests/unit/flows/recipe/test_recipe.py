@@ -1,4 +1,4 @@
-"""A recipe says what is wrong with it, all at once, before anything starts; a good one is a DAG in order."""
+"""A recipe's errors are all reported at once, before anything starts; a valid one is a sorted DAG."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A version changes with everything that changes an artifact, and with nothing else."""
+"""An artifact's version changes with everything that affects its content, and with nothing else."""
 
 import contextlib
 import functools

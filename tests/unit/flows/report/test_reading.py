@@ -1,4 +1,4 @@
-"""A report contains what the records have, and names what they lack as unknown."""
+"""A report contains everything in the records, and marks what they lack as unknown."""
 
 import json
 from dataclasses import replace

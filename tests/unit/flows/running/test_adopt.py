@@ -1,4 +1,4 @@
-"""Adopting files gives the artifact that a download of the same files would have made."""
+"""Adopting local files gives the same artifact as downloading them."""
 
 import json
 

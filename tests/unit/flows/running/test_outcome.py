@@ -1,4 +1,4 @@
-"""Terminal, Prefect and notifications show the outcome of a refresh."""
+"""The outcome of a refresh as shown in the terminal, Prefect and notifications."""
 
 import json
 

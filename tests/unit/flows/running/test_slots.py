@@ -1,4 +1,4 @@
-"""Slots: never more than there are, no request starves, and a dead holder frees its own."""
+"""Slots for stage processes: never more than exist, no starvation, and a dead holder's slot becomes free."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Problems in the inputs of later stages are found before any stage trains, by a process like a stage's."""
+"""Problems in the inputs of later stages are found before any training, by a process like a stage's."""
 
 from __future__ import annotations
 

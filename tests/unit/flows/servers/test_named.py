@@ -1,4 +1,4 @@
-"""Servers that the user named: they are asked with the key, which goes to no other host."""
+"""Servers named by the user get requests with their key, which is sent to no other host."""
 
 import base64
 

@@ -1,4 +1,4 @@
-"""Ports of local servers are held from their choice to the first answer of the server."""
+"""Ports of local servers are reserved from their choice until the server's first answer."""
 
 import socket
 import subprocess

@@ -1,4 +1,4 @@
-"""Records of servers: whose they are in a copied home, and what is known of servers elsewhere."""
+"""Records of servers: their owner in a copied home, and servers on other machines."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def record():
-    """Return the record of a server that is this process. changes: to its identity."""
+    """Return the record of a fake server with this process's pid. changes: to its identity."""
     return lambda **changes: ServerRecord(
         process=ProcessIdentity.own().model_copy(update=changes), port=4200, token="0" * 32
     )

@@ -1,4 +1,4 @@
-"""The supervisor, with real processes: a small server in place of ours."""
+"""The servers' supervisor, with real processes and a small server in place of ours."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Schedules are checked before a server is asked."""
+"""Invalid schedules are refused before any request to a server."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The worker plans runs while a clock that was set back stops Prefect's server, and removes folders of killed ones."""
+"""The worker: schedules runs while a clock set back blocks Prefect's server, and cleans up after killed runs."""
 
 import subprocess
 import time

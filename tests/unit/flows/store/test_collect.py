@@ -1,4 +1,4 @@
-"""Damage is found and named by re-hashing; garbage collection never takes what something still needs."""
+"""Damaged artifacts are found by re-hashing; garbage collection never removes what is still needed."""
 
 import json
 import os

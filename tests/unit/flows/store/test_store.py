@@ -1,4 +1,4 @@
-"""An artifact is whole or not there, whatever happens; one process builds it at a time, and `gc` removes all of it."""
+"""Artifacts are complete or absent, whatever happens; one process builds each, and `gc` removes them whole."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""MLflow shows what a run has read: its own dataset inputs, in a real MLflow."""
+"""Dataset inputs of runs, as a real MLflow shows them."""
 
 import json
 
@@ -24,7 +24,7 @@ def client(tmp_path, monkeypatch):
 
 @pytest.fixture
 def rows(make_plan, recipe, tmp_path, monkeypatch):
-    """A dataset in the store of the home: two shards to learn from, and held-out rows."""
+    """Dataset artifact in the home's store: two training shards and held-out rows."""
     from tests.unit.flows.conftest import commit_stage
 
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))

@@ -1,4 +1,4 @@
-"""Calibration uses the accelerator benchmark's file like runs of MLflow."""
+"""Planner calibration accepts the accelerator benchmark's file like runs of MLflow."""
 
 from __future__ import annotations
 

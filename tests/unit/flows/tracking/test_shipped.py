@@ -1,4 +1,4 @@
-"""MLflow has whole curves of a shipped refresh, and pages that open on the runs."""
+"""A refresh shipped to MLflow has complete metric curves, and links that open its runs."""
 
 import json
 import re

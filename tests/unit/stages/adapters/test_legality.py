@@ -1,4 +1,4 @@
-"""Adapter options that Megatron does not support are refused by name, later ones too."""
+"""Adapter options that Megatron does not support are refused by name, including options added later."""
 
 from __future__ import annotations
 

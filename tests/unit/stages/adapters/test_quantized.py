@@ -1,4 +1,4 @@
-"""A base in 4 and 8 bits is the base within the rounding, forward and backward, and is held in as many bytes."""
+"""Bases quantized to 4 and 8 bits: rounding errors in forward and backward passes, and memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A cache entry is made once, even by several processes at once, and never half."""
+"""A cache entry is made once, even by concurrent processes, and never seen incomplete."""
 
 from __future__ import annotations
 

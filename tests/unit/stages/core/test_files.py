@@ -1,4 +1,4 @@
-"""A file is the old one or the new one, never half of it."""
+"""Atomic writes: a file has the old or the new content, never a part of it."""
 
 import json
 

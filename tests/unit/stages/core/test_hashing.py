@@ -1,4 +1,4 @@
-"""Large files are hashed once, and Ctrl-C is heard while they are."""
+"""Hashes of large files are cached, and hashing can be interrupted by Ctrl-C."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Intervals against scipy's, a published example, and the exact probability that they hold the truth."""
+"""Confidence intervals equal scipy's and a published example, and their exact coverage is as promised."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Patterns from outside are tried within limits, and mean what they mean to Python."""
+"""Regular expressions from outside run within limits, and have Python's meaning."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A program answers within limits, or it is ended with all that it has started."""
+"""An asked program answers within its limits, or is killed with all its child processes."""
 
 import os
 import subprocess

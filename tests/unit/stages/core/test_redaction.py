@@ -1,4 +1,4 @@
-"""Secrets are taken out of messages and of the files that a stage leaves."""
+"""Secrets are removed from messages and from the files that a stage leaves."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""A supervised command ends as it ends, and leaves no descendant behind."""
+"""A supervised command: its exit code is passed on, and no descendant survives it."""
 
 import os
 import re

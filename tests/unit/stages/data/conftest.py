@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are single bytes, so that a mask can be read as text."""
+"""Fixtures with a tokenizer whose tokens are single bytes, so that loss masks can be read as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad files and bad rows, one of each kind that people have: what becomes of every one of them, through `prepare`.
+"""Bad files and rows, one of each common kind, and how `prepare` treats each of them.
 
 Nothing is silent: a case is refused with its place and reason, or used and counted in a warning, or said to be fine.
 """

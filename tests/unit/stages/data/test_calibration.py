@@ -1,4 +1,4 @@
-"""Calibration samples are whole documents, cut to length, of any format."""
+"""Calibration samples are whole documents of any format, truncated to a length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems that a stage would find in its data are found in seconds, also in data that take longer."""
+"""Problems in a stage's data are found within seconds, even in large data."""
 
 from __future__ import annotations
 

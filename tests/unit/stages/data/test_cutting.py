@@ -1,4 +1,4 @@
-"""Texts cut into rows are what Transformers' example of pre-training makes of them."""
+"""Texts are cut into rows as Transformers' pre-training example cuts them."""
 
 from __future__ import annotations
 

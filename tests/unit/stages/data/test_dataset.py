@@ -1,4 +1,4 @@
-"""Batches hold the packed documents, each apart from the others, and every next token as target."""
+"""Batches hold packed documents, separated from each other, with every next token as target."""
 
 from __future__ import annotations
 

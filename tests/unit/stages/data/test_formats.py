@@ -1,4 +1,4 @@
-"""Rows of every format give the same documents; every mistake is named with what was expected."""
+"""Rows of all formats give equal documents; each mistake is reported with the expected form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer's normalizer, which comes with a model, fills no memory; ordinary ones are not refused."""
+"""A malicious tokenizer's normalizer cannot exhaust memory, and ordinary ones are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths of documents: every one is counted once, in the bin that its length says."""
+"""Histogram of document lengths: each document is counted once, in the right bin."""
 
 from itertools import pairwise
 

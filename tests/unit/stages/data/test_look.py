@@ -1,4 +1,4 @@
-"""A look at data shows the tokens that training will get, which of them are learned, and what became of all rows."""
+"""`lifecycle data` shows the tokens that training will get, which are learned, and how all rows were used."""
 
 import json
 
@@ -20,7 +20,7 @@ CHATS = [
 
 @pytest.fixture
 def look(tmp_path, tokenizer_folder):
-    """Options of a recipe's `data` → what is shown."""
+    """Provide a function that shows a dataset with options of `data`."""
 
     def find(folder, rows="examples", num_rows=2, seed=3, **options):
         config = DataConfig(dataset="data", **{"sequence_length": 256, **options})

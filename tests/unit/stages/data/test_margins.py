@@ -1,4 +1,4 @@
-"""The `margin` of a preference row comes to the batch, beside its pair; a method without use for it says so."""
+"""The `margin` of a preference row reaches the batch with its pair; methods that ignore it report so."""
 
 import json
 
@@ -19,7 +19,7 @@ ROWS = [
 
 @pytest.fixture
 def read(tmp_path, tokenizer_folder):
-    """Text of a file of rows → what a stage learns from."""
+    """Provide a function that turns a file of rows into a stage's training data."""
 
     def read_rows(text, name="train.jsonl", method="reward", **options):
         (tmp_path / "rows" / "data").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A mixture visits each dataset as often as its share says, in an order that needs nothing to be remembered."""
+"""A mixture visits each dataset by its share, in an order that is computed without state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_far_slots_are_found_at_once_and_each_dataset_has_whole_epochs():
 
 @pytest.fixture
 def prepared(tmp_path, tokenizer_folder):
-    """Rows by stage, and what `data` says → what is prepared of them; `.warnings`."""
+    """Provide a function that prepares a mixture of datasets; its `.warnings` collects messages."""
 
     def prepare(rows, kind="examples", **options):
         inputs = {}

@@ -1,4 +1,4 @@
-"""Packing loses nothing, never overfills a row, and leaves little room."""
+"""Packing keeps all documents, never overfills a row, and wastes little space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dataset is tokenized by parts, each kept by its content: what comes of it is as if it had been read in one go."""
+"""A dataset is tokenized in parts, each cached by its content, with the same result as in one pass."""
 
 from __future__ import annotations
 

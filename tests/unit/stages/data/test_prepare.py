@@ -1,4 +1,4 @@
-"""From a dataset's folder to packed rows: nothing is lost, repeated or kept silent, and bad input is named."""
+"""Preparation from dataset folder to packed rows: no row is lost, repeated or ignored silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of every format → what a model is asked, and the right answer."""
+"""Prompts and right answers are extracted from rows of every format."""
 
 from typing import Any
 

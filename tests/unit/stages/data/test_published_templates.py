@@ -1,4 +1,4 @@
-"""Masks under the chat templates of published models, held by words that only one turn has.
+"""Loss masks under published chat templates, checked by marker words that only one turn contains.
 
 The oracle knows the words, and by hand what stands before a turn and what ends it; it asks nothing of the code.
 """

@@ -1,4 +1,4 @@
-"""`label: false` says that an answer is a bad one; a class that is 0 does not."""
+"""`label: false` marks a bad answer; a classification label of 0 does not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A template can neither run on, nor fill the memory, nor reach out of its sandbox, nor know what day it is."""
+"""Sandboxed chat templates cannot run forever, exhaust memory, escape, or read the date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks over all rows have the same result whatever share of them is compared at a time."""
+"""Checks over all rows give the same result whatever the size of the compared chunks."""
 
 from __future__ import annotations
 

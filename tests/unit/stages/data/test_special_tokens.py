@@ -1,4 +1,4 @@
-"""Texts never become special tokens unless the recipe says so; the oracle is Transformers' encoding."""
+"""Texts never become special tokens unless the recipe allows it, as in Transformers' encoding."""
 
 from __future__ import annotations
 

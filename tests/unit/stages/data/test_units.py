@@ -1,4 +1,4 @@
-"""Over-long rows are treated by their policy, and rows that teach nothing are refused."""
+"""Over-long rows are treated by their policy, and rows without targets are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW in few bits: torch's own where nothing is rounded, and right on average where numbers are rounded at random."""
+"""AdamW in low precision: equal to torch's without rounding, and unbiased with stochastic rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss that balances experts is Transformers' own, of each row; routers are found whatever they are called."""
+"""The expert-balancing loss equals Transformers' for each row; routers are found under any name."""
 
 from __future__ import annotations
 

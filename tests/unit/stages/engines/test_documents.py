@@ -1,4 +1,4 @@
-"""Every token of a packed micro-batch gets a slot of its own, in its document's order, with little padding."""
+"""Packed documents as a padded batch: each token has one slot, in order, with little padding."""
 
 from __future__ import annotations
 

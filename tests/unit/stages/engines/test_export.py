@@ -1,4 +1,4 @@
-"""An exported model is the model: every tensor, every companion file, in shards that Transformers reads."""
+"""Exported models are complete: all tensors and companion files, in shards that Transformers reads."""
 
 from __future__ import annotations
 

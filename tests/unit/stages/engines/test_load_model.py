@@ -1,4 +1,4 @@
-"""A model that cannot be trained, or not be written again, is refused by name before the first step."""
+"""Models that cannot be trained or exported are refused by name before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hub that both libraries are pointed to, and download stages run in this process."""
+"""Fixtures of the hub tests: a fake hub for both client libraries, and download stages run in this process."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Builtin models and datasets: the same bytes every time, no test problem in any dataset, a usable model."""
+"""Builtin models and datasets are reproducible, contain no test problem, and work."""
 
 import json
 from importlib import import_module

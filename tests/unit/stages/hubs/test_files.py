@@ -1,4 +1,4 @@
-"""`file://`: copied as it is, pinned to its content, and never followed out of its folder."""
+"""`file://` sources are copied exactly, pinned to their content, and not followed out of their folder."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hubs that lie: no answer of theirs leads out of a folder, ends in a traceback, or is taken for what was listed."""
+"""Malicious hub answers: no path leaves its folder, no traceback, and no wrong file is accepted."""
 
 import json
 from collections.abc import Callable

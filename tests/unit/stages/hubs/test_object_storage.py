@@ -1,4 +1,4 @@
-"""`s3://` against a real server: pinned to what the objects hold, copied, resumed; refusals name what is missing."""
+"""`s3://` sources with a real server: pinned to contents, copied, resumed; errors name what is missing."""
 
 import hashlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A hub is its module and a line of the registry: with those alone, download stages take from it."""
+"""A new hub needs a module and a line of the registry: then download stages can use it."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""A source is understood, or refused with what is allowed, when the recipe is read: before anything is asked for."""
+"""Sources are parsed, or refused with the allowed forms, when the recipe is read, before any request."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A model folder is accepted only when config, weights and tokenizer are complete, and the complaint names the file."""
+"""Model folders are accepted only with complete config, weights and tokenizer; errors name the file."""
 
 import json
 import re

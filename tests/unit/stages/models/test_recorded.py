@@ -1,4 +1,4 @@
-"""Recorded predictions beside those of a model now: exact where all is kept, less where a record is old."""
+"""Recorded predictions compared with a model's present ones: exactly, or loosely for old records."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The index of a checkpoint is a pickle, of which nothing is made but descriptions of tensors."""
+"""A checkpoint's pickled index is read safely: only descriptions of tensors are created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer that loses texts is refused by name, made from a sound one by one change."""
+"""Tokenizers that lose text are refused by name, each made from a valid one by one change."""
 
 from __future__ import annotations
 

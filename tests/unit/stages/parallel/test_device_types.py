@@ -1,4 +1,4 @@
-"""Every kind of device is known by one table, can be planned for, and is refused by name what it lacks."""
+"""One table defines all device types: each can be planned for, and its missing features are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts that cannot work are errors that name every factor; those seldom wise are warnings with the reason."""
+"""Impossible layouts give errors that name every factor; unwise ones give warnings with the reason."""
 
 from __future__ import annotations
 

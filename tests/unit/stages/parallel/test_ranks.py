@@ -1,4 +1,4 @@
-"""Processes of a stage: no one else can join them, and the first that fails ends all."""
+"""Processes of a stage: outsiders cannot join, and the first failure ends all."""
 
 import os
 import signal

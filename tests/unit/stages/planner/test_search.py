@@ -1,4 +1,4 @@
-"""The search: every layout it ranks is legal, the best is best, and it is quick."""
+"""The layout search ranks only legal layouts, puts the best first, and is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of servers that lie, as each of the three HTTP libraries reads them."""
+"""Malicious HTTP answers, as each of the three HTTP libraries reads them."""
 
 import asyncio
 import gzip

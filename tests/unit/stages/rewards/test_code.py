@@ -1,4 +1,4 @@
-"""Code that a model wrote is run against its row's tests, and can do nothing else, whatever it tries."""
+"""Model-written code runs against its row's tests in a sandbox that it cannot escape."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""A reward model as a reward: its numbers are those that Transformers gives prompt and answer."""
+"""The reward model's scores equal those of Transformers for prompt and answer."""
 
 import json
 from pathlib import Path

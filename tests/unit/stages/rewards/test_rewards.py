@@ -1,4 +1,4 @@
-"""Each reward gives the number that it promises, and refuses by name what it cannot judge."""
+"""Each reward function returns its documented number, and refuses by name what it cannot score."""
 
 import json
 import os

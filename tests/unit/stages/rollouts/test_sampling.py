@@ -1,4 +1,4 @@
-"""Completions of a real local server: all, each with its own seed, and after a kill only the missing ones."""
+"""Completions from a local server: all are returned, each with its own seed; a resume asks only for missing ones."""
 
 import json
 import os

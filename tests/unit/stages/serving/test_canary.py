@@ -1,4 +1,4 @@
-"""Two versions behind one proxy: the choice between them, their counts, and no lost request when one goes."""
+"""Two versions behind one proxy: routing, counts, and no lost request when one stops."""
 
 import json
 import math

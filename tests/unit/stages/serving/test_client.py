@@ -1,4 +1,4 @@
-"""The client's reaction to answers that a healthy vLLM does not give."""
+"""The client's handling of answers that a healthy vLLM does not give."""
 
 import json
 from collections.abc import Iterator

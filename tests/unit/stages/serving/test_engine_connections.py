@@ -1,4 +1,4 @@
-"""Answers of engines, as HTTP/1.1 may frame them: whole, cut off, and connections kept for the next request."""
+"""Engine answers with every HTTP/1.1 framing: whole, cut off, and on reused connections."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""Counts of a stream, however its bytes arrive."""
+"""Counts of tokens and finish reasons in a stream do not depend on how its bytes are chunked."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Connections to an engine that are used again: they save time, and lose no request when the engine closes one."""
+"""Reused connections to an engine: they save time, and lose no request when the engine closes one."""
 
 import socket
 import threading

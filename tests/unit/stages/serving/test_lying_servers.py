@@ -1,4 +1,4 @@
-"""Servers that lie, wherever they are asked: the result is a ServerError, and no traceback, hang or leak."""
+"""Malicious servers give a ServerError everywhere, and no traceback, hang or leak."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The proxy: what it passes on and refuses, its bounds, and exchanges of engines without a lost request."""
+"""The proxy: forwarding, refusals, limits, and engine switches without a lost request."""
 
 import asyncio
 import itertools

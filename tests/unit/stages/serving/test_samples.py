@@ -1,4 +1,4 @@
-"""Requests as rows of a dataset: their content, what they never hold, and the bounded folder."""
+"""Recorded requests as dataset rows: their content, what is never recorded, and the size limit."""
 
 import fcntl
 import json

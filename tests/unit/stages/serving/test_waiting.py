@@ -1,4 +1,4 @@
-"""Engines that are killed while they have requests: the requests wait for the next engine, within bounds."""
+"""Requests of killed engines wait for the next engine, within limits."""
 
 import asyncio
 import os

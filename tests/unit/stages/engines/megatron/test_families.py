@@ -1,4 +1,4 @@
-"""A model that Megatron would compute differently is refused by name, with what is supported and what to do."""
+"""Models that Megatron would compute wrongly are refused by name, with supported ones and advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splitting a micro-batch over context-parallel ranks: nothing is lost, work is even, and the way back is exact."""
+"""Context parallelism splits a micro-batch losslessly and evenly, and is inverted exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of inputs writes down what it has found before it goes on."""
+"""The check of inputs saves each finding before it continues."""
 
 import json
 

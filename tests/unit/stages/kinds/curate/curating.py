@@ -1,4 +1,4 @@
-"""Datasets in files → the curate stage as its process runs it → what it wrote."""
+"""Helper that runs the curate stage on datasets in files, and returns what it wrote."""
 
 import json
 from dataclasses import dataclass

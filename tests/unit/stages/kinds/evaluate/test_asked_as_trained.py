@@ -1,4 +1,4 @@
-"""A model is asked as it was trained, unless the recipe says otherwise; a score of 0 is a warning."""
+"""Evaluation prompts default to the format of training; a score of 0 gives a warning."""
 
 import json
 import re

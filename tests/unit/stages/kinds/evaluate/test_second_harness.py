@@ -1,4 +1,4 @@
-"""A harness is its module and a line of the registry: with those alone, an evaluate stage scores by it."""
+"""A new evaluation harness needs a module and a line of the registry: then an evaluate stage can use it."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""Gates that hold, and by how much others are missed."""
+"""Promotion gates: passing ones, and by how much others are missed."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Configs of a promotion: mistakes are found before anything runs; names of stages are no identity."""
+"""Promotion configs: mistakes are found before anything runs; stage names are not part of the version."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The model card: the hub's own reader reads from it what the records hold, and it exposes nothing private."""
+"""The model card holds the records' facts, is readable by the hub's parser, and exposes nothing private."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Publishing to a folder: files that go there, files that do not, and files that are sent again."""
+"""Publishing to a folder: which files are copied, which are not, and which are copied again."""
 
 import hashlib
 import subprocess

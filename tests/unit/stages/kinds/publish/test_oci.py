@@ -1,4 +1,4 @@
-"""Publishing to an OCI registry: a layer a file as ORAS has it, blobs by digest, the manifest last."""
+"""Publishing to an OCI registry: one layer a file (as ORAS), blobs by digest, the manifest last."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Precision of matrix products: AWQ's search uses fast products of a CPU; all other code keeps all digits."""
+"""AWQ's search uses the CPU's fast matrix products; all other code uses full precision."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A serving engine is its module and a line of the registry: with those alone, a serve stage runs it."""
+"""A new serving engine needs a module and a line of the registry: then a serve stage can run it."""
 
 import json
 import signal

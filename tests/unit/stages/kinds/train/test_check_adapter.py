@@ -1,4 +1,4 @@
-"""Adapters that a model cannot have are refused by the field, before anything trains, on either engine."""
+"""Adapters that a model cannot have are refused by field before training, on both engines."""
 
 import pytest
 from safetensors.torch import load_file, save_file

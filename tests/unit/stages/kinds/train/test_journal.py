@@ -1,4 +1,4 @@
-"""The journal of a run logs a step once, whatever attempts there were, and sums up its own attempt."""
+"""A run's journal logs each step once over all attempts, and summarizes its own attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`keep: best`: what it needs, and what it makes part of the identity."""
+"""`keep: best`: required fields, and its effect on the version."""
 
 import pytest
 from pydantic import ValidationError

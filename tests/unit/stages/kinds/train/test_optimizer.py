@@ -1,4 +1,4 @@
-"""An optimizer that does not go with the rest of a stage is refused by name, and versions stay where none is chosen."""
+"""Optimizers that conflict with other fields are refused by name; the default one changes no version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every layout sees the same global batches, every epoch sees every row once."""
+"""Global batches are the same under every layout, and each epoch visits every row once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reported peak of memory is training's: what reading the model took is not counted."""
+"""Reported peak memory excludes the loading of the model."""
 
 import os
 

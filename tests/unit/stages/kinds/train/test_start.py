@@ -1,4 +1,4 @@
-"""Training continues an adapter as it was written, or stacks a new one; conflicts are found in the recipe."""
+"""Training continues an existing adapter or stacks a new one; conflicts are found in the recipe."""
 
 import pytest
 

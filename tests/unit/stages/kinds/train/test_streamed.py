@@ -1,4 +1,4 @@
-"""A training whose dataset stays on a hub or in a bucket: it gives the weights of one on a copy, and leaves no copy."""
+"""Training on a streamed dataset gives the weights of training on a copy, and leaves no copy behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A served teacher: its answers go to the right tokens, and what it cannot give is named before training."""
+"""Served teachers: answers are matched to tokens, and missing abilities are reported before training."""
 
 from __future__ import annotations
 

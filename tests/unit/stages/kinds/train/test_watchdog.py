@@ -1,4 +1,4 @@
-"""A process whose step does not end logs its stacks and ends with a retryable error; others are left alone."""
+"""The watchdog of a hanging step logs all stacks and ends the process with a retryable error."""
 
 from __future__ import annotations
 

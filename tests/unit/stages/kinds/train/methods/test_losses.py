@@ -1,4 +1,4 @@
-"""Losses equal their closed forms, and do not depend on how a batch is cut."""
+"""Preference losses equal their closed forms, and do not depend on the division into micro-batches."""
 
 from __future__ import annotations
 

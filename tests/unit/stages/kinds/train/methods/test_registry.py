@@ -1,4 +1,4 @@
-"""A method is its module and a line in the registry: the recipe, its schema and its messages follow."""
+"""A new training method needs a module and a line of the registry: recipe, schema and messages follow."""
 
 import json
 import re

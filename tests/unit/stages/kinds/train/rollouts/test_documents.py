@@ -1,4 +1,4 @@
-"""Packed completions: a process learns from the same whatever their distribution, each token in its place."""
+"""Packed completions: training is independent of their distribution over rows, and each token keeps its data."""
 
 from __future__ import annotations
 

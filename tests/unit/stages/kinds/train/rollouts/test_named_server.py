@@ -1,4 +1,4 @@
-"""A server that others started: it is refused where it cannot be given weights, and waited for when it fails.
+"""Sampling servers started by others: refused if weights cannot be sent, and waited for if they fail.
 
 The server here answers what vLLM 0.32 answered; tests/pipeline/test_grpo.py asks a real one.
 """

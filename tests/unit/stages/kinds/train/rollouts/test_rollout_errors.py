@@ -1,4 +1,4 @@
-"""Unsupported options of rollouts are named before anything is trained, with what to change."""
+"""Unsupported rollout options are refused before training, with what to change."""
 
 from __future__ import annotations
 

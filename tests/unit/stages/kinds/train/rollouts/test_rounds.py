@@ -1,4 +1,4 @@
-"""Rounds: the prompts of a step are a function of the seed and the step; a round is read from its file as written."""
+"""A round's prompts depend on seed and step alone; a saved round is read back exactly."""
 
 from __future__ import annotations
 
