@@ -499,7 +499,7 @@ def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], mod
     for portion, files in zip(portions(config), [splits[0], splits[1] or splits[0]], strict=False):
         reader = RowReader(facts.form, facts.kind, facts.columns)
         first_rows_read(reader, portion, read_rows(folder, files))
-        tokenizer = PartTokenizer(Tokenizing(portion, config, model, facts.kind, reader))
+        tokenizer = PartTokenizer(Tokenizing(portion, config, ModelFacts(model), facts.kind, reader))
         for path in files:
             part = Part(path, name_of(path, folder))
             rows = takewhile(lambda _: time.process_time() < ends_s, read_part(part))

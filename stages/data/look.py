@@ -35,6 +35,7 @@ from stages.data.prepare import (
 from stages.data.seen_rows import check_held_out
 from stages.data.summaries import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
 from stages.data.tokenizer import DocumentTokenizer
+from stages.models.facts import ModelFacts
 from stages.remote.pointers import size_bytes
 
 CHECK_SECONDS = 20.0
@@ -55,10 +56,10 @@ class Silent:
 
 
 def data_problems(
-    folder: Path, config: DataConfig, tokenizer_folder: Path, *, rows: RowKind, cache: Path
+    folder: Path, config: DataConfig, model: ModelFacts, *, rows: RowKind, cache: Path
 ) -> Iterator[tuple[str, LifecycleError | str]]:
     """Yield field of `config` and error for all that the first seconds of `prepare` show; or a note on unread rows."""
-    problems = [*_missing_splits(folder, config), *_bad_template(config, tokenizer_folder)]
+    problems = [*_missing_splits(folder, config), *_bad_template(config, model)]
     yield from problems
     if problems:
         return
@@ -66,7 +67,7 @@ def data_problems(
     for portion in portions(config):
         files = find_files(folder, portion.split)
         task = Preprocessing(
-            portion, folder, files, config, tokenizer_folder, rows, Silent(), cache / PIECES_FOLDER, CHECK_SECONDS
+            portion, folder, files, config, model, rows, Silent(), cache / PIECES_FOLDER, CHECK_SECONDS
         )
         try:
             if folder_of_rows := _prepared(task, cache / CACHE_FOLDER):
@@ -101,9 +102,9 @@ def _missing_splits(folder: Path, config: DataConfig) -> Iterator[tuple[str, Lif
             yield name, error
 
 
-def _bad_template(config: DataConfig, tokenizer_folder: Path) -> Iterator[tuple[str, LifecycleError]]:
+def _bad_template(config: DataConfig, model: ModelFacts) -> Iterator[tuple[str, LifecycleError]]:
     try:
-        _ = config.chat_template and DocumentTokenizer(tokenizer_folder, config.chat_template, config.train_on).template
+        _ = config.chat_template and DocumentTokenizer(model.folder, config.chat_template, config.train_on).template
     except (DataError, ModelError) as error:
         yield "chat_template", error
 
@@ -137,7 +138,7 @@ class Visits:
 def look_at(
     inputs: Mapping[str, Path],
     config: DataConfig,
-    tokenizer_folder: Path,
+    model: ModelFacts,
     *,
     rows: RowKind,
     visits: Callable[[PackedDataset], Visits],
@@ -165,14 +166,12 @@ def look_at(
             pieces = cache / PIECES_FOLDER
             with saying_of(name) if config.is_mixture else nullcontext():
                 files = find_files(folder, portion.split)
-                task = Preprocessing(
-                    portion, folder, files, part, tokenizer_folder, rows, Silent(), pieces, LOOK_SECONDS, so_far
-                )
+                task = Preprocessing(portion, folder, files, part, model, rows, Silent(), pieces, LOOK_SECONDS, so_far)
                 into[name], unread_after = _opened(task, cache / CACHE_FOLDER, scratch)
             shown.append(_portion(f"{portion.name}{of}", into[name], part, unread_after))
         leak = check_held_out(training[name].folder, held_out[name].folder) if name in held_out else None
         warnings += [f"{name}: {leak}" if config.datasets else leak] if leak else []
-    tokenizer = DocumentTokenizer(tokenizer_folder, config.chat_template, config.train_on)
+    tokenizer = DocumentTokenizer(model.folder, config.chat_template, config.train_on)
     whole = joined(training)
     of_training = visits(whole)
     if not any(portion.unread_after for portion in shown):

@@ -150,9 +150,7 @@ class PieceSource:
     def _parts(self) -> Iterator[KeyedPart]:
         """Yield all parts with their keys; each is hashed when it is asked for."""
         task = self._task
-        decided = key_parts(task.portion, task.config, task.tokenizer_folder, task.rows) | {
-            "first_rows": str(task.reader)
-        }
+        decided = key_parts(task.portion, task.config, task.model.folder, task.rows) | {"first_rows": str(task.reader)}
         for path in self._files:
             for one in parts_of(path, name_of(path, self._folder)):
                 yield one, content_key({**decided, "file": format_suffix(path), "content": one.digest})

@@ -35,6 +35,7 @@ from stages.data.seen_rows import SeenRows, check_held_out, rows_in_any_order
 from stages.data.tokenizer import TokenizerNotes
 from stages.data.tokenizing import Piece, Tokenizing, key_parts, over_long_of
 from stages.data.units import PackedRows, Unit, Units, cut, pack
+from stages.models.facts import ModelFacts
 from stages.models.recorded import ToolPrompt
 
 BAD_ROWS = "bad_rows.jsonl"
@@ -64,7 +65,7 @@ class PreparedData:
 def prepare(
     folder: Path,
     config: DataConfig,
-    tokenizer_folder: Path,
+    model: ModelFacts,
     *,
     rows: RowKind,
     cache: Path,
@@ -74,7 +75,7 @@ def prepare(
     """Read, check, render, tokenize and pack the rows that `config` names, or reuse the result in `cache`.
 
     - folder: the dataset artifact's `data/`
-    - tokenizer_folder: a model artifact's `model/`
+    - model: that is trained, whose tokenizer makes the tokens
     - rows: kind of row that the training method learns from
     - bad_rows_file: JSONL list of the rows that `on_bad_rows: drop` leaves out; not written when there are none
 
@@ -88,7 +89,7 @@ def prepare(
                 folder,
                 find_files(folder, portion.split),
                 config,
-                tokenizer_folder,
+                model,
                 rows,
                 report,
                 cache / PIECES_FOLDER,
@@ -107,7 +108,7 @@ def prepare(
 def prepare_mixture(
     inputs: Mapping[str, Path],
     config: DataConfig,
-    tokenizer_folder: Path,
+    model: ModelFacts,
     *,
     rows: RowKind,
     cache: Path,
@@ -131,7 +132,7 @@ def prepare_mixture(
             prepared[name] = prepare(
                 inputs[part.dataset_stage] / "data",
                 part,
-                tokenizer_folder,
+                model,
                 rows=rows,
                 cache=cache,
                 report=_NamedReport(report, name) if is_mixture else report,
@@ -150,7 +151,7 @@ def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
     states = {path: FileState.of(path) for path in names}
     key = content_key(
         {
-            **key_parts(task.portion, task.config, task.tokenizer_folder, task.rows),
+            **key_parts(task.portion, task.config, task.model.folder, task.rows),
             "files": {name: file_digest(path) for path, name in names.items()},
         }
     )
@@ -192,7 +193,7 @@ class Preprocessing:
     folder: Path
     files: list[Path]
     config: DataConfig
-    tokenizer_folder: Path
+    model: ModelFacts
     rows: RowKind
     report: Report
     pieces: Path
@@ -224,7 +225,7 @@ class _Run:
         self._bad_rows = bad_rows
         self._writer = writer
         reader = RowReader(config.format, task.rows, config.columns)
-        tokenizing = Tokenizing(task.portion, config, task.tokenizer_folder, task.rows, reader)
+        tokenizing = Tokenizing(task.portion, config, task.model, task.rows, reader)
         self._source = PieceSource(tokenizing, task.folder, task.files, task.pieces, task.report, task.time_limit_s)
         self._tokenizer = self._source.tokenizer.tokenizer
         self._unread = Unread()

@@ -82,7 +82,7 @@ class Tokenizing:
 
     portion: Portion
     config: DataConfig
-    tokenizer_folder: Path
+    model: ModelFacts
     rows: RowKind
     reader: RowReader
 
@@ -116,15 +116,15 @@ class PartTokenizer:
         self._task = task
         self._reader = task.reader
         self.tokenizer = DocumentTokenizer(
-            task.tokenizer_folder,
+            task.model.folder,
             config.chat_template,
             config.train_on,
             turns=config.turns,
             template_date=config.template_date,
             special_tokens_in_content=config.special_tokens_in_content,
         )
-        has_config = (task.tokenizer_folder / CONFIG_FILE).is_file()  # `lifecycle init` fetches a tokenizer alone
-        size = ModelFacts(task.tokenizer_folder).vocabulary_size if has_config else None
+        has_config = (task.model.folder / CONFIG_FILE).is_file()  # `lifecycle init` fetches a tokenizer alone
+        size = task.model.vocabulary_size if has_config else None
         self._answers = AnswerCheck(self.tokenizer.special_tokens, size)
 
     def pieces(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[Piece]:

@@ -60,7 +60,7 @@ def export_model(
     causal_lm: Any,
     named_weights: Iterable[tuple[str, Tensor]],
     *,
-    source: Path,
+    source: ModelFacts,
     folder: Path,
     dtype: torch.dtype,
     score: ScoreHead | None = None,
@@ -73,7 +73,7 @@ def export_model(
     tied = _tied(causal_lm)
     dtype_of = dtype_of_weights(causal_lm, dtype)
     kept = ((name, _cast(weight, dtype_of(name))) for name, weight in named_weights if name not in tied)
-    originals = _originals(causal_lm, kept, source) if is_main_process() else kept
+    originals = _originals(causal_lm, kept, source.folder) if is_main_process() else kept
     if score:
         originals = ((score.written_as if name == score.name else name, weight) for name, weight in originals)
     write_model(
@@ -111,7 +111,7 @@ def check_exportable(causal_lm: Any, source: Path) -> None:
 def write_model(
     named_weights: Iterable[tuple[str, Tensor]],
     *,
-    source: Path,
+    source: ModelFacts,
     folder: Path,
     dtype: torch.dtype,
     tied: set[str],
@@ -133,16 +133,16 @@ def write_model(
     for name, weight in named_weights:
         writer.add(name, weight.to("cpu").contiguous())
     if carried is not None:
-        for name, weight in _carried(source, carried, writer.names):
+        for name, weight in _carried(source.folder, carried, writer.names):
             writer.add(name, weight)
     writer.finish()
-    copy_all_but_weights(source, folder)
+    copy_all_but_weights(source.folder, folder)
     _write_config(source, folder, dtype, score.config if score else {})
     written = weight_shapes(folder)
     if score:
         tied = {*tied, score.name}
         written.pop(score.written_as)
-    _check_same_weights(weight_shapes(source), written, tied)
+    _check_same_weights(weight_shapes(source.folder), written, tied)
 
 
 def copy_all_but_weights(source: Path, folder: Path) -> None:
@@ -264,8 +264,8 @@ def _layer(name: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _write_config(source: Path, folder: Path, dtype: torch.dtype, fields: dict[str, Any]) -> None:
-    config = dict(ModelFacts(source).config)
+def _write_config(source: ModelFacts, folder: Path, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    config = dict(source.config)
     config.pop("torch_dtype", None)  # what Transformers 4 called `dtype`
     config["dtype"] = str(dtype).removeprefix("torch.")
     write_atomically(folder / "config.json", json.dumps(config | fields, indent=2) + "\n")

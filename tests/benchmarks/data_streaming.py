@@ -18,6 +18,7 @@ from pathlib import Path
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
 from stages.hubs.builtin import qwen3
+from stages.models.facts import ModelFacts
 
 DEFAULT_NUM_ROWS = (100_000, 1_000_000)
 
@@ -51,7 +52,7 @@ def measure(folder: Path, tokenizer_folder: Path, num_rows: int) -> None:
     data = prepare(
         folder / "data",
         config,
-        tokenizer_folder,
+        ModelFacts(tokenizer_folder),
         rows="examples",
         cache=folder / "cache",
         report=Silent(),

@@ -177,11 +177,11 @@ def engine(
         prepare_megatron()
         from stages.engines.megatron.engine import MegatronEngine
 
-        made: Any = MegatronEngine(folder, config.engine_settings, device, shape)
+        made: Any = MegatronEngine(ModelFacts(folder), config.engine_settings, device)
     else:
         from stages.engines.fsdp.engine import FsdpEngine
 
-        made = FsdpEngine(folder, config.engine_settings, device)
+        made = FsdpEngine(ModelFacts(folder), config.engine_settings, device)
     rows, length = config.layout.micro_batch_size, part.tokens
     batches = [batch(shape.vocab_size, rows, length) for _ in range(config.micro_batches_per_step)]
     flops = made.flops.training([length] * part.rows, part.rows * (length - 1))

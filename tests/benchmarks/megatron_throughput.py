@@ -53,7 +53,7 @@ def megatron_step(folder: Path, tokens: torch.Tensor, device: torch.device) -> C
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
-    engine = MegatronEngine(folder, config(device).engine_settings, device, ModelFacts(folder).shape)
+    engine = MegatronEngine(ModelFacts(folder), config(device).engine_settings, device)
     batch = whole_rows(tokens)
     return lambda: engine.train_step([batch], SftLoss(), LEARNING_RATE, 1.0).loss
 

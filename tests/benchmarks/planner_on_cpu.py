@@ -141,13 +141,13 @@ def make_engine(model: Path, config: TrainConfig, device: torch.device) -> Engin
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
 
-        return FsdpEngine(model, config.engine_settings, device)
+        return FsdpEngine(ModelFacts(model), config.engine_settings, device)
     from stages.engines.megatron.compat import prepare_megatron
 
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
-    return MegatronEngine(model, config.engine_settings, device, ModelFacts(model).shape)
+    return MegatronEngine(ModelFacts(model), config.engine_settings, device)
 
 
 def batch_of(num_rows: int) -> Batch:

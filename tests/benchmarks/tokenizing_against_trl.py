@@ -89,6 +89,7 @@ def ours_s(folder: Path, part: str, _: int) -> float:
     from stages.data.config import DataConfig
     from stages.data.look import Silent
     from stages.data.prepare import prepare
+    from stages.models.facts import ModelFacts
 
     config = DataConfig(dataset="chats", sequence_length=SEQUENCE_LENGTH)
     with tempfile.TemporaryDirectory(dir=folder) as cache:
@@ -96,7 +97,7 @@ def ours_s(folder: Path, part: str, _: int) -> float:
         prepare(
             folder / part,
             config,
-            folder / "model",
+            ModelFacts(folder / "model"),
             rows="examples",
             cache=Path(cache),
             report=Silent(),

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from stages.core.contract import is_main_process
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.kinds.train.config import TrainConfig
+from stages.models.facts import ModelFacts
 from stages.parallel.processes import joined_processes
 from tests.parity.fsdp_program import first_gradients
 from tests.unit.stages.kinds.train.methods.against_trl import packed
@@ -31,7 +32,7 @@ def main() -> None:
     with joined_processes() as device:
         for name, fields in spec["cases"].items():
             config = TrainConfig.model_validate(fields)
-            engine = FsdpEngine(Path(spec["model"]), config.engine_settings, device)
+            engine = FsdpEngine(ModelFacts(Path(spec["model"])), config.engine_settings, device)
             gradients = first_gradients(engine)
             losses = train(engine, config, spec["pairs"], spec["num_steps"])
             engine.export(output / name, torch.float32)

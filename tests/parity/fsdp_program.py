@@ -24,6 +24,7 @@ from stages.data.batch import IGNORED, Batch
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
+from stages.models.facts import ModelFacts
 from stages.parallel.processes import joined_processes
 
 Row = list[list[int]]
@@ -35,7 +36,7 @@ def main() -> None:
     with joined_processes() as device:
         for name, case in spec["cases"].items():
             config = TrainConfig.model_validate(case["config"])
-            engine = FsdpEngine(Path(case["model"]), config.engine_settings, device)
+            engine = FsdpEngine(ModelFacts(Path(case["model"])), config.engine_settings, device)
             gradients = first_gradients(engine)
             result = train_case(engine, config, spec["data"], case)
             engine.export(Path(spec["output"]) / name, torch.float32)

@@ -21,4 +21,4 @@ def main() -> None:
 
 
 def build(model: Path, config: TrainConfig, device: torch.device) -> MegatronEngine:
-    return MegatronEngine(model, config.engine_settings, device, ModelFacts(model).shape)
+    return MegatronEngine(ModelFacts(model), config.engine_settings, device)

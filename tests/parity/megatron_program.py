@@ -68,7 +68,7 @@ def main() -> None:
             case = cases(dist.get_world_size())[index]
             config = TrainConfig.model_validate(train_config(case))
             model = folder / "models" / case.model
-            engine = MegatronEngine(model, config.engine_settings, device, ModelFacts(model).shape)
+            engine = MegatronEngine(ModelFacts(model), config.engine_settings, device)
             name = f"{dist.get_world_size()}-{index}"
             result = run(engine, config, case)
             engine.export(folder / "exported" / name, torch.float32)
@@ -107,7 +107,7 @@ def run(engine: Any, config: TrainConfig, case: Case) -> Result:
 
 def continued_loss(model: Path, config: TrainConfig, case: Case, device: torch.device, start: Path) -> float:
     dist.barrier()  # rank 0 has written it
-    engine = MegatronEngine(model, config.engine_settings, device, ModelFacts(model).shape, start)
+    engine = MegatronEngine(ModelFacts(model), config.engine_settings, device, start)
     batches = share(global_batches(case.data)[0], engine, config)
     loss = config.learning.build_loss(config.method_options)
     found = engine.evaluate(iter(batches), loss).loss

@@ -73,7 +73,7 @@ def leave(path: Path, text: str) -> None:
 def round_trip(model: Path, layout: dict[str, Any], folder: Path, device: torch.device) -> None:
     chunks, shape = build(model, layout, device)
     load_weights(chunks, model, shape)
-    export_weights(chunks, shape, source=model, folder=folder, dtype=torch.float32)
+    export_weights(chunks, source=ModelFacts(model), folder=folder, dtype=torch.float32)
     parallel_state.destroy_model_parallel()
 
 
@@ -89,7 +89,7 @@ def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.dev
     chunks, shape = build(model, layout, device)
     reading = peak_of(lambda: load_weights(chunks, model, shape))
     loaded = anonymous_bytes()
-    writing = peak_of(lambda: export_weights(chunks, shape, source=model, folder=folder, dtype=torch.float32))
+    writing = peak_of(lambda: export_weights(chunks, source=ModelFacts(model), folder=folder, dtype=torch.float32))
     parallel_state.destroy_model_parallel()
     return {"reading": reading - loaded, "writing": writing - loaded}
 
@@ -154,8 +154,8 @@ def make_engine(
 ) -> tuple[Any, TrainConfig]:
     config = make_config(place, adapter)
     if config.engine == "fsdp":
-        return FsdpEngine(model, config.engine_settings, device), config
-    return MegatronEngine(model, config.engine_settings, device, ModelFacts(model).shape), config
+        return FsdpEngine(ModelFacts(model), config.engine_settings, device), config
+    return MegatronEngine(ModelFacts(model), config.engine_settings, device), config
 
 
 def make_config(place: list[Any], adapter: dict[str, Any] | None = None) -> TrainConfig:

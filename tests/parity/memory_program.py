@@ -45,7 +45,7 @@ def main() -> None:
         request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)
         predicted = estimate(request, config.engine, config.layout).memory
         if config.engine == "fsdp":
-            engine = FsdpEngine(folder, config.engine_settings, device)
+            engine = FsdpEngine(ModelFacts(folder), config.engine_settings, device)
         else:
             engine = megatron_engine(folder, config, device, shape)
         Path("/proc/self/clear_refs").write_text(FORGET_PEAK)
@@ -72,7 +72,7 @@ def megatron_engine(folder, config, device, shape):
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
-    return MegatronEngine(folder, config.engine_settings, device, shape)
+    return MegatronEngine(ModelFacts(folder), config.engine_settings, device)
 
 
 def row_of(num_tokens: int, vocabulary: int) -> Batch:

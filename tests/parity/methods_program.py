@@ -28,13 +28,14 @@ from stages.kinds.train.batches import BatchSource
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.loop import with_divergence
 from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss
+from stages.models.facts import ModelFacts
 from stages.parallel.processes import joined_processes
 
 NUM_STEPS, VOCABULARY = 2, 64
 
 
 def main() -> None:
-    run_cases(lambda model, config, device: FsdpEngine(model, config.engine_settings, device))
+    run_cases(lambda model, config, device: FsdpEngine(ModelFacts(model), config.engine_settings, device))
 
 
 def run_cases(

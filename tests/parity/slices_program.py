@@ -20,6 +20,7 @@ import torch.distributed as dist
 from stages.core.errors import ModelError
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.kinds.train.config import TrainConfig
+from stages.models.facts import ModelFacts
 from stages.parallel.processes import joined_processes
 from tests.merge_peak import INTERVAL_S, anonymous_bytes
 
@@ -49,7 +50,7 @@ def started(folder, settings, device):
     watcher = Thread(target=watch)
     watcher.start()
     try:
-        engine = FsdpEngine(folder, settings, device)
+        engine = FsdpEngine(ModelFacts(folder), settings, device)
     finally:
         ended.set()
         watcher.join()

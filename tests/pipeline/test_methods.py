@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from stages.core.contract import StageResult
+from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.run import run
 from stages.kinds.train.teacher import check_teacher
-from stages.models.facts import ModelFacts
 from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import started_server
@@ -117,7 +117,6 @@ def served_teacher(with_teacher, tmp_path_factory):
 
 def test_a_served_teacher_says_what_the_model_says(with_teacher, served_teacher, tmp_path):
     """Two processes with a served teacher, of which one sends the requests, learn as one with a local teacher."""
-    base = with_teacher["base"] / "model"
     config = make_config("distill", steps=8, data=TEXTS, teacher="teacher", distill={"loss_top_k": 8})
     alone = make_context(tmp_path / "model" / "work", with_teacher, config)
     run(config, alone)
@@ -125,13 +124,13 @@ def test_a_served_teacher_says_what_the_model_says(with_teacher, served_teacher,
     layout = {"dp_shard": 2, "micro_batch_size": 1}
     config = make_config("distill", steps=8, data=TEXTS, layout=layout, distill=options)
     shared = make_context(tmp_path / "served" / "work", with_teacher, config)
-    assert list(check_teacher(config, with_teacher, ModelFacts(base))) == []
+    assert list(check_teacher(config, InputModels.of(config, with_teacher))) == []
     run_to_end(shared.work, config)
     losses = [[row["loss"] for row in logged(one.work)] for one in (alone, shared)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[0][-1] < 0.7 * losses[0][0]
     config = make_config("distill", data=TEXTS, distill={**options, "loss_top_k": 21})
-    (problem,) = check_teacher(config, with_teacher, ModelFacts(base))
+    (problem,) = check_teacher(config, InputModels.of(config, with_teacher))
     assert "greater than max allowed: 20" in str(problem)
     assert "--max-logprobs 21" in str(problem)
 

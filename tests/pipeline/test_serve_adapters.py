@@ -26,6 +26,7 @@ from stages.kinds.download.run import run as run_download
 from stages.kinds.promote.config import PromoteConfig
 from stages.kinds.promote.run import run as run_promotion
 from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Standing, Verdict
+from stages.models.facts import ModelFacts
 from stages.models.recorded import RECORD, Predicted
 from stages.serving.agreement import compare_with_records
 from stages.serving.client import Client
@@ -83,7 +84,7 @@ def record_tool_prompt(artifact: Path, folder: Path) -> None:
     prepared = prepare(
         folder,
         DataConfig(dataset="rows", sequence_length=256),
-        artifact / "model",
+        ModelFacts(artifact / "model"),
         rows="examples",
         cache=folder / "cache",
         report=Silent(),

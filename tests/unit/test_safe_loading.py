@@ -70,6 +70,22 @@ def test_model_folders_are_opened_by_one_module(trees):
     assert {file for file, _ in named} == {"stages/models/loading.py"}
 
 
+def test_the_config_of_a_model_is_read_by_one_module(trees):
+    """Others ask `ModelFacts`, which reads it once."""
+    readers = set()
+    for file, tree in trees.items():
+        imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        names = {alias.name for node in imported if node.module == "stages.models.facts" for alias in node.names}
+        is_facts = file == "stages/models/facts.py"
+        spellings = ["'config.json'", *(["CONFIG_FILE"] if is_facts or "CONFIG_FILE" in names else [])]
+        for name, node in calls(tree):
+            if name in ("json.loads", "json.load", "read_json_object") and any(
+                spelling in ast.unparse(node) for spelling in spellings
+            ):
+                readers.add(file)
+    assert readers == {"stages/models/facts.py"}
+
+
 def test_yaml_is_loaded_by_safe_loaders_only(trees):
     loaders = {
         f"{file}: {ast.unparse(node.args[1] if len(node.args) > 1 else option(node, 'Loader'))}"

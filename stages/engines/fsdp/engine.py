@@ -37,6 +37,7 @@ from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.fsdp.state import TrainingState
 from stages.engines.loss import Loss, means, stacked, totals_of
 from stages.engines.settings import EngineSettings
+from stages.models.facts import ModelFacts
 from stages.models.transformers_flops import model_flops
 from stages.parallel.layout import Layout
 
@@ -52,18 +53,18 @@ class FsdpEngine:
 
     def __init__(
         self,
-        folder: Path,
+        model: ModelFacts,
         settings: EngineSettings,
         device: torch.device,
         start: Path | None = None,
         rows: InputRows | None = None,
     ) -> None:
-        """Load the Hugging Face `folder` under `settings.layout`; the process group must exist.
+        """Load the model from its folder under `settings.layout`; the process group must exist.
 
         start: folder of an adapter that training starts from.
         rows: training rows that an adapter with `init: eva` starts from.
         """
-        self._folder = folder
+        self._source, self._folder = model, model.folder
         self._trust_remote_code = settings.trust_remote_code
         self._start = start
         self.device = device
@@ -83,10 +84,10 @@ class FsdpEngine:
             freeze_routers(self._model.causal_lm)
         self._adapter = self._add_adapter(settings, rows) if settings.adapter else None
         if not self._adapter:
-            check_exportable(self._model.causal_lm, folder)  # with the head that the files have: before the score head
+            check_exportable(self._model.causal_lm, model.folder)  # with the files' own head: before the score head
         self._score_head: ScoreHead | None = None
         if settings.has_score_head:
-            self._model, self._score_head = with_score_head(self._model, folder, settings.seed)
+            self._model, self._score_head = with_score_head(self._model, self._folder, settings.seed)
         drop_weights(self._model, read_later)  # to `meta`: each process reads the rows of its shards once it has them
         self.flops = model_flops(self._model.causal_lm)
         if settings.adapter:
@@ -209,7 +210,7 @@ class FsdpEngine:
         export_model(
             self._model.causal_lm,
             named_weights,
-            source=self._folder,
+            source=self._source,
             folder=folder,
             dtype=dtype,
             score=self._score_head,

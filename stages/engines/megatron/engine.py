@@ -43,8 +43,8 @@ from stages.engines.megatron.pipeline import Consumer, OfLogits, Pipeline
 from stages.engines.megatron.spec import check_precision
 from stages.engines.megatron.weights import export_weights, load_weights
 from stages.engines.settings import EngineSettings
+from stages.models.facts import ModelFacts
 from stages.models.loading import load_config
-from stages.models.shape import ModelShape
 from stages.parallel.processes import collective_timeout
 
 
@@ -53,20 +53,19 @@ class MegatronEngine:
 
     def __init__(
         self,
-        folder: Path,
+        model: ModelFacts,
         settings: EngineSettings,
         device: torch.device,
-        shape: ModelShape,
         start: Path | None = None,
     ) -> None:
-        """Load the Hugging Face `folder`, of a model of this shape, under `settings.layout`.
+        """Load the model from its folder under `settings.layout`.
 
         The process group must exist, Megatron's groups not. start: folder of an adapter that training continues.
         """
         check_precision(settings.precision)
         layout = settings.layout
-        self._folder = folder
-        self._shape = shape
+        folder, shape = model.folder, model.shape
+        self._source, self._shape = model, shape
         timeout = collective_timeout(settings.hang_timeout_s)
         start_model_parallel(layout, is_mixture=shape.num_experts > 0, seed=settings.seed, timeout=timeout)
         self.device = device
@@ -181,10 +180,10 @@ class MegatronEngine:
             factors = learned_factors(self._chunks, self._shape)
             if not is_main_process():
                 return []
-            problems = write_adapter(folder, factors, self._adapter.config, self._folder, dtype)
-            unloadable = loading_problem(folder, self._folder, trust_remote_code=False)
+            problems = write_adapter(folder, factors, self._adapter.config, self._source.folder, dtype)
+            unloadable = loading_problem(folder, self._source.folder, trust_remote_code=False)
             return [*problems, *([unloadable] if unloadable else [])]
-        export_weights(self._chunks, self._shape, source=self._folder, folder=folder, dtype=dtype)
+        export_weights(self._chunks, source=self._source, folder=folder, dtype=dtype)
         return []
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from stages.engines.export import OLD_BUFFERS, write_model
 from stages.engines.megatron.families import HEAD
 from stages.engines.megatron.parts import Key, Part, local_parts
 from stages.engines.weight_slices import WeightFiles
+from stages.models.facts import ModelFacts
 from stages.models.loaded_weights import check_finite
 from stages.models.shape import ModelShape
 
@@ -44,12 +45,10 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, model: ModelShape) ->
         check_finite(folder, ((" and ".join(part.weight_names()), parameter) for part, parameter in parts))
 
 
-def export_weights(
-    chunks: Sequence[GPTModel], model: ModelShape, *, source: Path, folder: Path, dtype: torch.dtype
-) -> None:
+def export_weights(chunks: Sequence[GPTModel], *, source: ModelFacts, folder: Path, dtype: torch.dtype) -> None:
     """Write the trained model as a Hugging Face folder. Collective; rank 0 writes."""
-    tied = {HEAD} if model.tied_embeddings else set()
-    weights = named_weights(chunks, model, dtype)
+    tied = {HEAD} if source.shape.tied_embeddings else set()
+    weights = named_weights(chunks, source.shape, dtype)
     write_model(weights, source=source, folder=folder, dtype=dtype, tied=tied, carried=NOT_NEEDED)
 
 

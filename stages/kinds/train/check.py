@@ -13,6 +13,7 @@ from stages.data.any_rows import check_formats
 from stages.data.look import Silent, data_problems
 from stages.data.prepare import prepare_mixture
 from stages.kinds.train.blocks import MoeConfig
+from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import RolloutOptions
 from stages.kinds.train.order import repeated_too_often
@@ -27,13 +28,14 @@ from stages.rewards.reward import RewardContext
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
     """Yield each problem of a training stage with its dotted field; a text says what could not be checked."""
     config = TrainConfig.model_validate(stage_input.config)
-    model_folder = stage_input.inputs[config.base or config.model] / "model"
+    models = InputModels.of(config, stage_input.inputs)
+    model_folder = models.start.folder
     if config.adapter:
         yield from adapter_problems(config, config.adapter, model_folder)
     if config.moe != MoeConfig():
         yield from moe_problems(config, model_folder)
     field = f"{config.method}.teacher_server" if config.teacher_server else "teacher"
-    yield from ((field, error) for error in check_teacher(config, stage_input.inputs, ModelFacts(model_folder)))
+    yield from ((field, error) for error in check_teacher(config, models))
     if config.sampling and config.sampling.server:
         from stages.kinds.train.rollouts.server import (
             named_server_problems,  # and torch, with what lies beneath it
@@ -54,16 +56,16 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
     for place, part in data.parts.items():
         folder = stage_input.inputs[part.dataset_stage] / "data"
         for field, error in data_problems(
-            folder, part, model_folder, rows=config.learning.rows, cache=stage_input.cache
+            folder, part, models.start, rows=config.learning.rows, cache=stage_input.cache
         ):
             is_sound = False
             yield f"data.{place}{field}", error
     if is_sound and (data.datasets or config.on_policy):
-        yield from prepared_problems(config.model_copy(update={"data": data}), stage_input, model_folder)
+        yield from prepared_problems(config.model_copy(update={"data": data}), stage_input, models.start)
 
 
 def prepared_problems(
-    config: TrainConfig, stage_input: StageInput, model_folder: Path
+    config: TrainConfig, stage_input: StageInput, model: ModelFacts
 ) -> Iterator[tuple[str, LifecycleError]]:
     """Yield the problems of a training's datasets together, after each was found sound and prepared."""
     field = "data.datasets" if config.data.datasets else "data.dataset"
@@ -72,7 +74,7 @@ def prepared_problems(
             prepared = prepare_mixture(
                 stage_input.inputs,
                 config.data,
-                model_folder,
+                model,
                 rows=config.learning.rows,
                 cache=stage_input.cache,
                 report=Silent(),

@@ -1,9 +1,13 @@
-"""Checks of engine, layout and lengths against a model's `config.json`, before anything slow starts.
+"""Models that a training reads, and checks of engine, layout and lengths against their config before anything slow.
 
 Problems of a layout that hold for every model were found when the config was read.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import LayoutError, ModelError
@@ -14,6 +18,24 @@ from stages.models.facts import LEARNED_POSITIONS, ModelFacts
 from stages.models.model_folder import check_unquantized, code_not_run
 from stages.models.shape import ModelShape
 from stages.parallel.legality import layout_warnings, model_errors
+
+
+@dataclass(frozen=True)
+class InputModels:
+    """Models that a training reads.
+
+    start: the model that learns, or the base of the adapter that does.
+    teacher: None for a method without one, and for a teacher on a server.
+    """
+
+    start: ModelFacts
+    teacher: ModelFacts | None = None
+
+    @classmethod
+    def of(cls, config: TrainConfig, inputs: Mapping[str, Path]) -> InputModels:
+        """Return those that the config names. inputs: artifacts by stage."""
+        start, teacher = inputs[config.base or config.model], config.teacher and inputs[config.teacher]
+        return cls(ModelFacts(start / "model"), ModelFacts(teacher / "model") if teacher else None)
 
 
 def check_lengths(longest: int, context: StageContext, facts: ModelFacts) -> None:

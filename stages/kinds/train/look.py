@@ -8,6 +8,7 @@ from stages.core.contract import StageInput
 from stages.data.dataset import PackedDataset
 from stages.data.look import Visits, look_at
 from stages.data.summaries import DataLook
+from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.order import repeated_too_often, seen, slots_of, steps_of_epochs
 from stages.kinds.train.rollouts.documents import checked_prompts
@@ -21,10 +22,10 @@ def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
     Raises as `prepare_mixture` and `checked_prompts` do.
     """
     config = TrainConfig.model_validate(stage_input.config)
-    model = stage_input.inputs[config.base or config.model] / "model"
+    model = InputModels.of(config, stage_input.inputs).start
     if config.rollouts:
         folder = stage_input.inputs[config.data.dataset_stage] / "data"
-        return look_at_prompts(checked_prompts(config, config.rollouts, folder, model), model, num_rows)
+        return look_at_prompts(checked_prompts(config, config.rollouts, folder, model.folder), model.folder, num_rows)
 
     def visits(training: PackedDataset) -> Visits:
         slots = slots_of(config.data, training, config.seed)

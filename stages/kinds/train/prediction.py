@@ -51,7 +51,11 @@ class Prediction:
 
 
 def predict_run(
-    config: TrainConfig, context: StageContext, shape: ModelShape | None, device: torch.device
+    config: TrainConfig,
+    context: StageContext,
+    shape: ModelShape | None,
+    teacher: ModelFacts | None,
+    device: torch.device,
 ) -> Prediction:
     """Predict memory and step time, check memory, and write `prediction.json` with the alternatives. Collective.
 
@@ -64,7 +68,7 @@ def predict_run(
     request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)
     candidate = estimate(request, config.engine, config.layout)
     check_memory(request, candidate, available_gib)
-    of_teacher = _check_teacher(config, context, request, candidate, available_gib)
+    of_teacher = _check_teacher(config, teacher, request, candidate, available_gib)
     if is_main_process():
         _write(context.work / PREDICTION_FILE, request, candidate)
     tags = {
@@ -76,13 +80,13 @@ def predict_run(
 
 
 def _check_teacher(
-    config: TrainConfig, context: StageContext, request: SearchRequest, candidate: Candidate, available_gib: float
+    config: TrainConfig, teacher: ModelFacts | None, request: SearchRequest, candidate: Candidate, available_gib: float
 ) -> dict[str, float]:
     """Return the predicted memory of a teacher that is a stage's model, if its sizes are known."""
-    if config.teacher is None:
+    if teacher is None:
         return {}
     try:
-        shape = ModelFacts(context.inputs[config.teacher] / "model").shape
+        shape = teacher.shape
     except ModelError:
         return {}
     teacher_gib = teacher_memory_gib(dataclasses.replace(request, shape=shape), candidate)

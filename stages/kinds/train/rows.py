@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
-from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import DataError
@@ -15,6 +14,7 @@ from stages.data.prepare import PreparedData, prepare_mixture
 from stages.data.summaries import Lengths, count_lengths
 from stages.engines.engine import Engine
 from stages.kinds.train.batches import Batches, BatchSource, RowBatches, first_batches
+from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.order import DataOrder, repeated_too_often, shares_asked, slots_of, steps_of_epochs
 from stages.kinds.train.reference import ReferenceModel, model_digest
@@ -31,11 +31,12 @@ class RowData:
 
     config: TrainConfig
     context: StageContext
+    models: InputModels
     prepared: PreparedData
     teaching: Taught = NOTHING_TAUGHT
 
     @classmethod
-    def read(cls, config: TrainConfig, context: StageContext, model_folder: Path) -> RowData:
+    def read(cls, config: TrainConfig, context: StageContext, models: InputModels) -> RowData:
         """Prepare the recipe's datasets for training, or reuse prepared ones.
 
         Raises DataError and ModelError as `prepare_mixture` does, and DataError where a dataset would be repeated more
@@ -44,7 +45,7 @@ class RowData:
         prepared = prepare_mixture(
             context.inputs,
             config.data,
-            model_folder,
+            models.start,
             rows=config.learning.rows,
             cache=context.cache,
             report=context,
@@ -54,7 +55,7 @@ class RowData:
             context.warn(f"the rows have a `margin`, which `method: {config.method}` does not use")
         for place, error in repeated_too_often(config, prepared.training):
             raise DataError(f"data.{place}: {error}")
-        return cls(config, context, prepared)
+        return cls(config, context, models, prepared)
 
     @property
     def longest_document(self) -> int:
@@ -116,7 +117,7 @@ class RowData:
         if self._held_out:
             asked_rows.append((self._held_out, range(len(self._held_out))))
         digest = _start_digest(config, context)
-        teaching = ask_teacher(config, context, asked_rows, digest, watchdog, build, teacher_lifetime)
+        teaching = ask_teacher(config, context, self.models, asked_rows, digest, watchdog, build, teacher_lifetime)
         return replace(self, teaching=teaching)
 
     def first_batches(self, least_targets: int) -> list[Batch]:

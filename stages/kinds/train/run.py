@@ -22,7 +22,7 @@ from stages.data.summaries import LENGTHS_FILE
 from stages.engines.engine import Engine, LossMeans
 from stages.engines.recorded import record_log_probabilities
 from stages.kinds.train.batches import TrainingData
-from stages.kinds.train.check_model import check_lengths, check_model
+from stages.kinds.train.check_model import InputModels, check_lengths, check_model
 from stages.kinds.train.checkpoints import Checkpoints, check_free_disk
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.journal import Journal, plot_loss
@@ -38,7 +38,6 @@ from stages.models.facts import ModelFacts
 from stages.models.loading import check_tokenizer, model_without_weights
 from stages.models.model_folder import check_model_folder
 from stages.models.recorded import note_trained_on
-from stages.models.shape import ModelShape
 from stages.models.start_up import start_training_quickly
 from stages.parallel.accelerator import check_precision, type_at_hand
 from stages.parallel.device_types import check_device, missing_package
@@ -60,24 +59,23 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
 
     Raises a `LifecycleError` when the model, the data, the layout or the machine do not allow it, or training diverges.
     """
-    model_folder = context.inputs[config.base or config.model] / "model"
+    models = InputModels.of(config, context.inputs)
     config = config.model_copy(update={"data": data_with_template(config.data, context.inputs[config.model])})
     _check_machine(config)
-    facts = ModelFacts(model_folder)
-    for unusual in [*check_model_folder(facts), *check_tokenizer(facts)]:
+    for unusual in [*check_model_folder(models.start), *check_tokenizer(models.start)]:
         context.warn(unusual)
-    shape = check_model(config, context, facts)
-    for problem in check_teacher(config, context.inputs, facts):
+    shape = check_model(config, context, models.start)
+    for problem in check_teacher(config, models):
         raise problem
     if config.sampling and config.sampling.server:
         from stages.kinds.train.rollouts.server import named_server_problems  # and aiohttp
 
-        for problem in named_server_problems(config, model_folder, context):
+        for problem in named_server_problems(config, models.start.folder, context):
             raise problem
-    data = _read_data(config, context, model_folder, shape)
-    check_lengths(data.longest_document, context, facts)
+    data = _read_data(config, context, models)
+    check_lengths(data.longest_document, context, models.start)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
-        prediction = predict_run(config, context, shape, device)
+        prediction = predict_run(config, context, shape, models.teacher, device)
         config = config.model_copy(update={"layout": prediction.layout})
         with (
             explained_out_of_memory(config, prediction.metrics.get("predicted_memory_gib")),
@@ -88,18 +86,18 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
         ):
             # The teacher comes first: it is freed before the model that learns is loaded, unless it is asked all along.
             data = data.taught(
-                lambda other, folder, of: _build_engine(other, context, folder, of, device, data),
+                lambda other, model: _build_engine(other, context, model, device, data),
                 watchdog,
                 teacher_lifetime,
             )
-            engine = _build_engine(config, context, model_folder, shape, device, data)
+            engine = _build_engine(config, context, models.start, device, data)
             forget_peak_memory(device)
             with closing(_assemble(config, context, engine, data, watchdog)) as training_run:
                 evaluation = train(training_run)
                 measured_at_end = peak_memory(engine.device, every_rank=True) | training_run.positions.metrics(engine)
                 if context.trial is None:
                     watchdog.begins("writing the model")
-                    measured_at_end |= _write(training_run, data, context, model_folder)
+                    measured_at_end |= _write(training_run, data, context, models.start.folder)
     if is_main_process() and context.trial is None:
         _note_use(config, data, context.work / config.product)
         plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
@@ -124,22 +122,19 @@ def _check_machine(config: TrainConfig) -> None:
         raise ResourceError(missing)
 
 
-def _read_data(
-    config: TrainConfig, context: StageContext, model_folder: Path, shape: ModelShape | None
-) -> TrainingData:
+def _read_data(config: TrainConfig, context: StageContext, models: InputModels) -> TrainingData:
     if config.rollouts is None:
-        return RowData.read(config, context, model_folder)
+        return RowData.read(config, context, models)
     from stages.kinds.train.rollouts.batches import RolloutData
 
-    build_reference = partial(_build_engine, config, context, model_folder, shape)
-    return RolloutData.read(config, context, config.rollouts, model_folder, build_reference)
+    build_reference = partial(_build_engine, config, context, models.start)
+    return RolloutData.read(config, context, config.rollouts, models.start.folder, build_reference)
 
 
 def _build_engine(
     config: TrainConfig,
     context: StageContext,
-    model_folder: Path,
-    shape: ModelShape | None,
+    model: ModelFacts,
     device: torch.device,
     data: TrainingData,
 ) -> Engine:
@@ -157,7 +152,7 @@ def _build_engine(
                     f"adapter.init is eva, and `method: {config.method}` has no rows that it could start from"
                 )
             rows = InputRows(data.first_batches(config.adapter.highest_rank), context.scratch / "eva.safetensors")
-        engine = FsdpEngine(model_folder, config.engine_settings, device, None if rows else start, rows)
+        engine = FsdpEngine(model, config.engine_settings, device, None if rows else start, rows)
         if is_main_process():
             for note in (rows.described() if rows else None, engine.note):
                 if note:
@@ -168,8 +163,7 @@ def _build_engine(
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
-    assert shape is not None, "check_model refuses a model whose sizes are not known"
-    return MegatronEngine(model_folder, config.engine_settings, device, shape, start)
+    return MegatronEngine(model, config.engine_settings, device, start)
 
 
 def _assemble(

@@ -28,7 +28,7 @@ from stages.data.batch import Batch, Candidates
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
 from stages.kinds.train.blocks import TrainExecution
-from stages.kinds.train.check_model import check_model
+from stages.kinds.train.check_model import InputModels, check_model
 from stages.kinds.train.checkpoints import check_free_disk
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.method import TeacherServer, TeacherTokens
@@ -37,7 +37,6 @@ from stages.kinds.train.reference import model_digest
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
 from stages.models.loading import load_tokenizer
-from stages.models.shape import ModelShape
 from stages.parallel.processes import gathered
 from stages.remote.http import key_in
 from stages.serving.client import Client, token_number
@@ -52,21 +51,20 @@ ROWS_TOGETHER = 64
 Document = Sequence[int]
 ShareOf = Callable[[int], list[Batch]]
 """Function from a data rank to the micro-batches of its share; every process can call it for any rank."""
-BuildEngine = Callable[[TrainConfig, Path, ModelShape | None], Engine]
-"""Function (config, model folder, model shape) → engine with that model."""
+BuildEngine = Callable[[TrainConfig, ModelFacts], Engine]
+"""Function (config, model) → engine with that model."""
 RowsOf = tuple[PackedDataset, Sequence[int]]
 """Dataset with some of its rows, sorted and without repetitions."""
 NUM_NAMED = 3
 
 
-def check_teacher(config: TrainConfig, inputs: Mapping[str, Path], facts: ModelFacts) -> Iterator[LifecycleError]:
+def check_teacher(config: TrainConfig, models: InputModels) -> Iterator[LifecycleError]:
     """Yield problems of the method's teacher, if it has one."""
     asked, trusted = config.teacher_tokens, config.trust_remote_code
     if asked and asked.server:
-        yield from server_problems(asked, config.execution, facts, trust_remote_code=trusted)
-    elif asked and config.teacher:
-        teacher = ModelFacts(inputs[config.teacher] / "model")
-        yield from teacher_problems(asked, teacher, facts, trust_remote_code=trusted)
+        yield from server_problems(asked, config.execution, models.start, trust_remote_code=trusted)
+    elif asked and models.teacher:
+        yield from teacher_problems(asked, models.teacher, models.start, trust_remote_code=trusted)
 
 
 def server_problems(
@@ -112,6 +110,7 @@ def teacher_problems(
 def ask_teacher(
     config: TrainConfig,
     context: StageContext,
+    models: InputModels,
     wanted: Sequence[RowsOf],
     start_digest: str,
     watchdog: Watchdog,
@@ -128,8 +127,7 @@ def ask_teacher(
     """
     asked = config.teacher_tokens
     assert asked
-    teacher = _teacher(config, context, start_digest, build)
-    model_folder = context.inputs[config.base or config.model] / "model"
+    teacher = _teacher(config, context, models.teacher, start_digest, build)
     paths = [_path(teacher, asked, dataset, rows, context.cache) for dataset, rows in wanted]
     missing = [index for index, path in enumerate(paths) if not min(gathered(float(is_intact(path))))]
     for index in missing:
@@ -144,7 +142,7 @@ def ask_teacher(
             teacher_lifetime.push(stack.pop_all())
         else:
             opened = None
-    is_whole = asked.number == ModelFacts(model_folder).vocabulary_size
+    is_whole = asked.number == models.start.vocabulary_size
     rows = {
         dataset: TeacherRows(np.array(rows), _starts(dataset, rows), np.load(path, mmap_mode="r"), asked, is_whole)
         for (dataset, rows), path in zip(wanted, paths, strict=True)
@@ -471,19 +469,21 @@ def _recorded(values: torch.Tensor) -> NDArray[np.void]:
     return said
 
 
-def _teacher(config: TrainConfig, context: StageContext, start_digest: str, build: BuildEngine) -> Teacher:
+def _teacher(
+    config: TrainConfig, context: StageContext, model: ModelFacts | None, start_digest: str, build: BuildEngine
+) -> Teacher:
     asked = config.teacher_tokens
     assert asked
     if asked.server:
         return ServedTeacher.of(asked, config.execution)
-    assert config.teacher
-    folder = context.inputs[config.teacher] / "model"
+    assert model
     alone = config.model_copy(update={"adapter": None, "base": None})
-    shape, digest = check_model(alone, context, ModelFacts(folder)), model_digest(folder)
+    check_model(alone, context, model)
+    digest = model_digest(model.folder)
     if digest == start_digest:
         context.warn(f"the teacher, {config.teacher}, is the model that training starts from: there is little to learn")
     size = config.layout.micro_batch_size
-    return TeacherModel(digest, asked, config.precision, size, lambda: build(alone, folder, shape))
+    return TeacherModel(digest, asked, config.precision, size, lambda: build(alone, model))
 
 
 def _path(teacher: Teacher, asked: TeacherTokens, dataset: PackedDataset, rows: Sequence[int], cache: Path) -> Path:

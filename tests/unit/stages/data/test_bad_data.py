@@ -18,6 +18,7 @@ import pytest
 from stages.core.errors import DataError
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
+from stages.models.facts import ModelFacts
 from tests.unit.stages.data.reports import Reports
 
 GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -45,7 +46,7 @@ def outcome(tmp_path, tokenizer_folder):
             prepare(
                 folder,
                 config,
-                tokenizer,
+                ModelFacts(tokenizer),
                 rows=rows,
                 cache=tmp_path / "cache",
                 report=reports,

@@ -12,6 +12,7 @@ import pytest
 from stages.data import look
 from stages.data.config import DataConfig
 from stages.data.look import data_problems
+from stages.models.facts import ModelFacts
 from tests.unit.stages.data.conftest import CHATML
 
 CHATS = [
@@ -30,7 +31,7 @@ def problems(tmp_path, tokenizer_folder):
 
     def find(folder, tokenizer=tokenizer_folder, **options):
         config = DataConfig(dataset="data", **{"sequence_length": 256, **options})
-        found = data_problems(folder, config, tokenizer, rows="examples", cache=tmp_path / "cache")
+        found = data_problems(folder, config, ModelFacts(tokenizer), rows="examples", cache=tmp_path / "cache")
         return [(field, str(error)) for field, error in found]
 
     return find

@@ -12,6 +12,7 @@ from stages.core.errors import DataError
 from stages.data.batch import IGNORED
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
+from stages.models.facts import ModelFacts
 
 TEXTS = ["A short one.", "Ein längerer Text, der über mehrere Zeilen geht. " * 5, "€" * 30, "x"]
 LENGTH = 16
@@ -31,7 +32,7 @@ def cut_rows(tmp_path, write_rows):
         return prepare(
             write_rows([{"text": text} for text in texts]),
             DataConfig(dataset="data", format="text", packing="cut", **{"sequence_length": LENGTH, **options}),
-            tokenizer,
+            ModelFacts(tokenizer),
             rows="examples",
             cache=tmp_path / "cache",
             report=Silent(),

@@ -66,7 +66,7 @@ def test_the_row_that_a_normalizer_makes_huge_is_named(with_part, write_rows, tm
         prepare(
             folder,
             config,
-            with_part("normalizer", *steps),
+            ModelFacts(with_part("normalizer", *steps)),
             rows="examples",
             cache=tmp_path / "cache",
             report=report,
@@ -117,7 +117,7 @@ def test_the_row_whose_pattern_takes_too_many_steps_is_named(with_part, write_ro
         prepare(
             folder,
             DataConfig(dataset="data", sequence_length=64),
-            with_part("normalizer", slow),
+            ModelFacts(with_part("normalizer", slow)),
             rows="examples",
             cache=tmp_path / "cache",
             report=Reports(),

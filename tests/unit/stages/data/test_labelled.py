@@ -10,6 +10,7 @@ from stages.data.batch import IGNORED
 from stages.data.config import DataConfig
 from stages.data.dataset import is_complete
 from stages.data.prepare import prepare
+from stages.models.facts import ModelFacts
 
 ROWS = [{"prompt": f"q{number} ", "completion": f"answer{number}", "label": number % 3 > 0} for number in range(30)]
 
@@ -30,7 +31,7 @@ def run(tmp_path, tokenizer_folder):
         (folder / name).write_text(text)
         config = DataConfig(dataset="data", **{"sequence_length": 64, **options})
         paths = {"cache": tmp_path / "cache", "bad_rows_file": tmp_path / "bad_rows.jsonl"}
-        return prepare(folder, config, tokenizer_folder, rows="labelled", report=Silent(), **paths).training
+        return prepare(folder, config, ModelFacts(tokenizer_folder), rows="labelled", report=Silent(), **paths).training
 
     return prepare_rows
 

@@ -11,6 +11,7 @@ from stages.data.config import DataConfig
 from stages.data.dataset import row_order
 from stages.data.look import Visits, histogram, look_at
 from stages.data.prepare import prepare
+from stages.models.facts import ModelFacts
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": f"{number}!"}]}
@@ -33,7 +34,8 @@ def look(tmp_path, tokenizer_folder):
         inputs = {"data": tmp_path / "artifact"}
         inputs["data"].mkdir(exist_ok=True)
         (inputs["data"] / "data").symlink_to(folder) if not (inputs["data"] / "data").exists() else None
-        return look_at(inputs, config, tokenizer_folder, rows=rows, visits=visits, cache=cache, scratch=scratch)
+        model = ModelFacts(tokenizer_folder)
+        return look_at(inputs, config, model, rows=rows, visits=visits, cache=cache, scratch=scratch)
 
     return find
 
@@ -48,7 +50,8 @@ def test_rows_are_those_of_the_first_step_with_what_is_learned_of_them(look, wri
     config = DataConfig(dataset="data", sequence_length=64)
     silent = type("Silent", (), {"progress": lambda *_, **__: None, "warn": lambda *_: None})()
     options = {"rows": "examples", "cache": tmp_path / "other", "report": silent}
-    prepared = prepare(folder, config, tokenizer_folder, bad_rows_file=tmp_path / "bad.jsonl", **options).training
+    model = ModelFacts(tokenizer_folder)
+    prepared = prepare(folder, config, model, bad_rows_file=tmp_path / "bad.jsonl", **options).training
     first = row_order(len(prepared), 3, 0)[:2]
     assert [row.name for row in found.rows] == [f"row {row + 1} of {len(prepared)}" for row in first]
     for shown, row in zip(found.rows, first, strict=True):
@@ -142,7 +145,7 @@ def test_what_training_refuses_of_a_mixture_is_refused(row, message, tmp_path, t
     config = DataConfig(datasets=[{"dataset": "a"}, {"dataset": "b"}], sequence_length=64)
     inputs, places = {name: tmp_path / name for name in "ab"}, {"cache": tmp_path / "cache", "scratch": tmp_path}
     with pytest.raises(DataError, match=message):
-        look_at(inputs, config, tokenizer_folder, rows="examples", visits=lambda _: Visits([0]), **places)
+        look_at(inputs, config, ModelFacts(tokenizer_folder), rows="examples", visits=lambda _: Visits([0]), **places)
 
 
 def test_what_is_long_is_cut_for_showing_and_counted(look, write_rows, monkeypatch):

@@ -8,8 +8,10 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError
 from stages.data.batch import IGNORED
 from stages.data.dataset import is_complete
+from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.rows import RowData
+from stages.models.facts import ModelFacts
 
 ROWS = [
     {"prompt": f"q{number} ", "chosen": f"good{number}", "rejected": f"bad{number}", "margin": number / 4 - 1}
@@ -27,7 +29,8 @@ def read(tmp_path, tokenizer_folder):
         fields = {"kind": "train", "method": method, "model": "base", "global_batch_size": 4, "learning_rate": 1e-3}
         data = {"dataset": "rows", "sequence_length": 64, **options}
         context = StageContext(tmp_path, "one", "0", {"rows": tmp_path / "rows"}, {}, tmp_path / "cache")
-        return RowData.read(TrainConfig.model_validate({**fields, "data": data}), context, tokenizer_folder).prepared
+        models = InputModels(ModelFacts(tokenizer_folder))
+        return RowData.read(TrainConfig.model_validate({**fields, "data": data}), context, models).prepared
 
     return read_rows
 

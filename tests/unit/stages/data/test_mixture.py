@@ -20,6 +20,7 @@ from stages.data.prepare import prepare_mixture
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.train.check import check
 from stages.kinds.train.order import seen, shares_asked, slots_of
+from stages.models.facts import ModelFacts
 from tests.train_stage import make_config
 from tests.unit.stages.data.reports import Reports
 
@@ -70,7 +71,13 @@ def prepared(tmp_path, tokenizer_folder):
         work = tmp_path / "work"
         work.mkdir(exist_ok=True)
         return prepare_mixture(
-            inputs, prepare.config, tokenizer_folder, rows=kind, cache=tmp_path / "cache", report=reports, work=work
+            inputs,
+            prepare.config,
+            ModelFacts(tokenizer_folder),
+            rows=kind,
+            cache=tmp_path / "cache",
+            report=reports,
+            work=work,
         )
 
     return prepare

@@ -25,6 +25,7 @@ from stages.data.messages import Conversation
 from stages.data.piece_source import parts_of
 from stages.data.prepare import prepare
 from stages.data.tokenizer import DocumentTokenizer
+from stages.models.facts import ModelFacts
 from tests.damage import flip_bit
 from tests.unit.stages.data.reports import Reports
 
@@ -41,7 +42,7 @@ def run(tmp_path, tokenizer_folder):
         return prepare(
             folder,
             DataConfig(dataset="data", **{"sequence_length": 256, **options}),
-            tokenizer_folder,
+            ModelFacts(tokenizer_folder),
             rows="examples",
             cache=tmp_path / cache,
             report=prepare_folder.reports,
@@ -220,6 +221,7 @@ from pathlib import Path
 from stages.data import piece_source
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
+from stages.models.facts import ModelFacts
 
 class Reports:
     def progress(self, *_):
@@ -232,7 +234,8 @@ if __name__ == "__main__":
     piece_source.os.sched_getaffinity = lambda _: {0, 1}
     folder, tokenizer, cache = map(Path, sys.argv[1:])
     config = DataConfig(dataset="data", sequence_length=256)
-    prepare(folder, config, tokenizer, rows="examples", cache=cache, report=Reports(), bad_rows_file=cache / "bad")
+    options = {"rows": "examples", "cache": cache, "report": Reports(), "bad_rows_file": cache / "bad"}
+    prepare(folder, config, ModelFacts(tokenizer), **options)
 """
 
 

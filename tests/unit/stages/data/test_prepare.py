@@ -11,6 +11,7 @@ from stages.data.batch import IGNORED
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
 from stages.hubs.builtin import addition, addition_preferences, qwen3
+from stages.models.facts import ModelFacts
 from tests.unit.stages.data.conftest import CHATML
 from tests.unit.stages.data.reports import Reports
 
@@ -34,7 +35,7 @@ def run(tmp_path, tokenizer_folder):
         return prepare(
             folder,
             DataConfig(dataset="data", **{"sequence_length": 256, **options}),
-            tokenizer,
+            ModelFacts(tokenizer),
             rows=rows,
             cache=tmp_path / "cache",
             report=prepare_folder.reports,

@@ -20,6 +20,7 @@ from stages.data.prepare import prepare
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.download.run import run
 from stages.kinds.train.check import check
+from stages.models.facts import ModelFacts
 from stages.remote import http, pointers
 from stages.remote.pointers import open_file
 from tests.hub_server import Fault, HubServer, running_hub
@@ -98,7 +99,7 @@ def prepared(tmp_path: Path, tokenizer_folder: Path):
         return prepare(
             folder,
             DataConfig(dataset="data", sequence_length=256, **options),
-            tokenizer_folder,
+            ModelFacts(tokenizer_folder),
             rows="examples",
             cache=tmp_path / f"cache-{folder.parent.name}",
             report=Reports(),

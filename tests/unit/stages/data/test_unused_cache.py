@@ -14,6 +14,7 @@ from flows.store.store import Store
 from stages.core.cache import is_intact, note_use_of_file, write_seal
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
+from stages.models.facts import ModelFacts
 from stages.serving import engine
 from tests.unit.stages.data.reports import Reports
 
@@ -46,7 +47,7 @@ def test_tokens_of_old_rows_go_while_those_of_every_night_stay(store, tmp_path, 
         return prepare(
             rows,
             DataConfig(dataset="data", sequence_length=64),
-            tokenizer_folder,
+            ModelFacts(tokenizer_folder),
             rows="examples",
             cache=cache,
             report=Reports(),

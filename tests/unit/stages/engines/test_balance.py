@@ -18,6 +18,7 @@ from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.moe import check_mixture, freeze_routers, routers_of
 from stages.engines.settings import AdamSettings, EngineSettings, MoeSettings
 from stages.kinds.train.methods.sft import SftLoss
+from stages.models.facts import ModelFacts
 from stages.parallel.layout import Layout
 from stages.parallel.processes import joined_processes
 from tests.parity.fsdp_program import pack
@@ -84,7 +85,8 @@ def test_with_one_row_and_one_layer_a_step_is_transformers_own(tmp_path: Any) ->
         Layout(micro_batch_size=1), "fp32", AdamSettings(learning_rate=1e-3), moe=MoeSettings(COEFFICIENT)
     )
     with joined_processes() as device:
-        outcome = FsdpEngine(tmp_path, settings, device).train_step([pack([[document]])], SftLoss(), 1e-3, None)
+        engine = FsdpEngine(ModelFacts(tmp_path), settings, device)
+        outcome = engine.train_step([pack([[document]])], SftLoss(), 1e-3, None)
     assert outcome.measured["aux_loss"] == pytest.approx(output.aux_loss.item(), rel=1e-6)
     assert outcome.loss + COEFFICIENT * outcome.measured["aux_loss"] == pytest.approx(output.loss.item(), rel=1e-6)
     assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-5)
@@ -112,7 +114,8 @@ def test_an_adapter_learns_from_the_balance_as_pefts_does(tmp_path: Any, targets
         Layout(micro_batch_size=1), "fp32", AdamSettings(1e-3), moe=MoeSettings(COEFFICIENT), adapter=adapter
     )
     with joined_processes() as device:
-        outcome = FsdpEngine(tmp_path, settings, device).train_step([pack([[document]])], SftLoss(), 1e-3, None)
+        engine = FsdpEngine(ModelFacts(tmp_path), settings, device)
+        outcome = engine.train_step([pack([[document]])], SftLoss(), 1e-3, None)
     assert outcome.grad_norm == pytest.approx(norms[0].item(), rel=1e-5)
 
 

@@ -22,6 +22,7 @@ from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.kinds.train.methods.sft import SftLoss
+from stages.models.facts import ModelFacts
 from stages.parallel import device_types
 from stages.parallel.layout import Layout
 from stages.parallel.processes import joined_processes
@@ -68,8 +69,8 @@ def settings(precision: str, **options: Any) -> EngineSettings:
 @needs_torchao
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_losses_are_near_those_of_bf16_but_not_the_same(folder: Path, device: torch.device, recipe: str) -> None:
-    plain = trained(FsdpEngine(folder, settings("bf16"), device))
-    engine = FsdpEngine(folder, settings("fp8", fp8_recipe=recipe), device)
+    plain = trained(FsdpEngine(ModelFacts(folder), settings("bf16"), device))
+    engine = FsdpEngine(ModelFacts(folder), settings("fp8", fp8_recipe=recipe), device)
     gradients: dict[str, float] = {}
     engine._optimizer.register_step_pre_hook(
         lambda *_: gradients.update({name: one.grad.norm().item() for name, one in engine._model.named_parameters()})
@@ -85,11 +86,11 @@ def test_losses_are_near_those_of_bf16_but_not_the_same(folder: Path, device: to
 
 @needs_torchao
 def test_the_export_and_a_resumed_run_are_as_in_bf16(folder: Path, device: torch.device, tmp_path: Path) -> None:
-    plain, engine = (FsdpEngine(folder, settings(precision), device) for precision in ("bf16", "fp8"))
+    plain, engine = (FsdpEngine(ModelFacts(folder), settings(precision), device) for precision in ("bf16", "fp8"))
     trained(engine, 2)
     engine.save(tmp_path / "checkpoint").result()
     trained(engine, 2)
-    resumed = FsdpEngine(folder, settings("fp8"), device)
+    resumed = FsdpEngine(ModelFacts(folder), settings("fp8"), device)
     resumed.load(tmp_path / "checkpoint")
     trained(resumed, 2)
     for name, one in (("plain", plain), ("whole", engine), ("resumed", resumed)):
@@ -106,15 +107,16 @@ def test_the_export_and_a_resumed_run_are_as_in_bf16(folder: Path, device: torch
 @needs_torchao
 @pytest.mark.parametrize("layout", [{"recompute": "selective"}, {"recompute": "full"}], ids=str)
 def test_recomputation_changes_nothing(folder: Path, device: torch.device, layout: dict[str, str]) -> None:
-    kept = trained(FsdpEngine(folder, settings("fp8"), device), 2)
-    assert trained(FsdpEngine(folder, settings("fp8", layout=layout), device), 2) == kept
+    kept = trained(FsdpEngine(ModelFacts(folder), settings("fp8"), device), 2)
+    assert trained(FsdpEngine(ModelFacts(folder), settings("fp8", layout=layout), device), 2) == kept
 
 
 @needs_torchao
 def test_an_adapter_learns_beside_products_in_8_bits(folder: Path, device: torch.device) -> None:
     adapter = AdapterConfig(rank=16, alpha=16)
     plain, eight = (
-        trained(FsdpEngine(folder, settings(precision, adapter=adapter), device)) for precision in ("bf16", "fp8")
+        trained(FsdpEngine(ModelFacts(folder), settings(precision, adapter=adapter), device))
+        for precision in ("bf16", "fp8")
     )
     differences = [abs(one - other) for one, other in zip(eight, plain, strict=True)]
     assert BF16_AND_8_BITS[0] < max(differences) < BF16_AND_8_BITS[1], differences

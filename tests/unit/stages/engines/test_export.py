@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 from stages.core.errors import ModelError
 from stages.engines import export
 from stages.engines.export import export_model, weight_shapes
+from stages.models.facts import ModelFacts
 
 SIZES = {
     "vocab_size": 32,
@@ -47,7 +48,7 @@ def load(folder):
 
 def exported(source, folder, dtype=torch.float32):
     model = load(source)
-    export_model(model, model.state_dict().items(), source=source, folder=folder, dtype=dtype)
+    export_model(model, model.state_dict().items(), source=ModelFacts(source), folder=folder, dtype=dtype)
     return folder
 
 
@@ -85,4 +86,4 @@ def test_a_lost_weight_is_an_error(source, tmp_path):
     model = load(source)
     weights = [(name, weight) for name, weight in model.state_dict().items() if "layers.1.self_attn.q_proj" not in name]
     with pytest.raises(ModelError, match=r"1 weights are lost .*layers\.1\.self_attn\.q_proj\.weight"):
-        export_model(model, weights, source=source, folder=tmp_path / "exported", dtype=torch.float32)
+        export_model(model, weights, source=ModelFacts(source), folder=tmp_path / "exported", dtype=torch.float32)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Llama4TextConfig, Lla
 from stages.core.errors import ModelError
 from stages.engines.export import check_exportable, export_model
 from stages.engines.fsdp.model import load_model
+from stages.models.facts import ModelFacts
 
 SIZES = {
     "vocab_size": 64,
@@ -102,7 +103,7 @@ def test_what_the_architecture_leaves_in_the_files_stays_in_them(folder: Path, t
     model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.7\..*"]
     check_exportable(model, folder)
     target = tmp_path / "exported"
-    export_model(model, model.state_dict().items(), source=folder, folder=target, dtype=torch.bfloat16)
+    export_model(model, model.state_dict().items(), source=ModelFacts(folder), folder=target, dtype=torch.bfloat16)
     exported = load_file(target / "model.safetensors")
     assert exported.keys() == load_file(folder / "model.safetensors").keys()
     assert torch.equal(exported[ignored], torch.ones(3, dtype=torch.float16))
@@ -121,7 +122,7 @@ def test_files_of_a_model_without_its_head_are_written_under_their_names(tmp_pat
     change_weights(folder, lambda weights: published)
     model = load(folder)
     target = tmp_path / "exported"
-    export_model(model, model.state_dict().items(), source=folder, folder=target, dtype=torch.float32)
+    export_model(model, model.state_dict().items(), source=ModelFacts(folder), folder=target, dtype=torch.float32)
     exported = load_file(target / "model.safetensors")
     assert exported.keys() == published.keys()
     assert all(torch.equal(exported[name], weight) for name, weight in published.items())

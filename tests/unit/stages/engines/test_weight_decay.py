@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig, Qwe
 
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.optimizer import decayed_parameters, parameter_groups
+from stages.models.facts import ModelFacts
 from stages.parallel.processes import joined_processes
 from tests.train_stage import make_config
 
@@ -48,7 +49,7 @@ def test_the_recipe_decides_what_an_engine_shrinks(tmp_path: Path, everything: b
     model.save_pretrained(tmp_path / "model")
     config = make_config(weight_decay=0.5, learning_rate=1e-1, precision="fp32", decay_norms_and_biases=everything)
     with joined_processes() as device:
-        engine = FsdpEngine(tmp_path / "model", config.engine_settings, device)
+        engine = FsdpEngine(ModelFacts(tmp_path / "model"), config.engine_settings, device)
         for parameter in engine._parameters:
             parameter.grad = torch.zeros_like(parameter)
         engine._update(config.learning_rate, 0.0, None)

@@ -26,6 +26,7 @@ from stages.engines.export import export_model
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.kinds.train.methods.sft import SftLoss
+from stages.models.facts import ModelFacts
 from stages.models.loaded_weights import dtype_of_weights, modules_kept_in_fp32
 from stages.parallel.layout import Layout
 from stages.parallel.processes import joined_processes
@@ -78,7 +79,7 @@ def loaded(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def test_an_export_in_bf16_loads_like_the_original_in_bf16(source: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     folder = tmp_path / "exported"
-    export_model(model, model.state_dict().items(), source=source, folder=folder, dtype=torch.bfloat16)
+    export_model(model, model.state_dict().items(), source=ModelFacts(source), folder=folder, dtype=torch.bfloat16)
     found, expected = loaded(folder, torch.bfloat16), loaded(source, torch.bfloat16)
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
@@ -92,7 +93,7 @@ def test_training_in_bf16_computes_them_in_fp32(source: Path) -> None:
     seen: dict[str, torch.dtype] = {}
     settings = EngineSettings(Layout(), "bf16", AdamSettings(1e-3))
     with joined_processes() as device:
-        engine = FsdpEngine(source, settings, device)
+        engine = FsdpEngine(ModelFacts(source), settings, device)
         for name, module in engine._model.causal_lm.named_modules():
             module.register_forward_pre_hook(lambda module, _, name=name: seen.update(dtypes(name, module)))
         outcome = engine.train_step([one_document(8)], SftLoss(), 1e-3, 1.0)

@@ -13,9 +13,9 @@ from stages.core.contract import StageInput
 from stages.core.errors import ModelError, RecipeError
 from stages.data.batch import Batch
 from stages.kinds.train.check import check
+from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.methods.method import TeacherTokens
 from stages.kinds.train.teacher import TeacherRows, check_teacher
-from stages.models.facts import ModelFacts
 from tests.train_stage import make_artifacts, make_config
 
 DATA = {"dataset": "problems", "sequence_length": 64}
@@ -44,7 +44,7 @@ def found(artifacts, teacher, tmp_path, **distill):
         name="small", kind="train", version="0", config=config.model_dump(mode="json"), inputs=inputs, cache=tmp_path
     )
     errors = [error for field, error in check(stage_input) if field == "teacher"]
-    again = check_teacher(config, inputs, ModelFacts(artifacts["base"] / "model"))
+    again = check_teacher(config, InputModels.of(config, inputs))
     assert list(map(str, again)) == list(map(str, errors)), "the stage itself says the same"
     return errors
 

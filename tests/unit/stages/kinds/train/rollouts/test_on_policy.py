@@ -17,6 +17,7 @@ from stages.data.prepare import prepare
 from stages.kinds.train.check import check
 from stages.kinds.train.methods.rollouts import SamplingOptions
 from stages.kinds.train.rollouts.on_policy import _prompt_length, is_on_policy, prompts_of, requests_of
+from stages.models.facts import ModelFacts
 from tests.train_stage import make_artifacts, make_config
 
 CHAT = [
@@ -90,7 +91,7 @@ def test_the_prompt_is_all_before_the_last_answer(artifacts: dict[str, Path], tm
     base = artifacts["base"] / "model"
     data = make_config(data={"dataset": "texts", "sequence_length": 256}).data
     dataset = prepare(
-        texts, data, base, rows="examples", cache=tmp_path, report=Silent(), bad_rows_file=tmp_path / "bad"
+        texts, data, ModelFacts(base), rows="examples", cache=tmp_path, report=Silent(), bad_rows_file=tmp_path / "bad"
     ).training
     assert len(dataset) == 1
     tokenizer = AutoTokenizer.from_pretrained(base)
