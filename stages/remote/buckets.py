@@ -31,7 +31,7 @@ NUM_CONNECTIONS = 16
 RETRIED_FOR_S = 30.0
 """Time limit of retries in Google's library, which would take 15 minutes."""
 RETRIED_WITHOUT_CREDENTIALS_S = 5.0
-"""The same where no credentials are named: only Google's own machines provide some, at once."""
+"""Time limit of retries in Google's library where no credentials are named: only Google's machines provide some."""
 DENIED = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|EXPIRED_TOKEN|UNAUTHENTICATED|PERMISSION_DENIED"
     r"|UNAUTHORIZED|FORBIDDEN|\b40[13]\b|[Cc]redential|Authorization|AuthenticationException|Base64",
@@ -50,7 +50,7 @@ CREDENTIALS = {
 
 @dataclass(frozen=True)
 class StoredObject:
-    """Object with its path in the filesystem, its size, and a tag that changes with its content."""
+    """Object in a bucket: its path in the filesystem, its size, and a tag that changes with its content."""
 
     path: str
     size_bytes: int
@@ -102,7 +102,7 @@ class Bucket:
         return StoredObject(path, num_bytes, tag)
 
     def _name(self, path: str) -> str:
-        """Return the name below the prefix of an object that the server lists there."""
+        """Return the name below the bucket's prefix of an object that the server lists there."""
         name = path.removeprefix(f"{self.path}/")
         if name == path:
             raise DownloadError(
@@ -114,7 +114,7 @@ class Bucket:
 
 @contextmanager
 def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
-    """Open an object for `open_file`.
+    """Open an object of a bucket for `open_file`.
 
     Ranges are requested by name alone, so an object that is replaced meanwhile is only detected at the end.
     """
@@ -156,7 +156,7 @@ class _ObjectFile(io.RawIOBase):
 
 
 def _check(bucket: Bucket, pointer: Pointer) -> None:
-    """Raise DownloadError for an object that has changed."""
+    """Raise DownloadError for a bucket's object that has changed."""
     with explained(pointer.address):
         now = bucket.look_at(bucket.path)
     if (now.size_bytes, now.tag) != (pointer.size_bytes, pointer.tag):

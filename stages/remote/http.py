@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 QUOTED_CHARACTERS = 200
-"""Length of an answer's beginning in a message."""
+"""Number of characters of an HTTP answer's beginning that a message quotes."""
 CHUNK_BYTES = 64 * 2**10
 EVENT_BYTES = 2**20
-"""Largest event of a stream; events hold a token or a few."""
+"""Largest event of a server-sent stream in bytes; events hold a token or a few."""
 REFUSAL_BYTES = 64 * 2**10
 """Number of bytes that are read of an error's body."""
 ACCEPTED = {"Accept-Encoding": "gzip"}
@@ -81,14 +81,14 @@ def key_in(variable: str | None, field: str) -> str:
 
 
 class AnswerModel(BaseModel):
-    """Object in an answer: numbers must be finite and no texts; unknown fields are ignored."""
+    """Base of objects in HTTP answers: numbers must be finite and no texts; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Bounds of an answer, and the server's name in errors.
+    """Bounds of an HTTP answer, and the server's name in errors.
 
     - server: such as `the judge at https://…`
     - max_bytes: of the body, decompressed
@@ -104,17 +104,17 @@ class Expected:
     key: str = field(default="", repr=False)
 
     def wrong(self, found: str, body: bytes | None = None) -> LifecycleError:
-        """Return the error of an answer, with its beginning."""
+        """Return the error for a malformed HTTP answer, with the answer's beginning."""
         shown = "" if body is None else f": {self.quoted(body)}"
         return self.error(f"{self.server} {found}{shown}")
 
     def quoted(self, body: bytes) -> str:
-        """Return the beginning of a body for a message, without the key."""
+        """Return the beginning of an HTTP body for a message, without the API key."""
         text = body.decode(errors="replace")
         return quoted(redact(text, [self.key]) if self.key else text, QUOTED_CHARACTERS)
 
     def parsed(self, body: bytes, shape: type[Shape]) -> Shape:
-        """Return the JSON of a body, validated against a type. Raises `error` for any other body."""
+        """Return the JSON of an HTTP body, validated against a type. Raises `error` for any other body."""
         try:
             # Not the `json` module: it takes NaN, lone surrogates and any nesting that the stack has room for.
             return TypeAdapter(shape).validate_python(from_json(body, allow_inf_nan=False), strict=True)
@@ -129,7 +129,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whole answer. headers: names in lower case."""
+    """Whole HTTP answer. headers: names in lower case."""
 
     expected: Expected
     status: int
@@ -141,13 +141,13 @@ class Answer:
         return 200 <= self.status < 300
 
     def check(self) -> Self:
-        """Return the answer of a request that was granted. Raises `Expected.error` for any other status."""
+        """Return the answer of a granted HTTP request. Raises `Expected.error` for any other status."""
         if self.is_success:
             return self
         raise self.refusal()
 
     def refusal(self) -> LifecycleError:
-        """Return `Expected.error` of a request that was not granted."""
+        """Return the error (`Expected.error`) of an HTTP request that was refused."""
         if not 300 <= self.status < 400:
             return self.expected.wrong(f"answered {self.status}", self.body)
         target = quoted(self.headers.get("location", ""), QUOTED_CHARACTERS)
@@ -156,7 +156,7 @@ class Answer:
         )
 
     def parsed(self, shape: type[Shape]) -> Shape:
-        """Return the JSON of a request that was granted. Raises `Expected.error`."""
+        """Return the JSON of a granted HTTP request. Raises `Expected.error`."""
         return self.expected.parsed(self.check().body, shape)
 
 
@@ -174,7 +174,7 @@ class BodyReader:
         self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32) if self._encoding in COMPRESSED else None
 
     def add(self, chunk: bytes) -> bytes:
-        """Return the decompressed bytes of a part."""
+        """Return the decompressed bytes of a part of an HTTP body."""
         if self._encoding not in (*COMPRESSED, "", "identity"):
             shown = quoted(self._encoding, QUOTED_CHARACTERS)
             raise self._expected.wrong(f"answered with the content encoding {shown}; gzip was accepted")
@@ -197,7 +197,7 @@ class BodyReader:
         return self._num_bytes > self._expected.max_bytes
 
     def end(self) -> None:
-        """Raise `Expected.error` for a body that was cut off."""
+        """Raise `Expected.error` for an HTTP body that was cut off."""
         if self._inflate and self._num_bytes and not self._inflate.eof:
             raise self._expected.wrong("answered with broken gzip (its end is missing)")
 
@@ -213,7 +213,7 @@ class EventReader(Generic[Shape]):
         self._is_over = False
 
     def add(self, chunk: bytes) -> Iterator[Shape]:
-        """Yield the events that a part completes. Raises `Expected.error` for one of another form."""
+        """Yield the server-sent events that a part completes. Raises `Expected.error` for a malformed one."""
         lines = self._body.add(chunk).split(b"\n")
         for line in lines[:-1]:
             event, self._line = bytes(self._line + line), bytearray()
@@ -226,7 +226,7 @@ class EventReader(Generic[Shape]):
             raise self._expected.wrong(f"answered with an event of more than {EVENT_BYTES} bytes", bytes(self._line))
 
     def end(self) -> None:
-        """Raise `Expected.error` for a stream that was cut off."""
+        """Raise `Expected.error` for an event stream that was cut off."""
         if not self._is_over:
             raise self._expected.wrong(f"broke its answer off (without `{END_OF_EVENTS.decode()}`)")
 
@@ -275,7 +275,7 @@ class Deadline:
 
 
 class _Parts:
-    """Collector of an answer, for readers with and without `await`."""
+    """Collector of an HTTP answer's parts, for readers with and without `await`."""
 
     def __init__(self, expected: Expected, status: int, headers: Mapping[str, str]) -> None:
         self._answer = Answer(expected, status, {name.lower(): value for name, value in headers.items()}, b"")
@@ -285,7 +285,7 @@ class _Parts:
         self._body = bytearray()
 
     def add(self, chunk: bytes) -> bool:
-        """Add a part; returns whether more is wanted. Of a body that explains an error, the beginning is enough."""
+        """Add a part of an HTTP body; returns whether more is wanted. Of an error's body, the beginning is enough."""
         try:
             self._body += self._reader.add(chunk)
         except LifecycleError:
@@ -312,7 +312,7 @@ def _read(expected: Expected, status: int, headers: Mapping[str, str], chunks: I
 def opened_directly(
     expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None = None, read_s: float | None = None
 ) -> Iterator[http.client.HTTPResponse]:
-    """Open an answer by the standard library, without proxies: POST with a body, else GET. read_s: limit of each read.
+    """Open an HTTP answer by the standard library, without proxies: POST with a body, else GET. read_s: per read.
 
     Raises OSError and http.client.HTTPException for a server that does not answer.
     """
@@ -331,18 +331,18 @@ def opened_directly(
 
 
 def ask_directly(expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None = None) -> Answer:
-    """Ask by the standard library. Raises as `opened_directly` does, `Expected.error` for an answer out of bounds."""
+    """Send an HTTP request by the standard library. Raises `Expected.error` for an answer out of bounds."""
     with opened_directly(expected, url, headers, body) as response:
         return read_directly(expected, response)
 
 
 def read_directly(expected: Expected, response: http.client.HTTPResponse) -> Answer:
-    """Read an answer of `opened_directly`. Raises as `ask_directly` does."""
+    """Read an HTTP answer of `opened_directly`. Raises as `ask_directly` does."""
     return _read(expected, response.status, dict(response.getheaders()), direct_chunks(response))
 
 
 def direct_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield a body as it arrives. Raises http.client.IncompleteRead for one that breaks off."""
+    """Yield an HTTP body as it arrives. Raises http.client.IncompleteRead for one that breaks off."""
     while chunk := response.read1(CHUNK_BYTES):
         yield chunk
     if response.length:  # `read1` does not look
@@ -359,7 +359,7 @@ def httpx_client(**options: Any) -> httpx.Client:
 
 
 def ask_httpx(client: httpx.Client, expected: Expected, method: str, url: str, **request: Any) -> Answer:
-    """Ask by httpx, which follows redirects only if its client does.
+    """Send an HTTP request by httpx, which follows redirects only if its client does.
 
     client: of `httpx_client`. Raises httpx.TransportError and TimeoutError for a server that does not answer, and
     `Expected.error` for an answer out of bounds.
@@ -380,7 +380,7 @@ async def opened_aiohttp(
     read_s: float | None = None,
     **request: Any,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Open an answer by aiohttp. read_s: limit of each read.
+    """Open an HTTP answer by aiohttp. read_s: limit of each read.
 
     Raises aiohttp.ClientError, OSError and TimeoutError for a server that does not answer.
     """
@@ -395,13 +395,13 @@ async def opened_aiohttp(
 async def ask_aiohttp(
     session: aiohttp.ClientSession, expected: Expected, method: str, url: Any, **request: Any
 ) -> Answer:
-    """Ask by aiohttp. Raises as `opened_aiohttp` does, and `Expected.error` for an answer out of bounds."""
+    """Send an HTTP request by aiohttp. Raises `Expected.error` for an answer out of bounds."""
     async with opened_aiohttp(session, expected, method, url, **request) as response:
         return await read_aiohttp(expected, response)
 
 
 async def read_aiohttp(expected: Expected, response: aiohttp.ClientResponse) -> Answer:
-    """Read an answer that nothing has decompressed. Raises as `ask_aiohttp` does."""
+    """Read an HTTP answer that nothing has decompressed. Raises as `ask_aiohttp` does."""
     parts = _Parts(expected, response.status, response.headers)
     async for chunk in response.content.iter_any():
         if not parts.add(chunk):
@@ -461,11 +461,11 @@ class RetryBackoff:
         self._failures = 0
 
     def progressed(self) -> None:
-        """Count from zero again: the server is alive."""
+        """Reset the count of failures: the server is alive."""
         self._failures = 0
 
     def wait(self, busy: BusyError) -> None:
-        """Sleep before the next attempt. Raises TransientError when it is no use to try again now."""
+        """Sleep before the next attempt at a request. Raises TransientError when the retries are used up."""
         self._failures += 1
         wait_s = busy.retry_after_s if busy.retry_after_s is not None else FIRST_WAIT_S * 2 ** (self._failures - 1)
         if wait_s > LONGEST_WAIT_S:

@@ -134,7 +134,7 @@ class _HubFile(io.RawIOBase):
             )
 
     def _begin_pass(self) -> None:
-        """Begin to hash the file from its first byte on."""
+        """Begin to hash a remote file from its first byte on."""
         algorithm: Literal["sha256", "git-blob-sha1"] = "git-blob-sha1"
         if len(self._pointer.tag) == SHA256_DIGITS:
             algorithm = "sha256"
@@ -142,7 +142,7 @@ class _HubFile(io.RawIOBase):
         self._num_hashed = 0
 
     def _received(self) -> bytes:
-        """Return the next bytes, at least one. Raises DownloadError, TransientError."""
+        """Return the next bytes of a remote file, at least one. Raises DownloadError, TransientError."""
         while True:
             try:
                 if self._response is None:
@@ -198,7 +198,7 @@ class _HubFile(io.RawIOBase):
         )
 
     def _check_content(self, chunk: bytes) -> None:
-        """Count and hash what arrived at the present position, before it is read. Raises DownloadError."""
+        """Count and hash bytes of a remote file as they arrive, before they are read. Raises DownloadError."""
         end = self._position + len(chunk)
         is_end = end == self._pointer.size_bytes
         if end > self._pointer.size_bytes or (is_end and next(self._chunks, b"")):
@@ -218,7 +218,7 @@ class _HubFile(io.RawIOBase):
         self._is_vouched = self._is_vouched or is_end
 
     def _leave(self) -> None:
-        """Close the current answer, since the next read is at another position."""
+        """Close the current HTTP answer, since the next read is at another position."""
         self._chunks, self._rest = iter(()), b""
         if self._response is not None:
             self._response.close()

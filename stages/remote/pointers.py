@@ -19,7 +19,7 @@ from stages.core.fields import StrictModel
 
 SUFFIX = ".pointer"
 BUFFER_BYTES = 1 << 20
-"""Bytes per request."""
+"""Bytes per request for a remote file."""
 MODULES = {
     "s3": "stages.remote.buckets",
     "gs": "stages.remote.buckets",
@@ -60,7 +60,7 @@ def is_pointer(path: Path) -> bool:
 
 
 def without_pointer(path: Path) -> Path:
-    """Return the path of the file that a pointer stands for; other paths unchanged."""
+    """Return the path of the file that a pointer file stands for; other paths unchanged."""
     return path.with_suffix("") if is_pointer(path) else path
 
 

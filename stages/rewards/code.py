@@ -39,7 +39,7 @@ NUM_FILES = 1000
 """Limit on files in the code's folder."""
 LOOK_EVERY_S = 0.05
 ANSWER_BYTES = 4096
-"""Limit on the child's answer."""
+"""Limit on the bytes of the sandbox child's answer."""
 PROGRAM = ("-m", "stages.rewards.code_program")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables that keep NumPy from starting threads, which would fail in the sandbox."""
@@ -73,8 +73,8 @@ class CodeReward(CompletionReward):
 
     type: Literal["code"]
     tests: str = Field("tests", min_length=1, description="Column of the tests: Python code, or a list of it.")
-    timeout_s: Seconds = Field(10.0, description="Time limit of the code and all its tests.")
-    memory_gib: float = Field(1.0, ge=0.125, le=1024, description="Limit on the process's address space.")
+    timeout_s: Seconds = Field(10.0, description="Time limit of the code and all its tests, in seconds.")
+    memory_gib: float = Field(1.0, ge=0.125, le=1024, description="Limit on the address space of the code's process.")
 
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
         content = row.get(self.tests)
@@ -142,7 +142,7 @@ class CodeReward(CompletionReward):
         return ended and answer == word, answer
 
     def _await_end(self, process: subprocess.Popen[bytes], folder: Path) -> bool:
-        """Return whether the child ended by itself, within its time and its share of the disk."""
+        """Return whether the sandbox's child ended by itself, within its time and its share of the disk."""
         end_s = time.monotonic() + self.timeout_s
         while time.monotonic() < end_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -154,7 +154,7 @@ class CodeReward(CompletionReward):
 
 
 def _code_in(text: str) -> str:
-    """Return the last block of Python; where there is none, all of the text.
+    """Return the last block of Python in a completion; where there is none, all of the text.
 
     Line by line: a regular expression for a whole block takes quadratic time.
     """

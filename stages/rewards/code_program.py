@@ -59,7 +59,7 @@ FIOSETOWN and FIOASYNC do what F_SETOWN does.
 """
 NAMELESS = os.O_TMPFILE & ~os.O_DIRECTORY
 WRITING = os.O_ACCMODE | NAMELESS
-"""Flags of opening that are compared; a nameless file (O_TMPFILE) would escape the limits on the folder."""
+"""Flags of open(2) that the sandbox compares; a nameless file (O_TMPFILE) would escape the folder's limits."""
 READ_WITHOUT_TRUNCATION = WRITING | os.O_TRUNC
 """Flags compared when opening to read: Landlock before Linux 6.2 does not refuse truncation."""
 SHARING = mmap.MAP_SHARED | mmap.MAP_PRIVATE

@@ -10,9 +10,9 @@ from stages.core.program import Program
 from stages.rewards.reward import AskingReward, Completion
 
 LIMIT_S = 2.0
-"""CPU time of one comparison."""
+"""CPU time of one comparison with a JSON Schema."""
 GRACE_S = 2.0
-"""Seconds beyond LIMIT_S before the program is ended."""
+"""Seconds beyond LIMIT_S before the program that compares with the schema is ended."""
 
 
 class JsonSchemaReward(AskingReward):

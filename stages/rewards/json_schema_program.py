@@ -17,7 +17,7 @@ MEMORY_BYTES = 2 << 30
 
 
 def begin() -> Callable[[dict[str, Any]], bool]:
-    """Import the library and return the function that answers questions."""
+    """Import the library of JSON Schema and return the function that answers questions."""
     from jsonschema.validators import validator_for
 
     def is_described(question: dict[str, Any]) -> bool:

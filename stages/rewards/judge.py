@@ -71,8 +71,10 @@ Scale = tuple[float, float]
 class JudgeConfig(StrictModel, ABC):
     """A judge: server and model, question, and limits of its cost."""
 
-    url: str = Field(pattern=r"^https?://[^\s/@]+(/\S*)?$", description="Server's address, including `/v1`.")
-    served_model: str = Field(min_length=1, description="Model's name on the server.")
+    url: str = Field(
+        pattern=r"^https?://[^\s/@]+(/\S*)?$", description="Address of the judge's server, including `/v1`."
+    )
+    served_model: str = Field(min_length=1, description="Name of the judge's model on the server.")
     key_variable: str | None = Field(
         None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the server's API key; default: no key."
     )
@@ -84,10 +86,10 @@ class JudgeConfig(StrictModel, ABC):
         "`Better: A`; default: a built-in one.",
     )
     max_requests: PositiveInt = Field(
-        10_000, description="Limit on requests; work that needs more is refused before the first."
+        10_000, description="Limit on requests to the judge; work that needs more is refused before the first."
     )
     max_tokens: PositiveInt = Field(512, description="Token limit of one answer of the judge.")
-    timeout_s: Seconds = Field(120.0, description="Time limit of one request.")
+    timeout_s: Seconds = Field(120.0, description="Time limit of one request to the judge, in seconds.")
 
     @property
     @abstractmethod
@@ -96,7 +98,7 @@ class JudgeConfig(StrictModel, ABC):
 
     @property
     def asked(self) -> str:
-        """Text of the question, with placeholders: the recipe's or ours."""
+        """Text of the question to the judge, with placeholders: the recipe's or ours."""
         return self.template or (RATE if self.scale else COMPARE)
 
     @model_validator(mode="after")
@@ -118,8 +120,8 @@ class JudgeConfig(StrictModel, ABC):
 class RatingConfig(JudgeConfig):
     """A judge that rates each answer on a scale."""
 
-    least: float = Field(1.0, allow_inf_nan=False, description="Least number of the scale.")
-    largest: float = Field(10.0, allow_inf_nan=False, description="Largest number of the scale.")
+    least: float = Field(1.0, allow_inf_nan=False, description="Least number of the judge's scale.")
+    largest: float = Field(10.0, allow_inf_nan=False, description="Largest number of the judge's scale.")
     max_unjudged_fraction: float = Field(
         0.02, ge=0, lt=1, description="Largest share of answers without a number from the judge; more is an error."
     )
@@ -149,9 +151,9 @@ class JudgeReward(JudgeConfig, Reward):
     """
 
     type: Literal["judge"]
-    compare: bool = Field(False, description="Compare with the reference answer, instead of rating.")
-    least: float = Field(1.0, allow_inf_nan=False, description="Least number of the scale.")
-    largest: float = Field(10.0, allow_inf_nan=False, description="Largest number of the scale.")
+    compare: bool = Field(False, description="Have the judge compare with the reference answer, instead of rating.")
+    least: float = Field(1.0, allow_inf_nan=False, description="Least number of the judge's scale.")
+    largest: float = Field(10.0, allow_inf_nan=False, description="Largest number of the judge's scale.")
 
     @property
     def scale(self) -> Scale | None:
@@ -168,7 +170,7 @@ class JudgeReward(JudgeConfig, Reward):
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        """Try the judge out and yield its scoring function.
+        """Try the judge out and yield the function that scores completions.
 
         Raises ServerError for a server that refuses, or whose model answers a trial with prose; TransientError for a
         server that does not answer; RecipeError for an environment variable that is not set.
@@ -192,7 +194,7 @@ BETTER = re.compile(
 At the beginning of a line a remark may follow the verdict; within a line it must be the end.
 """
 TRIAL = Completion("What is 1 + 2?", "3", 1, "three", {}, PlainText("What is 1 + 2?", ""))
-"""Question and answer that any judge can rate."""
+"""Question and answer that any judge can rate, to try it out."""
 TOKENS = ("prompt", "completion")
 """Kinds of tokens in a response's `usage`, as the API calls them."""
 Messages = list[dict[str, str]]
@@ -213,7 +215,7 @@ class JudgeAnswer:
 
 @dataclass(frozen=True)
 class Opinion:
-    """Judgement of a completion.
+    """Opinion of a judge on a completion: score, with the answers behind it.
 
     score: None where the judge gave no number.
     answers: the judge's texts, one for each question.
@@ -257,12 +259,12 @@ class AskedJudge:
                 pool.shutdown(cancel_futures=True)
 
     def try_out(self) -> None:
-        """Ask about a trivial answer, without keeping it. Raises as `JudgeReward.opened`."""
+        """Ask the judge about a trivial answer, without keeping it. Raises as `JudgeReward.opened`."""
         for messages in self._questions(TRIAL):
             self._number(messages, keep=False)
 
     def scores(self, completions: Sequence[Completion]) -> Iterator[float]:
-        """Return the score of each completion.
+        """Return the judge's score of each completion.
 
         Raises DataError for more requests than `max_requests`, and at a completion that the judge gives no number;
         ServerError, TransientError.
@@ -271,7 +273,7 @@ class AskedJudge:
         return self.pool.map(self._score, completions)
 
     def opinions(self, completions: Sequence[Completion]) -> Iterator[Opinion]:
-        """Return the opinion on each completion. Raises as `scores`, but not for missing numbers."""
+        """Return the judge's opinion on each completion. Raises as `scores`, but not for missing numbers."""
         self._check_cost(completions)
         return self.pool.map(self._opinion, completions)
 
@@ -293,7 +295,7 @@ class AskedJudge:
         return self._combined([self._number(messages) for messages in self._questions(completion)])
 
     def _combined(self, numbers: Sequence[float]) -> float:
-        """Return the score: the one rating, or the mean of a comparison in both orders."""
+        """Return the score from a judge's numbers: the one rating, or the mean of a comparison in both orders."""
         if self.config.scale:
             return numbers[0]
         first, second = numbers  # as A, then as B
@@ -328,7 +330,7 @@ class AskedJudge:
         return answer.number
 
     def _answer_to(self, messages: Messages, *, keep: bool = True) -> JudgeAnswer:
-        """Return the first answer with a number, or the last one without."""
+        """Return the judge's first answer with a number, or the last one without."""
         question, asked, text = json.dumps(messages), messages, ""
         if known := self.answered.get(question):
             return known
@@ -351,7 +353,7 @@ class AskedJudge:
         return f'a line "Rating: " and a number from {least:g} to {largest:g}'
 
     def read_number(self, answer: str) -> float | None:
-        """Return the rating or, of a comparison, 1 for A, 0 for B and 0.5 for equal; None where there is none."""
+        """Return a judge's rating or, of a comparison, 1 for A, 0 for B and 0.5 for equal; None where there is none."""
         if self.config.scale is None:
             verdicts = [match[2].lower() for match in BETTER.finditer(answer)]
             return {"a": 1.0, "b": 0.0, "equal": 0.5}[verdicts[-1]] if verdicts else None
@@ -360,7 +362,7 @@ class AskedJudge:
         return ratings[-1] if ratings and least <= ratings[-1] <= largest else None
 
     def _answer(self, messages: Messages) -> tuple[str, Tokens]:
-        """Send one request, again while the server is busy; return its text and token usage.
+        """Send one request to the judge, again while it is busy; return its text and token usage.
 
         Raises ServerError for a refusal, TransientError when the server is gone, DataError for more requests than
         `max_requests`.
@@ -392,7 +394,7 @@ class AskedJudge:
         return redact(answer.choices[0].message.content or "", [self.key] if self.key else []), usage
 
     def _keep(self, question: str, answer: JudgeAnswer, usage: Tokens) -> None:
-        """Append an answer to the file, also one of prose, since its tokens count as cost."""
+        """Append a judge's answer to its file, also one of prose, since its tokens count as cost."""
         with self.lock:
             if question in self.answered:
                 return
@@ -405,7 +407,7 @@ class AskedJudge:
 
 
 def bounded(judge: AskedJudge, completions: Sequence[Completion], what: str, max_fraction: float) -> Iterator[Opinion]:
-    """Yield opinions on all completions.
+    """Yield a judge's opinions on all completions, within the limit on missing numbers.
 
     Raises DataError as soon as more than `max_fraction` of them have no number.
     """
@@ -429,7 +431,7 @@ def cost_metrics(file: Path) -> dict[str, float]:
 
 
 def _end_of(answer: str) -> str:
-    """Return the last line, which should have been a number or a verdict, for a message."""
+    """Return the last line of a judge's answer, which should be a number or a verdict, for a message."""
     return quoted(answer.strip().rpartition("\n")[2], 200)
 
 
@@ -438,12 +440,12 @@ def _filled(template: str, values: dict[str, str]) -> str:
 
 
 def kept_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file of answers, without a last line that a kill cut off."""
+    """Return the lines of a file of judge's answers, without a last line that a kill cut off."""
     remove_cut_off_line(file)
     return read_json_lines(file) if file.exists() else []
 
 
 def _answered(lines: Sequence[Mapping[str, Any]]) -> dict[str, JudgeAnswer]:
-    """Return answers with a number by the messages asked, as JSON."""
+    """Return a judge's answers with a number by the messages asked, as JSON."""
     numbered = (line for line in lines if line["number"] is not None)
     return {json.dumps(line["messages"]): JudgeAnswer(line["answer"], line["number"]) for line in numbered}

@@ -10,12 +10,12 @@ from stages.core.errors import DataError, LifecycleError
 from stages.rewards.reward import Completion, Reward, RewardContext, Scores
 
 Named = tuple[str, Completion]
-"""Name of a completion in errors, and the completion."""
+"""Completion with its name in errors."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Score of a completion.
+    """Judgement of a completion: each reward's number and the weighted sum.
 
     rewards: each reward by the recipe's name for it.
     total: their weighted sum.

@@ -13,7 +13,7 @@ class LengthReward(CompletionReward):
     """0 for a short completion, -1 beyond `max_tokens`, linear in between (DAPO, Yu et al. 2025, equation 13)."""
 
     type: Literal["length"]
-    max_tokens: PositiveInt = Field(description="Length beyond which the penalty is full.")
+    max_tokens: PositiveInt = Field(description="Length in tokens beyond which the penalty is full.")
     soft_tokens: NonNegativeInt = Field(0, description="Tokens before `max_tokens` at which the penalty begins.")
 
     @model_validator(mode="after")

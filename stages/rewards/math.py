@@ -15,7 +15,7 @@ from stages.core.redaction import quoted
 from stages.rewards.reward import AskingReward, Completion, RowCheck
 
 GRACE_S = 1.0
-"""Seconds beyond the program's own limit, for a step that it cannot interrupt."""
+"""Seconds beyond the math program's own limit, for a step that it cannot interrupt."""
 MAX_ENDLESS_ROWS = 5
 """Right answers that may time out while rows are checked, since each costs the full time limit."""
 
@@ -38,7 +38,7 @@ class MathReward(AskingReward):
 
     @contextmanager
     def row_checks(self) -> Iterator[RowCheck]:
-        """Yield the check of rows' right answers.
+        """Yield the check that rows' right answers are mathematics.
 
         It raises DataError at the row after `MAX_ENDLESS_ROWS` that cannot be read in time.
         """
@@ -77,5 +77,5 @@ class MathReward(AskingReward):
         return {"right": 1.0, "no answer": self.no_answer}.get(outcome, 0.0)
 
     def _answer(self, program: Program, **question: str | None) -> Any:
-        """Return the program's answer. Raises TimeoutError."""
+        """Return the math program's answer about a completion. Raises TimeoutError."""
         return program.ask_hostile(question, self.timeout_s + GRACE_S)

@@ -21,7 +21,7 @@ WORDS = re.compile(r"(?<!\\)\b[^\W\d_]{3,}")
 
 
 def begin() -> Callable[[dict[str, str]], str | bool]:
-    """Import the library, which takes a second, use it once, and return the function that answers questions."""
+    """Import the math library, which takes a second, use it once, and return the function that answers questions."""
     logging.disable()
     compared("$1$", "1")
 
@@ -49,7 +49,7 @@ def reference_in(text: str) -> list[Any]:
 
 
 def compared(text: str, reference: str) -> str:
-    """Return `right`, `wrong` or `no answer`."""
+    """Compare a model's answer with the right one: `right`, `wrong` or `no answer`."""
     from math_verify import parse, verify
 
     answers = parse(text, parsing_timeout=None)

@@ -28,7 +28,9 @@ class NumberReward(CompletionReward):
     NEEDS_REFERENCE: ClassVar[bool] = True
 
     type: Literal["number"]
-    tolerance: float = Field(0.0, ge=0, allow_inf_nan=False, description="Largest difference that counts as equal.")
+    tolerance: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="Largest difference of two numbers that counts as equal."
+    )
 
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
         if reference is None or _last_number(reference) is not None:

@@ -24,14 +24,16 @@ class PythonReward(CompletionReward):
     """Value of a function in the recipe's Python file: `score(prompt, completion, reference, row) -> float`."""
 
     type: Literal["python"]
-    file: OutsidePath = Field(description="Python file; its content is identity.")
-    function: str = Field("score", pattern=r"^[A-Za-z_]\w*$", description="Name of the function.")
-    timeout_s: PositiveFloat = Field(60.0, description="Time limit of one call; the first call also imports the file.")
+    file: OutsidePath = Field(description="Python file with the reward function; its content is identity.")
+    function: str = Field("score", pattern=r"^[A-Za-z_]\w*$", description="Name of the reward function.")
+    timeout_s: PositiveFloat = Field(
+        60.0, description="Time limit of one call of the reward function; the first call also imports the file."
+    )
     minimum: Annotated[float | None, AddedLater()] = Field(
-        None, allow_inf_nan=False, description="Least number that the function may return; default: any."
+        None, allow_inf_nan=False, description="Least number that the reward function may return; default: any."
     )
     maximum: Annotated[float | None, AddedLater()] = Field(
-        None, allow_inf_nan=False, description="Largest number that the function may return; default: any."
+        None, allow_inf_nan=False, description="Largest number that the reward function may return; default: any."
     )
 
     def score(self, completion: Completion) -> float:
@@ -40,7 +42,7 @@ class PythonReward(CompletionReward):
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        """Start the function's process and yield the scoring function.
+        """Start the process of the author's reward function and yield the function that scores completions.
 
         Raises DataError for a file that cannot be imported, or has no such function.
         """
@@ -85,7 +87,7 @@ class PythonReward(CompletionReward):
             ) from error
 
     def _answer(self, answered: Callable[[], Any]) -> Any:
-        """Return the program's answer. Raises DataError for an error, and for no answer in time."""
+        """Return the reward function's number. Raises DataError for an error, and for no answer in time."""
         try:
             return answered()
         except TimeoutError as error:

@@ -38,7 +38,7 @@ class Completion:
 
 
 Scores = Callable[[Sequence[Completion]], Iterator[float]]
-"""Function from completions to a number for each, in their order.
+"""Function from completions to a reward for each, in their order.
 
 Raises DataError at the completion that cannot be judged.
 """
@@ -49,7 +49,7 @@ RowCheck = Callable[[str | None, Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class RewardContext:
-    """The stage in which rewards work.
+    """Context of the stage in which rewards work: cache, scratch folder, artifacts.
 
     inputs: stage name → folder of its artifact.
     kept: folder, made when needed, whose files belong to the artifact and outlive a kill.
@@ -65,14 +65,14 @@ class Reward(StrictModel, ABC):
     """Base of all rewards: common fields, and the functions that check rows and judge."""
 
     NEEDS_REFERENCE: ClassVar[bool] = False
-    """True if it can judge only where the dataset has the right answer."""
+    """True if the reward can judge only where the dataset has the right answer."""
 
     type: str
-    weight: float = Field(1.0, allow_inf_nan=False, description="Weight in the sum of all rewards.")
+    weight: float = Field(1.0, allow_inf_nan=False, description="Weight of the reward in the sum of all rewards.")
 
     @abstractmethod
     def opened(self, name: str, context: RewardContext) -> contextlib.AbstractContextManager[Scores]:
-        """Open whatever it needs to judge many completions, and yield the scoring function.
+        """Open the programs or servers that a reward needs to judge many completions, and yield its scoring function.
 
         `name` is the recipe's name for it. Raises a LifecycleError for something missing, such as a server that does
         not answer.
@@ -80,7 +80,7 @@ class Reward(StrictModel, ABC):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Least and largest number that it gives."""
+        """Least and largest number that a reward gives."""
         return -math.inf, math.inf
 
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
@@ -89,11 +89,11 @@ class Reward(StrictModel, ABC):
 
     @contextlib.contextmanager
     def row_checks(self) -> Iterator[RowCheck]:
-        """Yield `row_problem` for many rows, with whatever it needs for that."""
+        """Yield `row_problem` for many rows, with programs that it needs already open."""
         yield self.row_problem
 
     def custom_code(self) -> str | None:
-        """Return the name of the recipe's code that it runs, such as `rewards.py:score`; None where there is none."""
+        """Return the name of the recipe's code that a reward runs, such as `rewards.py:score`; None if none."""
         return None
 
     @model_validator(mode="after")
@@ -108,7 +108,7 @@ class CompletionReward(Reward):
 
     @abstractmethod
     def score(self, completion: Completion) -> float:
-        """Return the number. Raises DataError for a completion that cannot be judged."""
+        """Return the reward of a completion. Raises DataError for a completion that cannot be judged."""
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
@@ -120,16 +120,16 @@ class AskingReward(CompletionReward):
 
     @abstractmethod
     def program(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the client of the program, not yet started."""
+        """Return the client of the program that judges, not yet started."""
 
     @abstractmethod
     def asked(self, program: Any, completion: Completion) -> float:
-        """Return the number. Raises TimeoutError."""
+        """Return the reward of a completion by asking the program. Raises TimeoutError."""
 
     @property
     @abstractmethod
     def limit_s(self) -> float:
-        """Time limit of one comparison."""
+        """Time limit of one comparison by the judging program, in seconds."""
 
     def score(self, completion: Completion) -> float:
         with self.program() as program:

@@ -1,4 +1,4 @@
-"""Reward by a trained reward model: its number for a completion, higher for the better one."""
+"""Reward by a trained reward model: a number for each completion, higher for the better one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RewardModelReward(Reward):
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        """Yield the scoring function; the weights are read with the first completions and stay in memory.
+        """Yield the reward model's scoring function; weights are read with the first completions and stay in memory.
 
         Raises ModelError for a model without exactly one number per answer, or without a usable tokenizer.
         """

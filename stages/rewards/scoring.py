@@ -21,7 +21,7 @@ from stages.models.recorded import noted_date
 from stages.rewards.reward import Completion
 
 BATCH_TOKENS = 8192
-"""Tokens of a batch, padding included."""
+"""Number of tokens in a batch of the reward model, padding included."""
 
 
 class Scorer:
@@ -35,7 +35,7 @@ class Scorer:
         self._tokenizer = DocumentTokenizer(folder, None, "all", template_date=date)
 
     def __call__(self, completions: Sequence[Completion]) -> Iterator[float]:
-        """Yield the score of each completion. Raises DataError at a completion that the model cannot read."""
+        """Yield the reward model's score of each completion. Raises DataError for an unreadable completion."""
         encoded = [self._encoded(completion) for completion in completions]
         scores = iter(self._scores([tokens for tokens in encoded if not isinstance(tokens, DataError)]))
         for tokens in encoded:
@@ -65,7 +65,7 @@ class Scorer:
         return [int(token) for token in tokens.ids]
 
     def _scores(self, rows: list[list[int]]) -> list[float]:
-        """Return the scores in the order of the rows."""
+        """Return the reward model's scores in the order of the rows."""
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))  # equal lengths need little padding
         scores: dict[int, float] = {}
         while order:

@@ -23,7 +23,7 @@ from stages.rollouts.options import SamplingOptions
 from stages.serving.client import COMPLETIONS, Choice, Choices, Client, answer_bytes
 
 Request = dict[str, Any]
-"""Body of a request to `/v1/completions`."""
+"""Body of a completion request to `/v1/completions`."""
 Answer = Choices[Choice]
 Job = TypeVar("Job")
 
@@ -80,7 +80,7 @@ async def _ask_all(
 
 
 async def _answer(http: aiohttp.ClientSession, expected: Expected, url: str, request: Request) -> Answer:
-    """Send one request, again a few times while the server is busy or does not answer."""
+    """Send one completion request, again a few times while the server is busy or does not answer."""
     backoff = RetryBackoff("asking for a completion")
     while True:
         try:
@@ -94,7 +94,7 @@ async def _answer(http: aiohttp.ClientSession, expected: Expected, url: str, req
 
 
 PromptSample = tuple[int, int]
-"""Number of the prompt, number of the sample."""
+"""Key of a sampled completion: number of the prompt, number of the sample."""
 
 
 class Sample(StrictModel):

@@ -12,7 +12,7 @@ from stages.rewards.reward import Reward
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Which rows are asked, and how. Fields that are None follow the row and the model's folder.
+    """Options of prompts: which rows are asked, and how. None: as the row and the model's folder say.
 
     limit: number of rows, from the first on.
     reference: column of the right answer.

@@ -20,7 +20,7 @@ from stages.rewards.reward import Completion, RowCheck
 from stages.rollouts.options import PromptOptions
 
 NUM_NAMED = 10
-"""Rows that an error names."""
+"""Number of rows that an error names."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class AskedPrompt:
     token_ids: list[int]
 
     def completion(self, text: str, num_tokens: int) -> Completion:
-        """Return a model's answer to it, as rewards judge it."""
+        """Return a model's answer to the prompt as a completion, as rewards judge it."""
         asked = self.prompt
         return Completion(self.text, text, num_tokens, asked.reference, asked.row, asked.document)
 
@@ -78,7 +78,7 @@ def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -
 
 
 def check_room(prompts: Sequence[AskedPrompt], context_tokens: int, max_tokens: int) -> None:
-    """Raise DataError that names the prompts which leave no room for an answer."""
+    """Raise DataError that names prompts which leave no room for an answer in the context length."""
     room = context_tokens - max_tokens
     if too_long := [one for one in prompts if len(one.token_ids) > room]:
         named = ", ".join(f"{one.place} ({len(one.token_ids)} tokens)" for one in too_long[:NUM_NAMED])
@@ -95,7 +95,7 @@ class _Rows:
     def __init__(
         self, options: PromptOptions, tokenizer: DocumentTokenizer, as_chat: bool, checks: Mapping[str, RowCheck]
     ) -> None:
-        """Prepare the reader; checks: row checks by the names of the rewards."""
+        """Create the reader of prompts; checks: row checks by the names of the rewards."""
         self._options = options
         self._checks = checks
         self._tokenizer = tokenizer
