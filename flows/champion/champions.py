@@ -125,7 +125,7 @@ def base_of(version: RegisteredVersion) -> Artifact | None:
 
 
 def launch_spec(version: RegisteredVersion) -> LaunchSpec:
-    """Return how to serve a registered version under its registered name.
+    """Return the launch spec of a registered version's server, under its registered name.
 
     It is served as the serve stage of its promotion did, if there was one. The base of an adapter is `NAME-base` in
     requests.

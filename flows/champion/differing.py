@@ -52,11 +52,11 @@ class Differences(StrictModel):
 
     @property
     def none(self) -> bool:
-        """Return whether both sides are the same."""
+        """Return whether two compared sides are the same."""
         return not (self.data or self.config or self.code or self.stages or self.scores or self.rebuilt)
 
     def by_heading(self) -> dict[str, tuple[str, ...]]:
-        """Return all differences by heading."""
+        """Return all differences of two sides by heading."""
         return {name: getattr(self, name) for name in ("data", "config", "code", "stages", "scores", "rebuilt")}
 
 
@@ -77,7 +77,7 @@ def side_of_refresh(record: RefreshRecord, index: Index) -> Side:
 
 
 def compare(old: Side, new: Side, kept: Path) -> Differences:
-    """Return the differences of two sides.
+    """Compare two sides, and return their differences.
 
     kept: folder of the contents of files outside the store, by their hash (`flows/planning/changes.py`).
     """

@@ -74,7 +74,7 @@ class Following:
     gate_requests: int | None = None
 
     def serve(self, host: str, public: socket, sampler: Sampler | None = None) -> None:
-        """Answer on a listening socket, with the key in VLLM_API_KEY. sampler: as for `Proxy`.
+        """Serve an alias on a listening socket, with the key in VLLM_API_KEY. sampler: as for `Proxy`.
 
         Raises StoreError when there is no champion, ServerError for an engine that does not start.
         """
@@ -119,7 +119,7 @@ class Follower:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all engines."""
+        """End all engines of the follower."""
         self._is_over.set()
         if self._start:
             self._stop_start()
@@ -131,11 +131,11 @@ class Follower:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether nothing is under way."""
+        """Return whether no start or stop of an engine is under way."""
         return not (self._start or self._stopping or self._ending or self._judging)
 
     def step(self) -> bool:
-        """Do what follows from recent events, without waiting; return whether MLflow has reported the aliases.
+        """Act on recent events without waiting; return whether MLflow has reported the aliases.
 
         MLflow reports every few seconds.
         """
@@ -150,7 +150,7 @@ class Follower:
         return has_aliases
 
     def _missing(self) -> Iterator[RegisteredVersion]:
-        """Yield the versions that should be served and are not, the most urgent first."""
+        """Yield the model versions that should be served and are not, the most urgent first."""
         champion, is_dead = self.champion.version, self.champion.died.is_set()
         if is_dead and self._restarts.is_at_once:
             yield champion
@@ -278,7 +278,7 @@ class Follower:
     # ------------------------------------------------------------------------------------------- consequences
 
     def _succeed(self, successor: Serving) -> None:
-        """Send all requests to a version, and end the former champion after its last answer."""
+        """Send all requests to a new version, and end the former champion after its last answer."""
         former, self.champion = self.champion, successor
         self._proxy.switch(successor.backend)
         print_timed(f"version {successor.version.number} of {self.following.name} is served")
@@ -298,7 +298,7 @@ class Follower:
         self._ending.append(in_background(lambda: end_serving(former, is_shared, self._is_over)))
 
     def _compare(self) -> None:
-        """Record the tallies of both versions; move the aliases once the gate has enough requests."""
+        """Record the tallies of champion and challenger; move the aliases once the gate has enough requests."""
         if self.challenger is None:
             servers_folder.forget_tallies(self.following.name)
             return
@@ -365,7 +365,7 @@ class Aliases:
         self._looking: Future[dict[str, RegisteredVersion | LifecycleError | None]] | None = None
 
     def look(self) -> dict[str, RegisteredVersion | LifecycleError | None]:
-        """Return the aliases that have come in since the last call, usually none; start the next look when due.
+        """Return the aliases that MLflow reported since the last call, usually none; start the next query when due.
 
         Does not wait.
         """
@@ -411,7 +411,7 @@ class Restarts:
         self._due_s = 0.0
 
     def add(self, lived_s: float) -> float:
-        """Count a death, or a failed start; return the seconds until the next start.
+        """Count a death of an engine, or a failed start; return the seconds until the next start.
 
         lived_s: seconds for which the engine had answered.
         """
@@ -422,12 +422,12 @@ class Restarts:
 
     @property
     def is_at_once(self) -> bool:
-        """Return whether the next start comes before everything else."""
+        """Return whether the next start of an engine comes without a pause."""
         return self.num_deaths <= MAX_AT_ONCE
 
     @property
     def is_due(self) -> bool:
-        """Return whether the pause is over."""
+        """Return whether the pause before the next start of an engine is over."""
         return time.monotonic() >= self._due_s
 
 
@@ -437,7 +437,7 @@ def have_answered(num_requests: int, *tallies: Tally) -> bool:
 
 
 def misses(challenger: Tally, champion: Tally) -> Iterator[str]:
-    """Yield what is worse than the gate allows, in words."""
+    """Yield gates that a challenger's traffic misses, in words."""
     shares = [tally.num_errors / tally.num_requests for tally in (challenger, champion)]
     if shares[0] > shares[1] + MAX_MORE_ERRORS:
         yield f"{shares[0]:.1%} of its requests failed, and {shares[1]:.1%} of the champion's"
@@ -447,7 +447,7 @@ def misses(challenger: Tally, champion: Tally) -> Iterator[str]:
 
 
 def _is_done(ended: Future[None]) -> bool:
-    """Return whether it is over. Raises what it raised."""
+    """Return whether a background task is over. Raises its exception."""
     if ended.done():
         ended.result()
     return ended.done()

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def judge(work: Path) -> None:
-    """Write the champion into the stage's work folder, and become the stage's process.
+    """Write the champion into the promote stage's work folder, and become the stage's process.
 
     A champion that was evaluated differently from the candidate is evaluated first. Raises what `Registry` raises,
     StoreError for a missing artifact, and what that evaluation raises.

@@ -46,7 +46,7 @@ class Registration(StrictModel):
 
     @property
     def artifacts(self) -> frozenset[str]:
-        """Return all artifacts that belong to it."""
+        """Return all artifacts that belong to a registration."""
         return frozenset(filter(None, [self.model, self.base, *self.evaluations, self.server]))
 
 
@@ -58,7 +58,7 @@ def note(registration: Registration) -> None:
 
 
 def tags_of(registration: Registration, **more: str | None) -> dict[str, str]:
-    """Return the tags of its version in MLflow's registry."""
+    """Return the tags of a registered version in MLflow's registry."""
     tags = {
         "model": registration.model,
         "base": registration.base,

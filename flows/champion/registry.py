@@ -28,7 +28,7 @@ CHAMPION = "champion"
 PREVIOUS = "previous"
 CHALLENGER = "challenger"
 OF_PROMOTIONS = (f"{TAG}predecessor", f"{TAG}promotion")
-"""Tags that stay when a version is registered again without becoming champion."""
+"""Tags of a registered version that stay when it is registered again without becoming champion."""
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """MLflow's codes for a model that does not exist, and for an alias that it lacks."""
 PASSING = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
@@ -115,7 +115,7 @@ class Registry:
             self._move(candidate.name, candidate.number, champion)
 
     def is_champion(self, candidate: Registration, judged_against: str | None) -> bool:
-        """Return whether this very model is champion already.
+        """Return whether a candidate has the very content of the present champion.
 
         judged_against: the champion when it was compared. Raises OutdatedVerdictError when the champion is neither of
         the two.
@@ -178,13 +178,13 @@ class Registry:
         return crowned
 
     def was_cut_short(self, name: str) -> bool:
-        """Return whether a move stopped, or is, between its two writes: `previous` is on the champion."""
+        """Return whether a promotion or rollback stopped between its two writes: `previous` is on the champion."""
         with _explained(f"asking for the aliases of {name}"):
             aliases = _unless_absent(lambda: dict(self._client.get_registered_model(name).aliases)) or {}
         return CHAMPION in aliases and aliases[CHAMPION] == aliases.get(PREVIOUS)
 
     def repair(self, name: str) -> None:
-        """Put `previous` back where it was before a move that was cut short. Call it where no move is under way."""
+        """Put `previous` back after an interrupted promotion or rollback. Call it where none is under way."""
         if not self.was_cut_short(name):
             return
         champion = self.find(name)

@@ -45,7 +45,7 @@ class Housekeeping:
     """
 
     def __init__(self, policy: Policy | None, older_than_days: float) -> None:
-        """Find the garbage.
+        """Find the garbage of this home.
 
         policy: None keeps all refreshes, and of their artifacts those that are needed.
         older_than_days: of leftovers.
@@ -83,7 +83,7 @@ class Housekeeping:
             self._give_up(beyond, {*referred_to, *(entry.attempt for one in kept for entry in one.stages.values())})
 
     def collect(self) -> Collected:
-        """Remove the garbage; what cannot be removed does not stop the rest."""
+        """Remove this home's garbage; errors in removing some of it do not stop the rest."""
         failures = [*self._unreadable, *([self.unasked] if self.unasked else [])]
         with ExitStack() as stack:
             unused: dict[Path, RefreshRecord] = {}
@@ -125,7 +125,7 @@ class Housekeeping:
 
 
 def _left_by_servers(older_than_days: float) -> Iterator[Garbage]:
-    """Yield what killed `serve --follow`s left in `<home>/servers`, if it is older than that."""
+    """Yield folders that killed `serve --follow` processes left in `<home>/servers`, if old enough."""
     before_s = time.time() - older_than_days * collect.SECONDS_PER_DAY
     for path in (*left_notes(), *left_folders()):
         used_s = collect.used_s(path)
@@ -157,7 +157,7 @@ def _delete_from_servers(records: list[RefreshRecord]) -> None:
 
 
 def _reach(program: ServerProgram) -> bool:
-    """Set the variables of a server; return whether it is this home's own. Raises ServerError when none runs."""
+    """Set the address variables of a server; return whether it is this home's own. Raises ServerError for none."""
     assert program.variable
     address, named = address_of(program.name), program.named()
     ours = f"{address}{program.client_path}" if address else None

@@ -44,7 +44,7 @@ def note_tallies(name: str, tallies: Mapping[str, Any]) -> None:
 
 
 def forget_tallies(name: str) -> None:
-    """Remove the record: the canary of this process has ended."""
+    """Remove the record of tallies: the canary of this process has ended."""
     _file(name).unlink(missing_ok=True)
 
 
@@ -76,7 +76,7 @@ def _standing(noted: Mapping[str, Any]) -> Standing:
 
 
 def as_lines(canary: Mapping[str, Any]) -> list[str]:
-    """Return a record for people: a line, and a table with a row for each version."""
+    """Return a record of tallies for people: a line, and a table with a row for each version."""
     age_s = max(0.0, time.time() - canary["time_s"])
     versions = (canary["champion"], canary["challenger"])
     rows = [HEADING, *(_row(one, canary) for one in canary["versions"] if one["version"] in versions)]

@@ -59,7 +59,7 @@ class Serving:
 
     @property
     def served(self) -> ServedVersion:
-        """Return the version as metrics name it."""
+        """Return a serving version as metrics name it."""
         return ServedVersion(self.version.name, self.version.number)
 
 
@@ -250,10 +250,10 @@ class Start:
         self._is_stopped = threading.Event()
         self._server: Server | None = None
         self.outcome: Future[Serving] = in_background(lambda: self._run([*after]))
-        """Result. Raises StartStoppedError, or what starting raises, after removing everything."""
+        """Outcome of a start. Raises StartStoppedError, or what starting raises, after removing everything."""
 
     def stop(self) -> Future[None]:
-        """Stop the start; return a future that is done when nothing is left of it."""
+        """Stop a start of an engine; return a future that is done when nothing is left of it."""
         self._is_stopped.set()
         return in_background(self._end)
 

@@ -44,7 +44,7 @@ def calibrate_measured(file: Path, out: Path) -> tuple[Calibration, Path]:
 
 
 def _calibrate(runs: Sequence[LoggedRun], source: str, path: Path) -> tuple[Calibration, Path]:
-    """Fit, and write the machine's description; runs that cannot be predicted are left out, with the reason.
+    """Fit the planner's constants, and write the machine's description; unpredictable runs are left out with reasons.
 
     Raises RecipeError when there are too few runs, or they are of several machines.
     """
@@ -65,7 +65,7 @@ def _calibrate(runs: Sequence[LoggedRun], source: str, path: Path) -> tuple[Cali
 
 
 def as_text(calibration: Calibration, path: Path) -> str:
-    """Return the constants before and after, a line a run, and the errors of predictions."""
+    """Return a calibration as text: constants before and after, a line a run, errors of predictions."""
     start, fitted = calibration.start, calibration.hardware
     values = {name: (getattr(start.efficiency, name), getattr(fitted.efficiency, name)) for name in CONSTANTS}
     values[LATENCY] = (start.intra_node_latency_s, fitted.intra_node_latency_s)

@@ -36,11 +36,24 @@ class ManyValues(click.Command):
 @click.argument("recipe", required=False, type=click.Path(path_type=Path))
 @click.option("--stage", metavar="NAME", help="The train stage to measure.")
 @click.option(
-    "--layouts", multiple=True, metavar="FILE|LAYOUT…", help='Such as "fsdp dp_shard=2" "megatron tp=2", or a file.'
+    "--layouts",
+    multiple=True,
+    metavar="FILE|LAYOUT…",
+    help='Layouts such as "fsdp dp_shard=2" "megatron tp=2", or a file.',
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as in stages.sft.steps=100.")
-@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Measured steps of a round.")
-@click.option("--warmup", type=click.IntRange(0), default=5, show_default=True, help="Steps before them.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override of the recipe, as in stages.sft.steps=100."
+)
+@click.option(
+    "--steps", type=click.IntRange(1), default=20, show_default=True, help="Number of measured steps in a round."
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(0),
+    default=5,
+    show_default=True,
+    help="Number of warm-up steps before the measured ones.",
+)
 @click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Number of runs of each layout.")
 @click.option("--experiment", metavar="NAME", help="Compare runs that MLflow has, instead of running any.")
 @click.option("--where", default="", metavar="FILTER", help="Compare only runs that match this MLflow search filter.")
@@ -78,7 +91,9 @@ def compare(
 @click.command()
 @click.option("--experiment", default="llm-lifecycle", show_default=True, metavar="NAME", help="Experiment in MLflow.")
 @click.option("--where", metavar="FILTER", help="MLflow search filter of runs; default: those of this machine.")
-@click.option("--out", type=click.Path(path_type=Path), help="File to write; default: the one that predictions read.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Hardware file to write; default: the one that predictions read."
+)
 @click.option(
     "--measured",
     type=click.Path(path_type=Path),

@@ -83,7 +83,7 @@ class Workload:
 
     @property
     def in_few_bits(self) -> bool:
-        """The layers' matrix products are in 8 or 4 bits."""
+        """True if the layers' matrix products are in 8 or 4 bits."""
         return self.precision in ("fp8", "fp4")
 
     def trained_shape(self, shape: ModelShape) -> ModelShape:
@@ -105,7 +105,7 @@ class Software:
     fp8_attention: bool = False
     """True if matrix products inside fused attention are in 8 bits."""
     keeps_frozen_in_fp8: bool = False
-    """In fp8, frozen weights are stored in one byte each, not two."""
+    """True if, in fp8, frozen weights are stored in one byte each, not two."""
     gradient_bytes: int = 4
     """Bytes of a gradient as it is accumulated and reduced."""
     gradient_copy_bytes: int = 0
@@ -113,13 +113,13 @@ class Software:
     optimizer_bytes: int = 12
     """Bytes of a parameter's master weight and moments, and of anything sharded with them, unless trained in fp32."""
     overlaps_gradients: bool = True
-    """Gradients are reduced during the backward pass."""
+    """True if gradients are reduced during the backward pass."""
     overlaps_layers: bool = False
     """Tensor-parallel communication overlaps with the matrix products next to it."""
     overlaps_experts: bool = False
     """Dispatch of tokens to experts and back overlaps with matrix products."""
     chunked_logits: bool = True
-    """Logits are computed for a chunk of tokens at a time."""
+    """True if logits are computed for a chunk of tokens at a time."""
     fused_cross_entropy: bool = False
     """Unchunked logits are kept in 16 bits only, and their gradient overwrites them."""
     gathers_gradients: bool = True

@@ -142,7 +142,7 @@ def _differing_tool_prompts(
     context_tokens: int,
     warn: Callable[[str], None],
 ) -> int | None:
-    """Count the recorded prompts that the server renders otherwise, and warn of each; None where none is compared."""
+    """Count recorded prompts with tools that the server renders differently, and warn of each; None: not compared."""
     engine, compared = engine_of(spec.engine), [prompt for prompt in prompts if len(prompt.token_ids) < context_tokens]
     if not compared or not engine.capabilities.prompt_token_ids:
         if prompts:
@@ -162,7 +162,7 @@ def _differing_tool_prompts(
 
 
 def _rendered_otherwise(client: Client, spec: LaunchSpec, prompt: ToolPrompt) -> str | None:
-    """Say how the server renders a prompt to other tokens than training did; None where they are the same."""
+    """Return a message if the server renders a prompt to other tokens than training did; else None."""
     try:
         served = client.prompt_tokens(
             _as_client_sends(prompt.messages),

@@ -36,7 +36,7 @@ class EngineAddress:
     named: str | None = None
 
     def connector(self) -> aiohttp.BaseConnector:
-        """Return a connector for one request: a kept connection that the engine is about to close would lose it."""
+        """Return an aiohttp connector for one request: a kept connection that the engine is closing would lose it."""
         if self.socket:
             return aiohttp.UnixConnector(str(self.socket), limit=0, force_close=True)
         return aiohttp.TCPConnector(limit=0, force_close=True)
@@ -97,7 +97,7 @@ class Canary:
     share: float
 
     def takes(self, key: str) -> bool:
-        """Return whether it gets the requests of this key: always the same keys, and others for another version."""
+        """Return whether the canary gets the requests of a key: always the same keys, others for another version."""
         version = self.backend.version
         digest = hashlib.sha256(f"{version.version if version else ''}\n{key}".encode("utf-8", "surrogatepass"))
         return int.from_bytes(digest.digest()[:8]) < self.share * 2**64

@@ -62,7 +62,7 @@ class Client:
     timeout_s: float = 120.0
 
     def expected(self, path: str, max_bytes: int, total_s: float | None = None) -> Expected:
-        """Return the size and time limits of an answer of this server."""
+        """Return the size and time limits of an answer of the client's server."""
         return Expected(f"{self.url}{path}", max_bytes, total_s or self.timeout_s, key=self.api_key)
 
     def is_healthy(self) -> bool:
@@ -91,7 +91,7 @@ class Client:
             raise ServerError(f"{server} at {self.url} serves {serves}, not {self.model}{advice}")
 
     def context_tokens(self) -> int:
-        """Return the context length that the first listed model reports, for prompt and answer together."""
+        """Return the server's context length by its first listed model, for prompt and answer together."""
         listed = self.models()
         if not listed or listed[0].max_model_len is None:
             raise ServerError(f"{self.url}/v1/models lists no model with a `max_model_len`")
@@ -103,7 +103,7 @@ class Client:
         return self.answer(COMPLETIONS, Choices[Choice], request).choices[0]
 
     def answer(self, path: str, shape: type[Shape], request: dict[str, Any] | None = None) -> Shape:
-        """Send a GET, or a POST of `request`, and return the answer's JSON checked against `shape`."""
+        """Send a GET, or a POST of `request`, to the server; return the JSON checked against `shape`."""
         max_bytes = BASE_BYTES if request is None else answer_bytes(request)
         return self._asked(path, max_bytes, request).parsed(shape)
 
@@ -165,7 +165,7 @@ class Client:
     def _opened(
         self, path: str, expected: Expected, request: dict[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Open the response to a request, for reading."""
+        """Open the server's response to a request, for reading."""
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         body = None if request is None else json.dumps(request).encode()
         try:
@@ -193,7 +193,7 @@ def check_server(client: Client, smoke_log_probabilities: Callable[[Client], lis
 
 
 class Usage(AnswerModel):
-    """Token counts of the server; None where it reports none."""
+    """Token counts reported by the server for one answer; None where it reports none."""
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
@@ -225,7 +225,7 @@ class Choice(AnswerModel):
     token_ids: list[Count] | None = None
 
     def written(self, server: str) -> str:
-        """Return the text of the completion. Raises ServerError when there is none."""
+        """Return the completion's text. Raises ServerError when there is none."""
         if self.text is None:
             raise ServerError(f"{server} answered with a completion that has no text")
         return self.text
@@ -239,7 +239,7 @@ class Choice(AnswerModel):
         return self.token_ids, values
 
     def reported(self, server: str) -> TokenLogProbs:
-        """Return the log-probabilities. Raises ServerError when there are none."""
+        """Return the log-probabilities of a chat's answer. Raises ServerError when there are none."""
         if self.logprobs is None:
             raise ServerError(f"{server} returned no log-probabilities, which were requested")
         return self.logprobs

@@ -38,12 +38,14 @@ class ServingConfig(StrictModel):
     max_num_seqs: PositiveInt | None = Field(
         None, description="Largest number of requests in a batch; default: the engine's."
     )
-    tensor_parallel_size: PositiveInt = Field(1, description="Number of GPUs that share each layer.")
+    tensor_parallel_size: PositiveInt = Field(
+        1, description="Tensor parallelism: number of GPUs that share each layer."
+    )
     kv_cache_memory_gib: PositiveFloat | None = Field(
         None, description="Memory of the KV cache. Default: the memory that is free on a GPU; 4 GiB on a CPU."
     )
     enforce_eager: bool = Field(
-        False, description="Do not compile or capture graphs: the server starts sooner and runs slower."
+        False, description="Eager mode: do not compile or capture graphs; the server starts sooner and runs slower."
     )
     trust_remote_code: bool = Field(False, description="Run Python files that come with the model.")
     tool_call_parser: Annotated[str | None, AddedLater()] = Field(
@@ -54,7 +56,7 @@ class ServingConfig(StrictModel):
     )
     arguments: Annotated[dict[str, JsonValue], AddedLater()] = Field(
         default_factory=dict,
-        description="Other options of the engine's server: name without leading dashes → value.",
+        description="Further options of the engine's server: name without leading dashes → value.",
     )
 
     @field_validator("arguments")
@@ -67,15 +69,17 @@ class BenchmarkConfig(StrictModel):
     """Load that a benchmark puts on the server."""
 
     concurrencies: tuple[PositiveInt, ...] = Field(
-        (1, 8), min_length=1, description="Numbers of concurrent requests; each is measured."
+        (1, 8), min_length=1, description="Numbers of concurrent requests that the benchmark measures."
     )
-    requests_per_concurrency: PositiveInt = Field(8, description="Number of requests sent per unit of concurrency.")
-    input_tokens: PositiveInt = Field(128, description="Tokens of each prompt.")
-    output_tokens: PositiveInt = Field(64, description="Tokens of each answer.")
+    requests_per_concurrency: PositiveInt = Field(
+        8, description="Number of benchmark requests per unit of concurrency."
+    )
+    input_tokens: PositiveInt = Field(128, description="Number of tokens of each benchmark prompt.")
+    output_tokens: PositiveInt = Field(64, description="Number of tokens of each benchmark answer.")
 
     @property
     def tokens(self) -> int:
-        """Length of a prompt and its answer together."""
+        """Number of tokens of a prompt and its answer together."""
         return self.input_tokens + self.output_tokens
 
 
@@ -93,7 +97,7 @@ class ServeExecution(Execution):
     ready_timeout_s: Seconds = Field(600, description="Longest time that the server may take to start.")
 
     def problems_here(self) -> Iterator[str]:
-        """Yield a host that this machine cannot listen on; that of a cluster's job is known only there."""
+        """Yield an error for a host that this machine cannot listen on; a cluster job's host is not checked here."""
         if not self.is_local:
             return
         names = Answers[Any](PLANNING_LIMIT_S)

@@ -30,11 +30,11 @@ class Endpoint:
 
     @property
     def asked_folder(self) -> Path:
-        """Folder of the model or adapter that is asked, with the chat template of its training."""
+        """Folder of the asked model or adapter, with the chat template of its training."""
         return self.spec.folders[self.spec.served_name]
 
     def await_model(self) -> ServedModel:
-        """Wait until the model can be asked, and compare it with its training's record.
+        """Wait until the endpoint's model can be asked, and compare it with its training's record.
 
         Raises ServerError when our own server does not come up, or an adapter has no effect.
         """
@@ -106,7 +106,7 @@ def _launch_spec(config: AskedModelConfig, context: StageContext) -> LaunchSpec:
 
 
 def _leased_client(config: AskedModelConfig, context: StageContext, spec: LaunchSpec) -> Client | None:
-    """Return a client of the server that the refresh keeps up for us; None if there is none, or it fails its check."""
+    """Return a client of the leased server that the refresh keeps up; None without one, or if it fails its check."""
     lease = context.leases.get(config.model)
     if lease is None:
         return None

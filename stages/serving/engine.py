@@ -55,7 +55,9 @@ class LaunchSpec(StrictModel):
     served_name: str
     adapters: dict[str, Path] = Field(default_factory=dict, description="Name in requests → folder of the adapter.")
     base_name: str | None = Field(None, description="Name of `model` in requests, where `served_name` is an adapter.")
-    swaps_adapters: bool = Field(False, description="True if other adapters of `model` may be loaded while it runs.")
+    swaps_adapters: bool = Field(
+        False, description="True if other adapters of `model` may be loaded while the server runs."
+    )
     for_training: bool = Field(
         False,
         description="True if a training learns from its answers: other weights may be loaded while it runs, and only "
@@ -72,21 +74,21 @@ class LaunchSpec(StrictModel):
 
     @property
     def own_name(self) -> str:
-        """Name of `model` itself in requests."""
+        """Name of the model itself in requests, beside its adapters."""
         return self.base_name or self.served_name
 
     @property
     def folders(self) -> dict[str, Path]:
-        """Folders of the model and its adapters, by their names in requests."""
+        """Folders of the served model and its adapters, by their names in requests."""
         return {self.own_name: self.model, **self.adapters}
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Facts of `model`."""
+        """Facts of the served model, from its config."""
         return ModelFacts(self.model)
 
     def asking(self, name: str) -> LaunchSpec:
-        """Return the spec of the same server with another of its names as `served_name`."""
+        """Return the spec of the same server, but with another of its names as `served_name`."""
         return self.model_copy(update={"served_name": name, "base_name": self.own_name})
 
     @property
@@ -169,7 +171,7 @@ class Capabilities:
 
 
 class Program(Protocol):
-    """Installed program of an engine."""
+    """Program of an installed engine: path and version."""
 
     @property
     def command(self) -> Path: ...
@@ -178,10 +180,10 @@ class Program(Protocol):
     def version(self) -> str: ...
 
     def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
-        """Return the command line of a server that listens only at `address`; the environment has the API key."""
+        """Return the command line of an engine's server that listens only at `address`; the environment has the key."""
 
     def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
-        """Return the whole environment of a server, which will run in a temporary folder of its own."""
+        """Return the whole environment of an engine's server, which will run in a temporary folder of its own."""
 
 
 @dataclass(frozen=True)
@@ -229,10 +231,10 @@ class Engine(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def find_program(self) -> Program:
-        """Return the installed program. Raises ResourceError, with how to install it, if there is none."""
+        """Return the engine's installed program. Raises ResourceError, with how to install it, if there is none."""
 
     def program_in_image(self, *, on_cpu: bool) -> Program:
-        """Return the program as it is found in a container image made for it."""
+        """Return the engine's program as it is found in a container image made for it."""
 
     def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
         """Return `OPTION: why` for each option that this engine cannot be started with, or why that is not known.
@@ -281,7 +283,7 @@ class Engine(Protocol):
         """
 
     def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
-        """Unload an adapter of a running server that has no more requests for it. Raises as `load_adapter` does."""
+        """Unload an adapter from a running server, once it has no more requests. Raises as `load_adapter` does."""
 
     def check_takes_weights(self, client: Client, num_tokens: int, dtype: str) -> None:
         """Raise ServerError unless a server that others started can be given weights and learned from.
@@ -293,7 +295,7 @@ class Engine(Protocol):
         """
 
     def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-        """Raise ServerError unless such a server reads what we write to this folder; its weights stay as they are."""
+        """Raise ServerError unless a running server can read files that we write to a folder; weights stay."""
 
     def prepare_reloads(self, folder: Path, client: Client | None = None) -> None:
         """Prepare a model's folder, which the caller owns, for a start or for `reload_weights`.
@@ -375,7 +377,7 @@ def _unable(reason: str) -> NotAsked:
 
 @dataclass(frozen=True)
 class PassedOptions:
-    """Options that a recipe may pass to an engine's server; all others are refused.
+    """Table of options that a recipe may pass to an engine's server; all others are refused.
 
     Most options of these servers do more than tune: they load weights that are no safetensors, run code of others, name
     files that no version knows, or open ways around the proxy.
@@ -398,7 +400,7 @@ class PassedOptions:
                 yield f"{name}: found {json.dumps(value)}; leave the option out, or say true for one without a value"
 
     def written(self, arguments: Mapping[str, JsonValue]) -> dict[str, list[str]]:
-        """Return option → its arguments on the command line. Raises RecipeError if one is refused."""
+        """Return engine option → its arguments on the command line. Raises RecipeError if one is refused."""
         if refused := list(self.refusals(arguments)):
             raise RecipeError(f"the arguments of {self.title}: {'; '.join(refused)}")
         return {

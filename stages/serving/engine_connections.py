@@ -41,7 +41,7 @@ class EngineConnections:
         self._idle: deque[tuple[EngineConnection, float]] = deque()
 
     async def ask(self, method: str, target: str, headers: bytes, body: bytes = b"") -> EngineConnection:
-        """Send a request; returns its connection once the answer's headers have arrived. Use it as a context.
+        """Send a request to the engine; returns its connection once the answer's headers have arrived.
 
         headers: their lines, without the host and the body's length.
 
@@ -65,14 +65,14 @@ class EngineConnections:
             return await new.ask(request)
 
     def keep(self, connection: EngineConnection) -> None:
-        """Keep a connection whose answer is complete for another request."""
+        """Keep an engine connection whose answer is complete for another request."""
         now_s = time.monotonic()
         self._idle.append((connection, now_s))
         while self._idle[0][1] + KEEP_ALIVE_S < now_s:
             self._idle.popleft()[0].close()
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections to the engine."""
         while self._idle:
             self._idle.pop()[0].close()
 
@@ -121,16 +121,16 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """True while neither side has closed it."""
+        """True while neither side has closed the connection."""
         return not self._transport.is_closing()
 
     @property
     def content_type(self) -> str:
-        """Media type of the answer, without parameters."""
+        """Media type of the engine's answer, without parameters."""
         return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
     async def ask(self, request: bytes) -> Self:
-        """Send a request; returns once the answer's headers have arrived. Raises ServerDisconnectedError."""
+        """Send a request to the engine; returns once the answer's headers are there. Raises ServerDisconnectedError."""
         self.status, self.reason, self.headers = 0, "", CIMultiDict()
         self.is_whole = self._is_kept_alive = False
         self._parts: list[bytes] = []
@@ -146,7 +146,7 @@ class EngineConnection(asyncio.Protocol):
         return self
 
     async def part(self) -> bytes:
-        """Wait for the next part of the body, as much as has arrived; the last part may be empty.
+        """Wait for the next part of the answer's body, as much as has arrived; the last part may be empty.
 
         Raises ServerDisconnectedError.
         """
@@ -155,7 +155,7 @@ class EngineConnection(asyncio.Protocol):
         return self._arrived()
 
     async def hand_on(self, take: Callable[[bytes], bool]) -> None:
-        """Call `take` with each part of the body as it arrives, until it returns False or the last one has arrived.
+        """Call `take` with each part of an answer as it arrives, until it returns False or the last one has arrived.
 
         `part` returns that one. No task is woken for the others, which would take half of the proxy's time for a part.
         """
@@ -168,7 +168,7 @@ class EngineConnection(asyncio.Protocol):
             self._take = None
 
     def close(self) -> None:
-        """Close the connection at once, which ends the engine's work on an answer."""
+        """Close the connection to the engine at once, which ends its work on an answer."""
         self._transport.abort()
 
     def __enter__(self) -> Self:

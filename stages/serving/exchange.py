@@ -21,7 +21,7 @@ CLIENT_CLOSED = 499
 """Status of a request whose client went away, as in nginx."""
 MAX_COUNT = 2**53
 END_BYTES = 3
-"""Length of an event's end, without its last byte."""
+"""Length in bytes of the end of a server-sent event, without its last byte."""
 END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
 ENDS_OF_EVENTS = (b"\n\n", b"\n\r\n")
 DATA = b"data:"
@@ -39,7 +39,7 @@ class Choice:
     finish_reason: str | None = None
 
     def add(self, message: dict[str, Any]) -> None:
-        """Add a message, or a stream's addition to it."""
+        """Add a message, or a streamed addition, to the choice."""
         self.content += message.get("content") or ""
         self.reasoning += message.get("reasoning_content") or ""
         for position, call in enumerate(message.get("tool_calls") or ()):
@@ -105,7 +105,7 @@ class Exchange:
         return [choice.finish_reason for choice in self.choices.values() if choice.finish_reason]
 
     def begin(self, status: int, content_type: str, encoding: str | None) -> None:
-        """Take the answer's status and headers. Call it once they have arrived."""
+        """Record the answer's status and headers, once they have arrived."""
         self._answer_status = status
         if status >= 400:
             self.status = status
@@ -113,7 +113,7 @@ class Exchange:
         self._is_read = status == 200 and not encoding
 
     def passed(self, chunk: bytes) -> bytes:
-        """Read some bytes of the answer; returns the bytes that the client gets now."""
+        """Read some bytes of an answer that passes the proxy; returns the bytes that the client gets now."""
         if not self._is_read:
             return chunk
         # Most chunks of a stream are whole events without counts: they pass without being split or parsed.
@@ -128,19 +128,19 @@ class Exchange:
         return out
 
     def end(self) -> bytes:
-        """Finish reading. Call it when the answer is complete; returns the bytes that were held back."""
+        """Finish reading a passing answer when it is complete; returns the bytes that were held back."""
         self.status = self._answer_status
         if self._is_read and not self._reads_events:
             self._read(_object(bytes(self._held)))
         return self._unread()
 
     def _unread(self) -> bytes:
-        """Return and clear the bytes that are held and did not pass yet."""
+        """Return and clear held bytes of an answer that did not pass yet."""
         held, self._held = bytes(self._held), bytearray()
         return held if self._reads_events else b""
 
     def _events(self, start: int) -> Iterator[bytes]:
-        """Take the complete events from the held bytes; none ends before `start`."""
+        """Take the complete events of a stream from the held bytes; none ends before `start`."""
         while end := END_OF_EVENT.search(self._held, start):
             start = 0
             event = bytes(self._held[: end.end()])
@@ -152,11 +152,11 @@ class Exchange:
                 yield event
 
     def _counts(self, events: bytes) -> bool:
-        """Return whether there is anything to read in events of a stream."""
+        """Return whether events of a stream have token counts or content to read."""
         return self.keeps_content or COUNTED.search(events) is not None
 
     def _read(self, content: dict[str, Any]) -> None:
-        """Read an answer, or one event. One of unexpected form is ignored, and passes all the same."""
+        """Read token counts and content of an answer or event. An unexpected form is ignored and passes anyway."""
         with suppress(TypeError, ValueError, AttributeError, OverflowError):
             usage = content.get("usage") or {}
             self.prompt_tokens = _count(usage.get("prompt_tokens")) or self.prompt_tokens

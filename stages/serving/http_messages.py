@@ -35,12 +35,12 @@ def passed(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Write the headers of a request that are passed on; without the length, as the body may differ."""
+    """Write the headers of a request that are passed on to the engine; without the length, as the body may differ."""
     return b"".join(b"%b: %b\r\n" % header for header in headers if header[0].lower() not in NOT_SENT)
 
 
 async def body_of(request: web.BaseRequest, max_bytes: int) -> bytes | None:
-    """Read a request's body; None if it is too large."""
+    """Read a request's body from the client; None if it is too large."""
     parts, size = [], 0
     async for part in request.content.iter_any():
         size += len(part)

@@ -60,7 +60,7 @@ def find_interpreter(package: str, *, title: str, variable: str, environment: st
 
 @dataclass(frozen=True)
 class InstalledPackage:
-    """A package of another environment. site_packages: folder that it lies in."""
+    """Package of another Python environment. site_packages: folder that it lies in."""
 
     site_packages: Path
     version: str
@@ -86,7 +86,7 @@ def root_cause(
     generic: Collection[str],
     cures: Mapping[str, str] = MappingProxyType({}),
 ) -> str | None:
-    """Return the cause in a log, with a cure where one is known; None without a cause.
+    """Return the root cause in an engine's log, with a cure where one is known; None without a cause.
 
     It is what the option parser says, else the first exception with its message, or, where it has none, with the code
     that raised it.
@@ -124,6 +124,6 @@ def _continuation(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _failing_code(lines: Sequence[str]) -> Iterator[str]:
-    """Return the innermost place of the traceback that ends `lines`, and its code, for errors without a message."""
+    """Return the innermost place of the traceback that ends a log's `lines`, and its code, for bare errors."""
     start = next((index for index in reversed(range(len(lines))) if lines[index].startswith('  File "')), len(lines))
     return (line.strip() for line in lines[start : start + 2])

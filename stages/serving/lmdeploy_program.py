@@ -17,7 +17,7 @@ from lmdeploy.cli.serve import SubCliServe
 
 
 def main() -> None:
-    """Serve until SIGTERM, or check options."""
+    """Run LMDeploy's server until SIGTERM, or check options."""
     SubCliServe.add_parser_api_server()
     parser = SubCliServe.subparsers.choices["api_server"]
     if sys.argv[1:] == ["--check-options"]:

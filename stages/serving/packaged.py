@@ -106,7 +106,7 @@ class PackagedEngine(FixedWeights):
 
     @property
     def program(self) -> Path:
-        """The script that runs the server, for the interpreter of the engine's environment."""
+        """Script that runs the engine's server, for the interpreter of its environment."""
         return Path(__file__).with_name(f"{self.name}_program.py")
 
     @property
@@ -207,7 +207,7 @@ class Sglang(PackagedEngine):
         return [math.nan if value is None else value for value in choice.reported(client.url).token_logprobs]
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
-        """Return log-probabilities only: several tokens may have the same text, so the likeliest have no ids."""
+        """Return log-probabilities of prompts only: tokens may have the same text, so likeliest tokens lack ids."""
         reports = zip(rows, client.echoed(rows), strict=True)
         return [Predicted(report.of_prompt(len(row), client.url), ()) for row, report in reports]
 

@@ -75,7 +75,7 @@ ERROR_EVENT = b'data: {"error"'
 MAX_CONNECTIONS = 2048
 FILES_AT_A_TIME = 65_536
 IDLE_TIMEOUT_S = 60.0
-"""Longest time for which a connection may send nothing, or no whole request."""
+"""Longest idle time of a client's connection: without data, or without a whole request."""
 MAX_UNSENT_BYTES = 64 * 2**10
 """Largest part of an answer that waits for its client to read."""
 LINGER_S = 2.0
@@ -90,10 +90,10 @@ class Sampler(Protocol):
     """Protocol of a sampler, which takes a share of the conversations."""
 
     def draws(self) -> bool:
-        """Return whether to take the next conversation."""
+        """Return whether the sampler takes the next conversation."""
 
     def take(self, exchange: Exchange, version: str) -> None:
-        """Take a complete conversation, with the version that answered. Returns at once."""
+        """Take a complete conversation as a sample, with the version that answered. Returns at once."""
 
 
 class Proxy:
@@ -106,7 +106,7 @@ class Proxy:
         sampler: Sampler | None = None,
         waiting: WaitingRoom | None = None,
     ):
-        """Prepare to answer.
+        """Create the proxy of an engine; it does not listen yet.
 
         sampler: takes conversations for a dataset.
         waiting: where requests wait for the next engine when one is gone; None where there will be none.
@@ -141,7 +141,7 @@ class Proxy:
             self.tallies_of_canary = Tallies()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request. Cancelled when the client goes away, which ends the engine's work on it too."""
+        """Answer one client's request. Cancelled when the client goes away, which ends the engine's work too."""
         refusal = self._refusal(request)
         if refusal:
             return refusal
@@ -166,7 +166,7 @@ class Proxy:
             self._num_requests -= 1
 
     async def close(self) -> None:
-        """Close the idle connections to engines."""
+        """Close the proxy's idle connections to engines."""
         for connections in self._connections.values():
             connections.close()
 
@@ -246,7 +246,7 @@ class Proxy:
         return backend is not self._backend
 
     async def _is_healthy(self, backend: Backend) -> bool:
-        """Ask an engine for its health. One that is known to be gone is not asked: another may listen there by now."""
+        """Ask an engine for its health, unless it is known to be gone: another may listen there by now."""
         if backend.is_gone:
             return False
         headers = header_lines([(b"Authorization", self._bearer)])
@@ -264,7 +264,7 @@ class Proxy:
     async def _observed(
         self, request: web.BaseRequest, body: bytes, asked: dict[str, Any] | None, backend: Backend
     ) -> web.StreamResponse:
-        """Pass a request on, and count its outcome."""
+        """Pass a request on to an engine, and count its outcome."""
         is_post = request.method == "POST"
         if is_post and (naming := backend.naming):
             if asked is None or asked.get("model") != naming.public:
@@ -288,7 +288,7 @@ class Proxy:
     async def _passed_on(
         self, request: web.BaseRequest, body: bytes, backend: Backend, exchange: Exchange | None = None
     ) -> web.StreamResponse:
-        """Pass a request on. Raises EngineGoneError while the client has got nothing yet."""
+        """Pass a request on to an engine. Raises EngineGoneError while the client has got nothing yet."""
         response: web.StreamResponse | None = None
         try:
             connections, headers = self._connections_to(backend), header_lines(request.raw_headers)
@@ -372,7 +372,7 @@ class Proxy:
 
 
 def _path(request: web.BaseRequest) -> str:
-    """Return the raw path: an engine may decode it differently."""
+    """Return the raw path of a request: an engine may decode it differently."""
     return request.raw_path.partition("?")[0]
 
 
@@ -392,7 +392,7 @@ def _sent_on(client: asyncio.Transport, exchange: Exchange | None, chunk: bytes)
 
 
 async def _whole(answer: EngineConnection) -> bytes:
-    """Read the body of an answer. Raises ServerError for one that is too large, besides what `part` raises."""
+    """Read the body of an engine's answer. Raises ServerError for one that is too large."""
     reader, body = BodyReader(OF_ENGINE, answer.headers), bytearray()
     while True:
         body += reader.add(await answer.part())

@@ -25,7 +25,7 @@ LAST_ANSWERS_TIMEOUT_S = 600.0
 
 
 def main() -> None:
-    """Answer until SIGTERM; answers under way then are completed."""
+    """Run the proxy until SIGTERM; answers under way then are completed."""
     engine = Backend(EngineAddress(Path(sys.argv[1])))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

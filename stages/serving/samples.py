@@ -35,7 +35,7 @@ WHOLE = ("stop", "tool_calls")
 """Finish reasons of complete answers."""
 MAX_ROW_BYTES = 2**20
 MAX_WAITING = 32
-"""Largest number of conversations waiting to be written; further ones are left out."""
+"""Largest number of sampled conversations waiting to be written; further ones are left out."""
 NUM_FILES = 8
 """Approximate number of files in a full folder; the oldest is removed for a new one."""
 FILE_AGE_S = 3600.0
@@ -64,7 +64,7 @@ class Samples:
         self._num_left_out = 0
 
     def __enter__(self) -> Self:
-        """Start the writing thread. Raises ResourceError for a folder that cannot be written to."""
+        """Start the thread that writes samples. Raises ResourceError for a folder that cannot be written to."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._complete_leftovers()
@@ -124,7 +124,7 @@ class Samples:
             self._close()
 
     def _close(self) -> None:
-        """Publish the written file in the dataset, and remove the oldest files if the folder is full."""
+        """Publish a complete file of samples in the dataset, and remove the oldest files if the folder is full."""
         if self._file is None:
             return
         path = Path(self._file.name)
@@ -141,7 +141,7 @@ class Samples:
             self._has_dropped = True
 
     def _complete_leftovers(self) -> None:
-        """Publish the whole rows of files that a killed process left."""
+        """Publish the whole rows of sample files that a killed process left."""
         for path in self._folder.glob(f"{OPEN_PREFIX}{NAME}*.jsonl"):
             with path.open("r+b") as file:
                 try:
@@ -153,7 +153,7 @@ class Samples:
 
 
 def row_of(exchange: Exchange, version: str) -> bytes | None:
-    """Return a line of JSON without personal data and secrets; None for a conversation that teaches nothing."""
+    """Return a sampled conversation as a line of JSON without personal data; None if it teaches nothing."""
     choice = exchange.choices.get(0)
     messages = exchange.asked.get("messages")
     if choice is None or choice.finish_reason not in WHOLE or not isinstance(messages, list):

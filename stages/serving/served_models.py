@@ -97,7 +97,7 @@ class ServedModel:
 class AskExecution(ServeExecution):
     """Execution settings of a stage that asks a model, and of the server that it may start."""
 
-    concurrent_requests: PositiveInt = Field(16, description="Number of requests that the server has at a time.")
+    concurrent_requests: PositiveInt = Field(16, description="Number of requests sent to the server at a time.")
 
 
 class AskedModelConfig(StageConfig):

@@ -54,7 +54,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Address of the proxy, without `/v1`."""
+        """Address of the server's proxy, without `/v1`."""
         return self.client.url
 
     @property
@@ -89,7 +89,7 @@ class Server:
         raise self.failure(f"was not ready within {timeout_s:g} s")
 
     def check(self) -> None:
-        """Raise ServerError unless it serves our model, generates, and gives finite log-probabilities.
+        """Raise ServerError unless the server serves our model, generates, and gives finite log-probabilities.
 
         Some engines start with a model that they cannot run, and die of the first request: their logs give the reason.
         """
@@ -101,7 +101,7 @@ class Server:
             raise self.failure(f"failed at its first request ({error})") from error
 
     def failure(self, what: str) -> ServerError:
-        """Return an error with what happened to the server and why, from its log; waits some seconds for its end.
+        """Return an error that says why the server failed, from its log; waits some seconds for its end.
 
         A server that has ended died if a signal ended it, or if its log has no cause: then one of its processes was
         killed, a signal that only its parent sees, and the others have ended by themselves.
@@ -180,7 +180,7 @@ def api_key() -> str:
 
 @contextlib.contextmanager
 def _emptied(folder: Path) -> Iterator[None]:
-    """Provide `folder` empty and private to this user, and remove it in the end."""
+    """Provide an empty `folder`, private to this user, and remove it in the end."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
     try:
@@ -211,7 +211,7 @@ def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddre
 
 
 def last_lines(log: str, num_lines: int = 5) -> str:
-    """Return the end of the log, for errors without a known cause."""
+    """Return the last lines of the server's log, for errors without a known cause."""
     written = [line for line in log.splitlines() if line.strip()]
     return "\n".join(written[-num_lines:]) or "(the log is empty)"
 

@@ -18,14 +18,14 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 
 class Refusing(argparse.ArgumentParser):
-    """A parser that raises ValueError instead of ending the process."""
+    """Argument parser that raises ValueError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def main() -> None:
-    """Serve until SIGTERM, or check options."""
+    """Run SGLang's server until SIGTERM, or check options."""
     if sys.argv[1:] == ["--check-options"]:
         check_options()
         return

@@ -25,7 +25,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one request, in s.
+    """Times of one benchmark request, in seconds.
 
     first_s: until the first text.
     tokens: length of the answer, by the server's count.
@@ -47,7 +47,7 @@ def generate_load(
     path: str = "/v1/completions",
     asked: Callable[[list[int]], Request] = lambda prompt: {"prompt": prompt},
 ) -> list[LoadResult]:
-    """Return a result for each concurrency, with prompts of random token ids below `vocabulary`.
+    """Measure each concurrency under load, with prompts of random token ids below `vocabulary`.
 
     Leaves `benchmark.json` in `folder`.
 
@@ -108,7 +108,7 @@ async def _under_load(
 
 
 async def _timed(http: aiohttp.ClientSession, client: Client, path: str, request: Request) -> Timing | None:
-    """Send one request; returns its times, or None if it failed."""
+    """Send one benchmark request; returns its times, or None if it failed."""
     started_s, first_s, used = time.monotonic(), None, 0
     expected = client.expected(path, answer_bytes(request), STREAM_TIMEOUT_S)
     try:

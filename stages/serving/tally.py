@@ -30,7 +30,7 @@ COMMENT = re.compile(r"# (?:HELP|TYPE) (?P<name>\S+)")
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """Version of a registered model, or of an artifact."""
+    """Version of a registered model, or of an artifact, that the proxy serves."""
 
     model: str
     version: str
@@ -38,7 +38,7 @@ class ServedVersion:
 
 @dataclass
 class Tally:
-    """Counts of one version.
+    """Counts of one version's requests: answers, errors, tokens, latencies.
 
     latencies_s: of answers without error, from a request's arrival to the answer's last byte.
     """
@@ -62,7 +62,7 @@ class Tally:
         return sum(count for (_, status), count in [*self.statuses.items()] if status >= 500)
 
     def count(self, route: str, exchange: Exchange, seconds: float) -> None:
-        """Count a request and its answer."""
+        """Count a request and its answer in the tally."""
         self.statuses[route, exchange.status] += 1
         self.finish_reasons.update(exchange.finish_reasons)
         self.prompt_tokens += exchange.prompt_tokens
@@ -81,7 +81,7 @@ class Tally:
 
 
 class Tallies(Collector):
-    """Counts of all versions that were served."""
+    """Counts of requests of all versions that were served."""
 
     def __init__(self) -> None:
         self._tallies: dict[ServedVersion, Tally] = {}
@@ -89,11 +89,11 @@ class Tallies(Collector):
         self._registry.register(self)
 
     def of(self, version: ServedVersion) -> Tally:
-        """Return the counts of a version, which are empty at first."""
+        """Return the tally of a version, which is empty at first."""
         return self._tallies.setdefault(version, Tally())
 
     def side_by_side(self) -> list[dict[str, Any]]:
-        """Return the figures of each version that people compare. Durations in seconds."""
+        """Return the figures of each served version for people to compare. Durations in seconds."""
         return [
             {
                 "model": version.model,
@@ -110,7 +110,7 @@ class Tallies(Collector):
         ]
 
     def as_text(self) -> str:
-        """Return the counts in Prometheus' text format."""
+        """Return the request counts in Prometheus' text format."""
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterable[Metric]:

@@ -44,7 +44,7 @@ class WaitingRoom:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def visit(self, num_bytes: int) -> Visit:
-        """Return the waiting of one request. num_bytes: size of its body."""
+        """Return the wait of one request for an engine. num_bytes: size of its body."""
         self._loop = asyncio.get_running_loop()
         return Visit(self, num_bytes)
 
@@ -59,7 +59,7 @@ class WaitingRoom:
 
 
 class Visit:
-    """The waiting of one request, with one limit of time for all engines that it is sent to."""
+    """Wait of one request for an engine, with one time limit for all engines that it is sent to."""
 
     def __init__(self, room: WaitingRoom, num_bytes: int):
         self._room = room

@@ -107,7 +107,7 @@ def find_llama_cpp() -> LlamaCppProgram:
 
 
 class LlamaCpp(FixedWeights):
-    """llama.cpp, as the protocol `Engine` describes it."""
+    """llama.cpp as a serving engine (protocol `Engine`)."""
 
     name = "llama_cpp"
     title = "llama.cpp"

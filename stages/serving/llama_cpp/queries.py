@@ -114,7 +114,7 @@ def _of_row(client: Client, row: list[int]) -> Predicted:
 
 
 def _all(client: Client, prompt: list[int], whole: int | None) -> dict[int, float]:
-    """Return token → log-probability for the whole vocabulary."""
+    """Return token → log-probability for llama.cpp's whole vocabulary."""
     entry = None if whole is None else _sampled(client, prompt, whole, meta_of(client).n_vocab)
     if entry is None:
         raise ServerError(

@@ -61,7 +61,7 @@ def _room(spec: LaunchSpec) -> tuple[int, set[str]]:
 
 
 def check_adapters(spec: LaunchSpec) -> None:
-    """Raise ModelError for a name that is given twice, a base or an adapter that vLLM could not serve."""
+    """Raise ModelError for a duplicate adapter name, or a base or an adapter that vLLM could not serve."""
     if spec.own_name in spec.adapters:
         raise ModelError(f"two of the served models are called {spec.own_name}: give each a name of its own")
     if spec.facts.quantization:
@@ -104,7 +104,7 @@ def _problems(headers: AdapterHeaders) -> Iterator[str]:
 
 
 def _first(value: object) -> object:
-    """Shorten a long list: it may name every expert's parameter of every layer."""
+    """Shorten a long list for a message: it may name every expert's parameter of every layer."""
     return [*value[:NUM_NAMED], "…"] if isinstance(value, list) and len(value) > NUM_NAMED else value
 
 

@@ -37,7 +37,7 @@ SET_HERE = {
         ("uds", "generation-config", "logprobs-mode", "distributed-executor-backend"), "it is set where it is needed"
     ),
 }
-"""Option → field that sets it."""
+"""vLLM option → field of the recipe that sets it."""
 DOORS = {
     **dict.fromkeys(
         (
@@ -69,12 +69,12 @@ DOORS = {
         "the model is what its folder holds, and what lies elsewhere is in no version",
     ),
 }
-"""Option → why it is refused."""
+"""vLLM option → why it is refused: it would open a door to code, files or networks."""
 REFUSED = {**{name: f"it is set by the recipe's other fields: {where}" for name, where in SET_HERE.items()}, **DOORS}
 ELSEWHERE = re.compile(
     r".*_(plugin|cls|class|path|dir|file|url|endpoint)|inductor_passes|model|tokenizer|(.*_)?revision|custom_class"
 )
-"""Keys, or methods, in an option's value that name code, files or models outside the artifact."""
+"""Keys, or methods, in a vLLM option's value that name code, files or models outside the artifact."""
 QUALIFIED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 """Dotted name of Python code, as `compilation-config` takes one for its `backend`."""
 PARSER = "tool-call-parser"
@@ -82,14 +82,14 @@ CHECK = Path(__file__).with_name("option_check.py")
 
 
 def written(arguments: Mapping[str, JsonValue]) -> dict[str, list[str]]:
-    """Return option → its arguments on the command line. Raises RecipeError if one is refused."""
+    """Return vLLM option → its arguments on the command line. Raises RecipeError if one is refused."""
     if refused := list(refusals(arguments)):
         raise RecipeError(f"the arguments of `vllm serve`: {'; '.join(refused)}")
     return {name: _written(name, value) for name, value in arguments.items()}
 
 
 def refusals(arguments: Mapping[str, JsonValue]) -> Iterator[str]:
-    """Yield `OPTION: why` for each option that no server gets."""
+    """Yield `OPTION: why` for each vLLM option that no server gets."""
     for name, value in arguments.items():
         # vLLM's parser takes an unambiguous beginning of an option for the option.
         whole = next((refused for refused in REFUSED if refused.startswith(name)), None)

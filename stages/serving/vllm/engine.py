@@ -101,7 +101,7 @@ class VllmProgram:
 
     @property
     def runs_on_cpu(self) -> bool:
-        """Return whether this is a build for CPUs; it serves there even if the machine has a GPU."""
+        """Return whether the installed vLLM is a build for CPUs; it serves there even if the machine has a GPU."""
         return "cpu" in self.version
 
     def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
@@ -159,14 +159,14 @@ class VllmProgram:
         return environment
 
     def _is_eager(self, spec: LaunchSpec) -> bool:
-        """Return whether nothing is compiled.
+        """Return whether vLLM compiles nothing (eager mode).
 
         On a CPU compilation takes minutes, which a person who tries a model would spend waiting for its first answer.
         """
         return spec.serving.enforce_eager or (spec.num_tried > 0 and self.runs_on_cpu)
 
     def _runs_in_one_worker(self, serving: ServingConfig) -> bool:
-        """Return whether the worker lives in the engine's process, which saves the import of another one."""
+        """Return whether vLLM's worker lives in the engine's process, which saves the import of another one."""
         return self.runs_on_cpu and serving.tensor_parallel_size == 1
 
 
@@ -206,7 +206,7 @@ def _find_command() -> Path:
 
 
 class Vllm:
-    """vLLM, as the protocol `Engine` describes it."""
+    """vLLM as a serving engine (protocol `Engine`)."""
 
     name = "vllm"
     title = "vLLM"

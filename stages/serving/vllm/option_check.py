@@ -15,10 +15,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 class Refusing(FlexibleArgumentParser):
-    """A parser that raises ValueError instead of ending the process."""
+    """Argument parser that raises ValueError instead of ending the process."""
 
     def error(self, message: str) -> None:
-        """Raise ValueError."""
+        """Raise ValueError with the parser's message."""
         raise ValueError(message)
 
 

@@ -37,11 +37,11 @@ CHANGES: list[dict[str, Any]] = [
     *({"group_size": size} for size in GROUP_SIZES),
     *({"group_size": size, "symmetric": True} for size in GROUP_SIZES),
 ]
-"""Changes that may make a recipe servable, the smallest first."""
+"""Changes that may make a quantize recipe servable, the smallest first."""
 CUDA_GROUP_SIZES = (32, 64, 128, 256)
 CUDA_EXPERT_GROUP_SIZES = (32, 64, 128)
 PACKED = 8
-"""4-bit zero points in an int32."""
+"""Number of 4-bit zero points in an int32."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer that cannot be served, and why."""
+    """Layer that vLLM could not serve quantized, and why."""
 
     layer: str
     reason: str
@@ -234,7 +234,7 @@ def _by_fused_name(layers: list[Projection]) -> dict[str, list[Projection]]:
 def _advice(
     projections: list[Projection], quantization: Quantization, problems_of: Callable[[Quantization], list[Problem]]
 ) -> str:
-    """Return the smallest change that helps: another group size, another layer ignored, fewer ranks."""
+    """Return the smallest change that makes a model servable: another group size, an ignored layer, fewer ranks."""
     for change in CHANGES if quantization.weights == "int4" else ():
         if not problems_of(replace(quantization, **change)):
             return "set " + " and ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())

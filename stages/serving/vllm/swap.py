@@ -49,7 +49,7 @@ def load_adapter(address: EngineAddress, api_key: str, name: str, folder: Path, 
 
 
 def unload_adapter(address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
-    """Forget the name; its weights make room when another needs it. Raises as `load_adapter` does."""
+    """Unload an adapter from vLLM by name; its weights make room when needed. Raises as `load_adapter` does."""
     post(address, api_key, "v1/unload_lora_adapter", {"lora_name": name}, f" {name}", timeout_s)
 
 
@@ -95,7 +95,7 @@ def prepare_reloads(folder: Path) -> None:
 
 
 def post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], what: str, timeout_s: float) -> None:
-    """Post to a route of vLLM itself; `what` follows the route's name in messages. Raises as `load_adapter` does."""
+    """Post to vLLM's own route; `what` follows the route's name in messages. Raises as `load_adapter` does."""
     doing = f"{route.rpartition('/')[2]}{what}"
     expected = Expected(f"asking vLLM to {doing}: it", ANSWER_BYTES, timeout_s, key=api_key)
     try:
@@ -162,7 +162,7 @@ class _ServerInfo(AnswerModel):
 
 
 def _configured(client: Client) -> _Configured:
-    """Return the server's report of its own settings."""
+    """Return vLLM's report of its own settings."""
     try:
         return client.answer(SAID_OF_ITSELF, _ServerInfo).vllm_config
     except ServerError as error:

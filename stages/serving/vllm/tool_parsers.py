@@ -69,7 +69,7 @@ def parser_of(model: Path, python: Path) -> str | None:
 
 
 def parser_problem(name: Any, python: Path) -> str | None:
-    """Return why vLLM has no parser of this name, or None."""
+    """Return an error if vLLM has no tool parser of a name, or None."""
     known = known_parsers(python)
     if known is None or name in known:
         return None
