@@ -18,7 +18,7 @@ START_TIMEOUT_MS = 120_000
 
 @dataclass
 class Seen:
-    """Record of the browser's complaints, and of the addresses that it would have fetched."""
+    """Records a page's errors, and the addresses that it requested."""
 
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)

@@ -29,7 +29,7 @@ def messages(folder: Path) -> str:
 
 
 class Refresh:
-    """Outcome of a recipe. artifacts: those of `train_stage.make_artifacts`."""
+    """A refresh of the three stages in a store of its own. artifacts: as of `train_stage.make_artifacts`."""
 
     def __init__(self, folder: Path, artifacts: dict[str, Path], execution: dict[str, Any], **fields: Any) -> None:
         self.store = Store(folder / "store")

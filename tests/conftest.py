@@ -1,4 +1,4 @@
-"""For all tests: the longest files come first, and nothing outlives the last."""
+"""Hooks for all tests: the longest files run first, and no process outlives the last test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage to files, as a disk does it."""
+"""Damage files as a failing disk does."""
 
 from pathlib import Path
 

@@ -4,6 +4,6 @@ from stages.core.contract import StageContext
 
 
 def raise_findings(context: StageContext) -> None:
-    """Raise the first finding with which a stage refuses what it made, if there is one."""
+    """Raise the first finding, by which a stage refuses its own result, if there is one."""
     for finding in context.findings:
         raise finding

@@ -47,7 +47,7 @@ def tiny_registry(folder: Path, patch: pytest.MonkeyPatch) -> Registry:
 
 
 def registration(mark: str, **files: str) -> Registration:
-    """A model in the store that Tiny serves. files: name → content of more files, as Tiny knows them."""
+    """Return the registration of a model that the tiny engine serves. files: more files of it, name → content."""
     store = Store(store_root())
     planned = planned_stages(store, {"model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]}})
 

@@ -78,12 +78,12 @@ class Repository:
 
 
 def blob_id(content: bytes) -> str:
-    """Return git's id of this content."""
+    """Return the id that git gives to a file with this content."""
     return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
 
 
 def model_files(num_values: int = 100_000) -> dict[str, bytes]:
-    """A model repository as people publish them: weights in several formats, code, and files for other tools."""
+    """Return the files of a typical model repository: weights in several formats, code, files for other tools."""
     weights = {"weight": np.arange(num_values, dtype=np.float32)}
     return {
         "README.md": b"# A model",

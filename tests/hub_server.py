@@ -291,7 +291,7 @@ class _Handler(ModelScopeUploads, BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Suppress the log of requests."""
 
 
 def _changed(headers: dict[str, str], fault: Fault | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A stand-in for the API server of a cluster, and for its nodes: pods of Jobs run here, as processes.
+"""Stand-in for a Kubernetes API server and its nodes: pods of Jobs run as processes of this machine.
 
 It speaks what the launcher uses: create, get and delete of namespaced objects, lists by label, over HTTP with a bearer
 token. No cluster can run beside these tests; the published schemas show which manifests a real one accepts.
@@ -173,6 +173,6 @@ def _handler(cluster: Cluster) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Suppress the log of requests."""
 
     return Handler

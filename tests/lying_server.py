@@ -1,4 +1,4 @@
-"""A real server on the loopback that answers any bytes: for tests of servers that lie."""
+"""Server on the loopback that answers with arbitrary bytes, for tests of malicious servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def head(status: str = "200 OK", **headers: str) -> bytes:
 
 
 def whole(body: bytes, status: str = "200 OK", **headers: str) -> bytes:
-    """Return a complete answer."""
+    """Return the bytes of a complete HTTP answer."""
     return head(status, Content_Length=str(len(body)), **headers) + body
 
 

@@ -24,13 +24,13 @@ RECORD = Path(__file__).with_name("matrix.json")
 
 @dataclass(frozen=True)
 class Capability:
-    """One row of the matrix."""
+    """One capability of the project: a row of the support matrix."""
 
     name: str
     cpu: tuple[str, ...]
-    """Test files and folders that prove it on a CPU."""
+    """Test files and folders that prove the capability on a CPU."""
     gpu: tuple[str, ...] = ()
-    """Test files that prove it on a GPU."""
+    """Test files that prove the capability on a GPU."""
     not_run: str = ""
     """Parts of a capability that are written but that no test runs here."""
 
@@ -162,7 +162,7 @@ CAPABILITIES = (
 
 @dataclass
 class Run:
-    """A recorded test run."""
+    """A recorded test run: its commit, date, machine and outcomes."""
 
     commit: str
     date: str
@@ -178,7 +178,7 @@ class Run:
 
 
 def main() -> None:
-    """Record a run."""
+    """Record a test run in the support matrix, from its JUnit report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, metavar="XML", help="JUnit report whose suite is named after the commit")
     parser.add_argument("--card", help="GPU of the machine; default: a run on a CPU")
@@ -245,7 +245,7 @@ def table() -> str:
 
 
 def source() -> str:
-    """Return a sentence about the recorded runs."""
+    """Return a sentence that names the commits and dates of the recorded test runs."""
     cpu = [f"`{run.commit[:7]}` on {run.date}" for run in recorded() if run.card is None]
     cards = [f"{run.card} (`{run.commit[:7]}`, {run.date})" for run in recorded() if run.card]
     return f"CPU: {', '.join(cpu) or 'no run is recorded'}. GPU: {', '.join(cards) or 'no GPU has run this yet'}."

@@ -1,4 +1,4 @@
-"""A registry on the loopback that does what the OCI Distribution Specification 1.1 asks of one, for pushes."""
+"""OCI registry on the loopback, which accepts pushes as the Distribution Specification 1.1 demands."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Suppress the log of requests."""
 
 
 def _basic(credentials: str) -> str:

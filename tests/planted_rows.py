@@ -1,4 +1,4 @@
-"""Rows of made-up text, with near-duplicates and overlaps with a benchmark planted where a test knows them."""
+"""Random text rows with known near-duplicates, and known overlaps with a benchmark."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def near_duplicate(draw: random.Random, original: str, way: int) -> str:
 
 
 def planted_duplicates(num_rows: int, seed: int = 0) -> Planted:
-    """A tenth of the rows are near-duplicates of others; another tenth share half of their text with one, no more."""
+    """Return rows of which a tenth are near-duplicates, and another tenth share half of their text with one."""
     draw = random.Random(seed)
     texts, copies = [text(draw) for _ in range(num_rows * 8 // 10)], {}
     originals = draw.sample(range(len(texts)), num_rows // 10)

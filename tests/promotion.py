@@ -1,4 +1,4 @@
-"""Candidates for promotion, committed without training or serving anything: models, evaluations, and a recipe."""
+"""Helpers that commit candidates for promotion without training or serving: models, evaluations, recipes."""
 
 import json
 import tempfile

@@ -130,7 +130,7 @@ def wait_for(condition: Any, timeout_s: float = 500, what: str = "it") -> Any:
 
 
 def served_processes(folder: Path) -> list[int]:
-    """Living processes below a server whose temporary folder lies in `folder`: vLLM, its engine, their helpers."""
+    """Return the living processes of a server with temporary files in `folder`: vLLM, its engine, helpers."""
     return marked_processes(f"TMPDIR={folder}")
 
 

@@ -97,7 +97,7 @@ class SlurmCluster:
         daemon.wait()
 
     def kill_node(self, node: str) -> None:
-        """SIGKILL of the daemon, of Slurm's processes for each step, and of the jobs. No other node may have one."""
+        """SIGKILL a node's daemon, its step processes and its jobs. No other node may have jobs."""
         self.kill_slurmd(node)
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ SHARD_BYTES = 100_000_000
 NUM_WORDS = 5000
 VOCABULARY_SIZE = 8192
 WORDS_OF_ROW = 220
-"""Words of a row, about a kilobyte."""
+"""Number of words in a row, about a kilobyte."""
 POLL_S = 0.05
 OF_TOKENIZING = b"spawn_main"
 """Text in the command line of processes that only tokenize."""
@@ -86,7 +86,7 @@ def peaks_mib(process: subprocess.Popen[bytes]) -> tuple[float, float]:
 
 
 def tokenizing(pid: int) -> list[int]:
-    """Return the tokenizing processes below this one."""
+    """Return the tokenizing processes among this process's descendants."""
     return [child for child in children(pid) if OF_TOKENIZING in command_line(child)]
 
 
@@ -99,7 +99,7 @@ def command_line(pid: int) -> bytes:
 
 
 def children(pid: int) -> list[int]:
-    """Return all processes below a process."""
+    """Return all descendants of a process."""
     try:
         found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:

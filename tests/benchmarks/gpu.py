@@ -41,13 +41,13 @@ MOST_PLACES = 3
 
 @dataclass(frozen=True)
 class Part:
-    """A training to measure: model, method and program."""
+    """A training run to measure: model, method and program."""
 
     model: str
     tokens: int
     """Number of tokens in a row."""
     program: str
-    """fsdp or megatron; transformers: a plain loop; trl: its `SFTTrainer`."""
+    """Training program: fsdp or megatron; transformers: a plain loop; trl: its `SFTTrainer`."""
     adapter: bool = False
     compile: bool = False
     precision: str = "bf16"
@@ -56,26 +56,26 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Name of the part in one line."""
+        """Title of the benchmark part, in one line."""
         how = ["LoRA" if self.adapter else "full", self.program]
         how += [word for word, said in (("compiled", self.compile), ("fp8", self.precision == "fp8")) if said]
         return " ".join([self.model, str(self.tokens), *how])
 
     @property
     def rows(self) -> int:
-        """Rows of an optimizer step: two micro-batches, if all that run together fit."""
+        """Number of rows in an optimizer step: two micro-batches, if both fit."""
         return max(2, (1024 if self.model == "tiny" else 32768) // self.tokens)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
-    parser.add_argument("--device", default="cuda", help="cpu: the same programs on a tiny model")
-    parser.add_argument("--limit-s", type=float, default=1e9, help="of all parts together")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu for the same programs on a tiny model")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="time limit in seconds of all parts together")
     parser.add_argument(
-        "--only", action="append", metavar="PATTERN", help="of their names, as `* fsdp`; may be repeated"
+        "--only", action="append", metavar="PATTERN", help="run parts with such names (as `* fsdp`); may be repeated"
     )
-    parser.add_argument("--models", type=Path, help="where random weights are kept, up to 30 GB; default: --out")
+    parser.add_argument("--models", type=Path, help="folder for random weights, up to 30 GB; default: --out")
     arguments = parser.parse_args()
     run = Run(arguments.out, arguments.device, time.monotonic() + arguments.limit_s, arguments.models)
     for what in ordered(arguments.device):

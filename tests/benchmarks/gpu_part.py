@@ -113,7 +113,7 @@ def made_model(folder: Path, size: str, device: torch.device) -> Path:
 
 
 def tried(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, device: torch.device) -> dict[str, Any]:
-    """Return the measurements, or the fact that memory ran out, with the predicted memory."""
+    """Measure a layout; returns the measurements or, if memory ran out, the error with the predicted memory."""
     try:
         return measured(part, chosen, folder, shape, device)
     except torch.OutOfMemoryError as error:
@@ -170,7 +170,7 @@ def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candida
 def engine(
     part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device
 ) -> tuple[Steps, float]:
-    """Return a function that runs steps of one of our engines."""
+    """Return a function that runs optimizer steps of our FSDP or Megatron engine."""
     if part.program == "megatron":
         from stages.engines.megatron.compat import prepare_megatron
 
@@ -189,7 +189,7 @@ def engine(
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Return `peak_memory_gib` and `peak_allocated_gib`.
+    """Return the device's `peak_memory_gib` and `peak_allocated_gib`.
 
     The first is everything on the device, as the planner predicts it: the allocator's memory and what lies beside it
     (driver, libraries). The second is the memory of tensors.

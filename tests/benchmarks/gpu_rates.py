@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
-    """Return a function that multiplies two square matrices."""
+    """Return a function that multiplies two square matrices, for timing."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return lambda: left @ right
 

@@ -43,7 +43,7 @@ def now_s(device: torch.device) -> float:
 
 
 def batch(vocabulary: int, rows: int, length: int) -> Batch:
-    """Return rows of one document each, on the host, as data preparation gives them."""
+    """Return a batch of rows with one document each, on the host, as data preparation makes it."""
     tokens = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
     targets = torch.cat([tokens[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
     numbers = torch.arange(rows)[:, None].expand(-1, length)
@@ -69,7 +69,7 @@ def loaded(part: Part, folder: Path, device: torch.device, recompute: bool) -> A
 def plain_loop(
     part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device
 ) -> tuple[Steps, float]:
-    """Return steps with Transformers' loss, torch's autocast and AdamW."""
+    """Return the steps of a plain training loop: Transformers' loss, torch's autocast and AdamW."""
     model = loaded(part, folder, device, config.layout.recompute != "none")
     flops = model_flops(model).training([part.tokens] * part.rows, part.rows * (part.tokens - 1))
     parameters = [one for one in model.parameters() if one.requires_grad]
@@ -89,7 +89,7 @@ def plain_loop(
 
 
 def trl(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device) -> tuple[Steps, float]:
-    """Return steps of `SFTTrainer` on rows of token ids."""
+    """Return the steps of TRL's `SFTTrainer` on rows of token ids."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer

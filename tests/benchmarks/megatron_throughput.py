@@ -32,7 +32,7 @@ WARMUP_STEPS = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="of a round, on each side")
+    parser.add_argument("--steps", type=int, default=4, help="steps in a round of each engine")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -75,7 +75,7 @@ def config(device: torch.device) -> TrainConfig:
 
 
 def whole_rows(tokens: torch.Tensor) -> Batch:
-    """Return rows of one document each."""
+    """Return a batch whose rows are one document each."""
     rows, length = tokens.shape
     targets = torch.cat([tokens[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
     positions, ids = torch.arange(length).expand(rows, -1), torch.arange(rows)[:, None].expand(-1, length)

@@ -49,7 +49,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--leave-one-out", action="store_true")
-    parser.add_argument("--tables", type=Path, nargs="+", default=[], metavar="CSV", help="judge by these instead")
+    parser.add_argument(
+        "--tables", type=Path, nargs="+", default=[], metavar="CSV", help="judge by these tables instead"
+    )
     arguments = parser.parse_args()
     runs = all_runs()
     if arguments.tables:

@@ -55,10 +55,10 @@ LEARNING_RATE = 1e-3
 
 
 def main() -> None:
-    """Measure (or read what was measured), predict, print."""
+    """Measure layouts on the CPU (or read measurements), predict their times, and print both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of a layout in a round")
+    parser.add_argument("--steps", type=int, default=8, help="number of measured steps of a layout in a round")
     parser.add_argument("--hardware", type=Path)
     parser.add_argument("--keep", type=Path, help="a JSON file for the measurements; read, if it is there")
     parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def configs() -> list[TrainConfig]:
-    """Return the stage's config under each layout."""
+    """Return configs of one train stage, each with another layout."""
     shared = {
         "kind": "train",
         "method": "sft",
@@ -137,7 +137,7 @@ def steps_s(model: Path, config: TrainConfig, device: torch.device, steps: int) 
 
 
 def make_engine(model: Path, config: TrainConfig, device: torch.device) -> Engine:
-    """Return an engine with the model loaded."""
+    """Return a training engine with the model loaded."""
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
 
@@ -151,7 +151,7 @@ def make_engine(model: Path, config: TrainConfig, device: torch.device) -> Engin
 
 
 def batch_of(num_rows: int) -> Batch:
-    """Return rows of one document each."""
+    """Return a batch whose rows are one document each."""
     tokens = torch.randint(0, VOCABULARY, (num_rows, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(0))
     targets = torch.cat([tokens[:, 1:], torch.full((num_rows, 1), IGNORED)], dim=1)
     positions = torch.arange(SEQUENCE_LENGTH).expand(num_rows, -1)
@@ -174,7 +174,7 @@ def predicted_s(model: Path, config: TrainConfig, file: Path | None) -> float:
 
 
 def text_of(config: TrainConfig) -> str:
-    """Return the layout in one line."""
+    """Return a layout as one line of text."""
     return describe_layout(config.engine, config.layout)
 
 

@@ -40,12 +40,12 @@ ALLOCATED = "max allocated"
 RESERVED = "max reserved"
 """Mark in the note of rows whose memory is what torch's allocator took, gaps between tensors included."""
 SEEN_SUBMITTERS = ("NVIDIA", "AMD")
-"""Submitters of MLPerf whose rows were in view when constants were set: the makers of the devices."""
+"""Submitters of MLPerf whose rows were known when constants were fitted: the makers of the devices."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A run with its measurements."""
+    """A published training run with its measurements."""
 
     source: str
     run: PublishedRun
@@ -82,7 +82,7 @@ class Measured:
         return self.table != "bridge" or self.run.workload.precision != "fp4"
 
     def predicted_s(self, efficiency: Efficiency | None = None) -> float:
-        """Predict the step time with these constants."""
+        """Predict the step time of a run with these planner constants."""
         return predicted_step_time_s(_with(self.run, efficiency))
 
     def predicted_gib(self, efficiency: Efficiency | None = None) -> float:

@@ -51,7 +51,7 @@ class Summary:
     assumed: tuple[tuple[str, int], ...]
     """Assumptions with the number of their rows, most frequent first."""
     unknown: tuple[tuple[int, str], ...]
-    """Line and reason of each row without a prediction."""
+    """Line number and reason of each row that cannot be predicted."""
 
 
 def predict_table(table: Path, out: Path) -> Summary:

@@ -95,7 +95,7 @@ OTHER_SIZE = 0.1
 
 
 class UnknownRunError(Exception):
-    """A row describes its model too little, or names an unknown GPU."""
+    """Raised for a row that describes its model too little, or names an unknown GPU."""
 
 
 @dataclass
@@ -167,7 +167,7 @@ class UnknownRun:
 
 @dataclass
 class PublishedRun:
-    """A row with all inputs of the planner."""
+    """A published run with all inputs of the planner."""
 
     cells: dict[str, str]
     shape: ModelShape

@@ -45,7 +45,7 @@ def one_round(root: Path, index: int, steps: int) -> tuple[float, float]:
 
 
 def tokens_per_s(root: Path, name: str, steps: int, processes: int) -> float:
-    """Return the median over the steps of a run."""
+    """Return the median of tokens/s over the steps of a run."""
     metrics = run_stage(root, stage_input(root, name=name, steps=steps, processes=processes), threads=1)
     return statistics.median(step["tokens_per_s"] for step in metrics[WARMUP_STEPS:] or metrics)
 

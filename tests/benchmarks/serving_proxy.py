@@ -52,7 +52,7 @@ class Measured:
 
 
 def request_bytes(key: str, model: str) -> bytes:
-    """Return the request of a streamed chat."""
+    """Return the bytes of a streamed chat request."""
     asked = {"model": model, "messages": [{"role": "user", "content": "What is 12 + 34?"}], "stream": True}
     body = json.dumps({**asked, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}).encode()
     head = ["POST /v1/chat/completions HTTP/1.1", "Host: engine", f"Authorization: Bearer {key}"]

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=60_000)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--of", choices=("ours", "trl"), help="only this, once, in this process")
+    parser.add_argument("--of", choices=("ours", "trl"), help="measure only ours or trl, once, in this process")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     if arguments.of:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def write(folder: Path, num_rows: int) -> None:
-    """Write the rows, the first few also separately, and a model with its tokenizer."""
+    """Write chat rows (the first few also to another folder), and a model with its tokenizer."""
     from stages.hubs.builtin import qwen3
 
     qwen3.make(folder / "model")
@@ -68,7 +68,7 @@ def write(folder: Path, num_rows: int) -> None:
 
 
 def one_round(folder: Path, number: int, arguments: argparse.Namespace) -> float:
-    """Print both rates; how many times TRL's ours is."""
+    """Measure both once, print the rates, and return the ratio of ours to TRL's."""
     from flows.launch.local import threads
 
     seconds = {}

@@ -24,7 +24,7 @@ from stages.kinds.train.metrics import GIB, forget_peak_memory, host_peak_bytes
 
 
 class StepTimes(TrainerCallback):
-    """Callback with the time between the ends of steps, waiting for data included, as in our own metric."""
+    """Callback that measures the time between the ends of steps, waiting for data included, as our metric does."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []

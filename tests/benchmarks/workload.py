@@ -96,7 +96,7 @@ def stage_input(root: Path, *, name: str, steps: int, processes: int = 1, **fiel
 
 
 def run_stage(root: Path, given: StageInput, threads: int) -> list[dict[str, float]]:
-    """Run the stage's process or processes; the metrics of every step."""
+    """Run a train stage's process or processes; returns the metrics of every step."""
     work = root / given.name
     work.mkdir()
     (work / "config.json").write_text(given.model_dump_json())

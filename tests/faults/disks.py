@@ -25,7 +25,7 @@ def mounted(folder: Path, *options: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size_mib: int) -> Iterator[None]:
-    """A disk of this size at `folder`, in memory."""
+    """Mount a disk of this size at `folder`, in memory (tmpfs)."""
     with mounted(folder, "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs"):
         yield
 

@@ -18,7 +18,7 @@ MARK_VARIABLE = "FAULT_TESTS"
 SHARED_MEMORY = Path("/dev/shm")
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x0002_0000, 0x4000, 0x4_0000
 DAEMONS = ("slurmd", "slurmctld", "slurmstepd", "munged", "postgres")
-"""Programs that fixtures of a whole module start, and that tests may restart."""
+"""Command lines of daemons that module-wide fixtures start, and that tests may restart."""
 
 
 class Leftovers:

@@ -1,4 +1,4 @@
-"""Memory cgroups of their own, for programs that are to be killed for what they take."""
+"""Memory cgroups for tests of programs that are killed for exceeding a limit."""
 
 import contextlib
 import time

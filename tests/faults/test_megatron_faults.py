@@ -166,7 +166,7 @@ def rank_of_only(process):
 
 
 def limit_memory(pid, headroom_bytes):
-    """Let a process map no more than this besides what it has mapped."""
+    """Limit the memory that a process may map in addition to its present mappings."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + headroom_bytes
     resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))

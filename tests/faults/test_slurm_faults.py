@@ -71,7 +71,7 @@ def in_the_background(store: Store, mode: str, environment: dict[str, str], **op
 
 
 def occupy(cluster: SlurmCluster, partition: str = "normal") -> str:
-    """Take both nodes; returns the id of the job."""
+    """Submit a job that takes both nodes; returns its id."""
     options = ["--parsable", "--nodes=2", "--exclusive", f"--partition={partition}", "--output=/dev/null"]
     return cluster.command("sbatch", *options, "--wrap=exec sleep 300").strip()
 

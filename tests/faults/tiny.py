@@ -1,4 +1,4 @@
-"""A refresh of one stage without Prefect and MLflow, whose process is `tiny_stage.py`.
+"""Helpers for refreshes of one stage run by `tiny_stage.py`, without Prefect and MLflow.
 
 python tiny.py STORE MODE   runs it to the end, and prints how it ended
 """
@@ -73,7 +73,7 @@ def interrupt(planned: PlannedStage, upstream: Mapping[str, Built], store: Store
 
 
 def launch(work: Path, config: StageConfig) -> Supervised:
-    """Like the local launcher, with `tiny_stage.py` in place of `python -m stages`."""
+    """Launch a stage as the local launcher does, with `tiny_stage.py` in place of `python -m stages`."""
     command = local.command(work, config)[: -len(["-m", "stages", str(work)])]
     with (work / "log.txt").open("ab") as log:
         return Supervised(
@@ -96,7 +96,7 @@ def stage(mode: str, **execution: object) -> dict[str, object]:
 
 
 def model_stage() -> dict[str, object]:
-    """A download stage that counts as a model."""
+    """Return the recipe entry of a download stage whose artifact is a model."""
     return {**stage("ok"), "dataset": None, "model": "builtin/qwen3-1m"}
 
 
@@ -116,7 +116,7 @@ def eventually(condition: Callable[[], Any], what: str) -> Any:
 
 
 def processes_of(store: Store) -> list[int]:
-    """Living processes that name this store on their command line, and all that bear a token of theirs."""
+    """Return the living processes of this store: those that name it, and those with a token of theirs."""
     found = set()
     for pid in living_processes():
         try:

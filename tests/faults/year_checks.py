@@ -37,7 +37,7 @@ def check_nights(year: Year) -> None:
 
 
 def check_requests(year: Year) -> None:
-    """Check that nearly all requests were answered, none by a version that was not champion then."""
+    """Check that nearly all requests were answered, and each by the version that was champion then."""
     asked = year.asker.asked
     kills_s = [night.kill.at_s for night in year.nights if night.kill and night.kill.at_s]
 

@@ -1,4 +1,4 @@
-"""Processes of the home that die at random moments."""
+"""SIGKILLs of a home's processes at random moments."""
 
 import random
 import threading

@@ -99,7 +99,7 @@ def stamps() -> dict[str, dict[str, object]]:
 
 
 def stale_parts() -> str:
-    """Return a sentence on parts that never passed, or not in the last days."""
+    """Return a sentence that names the nightly parts which never passed, or not within the last days."""
     today = datetime.now(UTC).date()
     days = {name: date.fromisoformat(str(stamp["day"])) for name, stamp in stamps().items()}
     due = [part.name for part in PARTS if part.name not in days or (today - days[part.name]).days > FRESH_DAYS]
@@ -108,7 +108,7 @@ def stale_parts() -> str:
 
 
 def table() -> str:
-    """Return a table of the parts, in Markdown."""
+    """Return a Markdown table of the nightly parts."""
     rows = [
         "| part | proves | last passed on | day | minutes | tests, skipped |",
         "| --- | --- | --- | --- | ---: | ---: |",
@@ -124,12 +124,12 @@ def table() -> str:
 
 
 def write_page() -> None:
-    """Show the stamps on the page, as `make docs` does."""
+    """Update the page that shows when each nightly part last passed, as `make docs` does."""
     subprocess.run([sys.executable, ROOT / "tests" / "pages.py", "--page", PAGE], cwd=ROOT, check=True)
 
 
 def checked_out() -> str:
-    """Return the commit that is tested."""
+    """Return the checked-out commit, which is tested."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()

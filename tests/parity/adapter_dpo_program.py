@@ -1,4 +1,4 @@
-"""DPO of an adapter on the FSDP engine, in each of several layouts; the processes are started by `ranks.py`.
+"""Train an adapter with DPO on the FSDP engine in each of several layouts; `ranks.py` starts the processes.
 
     adapter_dpo_program SPEC.json
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def train(engine: FsdpEngine, config: TrainConfig, pairs: list[list[list[list[int]]]], num_steps: int) -> list[float]:
-    """Train on the same pairs at every step, distributed over the processes; the reference is the untrained adapter."""
+    """Train on the same preference pairs at every step; the reference is the untrained adapter."""
     num_own = len(pairs) // engine.data_parallel_size
     own = pairs[engine.data_rank * num_own :][:num_own]
     documents = [document for pair in own for document in pair]

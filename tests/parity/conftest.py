@@ -9,6 +9,6 @@ from tests.parity.ranks import Ranks, started_ranks
 
 @pytest.fixture(scope="session")
 def megatron_ranks() -> Iterator[Ranks]:
-    """A parent of ranks that has patched Megatron for a CPU: nothing else may run in it."""
+    """Parent of ranks with Megatron patched for CPUs; it runs only Megatron programs."""
     with started_ranks() as ranks:
         yield ranks

@@ -1,4 +1,4 @@
-"""Train a few steps in each of several ways and leave the results; the processes are started by `ranks.py`.
+"""Train a few steps with the FSDP engine in each of several cases; `ranks.py` starts the processes.
 
     fsdp_program SPEC.json
 

@@ -48,7 +48,7 @@ from tests.parity.test_fsdp import mean_aux_loss  # noqa: E402
 LEAST_LEARNED = 1e-4
 """Least absolute maximum of each trained LoRA B, so that a missing one (all 0) exceeds the error limits."""
 LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 1e-5, "weight": 1e-6}
-"""Bounds of the differences: absolute, except the gradient norm's."""
+"""Bounds of the differences to plain Transformers: absolute, except the gradient norm's."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case with its largest difference in each of `LIMITS`."""
+    """A test case with its largest difference in each of `LIMITS`."""
 
     case: Case
     differences: dict[str, float]
@@ -172,7 +172,7 @@ def largest_of_all(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
 
 @cache
 def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str | None, moe: str | None) -> Expected:
-    """Train document by document, with Transformers' own attention, and PEFT's adapters.
+    """Train an oracle document by document, with Transformers' own attention, and PEFT's adapters.
 
     In float64, so that the measured rounding is the engine's alone: in fp32, losses were 1.06e-6 apart on one kind of
     CPU. Mixtures of experts are in fp32: torch has their grouped products in nothing wider.
@@ -245,7 +245,7 @@ def loraplus_adam(model: Any, ratio: float) -> torch.optim.Optimizer:
 
 
 def adapter_weights(model: Any) -> dict[str, Tensor]:
-    """Return the factors under the names of PEFT's files."""
+    """Return an adapter's factors under the names in PEFT's files."""
     weights = {name: value.detach().clone() for name, value in peft.get_peft_model_state_dict(model).items()}
     assert all(weight.abs().max() > LEAST_LEARNED for name, weight in weights.items() if ".lora_B." in name)
     return weights
@@ -274,7 +274,7 @@ def named(model: Any) -> list[tuple[str, Any]]:
 
 
 def file_names(model: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights under the names of the files: experts one by one."""
+    """Return a model's weights under the names in its files: experts one by one."""
     return {name: value.clone() for name, value in revert_weight_conversion(model, values).items()}
 
 

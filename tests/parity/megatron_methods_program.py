@@ -1,4 +1,4 @@
-"""`methods_program.py` on the Megatron engine."""
+"""Run `methods_program.py` (a few steps of several methods) on the Megatron engine."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class Result:
     greedy: Tensor
     """Most probable tokens of the first row before training, int64 [sequence]."""
     gradients: dict[str, Tensor]
-    """Gradients of the first global batch, by Hugging Face name; of an adapter after all steps,
-    since its A have none before B has learned"""
+    """Gradients of the first global batch, by Hugging Face name (an adapter's: after all steps,
+    since its A have none before B has learned)."""
     losses: list[float]
     grad_norms: list[float]
     evaluation_loss: float
@@ -129,7 +129,7 @@ def with_reference(engine: Any, batch: Batch) -> Batch:
 def values_and_gradients(
     engine: Any, batches: list[Batch], loss: Loss, config: TrainConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the log-probabilities of all shares, in the order of the rows, and the gradients of the mean loss."""
+    """Return log-probabilities of all micro-batches in row order, and the gradients of the mean loss."""
     totals = engine._totals(batches, loss)
     if engine._balance:
         engine._balance.begin_step(num_tokens(batches, engine.sum_over_data))
@@ -177,7 +177,7 @@ def add_up(tensors: list[Tensor], group: Any) -> None:
 
 
 def under_their_names(engine: Any, gradients: dict[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by Hugging Face name, on rank 0; the weights stay as they are."""
+    """Return tensors by Hugging Face name, on rank 0; the model's weights are not changed."""
     weights = {parameter: parameter.detach().clone() for parameter in gradients}
     for parameter, gradient in gradients.items():
         parameter.data.copy_(gradient)

@@ -10,7 +10,7 @@ from tests.parity.ranks import Ranks
 
 
 def launch(ranks: Ranks, processes: int, models: Path, output: Path, **todo: Any) -> None:
-    """Run the program on `todo` (see its docstring) in this number of processes, started once."""
+    """Run `megatron_state_program` on the tasks `todo` in this number of processes."""
     output.mkdir(parents=True, exist_ok=True)
     spec = output / f"spec-{processes}.json"
     spec.write_text(json.dumps({"models": str(models), "output": str(output), **todo}))

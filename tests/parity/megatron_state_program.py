@@ -85,7 +85,7 @@ def build(model: Path, layout: dict[str, Any], device: torch.device) -> tuple[An
 
 
 def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.device) -> dict[str, int]:
-    """Return the peak bytes beyond the model's of reading and of writing, on rank 0."""
+    """Return the peak memory of reading and of writing a model, beyond the model itself, on rank 0."""
     chunks, shape = build(model, layout, device)
     reading = peak_of(lambda: load_weights(chunks, model, shape))
     loaded = anonymous_bytes()
@@ -117,7 +117,7 @@ def anonymous_bytes() -> int:
 
 
 def travel(model: Path, journey: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the losses after the checkpoint, of the run that saved it and of those that restored it."""
+    """Return the losses after a checkpoint, of the run that saved it and of those that restored it."""
     checkpoint, batches = Path(journey["checkpoint"]), global_batches("packed")
     adapter = journey.get("adapter")
     stayed = None

@@ -9,7 +9,7 @@ from transformers import Trainer
 
 
 def trainer_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the groups that `Trainer.create_optimizer` makes."""
+    """Return the optimizer's parameter groups as `Trainer.create_optimizer` makes them."""
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     chosen = [parameter for name, parameter in model.named_parameters() if name in decayed]
     others = [parameter for name, parameter in model.named_parameters() if name not in decayed]

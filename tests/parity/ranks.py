@@ -1,4 +1,4 @@
-"""Ranks that share one import: forked from a parent that has imported their program, which torchrun would do in each.
+"""Ranks forked from one parent that has imported their program, so that they share the imports.
 
     python -m tests.parity.ranks
 
@@ -42,7 +42,7 @@ class Ranks:
         return descendants(self._parent.pid)
 
     def run(self, program: str, processes: int, *arguments: object, log: Path) -> None:
-        """Run `main()` of a program in this number of processes. Raises RuntimeError with the end of their output."""
+        """Run a program's `main()` in this number of ranks. Raises RuntimeError with the end of their output."""
         assert self._parent.stdin and self._parent.stdout
         print(json.dumps([program, processes, str(log), [str(one) for one in arguments]]), file=self._parent.stdin)
         self._parent.stdin.flush()
@@ -53,7 +53,7 @@ class Ranks:
 
 @contextmanager
 def started_ranks(**more_environment: str) -> Iterator[Ranks]:
-    """Start a parent of ranks, which imports a program at its first request and ends with its ranks."""
+    """Start a parent of ranks, which imports a program at its first request."""
     # Packages and libraries may lie where only these say, as on a machine that `make gpu-kit` was carried to.
     inherited = {name: os.environ[name] for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
     packages = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""DPO of an adapter under FSDP2 is that of TRL with PEFT, whose reference is the model without it, in fp32."""
+"""DPO of an adapter under FSDP2 equals TRL's with PEFT in fp32; the reference is the model without the adapter."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FirstGradients(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def trl(models, tmp_path_factory):
-    """Return losses, gradients of the first step, weights after the last one, and the pairs as documents."""
+    """Results of TRL's DPO: losses, first gradients, final weights, and the pairs as documents."""
     model = AutoModelForCausalLM.from_pretrained(models / "qwen3", dtype=torch.float32, attn_implementation="eager")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     arguments = DPOConfig(

@@ -131,7 +131,7 @@ def train_plainly(folder, adapter, data):
 
 @torch.no_grad()
 def round_base(model, precision):
-    """Round the base's weights to what the precision can hold, in fp32."""
+    """Round a base's weights to the values that a quantized base holds, in fp32."""
     if precision in ROUNDED:
         for layer in (one for one in model.model.modules() if isinstance(one, torch.nn.Linear)):
             layer.weight.copy_(ROUNDED[precision](layer).weight)
@@ -142,7 +142,7 @@ def round_base(model, precision):
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
 def trained(request, ranks, folders, data, tmp_path_factory):
-    """Return name → (model, adapter), and the output folder, from one start of the processes."""
+    """Trained cases (name → model and adapter), and their output folder."""
     layouts = LAYOUTS[request.param]
     first = next(iter(layouts))
     cases = {f"qwen3-all-{name}": ("qwen3", "all", name) for name in layouts}

@@ -98,7 +98,7 @@ def data():
 
 
 def make_data(num_steps):
-    """Return that many global batches of NUM_ROWS rows of documents; rows have different numbers of targets."""
+    """Return global batches of NUM_ROWS rows of documents; rows have different numbers of targets."""
     generator = torch.Generator().manual_seed(1)
     return [
         [
@@ -111,7 +111,7 @@ def make_data(num_steps):
 
 @pytest.fixture(scope="module")
 def plain(models, data):
-    """Return the results of a loop of a few lines for each model: losses, gradient norms, the trained model."""
+    """Results of a minimal training loop for each model: losses, gradient norms, the trained model."""
     return {name: train_plainly(models / name, data) for name in MODELS}
 
 
@@ -146,7 +146,7 @@ def learn_plainly(model, parameter_groups, data, aux_loss_coefficient=0.0):
 
 
 def mean_aux_loss(model, rows):
-    """Return Transformers' own loss of each layer and row; all rows are equally long."""
+    """Return Transformers' balancing loss, averaged over layers and rows; all rows are equally long."""
     found = []
     for row in rows:
         outputs = [model(input_ids=torch.tensor([document]), output_router_logits=True) for document in row]

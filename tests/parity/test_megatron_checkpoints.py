@@ -49,7 +49,7 @@ JOURNEYS = {
     "adapter-dropout": journey("qwen3", megatron(TP), adapter={**ADAPTER, "dropout": 0.1}),
 }
 LATER = [{"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}]
-"""Layouts of four processes under which runs of two go on."""
+"""Layouts of four processes under which runs of two processes resume."""
 LATER_EXPERTS = [{**SP, "dp_shard": 2, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 2}]
 
 
@@ -79,7 +79,7 @@ def losses(megatron_ranks, tmp_path_factory):
 
 
 def stored_keys(checkpoint):
-    """Return the stored keys without the learning rate and the like, which only FSDP's optimizer writes."""
+    """Return a checkpoint's keys without the learning rate and similar ones, which only FSDP's optimizer writes."""
     keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {key for key in keys if not key.startswith("optimizer.param_groups.")}
 

@@ -34,12 +34,12 @@ ROUND_TRIPS = {
         ("qwen3-moe-dense", {"dp_shard": 2, "pp": 2, "ep": 2}),
     ],
 }
-"""Models and layouts; `tp` 4 is more than the two key/value heads, and does not divide qwen2's odd vocabulary."""
+"""Cases: model and layout; TP 4 exceeds the two key/value heads, and does not divide the odd vocabulary."""
 
 SHARD_BYTES, NUM_LAYERS, HIDDEN, INNER, VOCABULARY = 40_000_000, 12, 768, 2048, 4096
 LAYER_BYTES = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
 ALLOWANCE_BYTES = 16_000_000
-"""Memory that Python, gloo and the allocator may keep."""
+"""Bytes that Python, gloo and the allocator may use."""
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ ROW_TOKENS, LEARNING_RATE, EPSILON, SEED = 24, 5e-3, 1e-3, 3
 PAIRS = [[(7, 5), (6, 6)], [(12, 12)], [(4, 8), (5, 6)], [(10, 14)]]
 """Lengths of chosen and rejected documents, by row; a prompt is two tokens."""
 ANSWERS = [[(7, True), (6, False), (5, True)], [(20, False)], [(9, True), (11, False)], [(24, True)]]
-"""Lengths and labels of documents, by row; two of them are alone in theirs."""
+"""Lengths and labels of documents, by row; two of the documents are alone in their rows."""
 METHODS = {
     "dpo": {"method": "dpo", "dpo": {"rpo_alpha": 0.5, "ld_alpha": 0.3}},
     "dpo-free": {"method": "dpo", "dpo": {"loss_type": ["ipo", "sft"], "loss_weights": [1, 2], "reference": "none"}},
@@ -201,7 +201,7 @@ def test_every_layout_learns_what_one_process_of_transformers_learns(
 
 
 def trained_plainly(folder, config):
-    """Return outcomes of the steps and of an evaluation, and the weights."""
+    """Return the results of a plain training loop: step metrics, evaluation, and final weights."""
     grpo = config.pop("grpo", None)
     config = TrainConfig.model_validate_json(json.dumps(config))
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
@@ -257,7 +257,7 @@ def taught(folder, asked, batch):
 
 
 def log_probabilities(model, batch):
-    """Return log-probabilities in an engine's form; documents go through the model one by one."""
+    """Return log-probabilities as an engine returns them, with one forward pass a document."""
     lengths = list(batch.document_lengths)
     found = []
     for tokens, wanted in zip(

@@ -15,7 +15,7 @@ MIB = 2**20
 SIZES = {"vocab_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 DAMAGED = "model.layers.1.mlp.up_proj.weight"
 FIXED_THRESHOLD_BYTES = "131072"
-"""glibc's default threshold of own mappings, but fixed.
+"""Fixed `M_MMAP_THRESHOLD` of glibc, equal to its default, which would otherwise adapt.
 
 Otherwise it grows with what is freed, and up to a quarter of the model stays with the allocator, depending on the order
 in which the processes free.

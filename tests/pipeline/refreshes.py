@@ -129,7 +129,7 @@ def stage(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
 
 
 def model(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
-    """A stage that produces a model."""
+    """Return the recipe entry of a stage that produces a model."""
     return {**stage(mode, mark, **environment), "dataset": None, "model": "builtin/qwen3-1m"}
 
 
@@ -171,7 +171,7 @@ def every_kind(mode: str, mark: str) -> dict[str, dict[str, Any]]:
 
 
 def disturb_every_stage(home: Home, mark: str, disturb: Callable[[], None], undo: Callable[[], None]) -> dict[str, Any]:
-    """Return the output of a refresh whose stages each pause halfway, to be disturbed.
+    """Run a refresh whose stages each pause halfway, and call `disturb` at each; returns its output.
 
     A stage goes on before the disturbance is undone.
     """
@@ -188,7 +188,7 @@ def disturb_every_stage(home: Home, mark: str, disturb: Callable[[], None], undo
 
 
 def check_nothing_was_lost(home: Home, mark: str, done: dict[str, Any]) -> None:
-    """Run a refresh that was disturbed again: all of it is cached, and Prefect and MLflow know all of it, once."""
+    """Rerun a disturbed refresh: check that all is cached, and that Prefect and MLflow have everything once."""
     code, again = home.run(home.folder.parent / f"{mark}.yaml")
     assert (code, set(states(again).values())) == (0, {"cached"})
     versions = {name: entry["version"] for name, entry in done["stages"].items()}

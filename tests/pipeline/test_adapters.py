@@ -69,7 +69,7 @@ def dpo_config(**fields):
 
 
 def merged(inputs, work, **fields):
-    """Return the result of merging `sft` and `dpo`."""
+    """Merge the DPO adapter into `sft`, and return the stage's result."""
     work.mkdir(parents=True)
     config = MergeConfig.model_validate({"kind": "merge", "model": "sft", "adapter": "dpo", **fields})
     context = StageContext(work, "merged", "0" * 12, inputs, {}, work)

@@ -258,7 +258,7 @@ def lose(made: Registration, folder: Path) -> None:
 
 
 def expected_answer(made: Registration) -> str:
-    """Return PEFT's answer to the question."""
+    """Return the expected answer to the question, computed with PEFT."""
     store = Store(store_root())
     base, adapter = (store.find(*key.split("/")).folder for key in (made.base, made.model))
     tokenizer = AutoTokenizer.from_pretrained(base / "model")

@@ -1,4 +1,4 @@
-"""A home that an earlier version made is read, reported, retried and rolled back, wherever it was moved to.
+"""A home made by an earlier version can be read, reported, retried and rolled back, also after it was moved.
 
 `old_home.tar.xz` was made below /srv/lifecycle by the version of November 2026: two nights in which a model of 50,000
 parameters was taught sums and learned from its own answers (GRPO), each with a new champion, and a training that was
@@ -24,7 +24,7 @@ TOKENIZED_WITH = {"tokenizers": "0.23.3", "transformers": "5.17.0", "numpy": "2.
 
 
 def unpack(folder: Path) -> Path:
-    """Unpack the home and its recipes into a folder, say in its ledgers where the recipes lie now, and return it."""
+    """Unpack an old home with its recipes, update the recipes' paths in its ledgers, and return it."""
     with tarfile.open(OLD_HOME) as tar:
         tar.extractall(folder, filter="data")
     for ledger in folder.glob("home/ledger/*/ledger.jsonl"):

@@ -118,7 +118,7 @@ def result(root: Path) -> Iterator[StageResult]:
 
 @pytest.fixture(scope="module")
 def client(result: StageResult) -> Client:
-    """Return a client of the base; `replace(client, model=…)` asks an adapter."""
+    """Client of the base model; `replace(client, model=…)` asks an adapter."""
     assert result.lease
     return Client(result.lease.url, API_KEY, "sft")
 
@@ -245,7 +245,7 @@ def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageR
 
 
 def promote(root: Path, work: Path, most: float) -> Verdict:
-    """Return the promote stage's verdict on `narrow`, by its evaluation and its server."""
+    """Run the promote stage on the adapter `narrow`, and return its verdict."""
     (root / "narrow" / "result.json").write_text(StageResult().model_dump_json())
     (work / CHAMPION_FILE).write_text(Standing(champion=None).model_dump_json())
     config = PromoteConfig.model_validate(

@@ -123,7 +123,7 @@ class WorkerHome(Home):
         return {name: entry.state for name, entry in self.record(flow_run).stages.items()}
 
     def task_states(self, flow_run: dict[str, Any]) -> dict[str, tuple[str, str]]:
-        """Type and name of the state of each task run, as Prefect's page draws it, when all have ended."""
+        """Return state type and name of each task run, once all have ended."""
 
         def ended() -> dict[str, tuple[str, str]] | None:
             runs = self.prefect("task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run["id"]]}}})
@@ -136,6 +136,6 @@ class WorkerHome(Home):
         return Ledger(self.folder / "ledger" / flow_run["name"]).read()
 
     def kill_refresh(self, flow_run: str) -> None:
-        """SIGKILL to the process of a refresh."""
+        """SIGKILL the process of a refresh."""
         record = self.record(self.flow_run(flow_run))
         os.kill(record.process.pid, signal.SIGKILL)

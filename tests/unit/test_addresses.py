@@ -55,7 +55,7 @@ ADDRESS = re.compile(r"(?:flows|stages)(?:\.\w+)+")
 
 
 def texts():
-    """Yield name and text of every file that may start a module."""
+    """Yield name and text of every file that may start a module by name."""
     for folder in ("flows", "stages", "deploy", "configs"):
         for file in sorted((ROOT / folder).rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".jsonl":

@@ -97,7 +97,7 @@ ELSEWHERE = {
 
 
 def own_modules():
-    """Return name → file of every module; of a package, of its `__init__`."""
+    """Return the file of each of our modules, by name."""
     files = (file for folder in ("flows", "stages") for file in (ROOT / folder).rglob("*.py"))
     found = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
     return {name.removesuffix(".__init__"): file for name, file in found.items()}

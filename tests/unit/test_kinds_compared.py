@@ -46,7 +46,7 @@ CONFIGS = {one.__name__ for one in subclasses(StageConfig) if one.__module__.sta
 
 
 def names_kinds(node):
-    """Return whether a display, such as a tuple, holds names of kinds and nothing else."""
+    """Return whether a literal collection (such as a tuple) contains names of stage kinds only."""
     items = node.keys if isinstance(node, ast.Dict) else node.elts
     return bool(items) and all(isinstance(item, ast.Constant) and item.value in KINDS for item in items)
 

@@ -121,18 +121,18 @@ RecipeError=3 LayoutError=4 DataError=5 ModelError=6 DownloadError=7 ResourceErr
 GateError=11 StoreError=12 StageTimeoutError=13 StageCrashError=14 RefreshStoppedError=15 TrainingError=16
 NotPromotedError=17 PublishError=18 LifecycleError=70 TransientError=75 OutdatedVerdictError=76
 """
-"""Name → exit code, as ledgers, `error.json` and callers of `lifecycle` have them."""
+"""Exit codes of error classes, which ledgers, `error.json` and callers of `lifecycle` rely on."""
 
 
 def stored():
-    """Return class → fields, as `STORED` has them."""
+    """Return the fields of each stored class, in the form of `STORED`."""
     lines = [line for line in STORED.replace("\n  ", " ").splitlines() if line and not line.startswith("#")]
     return {name: set(fields.split()) for name, _, fields in (line.partition(": ") for line in lines)}
 
 
 @cache
 def code():
-    """Return name → its classes, each as its bases' names and its own fields; and every text that is no docstring."""
+    """Return all classes by name with their bases and own fields, and all texts that are not docstrings."""
     classes, texts = {}, set()
     for file in (file for folder in ("flows", "stages") for file in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,4 @@
-"""Bounds on what makes the text hard to read. Each may only fall: whoever lowers a count lowers its bound."""
+"""Limits on what makes the project's text hard to read. Each may only fall: lower the bound with the count."""
 
 import ast
 import re
@@ -16,10 +16,10 @@ BOUNDS = {
     "tests": {"riddles": 0, "worn phrases": 18, "long files": 0, "import lines a thousand": 85},
 }
 SLACK = {"riddles": 30, "worn phrases": 30, "long files": 3, "import lines a thousand": 5}
-"""How far a count may fall before its bound must follow."""
+"""Amount by which each count may fall before its bound must be lowered."""
 MOST_LINES = 600
 RIDDLE = re.compile(r"(Of|That|What|Whether|How|Where|Who|So)\b")
-"""Beginning of a first line that only makes sense beside the code: say what it is, or what the function does."""
+"""Beginnings of first lines that cannot be understood without the code below them."""
 WORN = re.compile(
     r"\b(told|anew|whoever|heed(s|ed|ing)?|mend(s|ed|ing)?|alike|nobody|in the place of|without a word|to be had|"
     r"for ever|what came of|word of)\b",
@@ -37,13 +37,13 @@ DEFINITIONS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def text_of(node):
-    """Return the text of a string, or of a statement that is one; "" for everything else."""
+    """Return a string node's text, stripped; "" for everything else."""
     value = node.value if isinstance(node, ast.Expr) else node
     return value.value.strip() if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
 
 
 def explanations(node):
-    """Yield the nodes of texts that explain this one: docstrings, strings below attributes, descriptions, helps."""
+    """Yield the nodes of a definition's explaining texts: docstrings, strings below attributes, descriptions, helps."""
     if isinstance(node, DEFINITIONS):
         yield from node.body[:1]
         for before, after in pairwise(node.body):
@@ -55,7 +55,7 @@ def explanations(node):
 
 @cache
 def found_in(folder):
-    """Return counts by name, and `FILE:LINE: TEXT` of each riddle and each worn phrase."""
+    """Return counts by name, and `FILE:LINE: TEXT` of each riddle and worn phrase, in a folder."""
     counts, places, num_lines, num_imports = Counter(), {"riddles": [], "worn phrases": []}, 0, 0
     for file in sorted((ROOT / folder).rglob("*.py")):
         if file == Path(__file__):

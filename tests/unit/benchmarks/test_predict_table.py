@@ -249,7 +249,7 @@ def test_what_is_near_the_memory_there_is_is_tight(share, fit):
 
 
 def test_llama_70b_by_lora_on_one_device_takes_what_it_took(tmp_path):
-    """MLPerf Training 5.0, Llama-2-70B on a B200 that has 180 GB: TP1, inputs of activation functions in fp8."""
+    """Compare with MLPerf Training 5.0, Llama-2-70B LoRA on one B200: activation inputs are kept in fp8."""
     row = "Llama2-70B,70,80,8192,64,8,28672,32000,8192,8,1,1,1,8,DDP+distopt,none,8,B200-SXM-180GB,fp8,lora 16"
     with_note = f"{row},SP=0; cudagraph=0; fp8 attention=1; activation input in fp8=1"
     file = table(tmp_path, row + ",", with_note, header=COLUMNS + ",kind,note")
@@ -298,7 +298,7 @@ def test_mixtures_with_latent_attention_take_what_was_measured(tmp_path, version
 
 @pytest.mark.parametrize(("gpu", "measured_s"), [("GB200", 43.268), ("GB300", 34.517)])
 def test_training_in_four_bits_takes_what_was_measured(tmp_path, gpu, measured_s):
-    """Megatron-Bridge 26.04, Llama 3.1 405B on 256 devices; nothing was fitted to these."""
+    """Compare with Megatron-Bridge 26.04's Llama 3.1 405B on 256 devices, to which nothing was fitted."""
     pp, dp, vpp = (16, 4, 8) if gpu == "GB200" else (8, 8, 4)
     row = f"LLAMA3.1_405B,,,,,,,,8192,1536,1,4,{pp},{dp},DDP+distopt,,256,DGX-{gpu},NVFP4,{vpp}"
     (run,) = read_table(table(tmp_path, row, header=COLUMNS + ",vpp"))[1]

@@ -1,4 +1,4 @@
-"""Recipes that train adapters have the predicted memory that their comments work out by hand, and fit."""
+"""Recipes that train adapters fit, and their predicted memory equals the hand computation in their comments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def predicted(name: str, config: dict) -> StageMemory:
 
 
 def test_llama_70b_under_tp8():
-    """Rank 16 on seven matrices of 80 layers: inputs or outputs of 8,192 are whole, the others cut in 8."""
+    """LoRA rank 16 on seven matrices of 80 layers: TP leaves factors of width 8,192 whole, and cuts the others in 8."""
     worst = predicted("llama-3.1-70b-lora-8gpu", LLAMA_70B)
     adapter = 80 * 16 * (7 * 8192 + (2 * 8192 + 2 * 1024 + 3 * 28672) / 8)
     masks = 80 * 16 * (3 * (8192 + 2 * 1024) + 2 * (2 * 28672)) / 8
@@ -46,7 +46,7 @@ def test_qwen3_30b_under_ep8():
 
 
 def test_qwen3_8b_in_four_bits_on_24_gib():
-    """Half a byte a weight of linear layers, a byte for each 64 of them and 4 for each row; the rest in bfloat16."""
+    """NF4 linear layers take half a byte a weight, a byte for each 64 and 4 for each row; the rest is in bfloat16."""
     worst = predicted("qwen3-8b-qlora-one-gpu", QWEN3_8B)
     linear = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288)
     rows = 36 * (3 * 4096 + 2 * 1024 + 2 * 12288)

@@ -1,4 +1,4 @@
-"""Content of the project that is part of what identifies artifacts, or of what made them, stays what it was.
+"""Content of the project that enters artifact versions or cache keys may not change.
 
 Builtin models and datasets, tasks, chat templates, what judges are asked, and the texts that a model or a template is
 tried with. Where one has to change, raise the version beside it (of the builtin, the stage or the harness), and
@@ -49,7 +49,7 @@ def asked_of(judge, folder):
 
 
 def contents(folder):
-    """Return name → digest of everything that is frozen, or the thing itself where it is short."""
+    """Return the digest of each frozen content by name, or the content itself where it is short."""
     found = {}
     for name in FOLDERS:
         found[name] = hash_path(ROOT / name)
@@ -81,7 +81,7 @@ def outside_of(config):
 
 
 def versions():
-    """Return the versions of recipes under `configs/`, with the real content of what the project brings itself."""
+    """Return the versions of recipes under `configs/`, with the project's real content."""
     found = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         recipe = load_recipe(path)

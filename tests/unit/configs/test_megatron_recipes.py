@@ -1,4 +1,4 @@
-"""Recipes for Megatron-core have layouts that their models allow, that get no warning, and that fit their GPUs."""
+"""Megatron recipes have layouts that are legal, give no warning, and fit their GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QWEN3_30B = {
     "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 32768,
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
 }  # fmt: skip
-"""Sizes from the models' config.json on the hub."""
+"""Model sizes from config.json on the hub."""
 PARAMETERS = {
     "llama-3.1-70b-megatron": 70.55e9,
     "qwen3-8b-megatron": 8.19e9,

@@ -23,7 +23,7 @@ MODELS = {
     "qwen3-0.6b-one-gpu": {"hidden": 1024, "inner": 3072, "queries": 16, "keys": 8, "head": 128},
     "llama-3.1-8b-8gpu": {"hidden": 4096, "inner": 14336, "queries": 32, "keys": 8, "head": 128},
 }
-"""Sizes from the models' config.json on the hub."""
+"""Model sizes from config.json on the hub."""
 
 
 def stages_of(name, kind):

@@ -1,4 +1,4 @@
-"""The recipe of a real model plans, and its rows are read, with local files instead of the hub's."""
+"""The SmolLM2 chat recipe plans, and its rows are read, with local files instead of the hub's."""
 
 import json
 

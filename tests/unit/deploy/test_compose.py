@@ -1,4 +1,4 @@
-"""The servers of a team: compose names only existing things, in an order that works, and admits no one from outside."""
+"""The team's compose file names only existing things, starts them in a working order, and is closed to outsiders."""
 
 import importlib.util
 import re

@@ -191,7 +191,7 @@ def test_functions_and_classes_that_a_map_names_are_in_their_files(page):
 
 
 def test_the_diff_that_adds_a_method_applies_and_its_loss_is_the_one_of_the_paper(tmp_path):
-    """With equally likely answers the loss is -log σ(-target), whatever β is."""
+    """The page's example method: with equally likely answers its loss is -log σ(-target), whatever β is."""
     (diff,) = fences(ROOT / "stages/extending.md", "diff")
     for folder in ("flows", "stages"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -34,7 +34,7 @@ def store(tmp_path) -> Store:
 
 @pytest.fixture
 def recipe(tmp_path) -> Callable[..., Recipe]:
-    """A recipe of four stages; keyword arguments change fields of a stage."""
+    """Return a recipe of four stages; keyword arguments change fields of a stage."""
 
     def make(**changes: Mapping[str, object]) -> Recipe:
         return load_stages("small", tmp_path, {name: {**tree, **changes.get(name, {})} for name, tree in TREE.items()})

@@ -27,7 +27,7 @@ if "serve" in sys.orig_argv:
     from tests.tiny_engine import TinyEngine
     registry.ENGINES["tiny"], registry.DEFAULT_ENGINE = TinyEngine(), "tiny"
 """
-"""Code that Python runs at its start, so that the command is served by Tiny, too."""
+"""Start-up code for Python, by which the command is served by the tiny engine."""
 
 
 @pytest.fixture

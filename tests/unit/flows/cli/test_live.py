@@ -55,7 +55,7 @@ def record(tmp_path, monkeypatch):
 
 
 def screen_of(written: str) -> list[str]:
-    """Return the screen of a terminal after that output, with what has scrolled out of sight above it."""
+    """Return the terminal's screen after some output, including the part that has scrolled away."""
     lines, row, column = [""], 0, 0
     for match in SEQUENCE.finditer(written):
         parameter, command, character = match.groups()

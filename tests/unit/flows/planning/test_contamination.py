@@ -33,7 +33,7 @@ def curated(*datasets, **fields):
 
 @pytest.fixture
 def warnings(tmp_path, store, build):
-    """Return the warnings for the stage `scores`, with everything beneath it in the store."""
+    """Return the contamination warnings for the stage `scores`, with all its inputs in the store."""
 
     def ask(tree, hashes=None):
         tree = {name: config for name, config in tree.items() if name != "awq"}

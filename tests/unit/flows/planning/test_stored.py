@@ -25,7 +25,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def find(tmp_path, store):
-    """Return the folder that a source stands for, and the plan's sentence about it."""
+    """Return the folder of a stored source, and the plan's sentence about it."""
 
     def run(source, product="model"):
         recipe = load_stages("next", tmp_path, {"base": {"kind": "download", product: source}})

@@ -80,7 +80,7 @@ def digests_of(config: StageConfig) -> list[str]:
 
 
 def valid_bases(kind: str) -> Iterator[dict]:
-    """Yield the configs of a kind in which fields are varied, or which are frozen as they are."""
+    """Yield the configs of a kind that are frozen, and whose fields are varied."""
     for base in (*EXAMPLES[kind], *BASES.get(kind, ())):
         try:
             KINDS[kind].model_validate(base)

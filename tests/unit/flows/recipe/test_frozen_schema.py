@@ -26,7 +26,7 @@ def digest(tree):
 
 
 def digests():
-    """Return `DEFINITION.PROPERTY` → digest, and `DEFINITION` → digest of what it says beside its properties."""
+    """Return a digest for each property of a schema definition, and one for the rest of each definition."""
     schema = without_texts(json_schema())
     definitions = {**schema.pop("$defs"), "RecipeFile": schema}
     found = {}

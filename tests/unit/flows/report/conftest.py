@@ -1,4 +1,4 @@
-"""A refresh as its ledger has it, with artifacts in a store, without running anything."""
+"""Fixtures with refreshes as the ledger records them, and artifacts in a store, without running anything."""
 
 import json
 from datetime import timedelta

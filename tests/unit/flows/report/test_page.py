@@ -1,4 +1,4 @@
-"""The page in a real browser: numbers equal the records, hostile text stays text, everything goes by keyboard."""
+"""The report's page in a real browser: numbers equal the records, hostile text is escaped, keys suffice."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The report's meaning of a refresh that publishes: a promotion stands even if the publication failed."""
+"""The report of a refresh that publishes: a promotion stands even if the publication failed."""
 
 from flows.ledger.record import StageEntry
 from flows.report.evaluations import promotions, scores

@@ -53,7 +53,7 @@ def write_rows(folder, rows, split="train"):
 
 @pytest.fixture
 def artifacts(tmp_path):
-    """Make the artifacts of the downloads: a model, and good data."""
+    """Artifacts of the download stages: a model, and valid data."""
     (tmp_path / "base" / "model").mkdir(parents=True)
     qwen3.make(tmp_path / "base" / "model")
     for name, rows in ROWS.items():

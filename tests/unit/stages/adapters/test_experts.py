@@ -1,4 +1,4 @@
-"""Adapters on the experts of a mixture: where PEFT puts them, what is refused, files that PEFT loads, and merging."""
+"""Adapters on a mixture's experts: placement as in PEFT, refusals, files that PEFT loads, and merging."""
 
 import re
 

@@ -53,7 +53,7 @@ def make_model(family):
 
 
 def names_of(model):
-    """Return the names of the linear layers but the head, and of all parameters."""
+    """Return a model's linear layers except the head, and the names of all its parameters."""
     head = model.get_output_embeddings()
     linear = [
         name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear | Conv1D) and one is not head
@@ -76,7 +76,7 @@ def chosen(fields, linear, parameters, former):
 
 
 def adapted(model):
-    """Return name → rank of all adapted layers, and of parameters by their whole names."""
+    """Return the LoRA rank of all adapted layers and parameters, by full name."""
     found = {}
     for name, layer in adapted_layers(model).items():
         if isinstance(layer, ParamWrapper):

@@ -1,4 +1,4 @@
-"""Processes that import much collect garbage rarely."""
+"""Processes with many imports run Python's garbage collector rarely."""
 
 import subprocess
 import sys

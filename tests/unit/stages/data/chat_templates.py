@@ -283,12 +283,12 @@ SPECIAL_TOKENS = {
 
 
 def trl_template(name: str) -> str:
-    """The source of a template that comes with TRL."""
+    """Return the source of a chat template that TRL ships."""
     return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def published() -> dict[str, Published]:
-    """All of them, by name."""
+    """Return all published chat templates, by name."""
     found = dict(OWN)
     for name, turns in TRL.items():
         tokens = next((tokens for prefix, tokens in SPECIAL_TOKENS.items() if name.startswith(prefix)), BOTH)

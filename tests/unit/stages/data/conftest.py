@@ -59,7 +59,7 @@ def tokenizer_folder(make_tokenizer: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def read_ids(tokenizer_folder: Path) -> Callable[[Iterable[int]], str]:
-    """Token ids → text."""
+    """Provide a function that turns token ids into text."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 

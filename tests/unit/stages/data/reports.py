@@ -1,4 +1,4 @@
-"""Report of a preparation that keeps its messages."""
+"""Reporter for data preparation that keeps its messages."""
 
 
 class Reports:

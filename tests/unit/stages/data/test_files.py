@@ -1,4 +1,4 @@
-"""Files of a split are found, and read in every format, also broken ones."""
+"""Files of a dataset split are found and read in every format; broken ones are refused."""
 
 from __future__ import annotations
 

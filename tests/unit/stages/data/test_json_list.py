@@ -1,4 +1,4 @@
-"""Reading a JSON list piece by piece gives what reading it at once gives."""
+"""Reading a JSON list incrementally gives the same as reading it at once."""
 
 from __future__ import annotations
 

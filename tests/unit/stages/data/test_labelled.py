@@ -1,4 +1,4 @@
-"""Rows of {prompt, completion, label} become documents with their labels, and answers to other prompts beside them."""
+"""Rows of {prompt, completion, label} become labelled documents, paired with answers to other prompts."""
 
 import json
 
@@ -41,7 +41,7 @@ def lines(rows):
 
 
 def texts(batch, read_ids):
-    """Return what is read and what is learned of each document."""
+    """Return the whole and the learned text of each document."""
     found = []
     for number in range(batch.num_documents):
         mine = batch.document_ids == number

@@ -1,4 +1,4 @@
-"""Every row that the page on recipes lists from TRL's and ms-swift's documentation becomes what the page says."""
+"""Row formats of TRL and ms-swift that the page on recipes lists are read as the page says."""
 
 import json
 import re

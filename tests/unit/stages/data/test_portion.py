@@ -1,4 +1,4 @@
-"""Held-out rows are a share of all, the same in every run, and never trained on."""
+"""Held-out rows are a fixed share of all, equal in every run, and never trained on."""
 
 from __future__ import annotations
 

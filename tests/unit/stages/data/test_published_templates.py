@@ -228,7 +228,7 @@ def num_rendered_messages(chat, num_turns, turns, monkeypatch):
 
 @pytest.mark.parametrize("turns", ["together", "separately"])
 def test_work_grows_with_the_square_of_the_turns_and_no_faster(monkeypatch, turns):
-    """Every turn is rendered with all before it; not once more for each document that it might be learned in."""
+    """Each turn is rendered with all turns before it, once, however many documents it is learned in."""
     few, many = (num_rendered_messages(proved_template("qwen3"), num, turns, monkeypatch) for num in (15, 60))
     assert many / few < 5 * 4
 

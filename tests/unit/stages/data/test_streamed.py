@@ -195,7 +195,7 @@ def test_an_object_that_changes_while_it_is_read_is_named(s3: S3Server, fetched)
 
 
 def test_what_is_kept_is_not_fetched_again(s3: S3Server, fetched, prepared, tmp_path: Path) -> None:
-    """With the server gone, pieces of objects that are the same are all that a preparation needs."""
+    """Cached parts of unchanged objects suffice for a preparation while the server is down."""
     s3.put({"nights/train.jsonl": CONTENTS["train.jsonl"]})
     folder = fetched("s3://lake/nights", stream=True)
     first = prepared(folder).training.folder

@@ -1,4 +1,4 @@
-"""Tokens that carry loss under chat templates of several styles, token by token."""
+"""Loss masks under chat templates of several styles, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cache entries are removed only if nothing has used them for long, also on disks without times of reading."""
+"""Cache entries are removed only if unused for long, also on disks without access times."""
 
 import json
 import os

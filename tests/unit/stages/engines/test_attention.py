@@ -1,4 +1,4 @@
-"""Packed documents get the hidden states and gradients that each of them gets alone from Transformers itself."""
+"""Packed attention gives each document the hidden states and gradients that Transformers gives it alone."""
 
 from __future__ import annotations
 

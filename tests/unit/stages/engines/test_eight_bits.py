@@ -1,4 +1,4 @@
-"""Products in 8 bits by torchao: emulated on a CPU, they learn nearly what bf16 learns, and are not the same."""
+"""8-bit training by torchao, emulated on a CPU: losses are close to bf16's, but not equal."""
 
 from __future__ import annotations
 

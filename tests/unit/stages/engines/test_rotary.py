@@ -1,4 +1,4 @@
-"""Documents packed side by side are rotated as each would be alone, also where frequencies depend on the length."""
+"""Rotary embeddings of packed documents equal those of each one alone, also with length-dependent frequencies."""
 
 from __future__ import annotations
 

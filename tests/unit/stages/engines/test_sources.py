@@ -1,4 +1,4 @@
-"""Rows read from a model's files are those of Transformers' weights, for every kind of layer."""
+"""Rows of weights read from a model's files equal Transformers' weights, for every kind of layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight decay shrinks what Transformers' Trainer would shrink, or everything when the recipe says so."""
+"""Weight decay applies to the parameters that Transformers' Trainer chooses, or to all if the recipe says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hub of a kind that the project does not have: a web server with an `index.json` of names, sizes and digests."""
+"""A kind of hub for tests: a web server with an `index.json` of names, sizes and digests."""
 
 import json
 import os

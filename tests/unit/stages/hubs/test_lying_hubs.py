@@ -302,7 +302,7 @@ def test_an_object_is_pinned_by_what_changes_with_its_content(metadata: dict, ta
 
 
 class LyingStorage(BaseHTTPRequestHandler):
-    """A server of S3 with one object, or a list of keys, and headers of its own."""
+    """S3 server that returns one object, or a list of keys, with arbitrary headers."""
 
     keys: tuple[str, ...] = ()
     headers_sent: dict[str, str] = {}  # noqa: RUF012 - the tests set it

@@ -62,7 +62,7 @@ KEPT = {
 
 @pytest.fixture(params=CONFIGS)
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model whose routers have biases that bf16 cannot tell apart."""
+    """Model with router biases that differ by less than bf16 resolves."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[request.param]())
     for name, value in model.state_dict().items():

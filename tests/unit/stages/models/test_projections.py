@@ -1,4 +1,4 @@
-"""The linear layers of a model folder, read from safetensors headers."""
+"""Linear layers of a model folder, found by its safetensors headers."""
 
 import numpy as np
 import pytest

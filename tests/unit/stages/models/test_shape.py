@@ -1,4 +1,4 @@
-"""The shape read from a config counts what the Transformers model of that config has."""
+"""Parameters and FLOPs counted from a config equal those of its Transformers model."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from stages.models.stored_tensors import CheckpointReader, stored_shapes
 
 
 class Planted:
-    """A pickle that makes a file when it is read without restriction."""
+    """Object whose pickle creates a file when it is loaded without restriction."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Peak rates are found by the names that drivers report, and a CPU's is measured."""
+"""Peak FLOP/s are looked up by the device name that the driver reports; a CPU's are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe's layout is checked when it is read, as a LayoutError; a checkpoint outlives engine and layout."""
+"""Layouts are validated when the recipe is read, as LayoutErrors; checkpoints fit any engine and layout."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_without_a_model_only_what_needs_none_is_checked():
 
 
 def test_the_bubble_is_that_of_a_schedule_laid_out_by_hand():
-    """Two stages, three micro-batches: each stage works 3 of 4 slots; four stages, one micro-batch: 1 of 4."""
+    """Pipeline bubbles: two stages with three micro-batches work 3 of 4 slots; four stages with one work 1 of 4."""
     assert bubble_fraction(2, 1, 3) == 1 / 4
     assert bubble_fraction(4, 1, 1) == 3 / 4
     assert bubble_fraction(1, 1, 8) == 0

@@ -33,7 +33,7 @@ with joined_processes(datetime.timedelta(minutes=47)):
 
 @contextmanager
 def started(*arguments: str, log: Path | None = None, **options: object) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the program with its processes, and kill them in the end."""
+    """Start a program in several processes, and kill them at the end."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with (log or Path("/dev/null")).open("wb") as output:

@@ -1,4 +1,4 @@
-"""Descriptions of hardware: built in, from YAML, errors in them, and this machine's own."""
+"""Hardware descriptions: built-in ones, YAML files, their errors, and this machine's own."""
 
 from __future__ import annotations
 

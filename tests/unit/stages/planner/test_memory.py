@@ -82,7 +82,7 @@ def test_fsdp_shards_all_of_sixteen_bytes_a_parameter():
 
 @pytest.mark.parametrize("vpp", [1, 4])
 def test_first_stage_holds_the_micro_batches_in_flight_of_korthikanti(vpp):
-    """Equation 2: 1F1B holds as much as without a pipeline; interleaving (p - 1) / (p m) more."""
+    """Korthikanti et al., equation 2: 1F1B holds as much as without a pipeline; interleaving (p - 1) / (p m) more."""
     pp, shape = 4, replace(GPT, num_layers=32)
     alone = memory(shape, "megatron", Layout(), replace(WORK, global_batch_size=64), software=PAPER).stages[0]
     first = memory(shape, "megatron", Layout(pp=pp, vpp=vpp), WORK, software=PAPER).stages[0]

@@ -30,7 +30,7 @@ ENDLESS_TO_READ = r"$\binom{1000000000}{500000000}$"
 
 @pytest.fixture(scope="module")
 def scored() -> dict[tuple[str, str], float]:
-    """Return all scores by one program, with one comparison in between that never ends."""
+    """Score all answers in one program, with a never-ending comparison in between; returns the scores."""
     asked = [*RIGHT, (ENDLESS, "1"), *WRONG, *NONE]
     warnings: list[str] = []
     completions = [Completion("", text, 1, reference, {}, PlainText("", "")) for text, reference in asked]

@@ -34,7 +34,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def completion(text: str, document: Any) -> Completion:
-    """Return a completion; prompt: as another model was asked, with other special tokens."""
+    """Return a completion; prompt: as it was formatted for another model with other special tokens."""
     return Completion("<|other|>What is 1 + 2?<|model|>", text, 1, None, {}, document)
 
 

@@ -77,7 +77,7 @@ def in_front(**options) -> Iterator[Both]:
 
 
 def version_of(answer: httpx.Response) -> str:
-    """Return the version that answered, by its header and its content."""
+    """Return the version that answered, checked by header and content."""
     version = answer.headers["x-lifecycle-version"]
     name = answer.json()["choices"][0]["message"]["content"]
     assert (version, name) in {("1", "champion"), ("2", "challenger")}

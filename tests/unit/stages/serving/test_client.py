@@ -19,7 +19,7 @@ SPEC = LaunchSpec(model=Path("model"), served_name="sft", serving=ServingConfig(
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A server that answers each path with what the test put there."""
+    """Server that answers each path with what the test has set."""
 
     answers: ClassVar[dict[str, Any]] = {}
 

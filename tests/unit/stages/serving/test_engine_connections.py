@@ -22,7 +22,7 @@ KEPT = [OK + b"Content-Length: 2\r\n\r\nab"]
 
 
 def with_engine(sent: list[bytes], trial: Callable[[EngineConnections], Awaitable[None]]) -> None:
-    """Run `trial` with the connections to an engine that answers the first request of each connection by `sent`."""
+    """Run `trial` with connections to an engine that answers each connection's first request with `sent`."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

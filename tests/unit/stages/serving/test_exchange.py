@@ -23,7 +23,7 @@ DONE = "data: [DONE]"
 
 
 def read(chunks: list[bytes], **options: bool) -> tuple[Exchange, bytes]:
-    """Return the exchange after an answer in these chunks, and the bytes that the client got."""
+    """Feed an answer's chunks to an exchange; returns it, and the bytes that the client got."""
     exchange = Exchange({"stream": True}, **options)
     exchange.begin(200, "text/event-stream", None)
     passed = b"".join(map(exchange.passed, chunks))

@@ -18,7 +18,7 @@ PATIENCE_S = 30.0
 
 
 class Engine:
-    """An engine that answers each request, or closes the connection instead where a test wants it.
+    """Engine that answers each request, or closes the connection instead if the test says so.
 
     closes: (number of the connection, number of its request), both from 1, of requests to close at.
     asked: these numbers, of all requests.
@@ -45,7 +45,7 @@ class Engine:
         self._listener.close()
 
     def _accept(self) -> None:
-        """Serve one connection after the other: these tests use only one at a time."""
+        """Accept connections one after the other: these tests use one at a time."""
         for connection_number in range(1, 100):
             try:
                 connection, _ = self._listener.accept()

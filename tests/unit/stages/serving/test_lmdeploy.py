@@ -1,4 +1,4 @@
-"""LMDeploy, from its source: settings reach the command, its parser accepts that, and its log is understood.
+"""LMDeploy, whose source is read: settings reach its command, its parser accepts them, its log is understood.
 
 No server of it was run. Its parser is asked where the package is installed: LIFECYCLE_LMDEPLOY names its interpreter.
 """
@@ -118,7 +118,7 @@ def test_the_cause_comes_with_what_to_change() -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A server that answers as the handlers of LMDeploy 0.18.0 do, whose `/v1/completions` is never asked."""
+    """Server with the answers of LMDeploy 0.18.0, whose `/v1/completions` must not be used."""
 
     asked: ClassVar[list[dict[str, Any]]] = []
     content: ClassVar[list[dict[str, Any]]] = [{"token": "a", "logprob": -0.5, "top_logprobs": []}]

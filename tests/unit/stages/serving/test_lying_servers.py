@@ -58,7 +58,7 @@ EVENT = 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
 
 
 def answered(ask: Ask, sent: bytes) -> str:
-    """Return the error that an answer leads to."""
+    """Return the error that a malicious answer leads to."""
     with lying_server(lambda send, _: send(sent)) as server:
         with pytest.raises(ServerError) as caught:
             ask(Client(server.url, KEY, "m", timeout_s=5.0))

@@ -30,7 +30,7 @@ COMPLETIONS = "/v1/completions"
 
 
 class Model:
-    """An engine for tests.
+    """Fake engine behind the proxy.
 
     `/v1/completions` returns what arrived, chats are answered in two parts, the second on demand, `/metrics` without
     end; `secret` answers every other request.
@@ -284,7 +284,7 @@ def test_what_is_no_route_stays_inside_even_with_the_key(in_front_of_two):
 
 
 async def raw_answer(client: httpx.AsyncClient, *head: str) -> bytes:
-    """Return the answer to a request of these lines."""
+    """Send the lines of a raw HTTP request; returns the answer."""
     reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
     writer.write(("\r\n".join([*head, "Host: x", "Connection: close", "", ""])).encode())
     answer = await reader.read()
@@ -425,7 +425,7 @@ def test_an_engine_waits_for_a_client_that_reads_slowly_and_goes_on_when_it_read
 
 @pytest.fixture
 def few_open_files():
-    """Allow this process only a hundred more open files, until it asks for more."""
+    """Limit this process to a hundred more open files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 100, before[1]))
     yield
@@ -470,7 +470,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(in_front_of_two, monkeypatc
 
 
 async def status_of(client: httpx.AsyncClient) -> int | None:
-    """Return the status of the answer to a completion; None without an answer."""
+    """Request a completion, and return the status; None without an answer."""
     try:
         return (await client.post(COMPLETIONS, content=json.dumps({}))).status_code
     except httpx.TransportError:

@@ -1,4 +1,4 @@
-"""The proxy of a pod, in the environment of vLLM's image, which has only the folder `stages` of ours."""
+"""The proxy of a Kubernetes pod, in vLLM's image, which has only our folder `stages`."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def test_it_stands_before_an_engine_until_it_is_asked_to_end(tmp_path):
 
 
 def answer(port: int, key: str) -> httpx.Response | None:
-    """Return the answer; None if no program listens."""
+    """Request an answer from a port; None if no program listens."""
     try:
         return httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"Authorization": f"Bearer {key}"})
     except httpx.ConnectError:

@@ -27,7 +27,7 @@ ANSWER = {"role": "assistant", "content": "Hello, jo@example.org."}
 
 
 def exchange(asked: dict, *answers: dict, reason: str = "stop") -> Exchange:
-    """Return the exchange of an answer: whole, or if there are several texts, in parts."""
+    """Return a recorded exchange with these answer texts; several texts are streamed in parts."""
     found = Exchange(asked, keeps_content=True)
     key, kind = ("delta", "text/event-stream") if len(answers) > 1 else ("message", "application/json")
     found.begin(200, kind, None)

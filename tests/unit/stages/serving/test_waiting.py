@@ -25,7 +25,7 @@ PATIENCE_S = 60.0
 
 
 class Engines:
-    """Servers of a tiny engine, one after the other, behind one proxy.
+    """Starts tiny engines one after the other behind one proxy.
 
     model: folder of the servers that are started next.
     """
@@ -89,7 +89,7 @@ def question(number: int, **more: object) -> dict:
 
 
 async def ask(client: httpx.AsyncClient, number: int) -> str:
-    """Return the version that answered correctly; every other time in a stream."""
+    """Ask an addition question, half of them streamed; returns the version that answered."""
     is_stream = bool(number % 2)
     answer = await client.post(CHAT, json=question(number, stream=is_stream))
     assert answer.status_code == 200, answer.text

@@ -1,4 +1,4 @@
-"""Adapters that the Megatron engine gets from PEFT, for mixtures of each expert; and layers without support."""
+"""Adapters of PEFT's config on the Megatron engine: one for each expert of a mixture, and unsupported layers."""
 
 import pytest
 import torch

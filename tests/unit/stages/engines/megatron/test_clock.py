@@ -1,4 +1,4 @@
-"""The pipeline's clock: waiting is what is neither work nor the reduction of gradients."""
+"""The pipeline's clock counts as waiting what is neither computing nor reducing gradients."""
 
 from __future__ import annotations
 

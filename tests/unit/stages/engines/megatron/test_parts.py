@@ -42,7 +42,7 @@ RULES = [rule for rule in rules_of("qwen3_moe") if not rule.of_experts]
 
 
 def parts(rule: Rule, count: int) -> list[Part]:
-    """Return the parts of all processes that share a parameter."""
+    """Return the parts of a sharded parameter, over all ranks."""
     rows, columns = ROWS[rule.cut], 8
     if rule.cut in (Cut.WHOLE, Cut.STACKED):
         return [Part(Key(1, 0, 0, 0), rule, 0, 1, (rows,) if rule.cut is Cut.WHOLE else (rows, columns))]

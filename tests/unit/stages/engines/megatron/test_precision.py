@@ -1,4 +1,4 @@
-"""`precision: fp8` sets Megatron's options, and is refused where nothing computes it."""
+"""`precision: fp8` sets Megatron's options, and is refused on devices without fp8."""
 
 from __future__ import annotations
 

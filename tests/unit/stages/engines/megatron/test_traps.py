@@ -1,4 +1,4 @@
-"""Silent errors of Megatron-core: each of these tests fails if the engine falls for one.
+"""Silent errors of Megatron-core that the engine must avoid, a test for each.
 
 Others are held by `tests/parity`: gradients under interleaved stages on gloo, weights exported while their gathering is
 still due, mixtures without Transformer Engine, experts reduced over tensor-parallel ranks, Transformers 5's spellings.

@@ -33,7 +33,7 @@ def lines(path):
 
 
 def curate(folder, rows, outside=None, **fields):
-    """Run the curate stage; rows: of one dataset, or by dataset; None if their files exist already."""
+    """Run the curate stage on rows (of one dataset, or by dataset; None: on existing files)."""
     datasets = rows if isinstance(rows, dict) else {"mine": rows}
     for name, content in datasets.items():
         if content is None:

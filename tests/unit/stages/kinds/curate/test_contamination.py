@@ -1,4 +1,4 @@
-"""Rows that hold questions of a benchmark: every planted overlap is found, none in clean rows."""
+"""Training rows with benchmark questions: every planted overlap is found, and none in clean rows."""
 
 import json
 import random

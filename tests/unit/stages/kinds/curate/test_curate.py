@@ -1,4 +1,4 @@
-"""The curate stage: every format, what is reported, and what is refused by name."""
+"""The curate stage: row formats, reported figures, and refusals by name."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""Rows in other languages are left out; rows with too few letters to tell stay."""
+"""Language filter: rows in other languages are dropped; rows with too few letters are kept."""
 
 import pytest
 from py3langid.langid import MODEL_FILE, LanguageIdentifier

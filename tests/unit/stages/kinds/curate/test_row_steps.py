@@ -1,4 +1,4 @@
-"""Patterns, personal data, quality, samples and held-out rows."""
+"""Curation steps: patterns, personal data, quality, samples and held-out rows."""
 
 import json
 import random

@@ -44,7 +44,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def original(base, tmp_path_factory):
-    """Return a folder as PEFT writes it, with another name of the base."""
+    """Return an adapter folder as PEFT writes it, with another name of the base."""
     return written(make_adapter(base, 0, "all-linear"), tmp_path_factory.mktemp("elsewhere") / "tuned")
 
 
@@ -56,7 +56,7 @@ def written(adapted, folder):
 
 
 def take_in(folder, base, work):
-    """Return the artifact that the download stage makes of a folder."""
+    """Run the download stage on an adapter folder; returns the artifact."""
     work.mkdir()
     config = DownloadConfig(kind="download", adapter=f"file://{folder}", base="base")
     outside = config.resolve_outside()
@@ -75,7 +75,7 @@ def test_it_is_an_adapter_of_its_base_with_what_peft_gives_on_record(base, origi
 
 
 def check_record(mine, base, original):
-    """Compare the recorded predictions with PEFT's."""
+    """Compare an adapter's recorded predictions with PEFT's."""
     plain = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32)
     oracle = peft.PeftModel.from_pretrained(plain, original).eval()
     tokenizer = AutoTokenizer.from_pretrained(base / "model")

@@ -1,4 +1,4 @@
-"""A second harness: asks each question of `TASK.jsonl` in the task folder, and compares answers letter by letter."""
+"""Second evaluation harness for tests: asks the questions of `TASK.jsonl`, and compares answers exactly."""
 
 import hashlib
 import json

@@ -41,7 +41,7 @@ def harness(tiny_engine: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def evaluate(folder: Path, *, trained: bool | None, template: bool, asked: bool | None, answer: str = "3") -> list[str]:
-    """Return the warnings of an evaluation of one question, whose right answer is 3."""
+    """Evaluate one question whose right answer is 3, and return the warnings."""
     model = folder / "sft" / "model"
     model.mkdir(parents=True)
     for file, content in model_files(1000).items():

@@ -1,4 +1,4 @@
-"""Metric names from lm-eval's results."""
+"""Metric names made from lm-eval's results."""
 
 from stages.harnesses.scores import score_metrics
 

@@ -1,4 +1,4 @@
-"""A look at prompts shows what the model is asked, and the right answer beside it."""
+"""The preview of a generate stage's prompts shows what the model is asked, and the right answers."""
 
 import json
 

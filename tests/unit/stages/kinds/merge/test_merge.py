@@ -1,4 +1,4 @@
-"""Merging equals PEFT's: one adapter and several, in every combination; measurements, and refusals."""
+"""Merging of one or several adapters equals PEFT's, in every combination; metrics and refusals."""
 
 import json
 import shutil
@@ -65,7 +65,7 @@ def merge(inputs, work, **fields):
 
 
 def seed_before_first(monkeypatch, seed):
-    """Seed as PEFT does: it draws the new adapter's first weights, then the elements that dare_… keeps."""
+    """Seed as PEFT does: it draws the new adapter's initial weights, then DARE's kept elements."""
     name = "_generalized_task_arithmetic_weighted_adapter"
     real, seeded = getattr(peft.LoraModel, name), []
 

@@ -1,4 +1,4 @@
-"""Candidates whose answers a real judge compares with the champion's, in both orders, within the promote stage."""
+"""Promotion by a real judge that compares the candidate's answers with the champion's in both orders."""
 
 import json
 import math
@@ -30,7 +30,7 @@ NUM_QUESTIONS = 20
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    """Serve a judge that prefers the longer answer, wherever it stands."""
+    """Serve a judge that prefers the longer answer, whatever the order."""
     monkeypatch.setenv("CRITIC_KEY", KEY)
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     with judge_server() as judge:

@@ -1,4 +1,4 @@
-"""Paired comparison: formulas against hand-computed figures and scipy's, and refusal of what is not the same."""
+"""Paired comparison: hand-computed figures and scipy's; refusal of evaluations with different questions."""
 
 import math
 

@@ -16,7 +16,7 @@ GOOD, WORSE = [1.0] * 90 + [0.0] * 10, [1.0] * 60 + [0.0] * 40
 
 @pytest.fixture
 def judge(tmp_path):
-    """Judge a candidate that gave `answers` against a champion that gave others, if there is one."""
+    """Run the promote stage on a candidate's `answers`, against a champion's if given."""
 
     def judge(answers, champion=None, same_model=False, **config):
         write_model(tmp_path / "model", "candidate")

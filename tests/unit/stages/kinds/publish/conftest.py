@@ -1,4 +1,4 @@
-"""Promotions whose models are published in this process."""
+"""Fixtures with promotions whose models are published in this process."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ def promoted(tmp_path: Path) -> Publish:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """Serve a hub that speaks LFS, as mirrors do; the library would ask for Xet first."""
+    """Serve a hub that supports LFS only, like mirrors; the client library would prefer Xet."""
     with running_hub() as server:
         server.token_roles = {TOKEN: "write", "hf_reader": "read"}
         monkeypatch.setenv("HF_ENDPOINT", server.url)

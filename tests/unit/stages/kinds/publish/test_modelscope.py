@@ -16,7 +16,7 @@ BRANCH = "master"
 
 @pytest.fixture
 def repository(hub, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    """Make a repository as its owner would."""
+    """Create a repository on the hub as its owner would."""
     monkeypatch.setenv("MODELSCOPE_ENDPOINT", hub.url)
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", TOKEN)
     made = hub.repository(NAME)

@@ -1,4 +1,4 @@
-"""Checks before any training: layers that cannot be quantized, of the model that training starts from."""
+"""Quantization checks before training: unsupported layers are found in the base model."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""GGUF files: Transformers reads from them the model that they were made of, K-quants included. Others are refused."""
+"""GGUF files, K-quants included: Transformers reads the original model from them. Unsupported ones are refused."""
 
 import json
 import shutil
@@ -164,7 +164,7 @@ def test_fewer_bits_lose_more(make, tokenizer: Path) -> None:
 
 
 def test_the_stage_tells_which_matrices_have_another_type_than_was_asked_for(make, tmp_path: Path) -> None:
-    """Quantize output projections with 384 inputs, of which one is to have Q4_K, the other Q6_K."""
+    """Quantize output projections with 384 inputs: one was to get Q4_K, the other Q6_K, which need 256."""
     made = make("uneven")
     (tmp_path / "sft").mkdir()
     made.rename(tmp_path / "sft" / "model")

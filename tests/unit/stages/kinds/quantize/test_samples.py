@@ -1,4 +1,4 @@
-"""Rows for calibration → batches without padding."""
+"""Calibration rows become batches without padding."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Scalable layers of a model are found from its results, whatever its modules are called."""
+"""AWQ's scalable layers are found by a model's results, whatever the names of its modules."""
 
 import pytest
 import torch

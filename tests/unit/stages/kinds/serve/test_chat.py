@@ -1,4 +1,4 @@
-"""Chat in a terminal: the model gets the whole conversation, and a refused question does not end it."""
+"""Chat in a terminal (`--chat`): the model gets the whole conversation; a refused question does not end it."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Keys of what is cached between runs stay what they were: nothing that a home holds is computed, or asked for, again.
+"""Cache keys may not change, so that an existing home computes or requests nothing again.
 
 Where the same input gives other content than before, a version or a field among the parts of its key says so, and
 `python -m tests.unit.stages.kinds.train.test_cache_keys` writes `frozen_cache_keys.json` again.
@@ -68,7 +68,7 @@ def stop(*arguments, **options):
 
 
 def data_keys(folder):
-    """Yield what identifies each portion of each of `DATA`, but for the versions of libraries."""
+    """Yield the cache key parts of each portion of each dataset in `DATA`, without library versions."""
     model = folder / "model"
     model.mkdir()
     for name in TOKENIZER:
@@ -85,7 +85,7 @@ def data_keys(folder):
 
 
 def prepared_key(folder):
-    """Return the key of a prepared dataset, and what it must be: the parts above and the digests of the files."""
+    """Return a prepared dataset's cache key and its expected value, made of key parts and file digests."""
     config = DataConfig.model_validate({"dataset": "rows"})
     (portion,) = portions(config)
     file = folder / "train.jsonl"
@@ -144,7 +144,7 @@ def teacher_keys(folder):
 
 
 def keys(folder):
-    """Return every key by name."""
+    """Return all cache keys by name."""
     found = dict(data_keys(folder))
     found |= dict(reference_keys(folder)) | dict(teacher_keys(folder))
     adapter = folder / "adapter"

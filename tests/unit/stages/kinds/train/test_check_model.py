@@ -1,4 +1,4 @@
-"""Conflicts between a model's config and a train stage are errors before anything slow starts."""
+"""Conflicts between a model's config and a train stage are found before anything slow starts."""
 
 from __future__ import annotations
 

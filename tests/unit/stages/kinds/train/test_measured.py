@@ -17,7 +17,7 @@ ROWS = [*({"text": f"1 + {number} = 2"} for number in range(3)), {"text": "1 + 1
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StageResult]:
-    """A training of three steps on batches of all four rows, one of them much longer, without packing."""
+    """Results of training three steps on batches of all four rows, one of them much longer, without packing."""
     folder = tmp_path_factory.mktemp("measured")
     artifacts = make_artifacts(folder)
     (artifacts["problems"] / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -88,7 +88,7 @@ def test_fields_of_muon_have_no_effect_on_adamw():
 
 
 def test_adafactor_of_torch_still_fails_on_shards():
-    """If this fails, the optimizer can be supported: see `UNSUPPORTED`."""
+    """Once torch.optim.Adafactor works on sharded tensors, it can be supported: see `UNSUPPORTED`."""
     with joined_processes():
         mesh = init_device_mesh("cpu", (1,))
         weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))

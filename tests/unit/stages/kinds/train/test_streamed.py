@@ -17,7 +17,7 @@ from tests.train_stage import make_artifacts, make_config, make_context
 
 DATA = {"dataset": "rows", "evaluation_split": "validation", "sequence_length": 64}
 BEYOND_ASCII = " — ¿qué tal, 東京?"
-"""Text that only the rows contain, so that a copy of them is found by it."""
+"""Text that only the rows contain, by which copies of them are found."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def s3(files: dict[str, bytes]) -> Iterator[S3Server]:
 
 
 def trained(home: Path, artifacts: dict[str, Path], source: str, *, stream: bool) -> bytes:
-    """Return the weights after the two stages in `home`, which has its own cache."""
+    """Run the download and the train stage in `home`, with its own cache; returns the weights."""
     rows = DownloadConfig(kind="download", dataset=source, stream=stream)
     (home / "rows").mkdir(parents=True)
     download.run(rows, make_context(home / "rows", {}, make_config()))
@@ -67,7 +67,7 @@ def trained(home: Path, artifacts: dict[str, Path], source: str, *, stream: bool
 
 @pytest.fixture(scope="module")
 def on_a_copy(hub: HubServer, artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Return the weights of a training on a copy."""
+    """Weights trained on a local copy of the dataset."""
     home = tmp_path_factory.mktemp("copied")
     weights = trained(home, artifacts, "hf://datasets/org/chats", stream=False)
     assert copies_below(home) == {"train.jsonl", "validation.jsonl"}, "or no copy would be found"
@@ -75,7 +75,7 @@ def on_a_copy(hub: HubServer, artifacts: dict[str, Path], tmp_path_factory: pyte
 
 
 def copies_below(folder: Path) -> set[str]:
-    """Return the names of files that hold a row's text."""
+    """Return the names of files that contain a row's text."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path.name for path in files if BEYOND_ASCII.encode() in path.read_bytes()}
 

@@ -27,7 +27,7 @@ ModuleNotFoundError: No module named 'xllamacpp'
 
 
 def make_environment(root: Path, version: str | None) -> Path:
-    """Make a virtual environment's outline; returns its `python`."""
+    """Make the files of a virtual environment that are looked up; returns its `python`."""
     metadata = root / "lib" / "python3.11" / "site-packages" / f"xllamacpp-{version}.dist-info"
     (root / "bin").mkdir(parents=True)
     (root / "bin" / "python").touch(mode=0o755)

@@ -1,4 +1,4 @@
-"""The arguments that adapters need, read from their headers, and what is refused before vLLM is started."""
+"""vLLM's arguments for adapters, computed from file headers, and refusals before vLLM starts."""
 
 import json
 from pathlib import Path
@@ -122,7 +122,7 @@ def test_a_quantized_base_is_refused(spec: Any, tmp_path: Path) -> None:
     ],
 )
 def test_on_a_cpu_a_mixture_of_experts_takes_no_adapter(spec: Any, tmp_path: Path, config: Any) -> None:
-    """Refuse it: vLLM 0.32 would start, and its engine end at the first request, even one to the base."""
+    """vLLM 0.32 on a CPU would start with an adapter of a mixture, but its engine would die at the first request."""
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     on_gpu = spec(tuned=adapter(tmp_path / "tuned"))
     with pytest.raises(ModelError, match=r"serving tuned on .*base: it is a mixture of experts.*`kind: merge`"):

@@ -10,7 +10,7 @@ from stages.serving.vllm.engine import find_vllm
 
 
 def make_environment(root: Path, version: str | None) -> Path:
-    """Make a virtual environment's outline; returns its `vllm`."""
+    """Make the files of a virtual environment that are looked up; returns its `vllm`."""
     site_packages = root / "lib" / "python3.11" / "site-packages"
     site_packages.mkdir(parents=True)
     (root / "bin").mkdir()

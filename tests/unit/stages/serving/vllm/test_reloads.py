@@ -1,4 +1,4 @@
-"""A folder that weights are loaded from into a running vLLM: a tied head is written out, others stay as they are."""
+"""Weight reloads into a running vLLM: a tied head is written out, other models stay as they are."""
 
 import json
 import socket

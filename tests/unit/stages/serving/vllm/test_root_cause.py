@@ -1,4 +1,4 @@
-"""The reason why vLLM did not start, found in logs that it wrote."""
+"""Root causes of vLLM's failed starts, found in recorded logs."""
 
 import pytest
 

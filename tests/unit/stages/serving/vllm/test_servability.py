@@ -1,4 +1,4 @@
-"""Layers that vLLM could not serve once quantized, by shapes: real models' shapes, both kinds of device."""
+"""Layers that vLLM cannot serve once quantized, by the shapes of real models, on GPU and CPU."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Chat prompts of an evaluation equal lm-eval's with Transformers, and those of training, within the same limits."""
+"""Chat prompts of an evaluation equal lm-eval's with Transformers, and those of training."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ TEMPLATES = [
     "qwen3",
     "lfm2_v2",
 ]
-"""Templates with a system prompt, without a date, and without thoughts that rows lack in training."""
+"""Names of templates with system prompts, without dates or thoughts that training rows lack."""
 
 
 @pytest.fixture(scope="module")

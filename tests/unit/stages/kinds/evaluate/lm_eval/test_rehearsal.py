@@ -1,4 +1,4 @@
-"""Mistakes in tasks are found by the check of inputs, without a server, and named with task and field."""
+"""Mistakes in evaluation tasks are found by the check of inputs, without a server, by task and field."""
 
 import json
 import re
@@ -34,7 +34,7 @@ SCORES = "def score(row, answers):\n    return {'exact_match': row['answer'] == 
 def findings(
     folder: Path, task: str, code: str | None = None, **fields: object
 ) -> list[tuple[str, LifecycleError | str]]:
-    """Return the check's findings for an evaluation of a task file with this text. fields: of the evaluation."""
+    """Return the check's findings for a task file with this text. fields: of the evaluation."""
     tasks = folder / "tasks"
     tasks.mkdir()
     for split in ("train", "test"):

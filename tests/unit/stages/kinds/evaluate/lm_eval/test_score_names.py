@@ -1,4 +1,4 @@
-"""Scores that a task can give, read from its files: lm-eval itself, which takes long, agrees."""
+"""Score names of a task, read from its files, equal those of lm-eval itself."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Requests to a server equal those of lm-eval itself: prompts with examples, and whole texts."""
+"""Requests to a server equal lm-eval's own: prompts with few-shot examples, and whole texts."""
 
 import json
 import re
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_tasks(folder: Path) -> Iterator[Path]:
-    """Provide the task folder for more tasks, which are removed afterwards."""
+    """Provide the task folder for additional tasks, which are removed afterwards."""
     tasks = folder / "tasks"
     before = set(tasks.iterdir())
     yield tasks
@@ -95,7 +95,7 @@ def causal_lm(folder: Path) -> Qwen3ForCausalLM:
 
 
 class Asked(LoopbackServer):
-    """A server that answers with the log-probabilities of Transformers; `bodies` are the requests that it got."""
+    """Server that answers with Transformers' log-probabilities; `bodies` are the received requests."""
 
     def __init__(self, causal_lm: Qwen3ForCausalLM) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -156,7 +156,7 @@ def prompts(server: Asked, folder: Path) -> list[str]:
 
 
 def of_lm_eval(folder: Path, server: Asked, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
-    """Return the prompts that lm-eval's own entry sends for the same task."""
+    """Return the prompts that lm-eval's own program sends for a task."""
     server.bodies.clear()
     monkeypatch.chdir(folder / "tasks")
     simple_evaluate(

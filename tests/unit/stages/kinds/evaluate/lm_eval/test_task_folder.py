@@ -1,4 +1,4 @@
-"""Folders of local tasks: their names, and refusals of what reaches outside."""
+"""Folders of local lm-eval tasks: task names, and refusal of paths outside."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tasks by name: from the folder without asking lm-eval, from lm-eval, or unknown to both."""
+"""Lookup of lm-eval tasks by name: in the local folder, in lm-eval, or in neither."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Shared parts of the tests of methods against TRL's trainers: a model, rows, TRL's batch, the comparison."""
+"""Helpers to compare methods with TRL's trainers: a model, rows, TRL's batch, the comparison."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES_OF_TRL = {
     "reward_margin": "rewards/margins",
     "preference_accuracy": "rewards/accuracies",
 }
-"""Name of a metric → TRL's name, where it differs."""
+"""TRL's name of each metric that we name differently."""
 
 
 def make_tokenizer():
@@ -45,7 +45,7 @@ def make_model(seed):
 
 
 def packed(documents, learned):
-    """Return documents (token ids, and which of them are learned) as one packed row."""
+    """Return documents (token ids and target mask) as one packed row."""
     targets = [
         torch.cat([tokens[1:].where(flags[1:], IGNORED), torch.tensor([IGNORED])])
         for tokens, flags in zip(documents, learned, strict=True)

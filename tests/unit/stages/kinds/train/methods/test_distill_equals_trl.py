@@ -29,7 +29,7 @@ SERVER = {"url": "http://host/v1", "served_model": "wise"}
 
 @pytest.fixture(scope="module")
 def models():
-    """Return a model and a teacher, both with rather certain predictions."""
+    """Model and teacher, both with confident predictions."""
     found = [make_model(0), make_model(1)]
     for model in found:
         for parameter in model.parameters():

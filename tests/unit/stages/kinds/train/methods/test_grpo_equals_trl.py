@@ -25,7 +25,7 @@ from tests.unit.stages.kinds.train.methods.against_trl import (
 NUM_GENERATIONS, END = 4, 0
 PROMPTS = [[1, 2, 3], [30]]
 COMPLETIONS = [[4, 5, 6, END], [7, END], [8, 9], [10, 11, 12, 13, END], [14, END], [15, 16, END], [17], [18, END]]
-"""`NUM_GENERATIONS` completions of each prompt; those without an end were cut off."""
+"""Recorded completions, `NUM_GENERATIONS` of each prompt; those without an end token were cut off."""
 REWARDS = [1.0, 0.0, 0.25, 1.0, 0.5, None, 0.0, 1.0]
 """Rewards of the completions; one could not be scored."""
 SERVER_NOISE, DRIFT = 0.3, 0.05
@@ -106,7 +106,7 @@ def said_by_server(model):
 
 
 def make_batch(config) -> Batch:
-    """Return the completions as one packed row."""
+    """Return the recorded completions as one packed row."""
     texts = [PROMPTS[number // NUM_GENERATIONS] + answer for number, answer in enumerate(COMPLETIONS)]
     batch = packed(
         [torch.tensor(text) for text in texts],

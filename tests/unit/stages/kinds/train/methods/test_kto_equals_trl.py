@@ -51,7 +51,7 @@ def make_trainer(folder, rows, **fields):
 
 
 def in_one_row(folder, documents, labels):
-    """Return a dataset of packed rows that holds these (tokens, which of them are the answer)."""
+    """Return a dataset of one packed row from documents (token ids, answer mask)."""
     folder.mkdir()
     writer = DatasetWriter(folder, is_labelled=True)
     units = [

@@ -23,7 +23,7 @@ PADDING_DOCUMENTS = {3: 5, 6: 6}
 
 
 def make_batch(reference=None):
-    """Return two rows of eight: documents 0, 1, 2 and padding; documents 3, 4 and padding."""
+    """Return a batch of two rows of eight tokens: documents 0, 1, 2 and padding; documents 3, 4 and padding."""
     numbers = [0, 1, 2, 5, 3, 4, 6]
     document_ids = torch.tensor(numbers).repeat_interleave(torch.tensor(LENGTHS))
     targets = torch.where(LOG_PROBABILITIES == 0, IGNORED, 7)
@@ -82,7 +82,7 @@ def sigmoid(value):
 
 
 H = (-2.0 - -2.5) - (-6.0 - -5.0)
-"""Log-ratio of the chosen minus that of the rejected, in the pair below."""
+"""Log-ratio of the chosen answer minus that of the rejected one, in the test's pair."""
 
 CLOSED_FORMS = [
     ({"loss_type": "sigmoid", "beta": 0.5}, -math.log(sigmoid(0.5 * H))),

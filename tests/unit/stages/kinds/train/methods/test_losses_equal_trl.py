@@ -66,7 +66,7 @@ def inputs(trainer):
 
 @pytest.fixture(scope="module")
 def ours(inputs):
-    """Return TRL's batch, first all chosen and then all rejected, as pairs."""
+    """Return TRL's batch (all chosen, then all rejected) as our packed pairs."""
     order = torch.arange(len(inputs["input_ids"])).view(2, -1).T.flatten()
     lengths = inputs["attention_mask"].sum(1)
     documents = [inputs["input_ids"][number][: lengths[number]] for number in order]

@@ -39,7 +39,7 @@ CPO_COMBINATIONS = [
 
 
 def trained(make_trainer, make_config, folder, **options):
-    """Return the trainer, its batch, loss and logged metrics."""
+    """Results of TRL's trainer: the trainer, its batch, loss and logged metrics."""
     arguments = make_config(output_dir=str(folder), **ARGUMENTS, **options)
     dataset = Dataset.from_dict(PAIRS)
     trainer = make_trainer(make_model(0), arguments, train_dataset=dataset, processing_class=make_tokenizer())

@@ -53,7 +53,7 @@ def make(**fields):
 
 @pytest.fixture(scope="module")
 def extended():
-    """Return the output of a process in which one more method is registered."""
+    """Run code in a process in which one more training method is registered; returns its output."""
     command = [sys.executable, "-c", WITH_ANOTHER_METHOD, json.dumps(TRAINING)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

@@ -42,7 +42,7 @@ CONFIGURED = {
 
 @dataclass
 class Served:
-    """A fake server.
+    """State of a fake sampling server.
 
     configured: its description of the model.
     loaded: folders that it was asked to load.
@@ -211,7 +211,7 @@ def test_a_server_that_does_not_see_the_folder_is_no_use(
 
 @pytest.fixture
 def rollouts(served: Served, artifacts: dict[str, Path]) -> Iterator[tuple[RolloutServer, list[str]]]:
-    """Return the rollouts with their warnings."""
+    """Rollout server on a fake named server, and a list of its warnings."""
     config, warned = config_of(served.url), []
     host = NamedServer.of(config, artifacts["base"] / "model")
     yield RolloutServer(host, config.execution, warned.append, is_adapter=False), warned
