@@ -62,7 +62,7 @@ def span(bar: Bar) -> str:
 
 
 def summary(portion: ShownPortion) -> str:
-    """Return how much data there is, and how much of it is learned."""
+    """Return the amount of data, and the share that is learned."""
     if portion.sequence_length is None:
         return f"{counted(portion.num_source_rows, 'row')}, {portion.num_tokens:,} tokens"
     visited = "" if portion.share is None else f"; {portion.share:.1%} of what is learned, {portion.epochs:.3g} epochs"
@@ -98,7 +98,7 @@ def _row(row: ShownRow, *, coloured: bool) -> Iterator[Text]:
 
 
 def heading(row: ShownRow) -> str:
-    """Return the name of a row, and what it holds."""
+    """Return the heading of a row: its name, and what it holds."""
     padding = f", {row.num_padding_tokens:,} tokens of padding" if row.num_padding_tokens is not None else ""
     return f"{visible(row.name)}: {counted(len(row.documents), 'document')}{padding}"
 
@@ -136,7 +136,7 @@ def write_page(look: DataLook, recipe: Path, stage: str, page: Path | None) -> P
 
 
 def data_page(look: DataLook, title: str) -> str:
-    """Return the page. Texts of rows are escaped."""
+    """Return the HTML page of a stage's data. Texts of rows are escaped."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)

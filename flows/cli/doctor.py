@@ -54,7 +54,7 @@ def examine() -> list[Finding]:
 
 
 def can_run(findings: list[Finding]) -> bool:
-    """Return whether nothing is missing."""
+    """Return whether a refresh can run: no check found a necessary thing missing."""
     return all(finding.state != "missing" for finding in findings)
 
 

@@ -59,7 +59,7 @@ def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
 
 
 def ranked_as_json(answer: Ranked) -> dict[str, Any]:
-    """Return everything that the text shows."""
+    """Return the ranked layouts as an object for `--json`, with everything that the text shows."""
     best = answer.result.best
     return {
         **_request_as_json(answer.request),
@@ -72,7 +72,7 @@ def ranked_as_json(answer: Ranked) -> dict[str, Any]:
 
 
 def ranked_as_text(answer: Ranked) -> str:
-    """Return a table with a line a layout, then the explanation."""
+    """Return the ranked layouts as a table with a line a layout, then the explanation."""
     best, request = answer.result.best, answer.request
     lines = [_headline(request), *_table(answer.shown, request), ""]
     if best is None:
@@ -94,7 +94,7 @@ def explained_as_json(answer: Explained) -> dict[str, Any]:
 
 
 def explained_as_text(answer: Explained) -> str:
-    """Return parts of memory by pipeline stage, parts of a step, and warnings."""
+    """Return memory by part and pipeline stage, time by part of a step, and warnings of one layout."""
     candidate, request = answer.candidate, answer.request
     lines = [
         _headline(request),

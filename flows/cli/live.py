@@ -68,7 +68,7 @@ class StageFeed:
         self.metrics: dict[str, float] = {}
 
     def news(self) -> list[str]:
-        """Read what is new; return milestones and warnings."""
+        """Read new events and metrics of the stage; return milestones and warnings."""
         messages = []
         for row in self._events.rows():
             if row.get("event") == "progress":
@@ -122,7 +122,7 @@ class View(ABC):
 
     @abstractmethod
     def show(self, record: RefreshRecord) -> None:
-        """Show how far everything is, replacing what was shown before."""
+        """Show the present progress of all stages, replacing what was shown before."""
 
     def _follow(self) -> None:
         while not self._ended.wait(INTERVAL_S):
@@ -255,7 +255,7 @@ def stage_table(
 
 
 def _rows(record: RefreshRecord, num_rows: int | None) -> list[str]:
-    """Return the stages that are shown, in the recipe's order."""
+    """Return the stages that the table shows, in the recipe's order."""
     names = list(record.stages)
     urgency = {"running": 0, "waiting": 1}
     first = sorted(names, key=lambda name: urgency.get(record.stages[name].state, 2))
@@ -276,7 +276,7 @@ def waiting_text(record: RefreshRecord, entry: StageEntry) -> str:
 
 
 def summary(entry: StageEntry) -> str:
-    """Return one line on a stage's state."""
+    """Return one line on a stage's state, such as its progress or result."""
     if entry.state == "running":
         return f"running  ({entry.reason})" if entry.reason else "running"
     if entry.state == "failed":
@@ -321,7 +321,7 @@ def _metric_text(name: str, value: float) -> str:
 
 
 def seconds_text(entry: StageEntry) -> str:
-    """Return the duration; empty while the stage runs."""
+    """Return the duration of a stage; empty while it runs."""
     return f"{entry.seconds:.1f} s" if entry.state in ENDED else ""
 
 

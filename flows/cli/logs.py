@@ -29,7 +29,7 @@ class StageLog:
     attempt: str = ""
 
     def is_growing(self) -> bool:
-        """Return whether the attempt runs."""
+        """Return whether the attempt that writes the log still runs."""
         if not self.ledger:
             return False
         record = self.ledger.read()
@@ -37,7 +37,7 @@ class StageLog:
         return record.attempts[self.attempt].ended is None and not is_over
 
     def read(self, follow: bool) -> Iterator[str]:
-        """Yield its text in pieces; with `follow`, until the attempt has ended. Raises `StoreError` when it is gone."""
+        """Yield the log's text in pieces; with `follow`, until the attempt ends. Raises `StoreError` if it is gone."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         try:
             # Opened before checking whether the attempt runs, because its folder moves into the store at its end.

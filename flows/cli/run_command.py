@@ -179,7 +179,7 @@ def to_json(record: RefreshRecord) -> dict[str, Any]:
 
 
 def closing_words(record: RefreshRecord) -> str:
-    """Return the outcome, and where to look."""
+    """Return the closing lines of a refresh: its outcome, and where to find more."""
     words = f"{record.refresh}: {record.state.replace('_', ' ')} in {record.seconds:.1f} s"
     if record.error:
         words += f" ({record.error})"

@@ -67,7 +67,7 @@ def as_json(runs: list[StageRun]) -> dict[str, Any]:
 
 
 def as_text(runs: list[StageRun]) -> str:
-    """Return a line for each attempt."""
+    """Return a line for each attempt at building a stage."""
     return "\n".join(_line(run) for run in runs) or "no stage has been run here yet"
 
 

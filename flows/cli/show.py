@@ -39,7 +39,7 @@ SHOWN_CHARACTERS = 1000
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Return the object that `plan --json` prints."""
+    """Return the object that `lifecycle plan --json` prints."""
     stages = [
         {
             "name": stage.name,
@@ -167,7 +167,7 @@ def entry_as_json(entry: StageEntry) -> dict[str, Any]:
 
 
 def refresh_as_text(record: RefreshRecord) -> str:
-    """Return a refresh and its stages."""
+    """Return a refresh and its stages as text for the terminal."""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started_ms / 1000))
     lines = [
         f"{record.refresh}: {state_of(record)}, began {began}, {record.seconds:.1f} s",
@@ -199,7 +199,7 @@ def artifact_as_json(artifact: Artifact, index: Index) -> dict[str, Any]:
 
 
 def artifact_as_text(artifact: Artifact, index: Index) -> str:
-    """Return what an artifact is, what it was built from, and its metrics."""
+    """Return an artifact as text: what it is, what it was built from, and its metrics."""
     record = artifact.record
     base = index.base_of(record)
     product = f"an adapter of {base.stage} {base.version}" if base else f"a {record.product}"
@@ -253,7 +253,7 @@ def read_now(ledger: Ledger) -> RefreshRecord:
 
 
 def state_of(record: RefreshRecord) -> str:
-    """Return the state; a refresh whose process died could not record that it failed."""
+    """Return a refresh's state; one whose process died could not record that it failed."""
     if record.interrupted:
         return "copied" if record.is_copied else "killed"
     return f"unknown, on {record.elsewhere}" if record.elsewhere else record.state
@@ -312,7 +312,7 @@ def samples_of(artifact: Artifact) -> Iterator[dict[str, Any]]:
 
 
 def samples_as_text(samples: Iterable[dict[str, Any]]) -> str:
-    """Return a paragraph for each sample."""
+    """Return an evaluation's samples as text, a paragraph for each."""
     paragraphs = []
     for sample in samples:
         scores = ", ".join(f"{name} {value}" for name, value in sample["scores"].items())

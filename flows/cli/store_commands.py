@@ -248,7 +248,7 @@ def chat(
 
 
 def _become_server(served: list[str], options: list[str]) -> NoReturn:
-    """Replace this process by the server's guardian. served: from `_what_to_serve`."""
+    """Replace this process by the server's guardian. served: the result of `_what_to_serve`."""
     command = [sys.executable, "-m", "stages.kinds.serve", *served, *options]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 (no shell)
@@ -282,7 +282,7 @@ def _following(uri: str, canary_share: float, gate_requests: int | None) -> Foll
 
 
 def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
-    """Return arguments of `python -m stages.kinds.serve`.
+    """Return the arguments of `python -m stages.kinds.serve` for what the user named.
 
     An artifact that its stage refuses is served only for a trial.
     """

@@ -16,7 +16,7 @@ from stages.remote.http import Answer, AnswerModel, Expected, ask_httpx, httpx_c
 PAGE = 100
 PAGE_BYTES = 2**26
 TIMEOUT_S = 60.0
-"""Seconds for one answer."""
+"""Timeout in seconds of a request to Prefect."""
 UNFINISHED = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
 CANCELLED = {"type": "CANCELLED", "message": "it belongs to the home of which this one is a copy"}
 

@@ -62,7 +62,7 @@ class Guard:
         self._authorization = f"Basic {credentials}" if password else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer instead of the application, or let it answer."""
+        """Answer a refused request or the login page; pass all other requests to the application."""
         refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
         if refusal and scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -85,7 +85,7 @@ class Guard:
         return sent
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Return status and message of a refusal, or None."""
+        """Return status and message with which a request is refused, or None."""
         headers: dict[str, set[str]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.decode("latin-1").lower(), set()).add(value.decode("latin-1"))

@@ -78,7 +78,7 @@ class BoundedProtocol(H11Protocol):
             self.loop.call_later(LOOK_EVERY_S, self._look)
 
     def _find_awaited(self) -> tuple[str, Any] | None:
-        """Return the part that the client has yet to send, and of which request; None if it waits."""
+        """Return the part (head or body) that the client must send next, and of which request; None while it waits."""
         if self.cycle is None or self.cycle.response_complete:
             return "head", self.cycle
         return ("body", self.cycle) if self.cycle.more_body else None
@@ -159,7 +159,7 @@ APPLICATIONS = {"prefect": prefect, "mlflow": mlflow}
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
+    """Run the server until SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m flows.servers.guarded")
     parser.add_argument("server", choices=APPLICATIONS)
     place = parser.add_mutually_exclusive_group(required=True)

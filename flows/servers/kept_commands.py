@@ -108,7 +108,7 @@ class Kept:
     deaths: int = 0
 
     def start(self) -> None:
-        """Start it. Raises OSError."""
+        """Start the command's process. Raises OSError."""
         if self.descriptor is None:
             self.descriptor = socket.create_server((self.host, self.port), backlog=2048).detach()
         with self._output() as output:
@@ -127,17 +127,17 @@ class Kept:
         self.pid, self.started_ticks = process.pid, started_ticks(process.pid)
 
     def alive(self) -> bool:
-        """Return whether its process runs."""
+        """Return whether the command's process runs."""
         ticks = started_ticks(self.pid) if self.pid else None
         return ticks is not None and ticks == self.started_ticks
 
     def kill(self) -> None:
-        """Send SIGKILL to its process if it runs."""
+        """Send SIGKILL to the command's process if it runs."""
         if self.pid and self.alive():
             os.kill(self.pid, signal.SIGKILL)
 
     def relatives(self) -> list[int]:
-        """Return its processes that must end before it starts again. Spared children are left out."""
+        """Return the processes that must end before the command starts again. Spared children are left out."""
         marked = marked_processes(self.environment[TOKEN_VARIABLE])
         return [pid for pid in marked if not self.spares_children or self._runs(pid)]
 
@@ -172,7 +172,7 @@ class Plan:
     lock: int | None = None
 
     def descriptors(self) -> list[int]:
-        """Return the open descriptors that a process must inherit to go on with the plan."""
+        """Return the open descriptors that a process must inherit to continue the plan."""
         sockets = [one.descriptor for one in self.kept]
         return [descriptor for descriptor in (self.lock, *sockets) if descriptor is not None]
 
@@ -191,7 +191,7 @@ class Plan:
 
     @classmethod
     def read(cls, descriptor: int) -> Plan:
-        """Read what `in_memory` has written, and close the descriptor."""
+        """Read a plan that `in_memory` has written, and close the descriptor."""
         with open(descriptor, encoding="utf-8") as stream:
             stream.seek(0)
             content = json.load(stream)

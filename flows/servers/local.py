@@ -58,7 +58,7 @@ ANSWER_BYTES = 2**20
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """Status of a server, as `lifecycle status` prints it.
+    """Status of one server, as `lifecycle status` prints it.
 
     ours: started here, so that `down` stops it.
     needed: a refresh cannot do without it; the worker is needed once it was started.
@@ -78,7 +78,7 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses of the two servers.
+    """Addresses of the Prefect and the MLflow server.
 
     local: those that run under LIFECYCLE_HOME, and require its key's `password`.
     """
@@ -101,7 +101,7 @@ class Endpoints:
 
 
 def up(*, worker: bool = False) -> Endpoints:
-    """Make sure that both servers answer, and start absent ones side by side; then, if asked to, the worker.
+    """Make sure that Prefect and MLflow answer, starting absent ones in parallel; then, if asked to, the worker.
 
     The worker comes with the supervisor, which restarts what dies. If a supervisor runs, it is given a minute for that.
     Raises `ServerError` when a server that the user named does not answer, or one of ours does not start.
@@ -153,7 +153,7 @@ def up(*, worker: bool = False) -> Endpoints:
 
 
 def down() -> list[str]:
-    """Stop what `up` started, with all its children; return the names.
+    """Stop all that `up` started, with its children; return the names.
 
     The supervisor goes first, or it would restart what ends. Then the worker: its refreshes can still report to the
     servers that they were stopped.
@@ -226,7 +226,7 @@ def _status_of(program: ServerProgram, record: ServerRecord | None) -> ServerSta
 
 
 def _trouble(program: ServerProgram, record: ServerRecord) -> str:
-    """Return what is wrong that the server's health does not show."""
+    """Return a problem of a server that its health check does not show."""
     log = home() / program.name / "server.log"
     if record.deaths >= MANY_DEATHS:
         last = quoted(_last_lines(log, 1)[0], 200)
@@ -324,7 +324,7 @@ def _endpoints(named: Mapping[str, str], records: Mapping[str, ServerRecord], pa
 
 
 def _take(lock: Lock) -> Plan:
-    """Take the supervisor's lock; return it with what the supervisor kept. Raises `ServerError`."""
+    """Take the supervisor's lock; return the plan of kept commands. Raises `ServerError`."""
     plan = lock.take()
     if plan is None:
         raise ServerError(

@@ -95,7 +95,7 @@ class Holder:
     machine: str
 
     def note(self, lock: int) -> None:
-        """Write it to the file of a lock that is held."""
+        """Write the holder's process and address to the file of a held lock."""
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps(asdict(self)).encode(), 0)
 

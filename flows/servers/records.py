@@ -51,7 +51,7 @@ class ServerRecord(StrictModel):
 
     @property
     def knows_home(self) -> bool:
-        """Return whether its processes still find this home, which may have been moved."""
+        """Return whether the server's processes still find this home, which may have been moved."""
         return self.home is None or (self.home.exists() and self.home.samefile(home()))
 
 

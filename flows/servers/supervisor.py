@@ -32,11 +32,11 @@ from stages.core.process_tree import TOKEN_VARIABLE, end_processes, send
 
 LOOK_EVERY_S = 1.0
 MAX_FAILURES = 6
-"""Questions in a row without a good answer. Seconds alone would kill what is well after the supervisor was held up."""
+"""Failed health checks in a row until a command is restarted; a time alone would count the supervisor's own delays."""
 ANSWER_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 0.2
 LIVED_S = 60.0
-"""A command that has lived so long, and answered, has not died again and again."""
+"""Seconds of life after which a command that has answered is no longer counted as dying repeatedly."""
 LONGEST_PAUSE_S = 60.0
 
 
@@ -110,7 +110,7 @@ class Supervisor:
             self._listen_to_successor(plan.lock)
 
     def run(self) -> int:
-        """Run until the end; return the exit code to end with."""
+        """Run until stopped or handed over; return the exit code to end with."""
         while not self.num_stop_requests:
             for one in self.running:
                 one.look()
@@ -224,7 +224,7 @@ class _Running:
         self._start_at_s: float | None = None if kept.pid else self._began_s
 
     def look(self) -> None:
-        """Start it, ask it, kill it or note its death, if that is due now."""
+        """Start the command, check its health, kill it or record its death, if that is due now."""
         now_s = time.monotonic()
         if self._start_at_s is not None:
             if now_s >= self._start_at_s:
@@ -245,13 +245,13 @@ class _Running:
             rotate(Path(self.kept.log))
 
     def pause_s(self) -> float:
-        """Return the seconds until `look` has something to do."""
+        """Return the seconds until `look` has something to do for the command."""
         if self._start_at_s is not None:
             return max(0.0, self._start_at_s - time.monotonic())
         return min(LOOK_EVERY_S, self._interval_s)
 
     def is_alive(self) -> bool:
-        """Return whether its process runs; reap it if it has ended."""
+        """Return whether the command's process runs; reap it if it has ended."""
         if self.kept.alive():
             return True
         if self.kept.pid:
@@ -299,7 +299,7 @@ class _Running:
             self._supervisor.record(self.kept)
 
     def _ask(self, now_s: float) -> None:
-        """Send a health check; the supervisor's loop takes the answer."""
+        """Send a health check to the command; the supervisor's loop takes the answer."""
         if self._connection and now_s - self._asked_s > min(ANSWER_TIMEOUT_S, self._interval_s):
             self._stop_asking()
             self._note_answer(b"")

@@ -40,7 +40,7 @@ START_TIMEOUT_S = 60.0
 NEVER_STARTED = "its process ended twice before the refresh began and could not say why; the worker's log may"
 DUE_AGAIN = "the worker that took it ended before its process began; it is due again"
 ENDED_WITHIN = timedelta(minutes=10)
-"""Refreshes whose last event is looked for. A server is started again in seconds."""
+"""Age up to which ended refreshes are checked for a lost event; a restart of Prefect's server takes seconds."""
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Variable in the environment of a process that a worker has started."""
 

@@ -65,7 +65,7 @@ class DueRuns:
         self._asks_whole_at_s = 0.0
 
     async def get(self) -> list[WorkerFlowRunResponse]:
-        """Return the due runs; of the runs that a schedule has missed only the latest.
+        """Return due flow runs; of the runs that a schedule has missed only the latest.
 
         Each of the others would be a process for some seconds, all at once, only to find out the same.
         """
@@ -89,7 +89,7 @@ class DueRuns:
         return bool(await self._worker.client.count_flow_runs(flow_run_filter=due, work_pool_filter=pool))
 
     async def _leave_out(self, missed: list[FlowRun], latest: FlowRun) -> None:
-        """Cancel missed runs. People are notified of one of them, whose message covers all."""
+        """Cancel missed flow runs. People are notified of one of them, whose message covers all."""
         first, last, due = (f"{run.expected_start_time:%Y-%m-%d %H:%M}" for run in (missed[0], missed[-1], latest))
         span = f"{len(missed)} runs, due from {first} to {last} UTC," if missed[1:] else f"one run, due at {last} UTC,"
         message = f"{span} did not begin in time; the latest does, due at {due} UTC"
@@ -127,7 +127,7 @@ class Clock:
         self._behind_until_s = 0.0
 
     def look(self) -> None:
-        """Print once that the clock was set back, and plan runs for as long as Prefect's server does not."""
+        """Print once that the clock was set back, and plan runs while Prefect's server does not."""
         offset_s = self._read_offset_s()
         behind_s = self._offset_s - offset_s
         self._offset_s = offset_s

@@ -79,7 +79,7 @@ def find_garbage(
     rooms: Iterable[Path] = (),
     refreshing_since_s: float = math.inf,
 ) -> list[Garbage]:
-    """Return what is no longer needed.
+    """Return the artifacts, work folders and cache entries that are no longer needed.
 
     That is: superseded artifacts and leftovers of removals; and, if unused for `older_than_days`, leftovers of crashes,
     work folders that no process works in, and cache entries.

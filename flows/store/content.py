@@ -28,7 +28,7 @@ NOT_OF_THE_ARTIFACT = frozenset(
 SERIES = frozenset({METRICS_FILE, "events.jsonl"})
 """Files to which every attempt at a stage appends."""
 BOOKKEEPING = frozenset({"config.json", *SERIES, "result.json"})
-"""Files that the contract puts beside the content of an artifact; they differ with each build."""
+"""Names of files that the contract puts beside an artifact's content; they differ with each build."""
 
 CONTENT_FOLDERS: dict[Product, str] = {"model": "model/", "adapter": "adapter/", "dataset": "data/"}
 HASHING_THREADS = 4
@@ -43,7 +43,7 @@ class FileEntry(StrictModel):
 
 
 Files = dict[str, FileEntry]
-"""POSIX path relative to the folder → entry."""
+"""File entries by POSIX path relative to the folder."""
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -1,4 +1,4 @@
-"""Runs that were measured already, as plain values: from MLflow, or from the file of `tests/benchmarks/gpu.py`.
+"""Runs that were measured before, as plain values: from MLflow, or from the file of `tests/benchmarks/gpu.py`.
 
 Imports mlflow, which takes seconds, only when it is asked.
 """

@@ -48,13 +48,13 @@ def page_of(refresh: str) -> str | None:
 
 
 def report_page_of(refresh: str) -> str | None:
-    """Return the address of a refresh's report in MLflow, under the same condition."""
+    """Return the address of a refresh's report in MLflow, if MLflow is a server and has the refresh."""
     page, _, options = (page_of(refresh) or "").rpartition("?")
     return f"{page}/artifacts/{REPORT_FILE}?{options}" if page else None
 
 
 def runs_page() -> str:
-    """Return the part of the address of the list of runs after the server's; empty while MLflow has none."""
+    """Return the path of MLflow's list of runs, to be appended to the server's address; empty without any run."""
     experiments = (read_shipped(ledger).experiment_id for ledger in ledgers())
     experiment = next(filter(None, experiments), None)
     return RUNS_LINK.format(experiment=experiment) if experiment else ""

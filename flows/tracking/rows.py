@@ -37,14 +37,14 @@ class MetricRow:
 
 @dataclass(frozen=True)
 class MetricBatch:
-    """Values in order, and the byte of the file at which the next line begins."""
+    """Metric values in order, and the offset in the file at which the next line begins."""
 
     rows: list[MetricRow]
     next_byte: int
 
 
 def batches(series: MetricSeries, largest: int = METRICS_PER_BATCH) -> Iterator[MetricBatch]:
-    """Yield what a series has not read yet, in batches of at most `largest` values."""
+    """Yield the values that a metrics series has not read yet, in batches of at most `largest`."""
     rows: list[MetricRow] = []
     next_byte = first_byte = series.position
     for logged in series.steps():
@@ -60,7 +60,7 @@ def batches(series: MetricSeries, largest: int = METRICS_PER_BATCH) -> Iterator[
 
 
 def rows_of(logged: LoggedStep) -> list[MetricRow]:
-    """Return the values of one line."""
+    """Return the metric values of one line of `metrics.jsonl`."""
     return [MetricRow(acceptable(name), value, logged.time_ms, logged.step) for name, value in logged.values.items()]
 
 
@@ -93,7 +93,7 @@ def final_rows(metrics: dict[str, float], folder: Path, last_byte: int | None, e
 
 
 def parent_params(record: RefreshRecord) -> dict[str, str]:
-    """Return the request of a refresh as parameters."""
+    """Return a refresh's request as MLflow parameters."""
     overrides = dict(override.split("=", 1) for override in record.overrides)
     return {"recipe_path": str(record.recipe_path), **overrides, **how_measured(record)}
 
@@ -162,7 +162,7 @@ def stage_rows(record: RefreshRecord, ended_ms: int) -> list[MetricRow]:
 
 
 def note(record: RefreshRecord, runs: Mapping[str, str | None], experiment: str) -> str:
-    """Return Markdown for the run's page: the stages, with links to the runs that built them."""
+    """Return Markdown for a refresh's page in MLflow: the stages, with links to the runs that built them."""
     lines = ["| stage | state | version | seconds | run |", "| --- | --- | --- | --- | --- |"]
     for name, entry in record.stages.items():
         run = runs[name]

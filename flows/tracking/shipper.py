@@ -72,7 +72,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Shipper:
-    """Shipper of one refresh to MLflow."""
+    """Ships one refresh to MLflow."""
 
     def __init__(self, ledger: Ledger, client: MlflowClient):
         self.ledger = ledger
@@ -81,7 +81,7 @@ class Shipper:
         self._recovering = bool(self.shipped.experiment_id)
 
     def ship(self) -> bool:
-        """Ship what is new; return whether the refresh is over and MLflow has all of it.
+        """Ship new events of the refresh; return whether it is over and MLflow has all of it.
 
         Raises what the MLflow client raises when the server is away; call it again later.
         """
@@ -122,7 +122,7 @@ class Shipper:
         return self.shipped.parent_run_id
 
     def _ship_attempt(self, attempt: AttemptRecord, parent: str) -> bool:
-        """Ship what is new of an attempt; return whether it is over and shipped."""
+        """Ship new values of an attempt; return whether it is over and shipped."""
         known = self.shipped.attempts.get(attempt.name) or self._begin_attempt(attempt, parent)
         if known.done:
             return True
@@ -262,7 +262,7 @@ def only_shipper(ledger: Ledger) -> FileLock:
 
 
 def _try_to_ship(shipper: Shipper) -> bool:
-    """Ship what there is; return whether MLflow accepted it."""
+    """Ship new events; return whether MLflow accepted them."""
     try:
         shipper.ship()
     except Exception as error:
@@ -296,7 +296,7 @@ def experiment_id(client: MlflowClient) -> str:
 
 
 def _folder(attempt: AttemptRecord) -> Path:
-    """Return where an attempt's files are.
+    """Return the folder with an attempt's files.
 
     The work folder of a failed attempt becomes the artifact of a later one.
     """
@@ -317,7 +317,7 @@ class Tracker:
         self._environment: dict[str, str] = {}
 
     def start(self, environment: dict[str, str]) -> None:
-        """Start the process; it ends after `close`, or when this process has died.
+        """Start the shipping process; it ends after `close`, or when this process has died.
 
         environment: where MLflow is, added to the process's own.
         """
@@ -333,7 +333,7 @@ class Tracker:
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let the process ship the rest and end; what it does not finish, the next refresh ships.
+        """Let the shipping process finish and end; anything left is shipped by the next refresh.
 
         A process that was killed meanwhile is replaced first.
         """

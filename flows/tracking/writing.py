@@ -28,7 +28,7 @@ TABLES_TAG = "mlflow.loggedArtifacts"
 
 
 def log_params(client: MlflowClient, run: str, params: Mapping[str, str]) -> None:
-    """Log parameters; those that the run has already must have the same values."""
+    """Log parameters to an MLflow run; those that it already has must have the same values."""
     from mlflow.entities import Param
 
     entities = [Param(name, shortened(value, LONGEST_VALUE)) for name, value in params.items()]
@@ -37,7 +37,7 @@ def log_params(client: MlflowClient, run: str, params: Mapping[str, str]) -> Non
 
 
 def log_metrics(client: MlflowClient, run: str, rows: Sequence[MetricRow]) -> None:
-    """Log values; one that the run has already, with the same step and time, is kept once."""
+    """Log metric values to an MLflow run; one that it has already, with the same step and time, is kept once."""
     from mlflow.entities import Metric
 
     metrics = [Metric(row.name, row.value, row.time_ms, row.step) for row in rows]
@@ -107,7 +107,7 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_tags(client: MlflowClient, run: str, tags: Mapping[str, str]) -> None:
-    """Set tags; one that the run has already is replaced."""
+    """Set tags of an MLflow run; existing ones are replaced."""
     from mlflow.entities import RunTag
 
     client.log_batch(run, tags=[RunTag(name, shortened(value, LONGEST_VALUE)) for name, value in tags.items()])
