@@ -47,7 +47,7 @@ def main() -> None:
         if config.engine == "fsdp":
             engine = FsdpEngine(ModelFacts(folder), config.engine_settings, device)
         else:
-            engine = megatron_engine(folder, config, device, shape)
+            engine = megatron_engine(folder, config, device)
         Path("/proc/self/clear_refs").write_text(FORGET_PEAK)
         rows = [row_of(config.data.sequence_length, shape.vocab_size) for _ in range(config.micro_batches_per_step)]
         for _ in range(NUM_STEPS):
@@ -66,7 +66,7 @@ def held_gib() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
 
 
-def megatron_engine(folder, config, device, shape):
+def megatron_engine(folder, config, device):
     from stages.engines.megatron.compat import prepare_megatron
 
     prepare_megatron()
