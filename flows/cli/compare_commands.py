@@ -97,7 +97,7 @@ def compare(
 @click.option(
     "--measured",
     type=click.Path(path_type=Path),
-    help="File of tests/benchmarks/gpu.py, instead of runs in MLflow; needs --out.",
+    help="Measurements of tests/benchmarks/gpu.py, a file, instead of runs in MLflow; needs --out.",
 )
 @JSON_OPTION
 def calibrate(experiment: str, where: str | None, out: Path | None, measured: Path | None, as_json: bool) -> None:

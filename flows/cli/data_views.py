@@ -20,14 +20,14 @@ from stages.data.summaries import Bar, DataLook, ShownDocument, ShownPortion, Sh
 BEGIN, END = "⟦", "⟧"
 BAR_CHARACTERS = 40
 MAX_CHARACTERS = 3000
-"""Most characters of a document on the terminal; the page has more."""
+"""Most characters of a document shown on the terminal; the HTML page has more."""
 STYLES = {(True, False): "green", (True, True): "green dim", (False, True): "dim", (False, False): ""}
 """Style of tokens by whether they are learned, and whether they are special."""
 TEMPLATE = Path(__file__).with_name("data_page.html.jinja")
 
 
 def print_look(look: DataLook) -> None:
-    """Print the view to the terminal, or without colours to a file or pipe."""
+    """Print a stage's data to the terminal, or without colours to a file or pipe."""
     console = Console(file=raw_stream(sys.stdout), highlight=False, soft_wrap=True)
     is_coloured = console.is_terminal and console.color_system is not None and not console.no_color
     for portion in look.portions:
@@ -41,7 +41,7 @@ def print_look(look: DataLook) -> None:
 
 
 def portion_lines(portion: ShownPortion) -> list[str]:
-    """Return counts, what was left out and why, warnings, and a histogram."""
+    """Return lines on a portion of data: counts, left-out rows and reasons, warnings, and a histogram."""
     lines = [f"{portion.name}: {summary(portion)}"]
     if portion.unread_after:
         lines.append(f"  there was no time for the rows after {visible(portion.unread_after)}")
@@ -104,7 +104,7 @@ def heading(row: ShownRow) -> str:
 
 
 def document_heading(document: ShownDocument) -> str:
-    """Return the name of a document, and its numbers of tokens."""
+    """Return the heading of a shown document: its name and numbers of tokens."""
     counts = f"{document.num_tokens:,} tokens, {document.num_target_tokens:,} learned" if document.num_tokens else ""
     return ": ".join(filter(None, [document.name, counts]))
 
@@ -128,7 +128,7 @@ def _text(document: ShownDocument, *, coloured: bool) -> Text:
 
 
 def write_page(look: DataLook, recipe: Path, stage: str, page: Path | None) -> Path:
-    """Write the page to `page`, or below the home; return its path."""
+    """Write the HTML page of a stage's data to `page`, or below the home; return its path."""
     target = (page or home() / "data" / f"{recipe.stem}-{stage}.html").absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, data_page(look, f"Data of {stage} in {recipe.name}"))

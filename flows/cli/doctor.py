@@ -93,7 +93,7 @@ def _cores_and_memory() -> list[Finding]:
 
 
 def _home() -> list[Finding]:
-    """Check the home by writing: neither mode nor owner shows that a file system is mounted read-only."""
+    """Check the home folder by writing: mode and owner do not show a file system that is mounted read-only."""
     try:
         with tempfile.TemporaryFile(dir=_existing()):
             return [Finding("home", "ok", str(home()))]
@@ -103,7 +103,7 @@ def _home() -> list[Finding]:
 
 
 def _existing() -> Path:
-    """Return the home, or its closest parent that exists."""
+    """Return the home folder, or its closest parent that exists."""
     return next(folder for folder in (home(), *home().parents) if folder.exists())
 
 

@@ -83,7 +83,7 @@ def ranked_as_text(answer: Ranked) -> str:
 
 
 def explained_as_json(answer: Explained) -> dict[str, Any]:
-    """Return one layout, and each pipeline stage's memory."""
+    """Return one explained layout as JSON, with each pipeline stage's memory."""
     return {
         **_request_as_json(answer.request),
         "layout": row_as_json(answer.candidate, answer.request),
@@ -191,7 +191,7 @@ def _duration(candidate: Candidate, request: SearchRequest) -> str:
 
 
 def _days_and_gpu_hours(candidate: Candidate, request: SearchRequest) -> tuple[float | None, float | None]:
-    """Return the duration and GPU-hours of all steps, and of the reference pass before them."""
+    """Return the duration and GPU-hours of a whole training, its reference pass included."""
     tokens = request.workload.total_tokens
     if tokens is None:
         return None, None

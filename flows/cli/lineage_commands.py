@@ -95,7 +95,7 @@ def lineage_as_text(lineage: Lineage) -> str:
 
 
 def _lines(node: Node, field: str, indent: str, shown: set[str]) -> Iterator[str]:
-    """Yield the lines of a node. field: of the stage above, which refers to this one."""
+    """Yield the lines of a node in the lineage tree. field: of the stage above, which refers to this one."""
     title = f"{field}: " if field else ""
     again = f"{node.kind}/{node.version}" in shown
     shown.add(f"{node.kind}/{node.version}")

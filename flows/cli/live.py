@@ -42,14 +42,14 @@ REFUSED_STYLE = "bold yellow"
 ENDED = ("built", "cached", "failed", "cancelled")
 SHOWN_METRICS = 3
 WIDE = 100
-"""Terminal width from which the table shows kinds, and metrics of running stages."""
+"""Terminal width from which on the table shows kinds, and metrics of running stages."""
 LINE_EVERY_S = 60.0
 """Seconds between lines on a running stage, where there is no terminal."""
 AROUND_ROWS = 3
 """Lines around a table's rows: its title, its heading and the empty line below."""
 BAR_CELLS, DONE, LEFT = 10, "━", "·"
 SHOWN_CHARACTERS = 120
-"""Most characters of a reason while a comparison runs; its end shows more."""
+"""Most characters of a failure's reason while a comparison runs; its end shows more."""
 
 
 class StageFeed:
@@ -118,7 +118,7 @@ class View(ABC):
 
     @abstractmethod
     def line(self, text: str) -> None:
-        """Print a line that stays on the screen."""
+        """Print a line above the live table that stays on the screen."""
 
     @abstractmethod
     def show(self, record: RefreshRecord) -> None:
@@ -152,7 +152,7 @@ class View(ABC):
         self.show(record)
 
     def _look_at_wait(self, name: str, entry: StageEntry) -> None:
-        """Print once what a stage waits for, after it has waited for a second."""
+        """Print once the reason why a stage waits, after it has waited for a second."""
         waits = entry.state == "waiting" and entry.waits_for not in ("", ANOTHER_TRY)
         self._num_looks[name] = self._num_looks.get(name, 0) + 1 if waits else 0
         if self._num_looks[name] == LOOKS_OF_A_WAIT:
@@ -178,7 +178,7 @@ class PlainView(View):
         say(text, self._stream)
 
     def show(self, record: RefreshRecord) -> None:
-        """Print a line a minute on each stage that runs."""
+        """Print a line a minute on each running stage."""
         now_s = time.monotonic()
         for name, feed in self._feeds.items():
             if record.stages[name].state == "running" and now_s - self._last_s.setdefault(name, now_s) >= LINE_EVERY_S:

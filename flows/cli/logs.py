@@ -55,7 +55,7 @@ class StageLog:
             ) from error
 
     def _opened(self) -> BinaryIO:
-        """Open the log, waiting for an attempt that has only begun, or whose folder is being moved."""
+        """Open a stage's log, waiting for an attempt that has only begun, or whose folder is being moved."""
         while True:
             growing = self.is_growing()
             try:

@@ -34,10 +34,14 @@ from stages.core.redaction import redact
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 SET_OPTION = click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as in stages.sft.learning_rate=1e-4."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override of the recipe, as in stages.sft.learning_rate=1e-4.",
 )
-UNTIL_OPTION = click.option("--until", metavar="STAGE", help="Only this stage and the stages that it depends on.")
-FORCE_OPTION = click.option("--force", multiple=True, metavar="STAGE", help="Build it although it is cached.")
+UNTIL_OPTION = click.option("--until", metavar="STAGE", help="Run only this stage and the stages that it depends on.")
+FORCE_OPTION = click.option("--force", multiple=True, metavar="STAGE", help="Build this stage although it is cached.")
 
 
 def _exit_codes() -> str:
@@ -145,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run_command(arguments: Sequence[str]) -> int:
-    """Run a command and return its exit code."""
+    """Run a command of `lifecycle` and return its exit code."""
     try:
         code = cli.main(list(arguments), prog_name="lifecycle", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:

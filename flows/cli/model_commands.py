@@ -41,8 +41,8 @@ def rollback(name: str, as_json: bool) -> None:
 @click.command()
 @click.argument("name")
 @click.argument("version", type=click.IntRange(1), required=False)
-@click.option("--promote", is_flag=True, help="Make the challenger champion.")
-@click.option("--withdraw", is_flag=True, help="Remove the challenger.")
+@click.option("--promote", is_flag=True, help="Make the challenger of the model its champion.")
+@click.option("--withdraw", is_flag=True, help="Remove the alias `challenger` from the model.")
 @JSON_OPTION
 def canary(name: str, version: int | None, promote: bool, withdraw: bool, as_json: bool) -> None:
     """Make VERSION of a registered model the challenger: `serve --follow --canary` sends it some requests.

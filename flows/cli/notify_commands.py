@@ -25,7 +25,9 @@ def notify() -> None:
 @notify.command()
 @click.argument("channel", type=CHANNELS)
 @click.option("--url-from", required=True, metavar="VARIABLE", help="Environment variable that holds the address.")
-@click.option("--on", "occasions", multiple=True, type=click.Choice(OCCASIONS), help="Occasion; default: all.")
+@click.option(
+    "--on", "occasions", multiple=True, type=click.Choice(OCCASIONS), help="Occasion to notify of; default: all."
+)
 @JSON_OPTION
 def add(channel: Any, url_from: str, occasions: Sequence[Any], as_json: bool) -> None:
     """Notify a channel when a refresh failed, is late or was skipped, or its model was promoted or not.
@@ -40,7 +42,7 @@ def add(channel: Any, url_from: str, occasions: Sequence[Any], as_json: bool) ->
 @notify.command("list")
 @JSON_OPTION
 def list_notifications(as_json: bool) -> None:
-    """List the channels and their occasions."""
+    """List the channels that are notified, and their occasions."""
     _show(_notifications().notifications(), as_json)
 
 

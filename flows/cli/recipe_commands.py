@@ -28,7 +28,12 @@ from stages.core.errors import RecipeError
 @click.option(
     "--columns", multiple=True, metavar="THEIRS=OURS,…", help="Your names of columns, and the formats' names."
 )
-@click.option("--folder", type=click.Path(path_type=Path), default=Path(), help="Folder to write to; default: here.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Folder to write the recipe to; default: the current one.",
+)
 def init(data: Path, model: str | None, columns: Sequence[str], folder: Path) -> None:
     """Write a commented recipe for rows of your own, and a task of the rows that training holds out."""
     from flows.planning.starter import DEFAULT_MODEL, starter
@@ -47,7 +52,7 @@ def init(data: Path, model: str | None, columns: Sequence[str], folder: Path) ->
 
 
 def _renamed(options: Sequence[str]) -> dict[str, str]:
-    """Return the person's name of each column → ours. Raises RecipeError."""
+    """Return the person's column names → the formats' names. Raises RecipeError."""
     from flows.recipe.text import closest
     from stages.core.redaction import quoted
     from stages.data.formats import COLUMN_NAMES
@@ -72,11 +77,17 @@ def _renamed(options: Sequence[str]) -> dict[str, str]:
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--stage", required=True, metavar="NAME", help="A stage that trains or generates.")
-@click.option("--rows", "num_rows", type=click.IntRange(1, 1000), default=5, show_default=True, help="Rows to show.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as in `lifecycle run`.")
+@click.option("--stage", required=True, metavar="NAME", help="Name of a stage that trains or generates.")
+@click.option(
+    "--rows", "num_rows", type=click.IntRange(1, 1000), default=5, show_default=True, help="Number of rows to show."
+)
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override of the recipe, as in `lifecycle run`."
+)
 @click.option("--download", is_flag=True, help="Fetch the data and the model from elsewhere, if they are not here yet.")
-@click.option("--html", "page", type=click.Path(path_type=Path), help="File for the page; default: below the home.")
+@click.option(
+    "--html", "page", type=click.Path(path_type=Path), help="File for the HTML page; default: below the home."
+)
 @JSON_OPTION
 def data(
     recipe: Path, stage: str, num_rows: int, overrides: Sequence[str], download: bool, page: Path | None, as_json: bool
@@ -103,17 +114,23 @@ def data(
 @click.argument("model", required=False, metavar="RECIPE|MODEL_CONFIG")
 @click.option("--stage", metavar="NAME", help="Train stage of the recipe; default: its first.")
 @click.option("--gpus", "num_gpus", type=int, help="Number of devices, those of a server that samples included.")
-@click.option("--gpu", default="h100-80gb", show_default=True, metavar="NAME|YAML", help="Kind of the devices.")
+@click.option(
+    "--gpu",
+    default="h100-80gb",
+    show_default=True,
+    metavar="NAME|YAML",
+    help="Kind of the devices, such as a GPU's name.",
+)
 @click.option("--gpus-per-node", type=int, help="Devices of a node; default: the usual number of this kind.")
-@click.option("--seq-len", type=int, help="Tokens of a row; default: the recipe's, else 4096.")
-@click.option("--global-batch-size", type=int, help="Rows of a step; default: the recipe's, else 1024.")
+@click.option("--seq-len", type=int, help="Tokens of a packed row; default: the recipe's, else 4096.")
+@click.option("--global-batch-size", type=int, help="Packed rows of a step; default: the recipe's, else 1024.")
 @click.option(
     "--precision", type=click.Choice(["fp32", "bf16", "fp8"]), help="Precision; default: the recipe's, else bf16."
 )
 @click.option("--lora-rank", type=int, help="Train adapters of this rank; default: the recipe's, if it trains any.")
 @click.option("--tokens", type=float, help="Tokens of the whole training; default: the recipe's, if it counts steps.")
 @click.option("--engine", type=click.Choice(["fsdp", "megatron"]), help="Training engine; default: both.")
-@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Layouts to show.")
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of layouts to show.")
 @click.option("--explain", metavar="LAYOUT", help='Explain only this layout, in full: "dp_shard=2 tp=4 pp=2".')
 @JSON_OPTION
 def layouts(
@@ -142,8 +159,12 @@ def layouts(
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--stage", required=True, metavar="NAME", help="The stage to show; a serve stage becomes a Deployment.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as in `lifecycle run`.")
+@click.option(
+    "--stage", required=True, metavar="NAME", help="Name of the stage to show; a serve stage becomes a Deployment."
+)
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override of the recipe, as in `lifecycle run`."
+)
 @click.option("--replicas", nargs=2, type=click.IntRange(1), default=(1, 4), show_default=True, metavar="LEAST MOST")
 def render(recipe: Path, stage: str, overrides: Sequence[str], replicas: tuple[int, int]) -> None:
     """Print a stage as manifests, for `kubectl apply --filename -`."""

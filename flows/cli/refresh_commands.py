@@ -34,7 +34,9 @@ def retry(refresh: str | None, as_json: bool) -> int:
 @click.command()
 @click.option("--recipe", metavar="NAME", help="List only attempts of this recipe.")
 @click.option("--stage", metavar="NAME", help="List only attempts at this stage.")
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Most lines, newest first.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Largest number of lines, newest first."
+)
 @JSON_OPTION
 def runs(recipe: str | None, stage: str | None, limit: int, as_json: bool) -> None:
     """List the latest attempts at building stages, with the outcome and the MLflow run of each."""
@@ -66,7 +68,7 @@ def logs(name: str, refresh: str | None, follow: bool) -> None:
 
 @click.command()
 @click.argument("name", required=False, metavar="[REFRESH|NAME@champion]")
-@click.option("--compare", nargs=2, metavar="A B", help="Two refreshes side by side instead.")
+@click.option("--compare", nargs=2, metavar="A B", help="Compare two refreshes side by side instead.")
 @click.option("--open", "opened", is_flag=True, help="Open the page in a browser.")
 @JSON_OPTION
 def report(name: str | None, compare: tuple[str, str] | None, opened: bool, as_json: bool) -> None:

@@ -18,7 +18,7 @@ from stages.kinds.serve.config import ServeConfig
 
 
 def stage_manifests(recipe: Path, stage: str, overrides: tuple[str, ...], replicas: Replicas) -> list[Manifest]:
-    """Return the manifests of a stage.
+    """Return the Kubernetes manifests of a stage.
 
     Raises `RecipeError` when the stage does not run on Kubernetes, or what it serves is not built yet.
     """

@@ -151,7 +151,7 @@ def answer(record: RefreshRecord, as_json: bool) -> int:
 
 
 def exit_code(record: RefreshRecord) -> int:
-    """Return 0, or the code of the first failed stage's error class."""
+    """Return the exit code of a refresh: 0, or the code of the first failed stage's error class."""
     if record.state == "completed":
         return 0
     if record.state == "not_promoted":
@@ -164,7 +164,7 @@ def exit_code(record: RefreshRecord) -> int:
 
 
 def to_json(record: RefreshRecord) -> dict[str, Any]:
-    """Return the object that `--json` prints."""
+    """Return the outcome of a refresh as the object that `--json` prints."""
     stages = {
         name: {field: value for field, value in entry_as_json(entry).items() if field in ANSWERED_FIELDS}
         for name, entry in record.stages.items()

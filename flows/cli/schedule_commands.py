@@ -19,9 +19,13 @@ NAME = click.argument("name", metavar="RECIPE_NAME")
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--cron", required=True, metavar="EXPRESSION", help='Times, as in "0 3 * * *": every night at three.')
-@click.option("--timezone", default="UTC", show_default=True, help="Time zone of the expression, as in Europe/Berlin.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, as with `run`.")
+@click.option(
+    "--cron", required=True, metavar="EXPRESSION", help='Times in cron syntax, as in "0 3 * * *": every night at three.'
+)
+@click.option(
+    "--timezone", default="UTC", show_default=True, help="Time zone of the cron expression, as in Europe/Berlin."
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override of the recipe, as with `run`.")
 @JSON_OPTION
 def schedule(recipe: Path, cron: str, timezone: str, overrides: Sequence[str], as_json: bool) -> None:
     """Refresh a recipe at fixed times; the worker, which this starts, runs it. One schedule a recipe."""
@@ -55,7 +59,7 @@ def list_schedules(as_json: bool) -> None:
 @NAME
 @JSON_OPTION
 def pause(name: str, as_json: bool) -> None:
-    """Keep a schedule, but run nothing until it is resumed."""
+    """Pause a schedule: keep it, but run nothing until it is resumed."""
     _reach_servers()
     from flows.service import schedule as plans
 

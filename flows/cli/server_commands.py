@@ -15,7 +15,9 @@ from stages.core.errors import ResourceError, ServerError
 
 @click.command()
 @click.option(
-    "--foreground", is_flag=True, help="Stay as their supervisor, as for systemd; SIGTERM does what `down` does."
+    "--foreground",
+    is_flag=True,
+    help="Stay in the foreground as the servers' supervisor, as for systemd; SIGTERM does what `down` does.",
 )
 @JSON_OPTION
 def up(foreground: bool, as_json: bool) -> None:
@@ -78,7 +80,7 @@ def doctor(context: click.Context, as_json: bool) -> None:
 
 
 def _show_status(as_json: bool) -> bool:
-    """Print where the servers are; return whether those that are needed answer."""
+    """Print the servers' addresses; return whether those that are needed answer."""
     from flows.servers import local as servers
 
     statuses = servers.status()

@@ -69,7 +69,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def plan_as_text(plan: Plan) -> str:
-    """Return a line for each stage, and how many will run."""
+    """Return a plan as text: a line for each stage, and how many will run."""
     width = max(len(name) for name in plan.stages)
     lines = [
         f"{stage.name:<{width}}  {stage.kind:<9} "
@@ -241,7 +241,7 @@ def serve_arguments(artifact: Artifact, index: Index) -> list[str]:
 
 
 def launch_arguments(spec: LaunchSpec) -> list[str]:
-    """Return the same arguments for a server's launch, with its adapters."""
+    """Return the serve program's arguments for a server's launch spec, with its adapters."""
     adapters = [argument for name, folder in spec.adapters.items() for argument in ("--adapter", f"{name}={folder}")]
     named = [*("--name", spec.served_name), *(("--base-name", spec.base_name) if spec.base_name else ())]
     return [str(spec.model), *named, *adapters, "--serving", spec.serving.model_dump_json()]

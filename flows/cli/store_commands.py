@@ -56,7 +56,12 @@ def show(name: str | None, samples: bool, as_json: bool) -> None:
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--kind", type=click.Choice(["model", "adapter", "dataset"]), required=True, help="Product at PATH.")
+@click.option(
+    "--kind",
+    type=click.Choice(["model", "adapter", "dataset"]),
+    required=True,
+    help="Kind of product that lies at PATH.",
+)
 @click.option("--name", required=True, help="Stage name of the artifact.")
 @click.option("--base", help="Artifact of the model that an adapter belongs to, by stage or version.")
 @JSON_OPTION
@@ -109,7 +114,12 @@ def verify(as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--policy", "by_policy", is_flag=True, help="Remove also what the home's retention.yaml does not keep.")
+@click.option(
+    "--policy",
+    "by_policy",
+    is_flag=True,
+    help="Also remove old refreshes that the home's retention.yaml does not keep.",
+)
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @click.option("--older-than-days", type=click.FloatRange(min=0), default=7.0, show_default=True)
 @JSON_OPTION
@@ -165,12 +175,26 @@ class Percentage(click.ParamType):
 @click.option("--follow", is_flag=True, help="Switch to a new champion when the alias moves; only with models:/….")
 @click.option("--canary", type=Percentage(), metavar="PERCENT", help="Share of requests for the challenger, as in 10%.")
 @click.option(
-    "--canary-gate", type=click.IntRange(2), metavar="N", help="After N requests of each, promote or withdraw."
+    "--canary-gate",
+    type=click.IntRange(2),
+    metavar="N",
+    help="Promote or withdraw the challenger after N requests of each.",
 )
-@click.option("--sample-requests", type=Percentage(), metavar="PERCENT", help="Share of conversations for --samples.")
-@click.option("--samples", type=click.Path(path_type=Path, file_okay=False), help="Folder for a dataset of requests.")
 @click.option(
-    "--samples-mib", type=click.IntRange(1), default=256, show_default=True, help="Largest size of --samples."
+    "--sample-requests",
+    type=Percentage(),
+    metavar="PERCENT",
+    help="Share of conversations that are recorded with --samples.",
+)
+@click.option(
+    "--samples", type=click.Path(path_type=Path, file_okay=False), help="Folder for a dataset of recorded requests."
+)
+@click.option(
+    "--samples-mib",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Largest size of the folder of --samples.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(1, 65535), help="Port to listen on; default: a free one.")
@@ -224,8 +248,8 @@ class Temperature(click.FloatRange):
 @click.command()
 @click.argument("artifact", metavar="ARTIFACT|models:/NAME@ALIAS")
 @click.argument("beside", required=False, metavar="[ARTIFACT]")
-@click.option("--temperature", type=Temperature(), help="Temperature; default: the model's, else 0.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer; default: what fits.")
+@click.option("--temperature", type=Temperature(), help="Sampling temperature; default: the model's, else 0.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Largest number of tokens in an answer; default: what fits.")
 @click.option("--system", help="System message of each conversation.")
 def chat(
     artifact: str, beside: str | None, temperature: float | None, max_tokens: int | None, system: str | None
@@ -255,7 +279,7 @@ def _become_server(served: list[str], options: list[str]) -> NoReturn:
 
 
 def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Samples:
-    """Record conversations into `folder` until `stack` is closed."""
+    """Record served conversations into `folder` until `stack` is closed."""
     from stages.core.lines import print_timed
     from stages.serving.samples import Samples
 
@@ -264,7 +288,7 @@ def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Sa
 
 
 def _keep_following(uri: str, host: str, port: int | None) -> NoReturn:
-    """Become the supervisor of a process that has the same arguments, and serves."""
+    """Become the supervisor of a process that serves with the same arguments."""
     from flows.champion import champions
     from flows.champion.kept import keep_serving
 
@@ -311,7 +335,7 @@ def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
 
 
 class Silent:
-    """Observer of a stage that belongs to no refresh."""
+    """Observer that reports nothing, for a stage that belongs to no refresh."""
 
     def __init__(self) -> None:
         self._has_reported_wait = False

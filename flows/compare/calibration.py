@@ -23,7 +23,7 @@ TIME_CONSTANTS = ("matmul", "attention", "memory", "intra_link", "launch_s")
 MEMORY_CONSTANTS = ("runtime_gib",)
 CONSTANTS = (*TIME_CONSTANTS, *MEMORY_CONSTANTS)
 SHARES = ("matmul", "attention", "memory", "intra_link")
-"""Constants that are shares of a peak, and so at most 1."""
+"""Fitted constants that are shares of a peak, and so at most 1."""
 LATENCY = "intra_node_latency_s"
 WORKLOAD = "workload"
 """Tag of a run in which its stage records the workload that the planner predicted."""
@@ -33,7 +33,7 @@ FITTED_FROM = ("engine", "layout.dp_shard", "global_batch_size", "data.sequence_
 
 @dataclass(frozen=True)
 class Observation:
-    """Measurements of a run, and what the planner needs to predict them."""
+    """Observation for calibration: measurements of a run, and what the planner needs to predict them."""
 
     run_id: str
     request: SearchRequest
@@ -51,7 +51,7 @@ class Observation:
         return f"{describe_layout(self.engine, self.layout)} ({rows} × {self.request.workload.sequence_length})"
 
     def predict(self, hardware: Hardware) -> Candidate:
-        """Predict the run on this hardware."""
+        """Predict a run's step time and memory on given hardware."""
         share = shared_cpu(hardware, self.layout.world_size) if self.is_cpu else hardware
         return estimate(replace(self.request, hardware=share), self.engine, self.layout)
 
@@ -64,7 +64,7 @@ class Calibration:
     start: Hardware
     observations: tuple[Observation, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Run → why it could not be used."""
+    """Run → reason why calibration could not use it."""
 
     @property
     def constants(self) -> dict[str, float]:
@@ -128,7 +128,7 @@ def with_constants(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
 
 
 def errors(observation: Observation, hardware: Hardware) -> tuple[float, float]:
-    """Return the logarithms of predicted over measured: of the step time, of the memory."""
+    """Return the logarithms of predicted over measured: of step time, and of memory."""
     candidate = observation.predict(hardware)
     return (
         math.log(candidate.time.step_time_s / observation.step_time_s),
@@ -153,7 +153,7 @@ def mean_errors(calibration: Calibration, hardware: Hardware) -> tuple[float, fl
 
 
 def as_yaml(calibration: Calibration, like: str, source: str) -> str:
-    """Return the hardware file, with comments on what it was fitted to."""
+    """Return the fitted hardware file as YAML, with comments on the runs behind it."""
     start, fitted = mean_errors(calibration, calibration.start), mean_errors(calibration, calibration.hardware)
     machine = calibration.hardware
     lines = [

@@ -28,7 +28,7 @@ from stages.parallel.legality import model_errors
 
 BATCH_FIELD = "global_batch_size"
 SHOWN_CHARACTERS = 200
-"""Most characters of a line in a message."""
+"""Most characters of a layout line in a message."""
 KEYS = (*Layout.model_fields, BATCH_FIELD)
 
 

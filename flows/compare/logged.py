@@ -64,13 +64,13 @@ def _listed(values: Mapping[str, int]) -> str:
 
 
 def _work(run: LoggedRun) -> str:
-    """Return `REFRESH STAGE METHOD`, as far as they are known."""
+    """Return a run's work as `REFRESH STAGE METHOD`, as far as they are known."""
     refresh = run.tags.get("refresh") or run.tags.get("comparison")
     return " ".join(filter(None, [refresh, run.tags.get("stage"), run.params.get("method")]))
 
 
 def _place(run: LoggedRun) -> tuple[str, int]:
-    """Return the sort key: runs of a comparison in the order of its layouts, after all others."""
+    """Return a run's sort key: runs of a comparison in the order of its layouts, after all others."""
     comparison, _, number = run.tags.get(COMPARISON_IDENTITY, "").partition("/")
     return comparison, int(number or 0)
 

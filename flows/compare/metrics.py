@@ -22,7 +22,7 @@ PROFILED = "communication_fraction"
 SOMETIMES = (PROFILED, "pipeline_bubble_fraction")
 """Metrics that only some steps have."""
 PER_RUN = ("peak_memory_gib", "predicted_step_time_s", "predicted_memory_gib", "predicted_pipeline_bubble_fraction")
-"""Final metrics of a run."""
+"""Final metrics of a run that are shown once per run."""
 RANK_PREFIX = "peak_memory_gib_rank_"
 REASON_CHARACTERS = 600
 
@@ -42,7 +42,7 @@ class Row:
 
 
 def rows_of(record: RefreshRecord) -> list[Row]:
-    """Return a row for each layout in the requested order; of a finished comparison, as recorded at its end."""
+    """Return a row for each compared layout in order; of a finished comparison, as recorded at its end."""
     comparison = record.comparison
     assert comparison, "only a comparison has rows"
     rows = []

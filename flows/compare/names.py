@@ -70,7 +70,7 @@ SECTIONS = {"metric": METRICS, "parameter": PARAMS, "tag": TAGS}
 
 
 def markdown_table() -> str:
-    """Return the table of the page."""
+    """Return the table of metric names in Markdown, for the page."""
     lines = ["| name | is a | meaning |", "| --- | --- | --- |"]
     lines += [
         f"| `{name}` | {section} | {meaning} |"

@@ -107,7 +107,7 @@ def _entry(text: str, planned: PlannedStage, config: TrainConfig) -> LayoutEntry
 
 
 def _refused_entry(refused: RefusedLayout, like: PlannedStage) -> LayoutEntry:
-    """Return the entry of a layout that cannot work, with the parameters of its run, but no version."""
+    """Return the ledger entry of a refused layout, with its run's parameters, but no version."""
     fields = {f"layout.{name}": str(value) for name, value in refused.layout.model_dump(mode="json").items()}
     changed = {"engine": refused.engine, BATCH_FIELD: str(refused.global_batch_size)}
     tags = {name: value for name, value in tags_of(like).items() if name != "version"}

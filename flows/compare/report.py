@@ -33,7 +33,7 @@ PREDICTIONS = (("step_time_s", "predicted_step_time_s", "s a step"), ("peak_memo
 
 
 def html_report(title: str, facts: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return the page. facts: what was measured and how, a line each."""
+    """Return the HTML page of a comparison. facts: what was measured and how, a line each."""
     import jinja2
 
     heading, *lines = grid(rows)

@@ -39,7 +39,7 @@ def as_text(rows: Sequence[Row], width: int | None = None) -> str:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Return the same as a Markdown table."""
+    """Return the comparison as a Markdown table."""
     heading, *lines = grid(rows)
     table = [heading, ["---"] * len(heading), *lines]
     failures = [f"- `{row.text}`: {row.error}" for row in rows if row.error]
@@ -47,7 +47,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def grid(rows: Sequence[Row]) -> list[list[str]]:
-    """Return a heading and a line for each measured layout; metrics that none of them has are left out."""
+    """Return the comparison's grid: a heading and a line for each measured layout, without metrics that none has."""
     measured = [row for row in rows if not row.error]
     shown = [name for name in COLUMNS if any(name in row.metrics for row in measured)]
     heading = ["layout", "devices", *(COLUMNS[name][0] for name in shown)]
@@ -76,7 +76,7 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str | int | float | None]]:
-    """Return a flat mapping for each layout, with the same keys in each."""
+    """Return a flat mapping of cells for each compared layout, with the same keys in each."""
     names = [name for name in COLUMNS if any(name in row.metrics for row in rows)]
     ranks = list(dict.fromkeys(name for row in rows for name in row.metrics if name.startswith(RANK_PREFIX)))
     return [

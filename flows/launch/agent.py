@@ -59,7 +59,7 @@ class Agent:
             self._go_on(job_id, ended, progressed=metrics_size(self.order.work) > before)
 
     def _follow(self, job_id: str) -> JobOutcome:
-        """Wait until the job is over; ask every tick once the stage's processes have ended."""
+        """Wait until the cluster job is over; ask every tick once the stage's processes have ended."""
         num_ticks_finished = 0
         for tick in itertools.count():
             if tick % TICKS_PER_LOOK == 0:
@@ -77,7 +77,7 @@ class Agent:
         raise AssertionError("itertools.count has an end")
 
     def _look(self, job_id: str) -> JobOutcome | None:
-        """Return the outcome of a job that is over, else None.
+        """Return the outcome of a cluster job that is over, else None.
 
         Reports why a waiting job waits, when that changed. A running job reports for itself.
         """
@@ -97,7 +97,7 @@ class Agent:
             self.folder.report(event, message)
 
     def _go_on(self, job_id: str, ended: Interrupted, *, progressed: bool) -> None:
-        """Cancel the interrupted job, so that the stage can be submitted again.
+        """Cancel an interrupted cluster job, so that the stage can be submitted again.
 
         Raises `StageTimeoutError` or `TransientError` when the stage makes no progress from job to job.
         """

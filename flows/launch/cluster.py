@@ -89,7 +89,7 @@ class ClusterProcess:
     """
 
     def __init__(self, work: Path) -> None:
-        """Start the agent."""
+        """Start the agent that follows the stage's cluster job."""
         self._work = work
         environment = {**os.environ, "PYTHONPATH": str(local.code_folder()), "PYTHONUNBUFFERED": "1"}
         with (work / LOG_FILE).open("ab") as log:
@@ -99,14 +99,14 @@ class ClusterProcess:
         self._is_over = False
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the stage waits or runs."""
+        """Return the stage's exit code, or None while it waits or runs on the cluster."""
         code = self._agent.poll()
         if code is not None:
             self._cancel_once()
         return code
 
     def stop(self) -> None:
-        """Cancel the job; return when no process and no job is left."""
+        """Cancel the stage's cluster job; return when no process and no job is left."""
         self._agent.stop()
         self._cancel_once()
 

@@ -63,7 +63,7 @@ class JobOrder(LauncherBlocks):
 
 
 class JobEnd(StrictModel):
-    """Contents of `ended.json`: exit code of the stage's processes, or None when the cluster asked them to end."""
+    """End of a job, `ended.json`: exit code of the stage's processes, or None if the cluster asked them to end."""
 
     job_id: str
     exit_code: int | None
@@ -129,18 +129,18 @@ class JobFolder:
         self.beat()
 
     def order(self) -> JobOrder | None:
-        """Return the order, or None when no job was ordered or none can be left."""
+        """Return the job's order, or None when no job was ordered or none can be left."""
         try:
             return JobOrder.model_validate_json((self.path / "order.json").read_bytes())
         except FileNotFoundError:
             return None
 
     def environment(self) -> dict[str, str]:
-        """Return the environment that was written for the stage's processes."""
+        """Return the environment that was written for the job's processes."""
         return json.loads(self._environment.read_bytes())
 
     def forget_environment(self) -> None:
-        """Remove the environment file, which may hold secrets."""
+        """Remove the job's environment file, which may hold secrets."""
         self._environment.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class JobFolder:
         (self.path / "order.json").unlink(missing_ok=True)
 
     def beat(self) -> None:
-        """Write a heartbeat."""
+        """Write a heartbeat for the cluster job."""
         (self.path / "heartbeat").write_text(str(time.time_ns()), encoding="utf-8")
 
     def last_beat(self) -> str:
@@ -248,7 +248,7 @@ class Pulse:
         self._heard_s = time.monotonic()
 
     def is_lost(self) -> bool:
-        """Return whether no heartbeat came for longer than the patience."""
+        """Return whether the job's submitter is lost: no heartbeat for longer than the patience."""
         beat = self._folder.last_beat()
         if beat != self._beat:
             self._beat, self._heard_s = beat, time.monotonic()

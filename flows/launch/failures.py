@@ -171,7 +171,7 @@ class MemoryKills:
         return cls(None, cgroups, proc)
 
     def count(self) -> int:
-        """Return the number of processes that the kernel killed in the cgroup, or on the machine without one."""
+        """Return the number of processes killed for lack of memory in the cgroup, or on the machine without one."""
         files = [self.group / name for name in COUNTERS] if self.group else [self.proc / "vmstat"]
         for file in files:
             if file.is_file():

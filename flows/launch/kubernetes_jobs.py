@@ -85,7 +85,7 @@ class KubernetesJobs:
         return outcome(job, pods, self.order)
 
     def name_of(self, job_id: str) -> str:
-        """Return the job's name for messages to people."""
+        """Return the Kubernetes job's name for messages to people."""
         return f"Kubernetes {self._kind} {self._namespace}/{job_id}"
 
     def cancel(self) -> bool:
@@ -101,7 +101,7 @@ class KubernetesJobs:
         return True
 
     def _find(self, kind: str) -> Manifest | None:
-        """Return the object as Kubernetes has it, or None when there is none."""
+        """Return an object as Kubernetes has it, or None when there is none."""
         try:
             return self._ask("GET", kind, self._name)
         except ApiException as error:

@@ -50,7 +50,7 @@ def job_manifests(order: JobOrder) -> list[Manifest]:
 
 
 def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
-    """Return a Job of one pod, or an indexed Job with a pod a node."""
+    """Return a Kubernetes Job of one pod, or an indexed Job with a pod a node."""
     pod = {**pod_spec(order, address), "restartPolicy": "Never"}
     spec: Manifest = {
         "backoffLimit": 0,
@@ -73,7 +73,7 @@ def _port(order: JobOrder) -> int:
 
 
 def _network_policy(order: JobOrder) -> Manifest:
-    """Return a policy that lets only the job's own pods reach its pods, which use no key.
+    """Return a NetworkPolicy that lets only the job's own pods reach its pods, which use no key.
 
     It has an effect only where the cluster's network supports policies.
     """
@@ -95,7 +95,7 @@ def _headless_service(order: JobOrder) -> Manifest:
 
 
 def _train_job(order: JobOrder) -> Manifest:
-    """Return a TrainJob: image, command and resources belong to the trainer, the rest is a patch.
+    """Return a Kubeflow TrainJob: image, command and resources belong to the trainer, the rest is a patch.
 
     The runtime sets the rendezvous variables (PET_…).
     """
@@ -160,7 +160,7 @@ def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
 
 
 def resources(asked: KubernetesOptions, cores: int) -> Manifest:
-    """Return the requests and limits of a container.
+    """Return the resource requests and limits of a container.
 
     Memory and GPUs are limited to the request, so that they are guaranteed. CPU cores (`cores` by default) have no
     limit.
@@ -184,7 +184,7 @@ def volumes(asked: KubernetesOptions) -> list[Manifest]:
 
 
 def volume_mounts(home: Path, *, read_only: bool) -> list[Manifest]:
-    """Return where `volumes` are mounted; the home has its path on this machine, which records contain."""
+    """Return the mounts of a pod's `volumes`; the home has its path on this machine, which records contain."""
     return [
         {"name": "home", "mountPath": str(home), "readOnly": read_only},
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 (a volume)

@@ -22,7 +22,7 @@ REMEDY = "name the interface that leads to the others in execution.network_inter
 
 @dataclass(frozen=True)
 class Place:
-    """Rank of this node in a job, and the address of the first node.
+    """Place of this node in a job: its rank, and the first node's address.
 
     first_machine: `this_machine` of the first node, if known.
     """

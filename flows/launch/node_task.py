@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _wait(process: Supervised, folder: JobFolder, order: JobOrder, stop: threading.Event) -> int | None:
-    """Return the exit code of the stage's processes, or None when they had to be stopped."""
+    """Wait for the stage's processes and return their exit code, or None when they had to be stopped."""
     # After a node was lost, the job may have been started elsewhere: two starts must not write to one work folder.
     owner, pulse = folder.owner(), Pulse(folder, order.heartbeat_patience_s)
     while (code := process.poll()) is None:
@@ -92,7 +92,7 @@ def command(order: JobOrder, place: Place | None) -> list[str]:
 
 
 def complete(environment: Mapping[str, str], order: JobOrder, place: Place | None) -> dict[str, str]:
-    """Return the environment with what only the node knows: its cores, and the interface between the nodes."""
+    """Complete the environment with what only the node knows: its cores, and the interface between the nodes."""
     known = local.threads(order.threads or local.threads_of_each(order.processes))
     if place is None or is_loopback(place.address):
         known |= local.ON_LOOPBACK

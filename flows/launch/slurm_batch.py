@@ -29,7 +29,7 @@ GRACE_S = 25.0
 
 
 def main() -> int:
-    """Run the step to its end, or to the end of the job; return its exit code."""
+    """Run the batch step to its end, or to the end of the Slurm job; return its exit code."""
     folder = JobFolder(Path(sys.argv[1]))
     order = folder.order()
     assert order, f"no order in {folder.path}"

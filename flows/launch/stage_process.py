@@ -30,10 +30,10 @@ class Process(Protocol):
     token: str
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs; once there is a code, no descendant is left."""
+        """Return a stage process's exit code, or None while it runs; with a code, no descendant is left."""
 
     def stop(self) -> None:
-        """End the process and all its descendants; return when none is left."""
+        """End a stage process and all its descendants; return when none is left."""
 
 
 def start(work: Path, config: StageConfig) -> Process:
