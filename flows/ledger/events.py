@@ -17,7 +17,7 @@ from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StrictModel
 
 Outcome = Literal["finished", "failed", "cancelled", "killed"]
-"""End of an attempt.
+"""Outcome of an attempt: succeeded, failed, stopped or killed.
 
 cancelled: on request.
 killed: a process of the stage, or of the refresh, died before it could record its end.
@@ -83,7 +83,7 @@ class FlowRunKnown(Event):
 
 
 class StageWaits(Event):
-    """A stage cannot continue yet, for `reason`."""
+    """Event: a stage cannot continue yet, for `reason`."""
 
     event: Literal["stage_waits"] = "stage_waits"
     stage: str
@@ -134,7 +134,7 @@ class AttemptEnded(Event):
 
 
 class StageCached(Event):
-    """A stage's artifact existed already.
+    """Event: a stage's artifact existed already.
 
     attempt: key of the attempt that built the artifact, None for an adopted one.
     """
@@ -147,7 +147,7 @@ class StageCached(Event):
 
 
 class StageFailed(Event):
-    """A stage failed outside any attempt: while it waited, or because of what an attempt had left.
+    """Event: a stage failed outside any attempt: while it waited, or because of what an attempt had left.
 
     retried: the refresh tries the stage again.
     """

@@ -25,7 +25,7 @@ class HomeIdentity(StrictModel):
     inode: int
 
     def is_here(self) -> bool:
-        """Return whether this is the home of the current process."""
+        """Return whether a home's identity is that of the current process's home."""
         try:
             here = home_identity()
         except FileNotFoundError:

@@ -70,7 +70,7 @@ class ProcessIdentity(StrictModel):
         return "alive" if process_tree.started_ticks(self.pid) == self.started_ticks else "dead"
 
     def alive(self) -> bool:
-        """Return whether the process runs here."""
+        """Return whether a recorded process runs on this machine."""
         return self.standing() == "alive"
 
 
@@ -88,12 +88,12 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Touch the file now, and then every 30 s."""
+        """Start the heartbeat: touch its file now, and then every 30 s."""
         self._touch()
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop touching, and remove the file. May be called again."""
+        """Stop the heartbeat, and remove its file. May be called again."""
         self._stopped.set()
         self._thread.join()
         with suppress(OSError):

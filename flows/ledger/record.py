@@ -32,7 +32,7 @@ from stages.core.contract import StageResult
 StageState = Literal["waiting", "running", "built", "cached", "failed", "cancelled", "skipped"]
 StageEvent = AttemptBegan | AttemptEnded | StageWaits | StageCached | StageFailed
 STATES: dict[str, StageState] = {"stage_cached": "cached", "stage_failed": "failed"}
-"""State of a stage after such an event."""
+"""State of a stage after an event of the ledger."""
 STOPPED = ("RefreshStoppedError", "KeyboardInterrupt")
 """Errors of attempts that were stopped on request; old versions recorded such attempts as killed."""
 ANOTHER_TRY = "another try"
@@ -174,11 +174,11 @@ class RefreshRecord:
     comparison: CompareBegan | None = None
     trials: tuple[TrialEnded, ...] = ()
     measured: dict[int, LayoutMeasured] = field(default_factory=dict)
-    """Results by the layout's index."""
+    """Results of a comparison's layouts by index."""
 
     @property
     def is_copied(self) -> bool:
-        """Return whether it was begun by another home, of which this one is a copy."""
+        """Return whether the refresh was begun by another home, of which this one is a copy."""
         return self.home is not None and not self.home.is_here()
 
     @property
@@ -196,12 +196,12 @@ class RefreshRecord:
 
     @property
     def interrupted(self) -> bool:
-        """Return whether its process died without recording how the refresh ended."""
+        """Return whether the refresh's process died without recording how it ended."""
         return self.state == "running" and self.standing == "dead"
 
     @property
     def elsewhere(self) -> str | None:
-        """Return the host on which it may run, unseen from here; else None."""
+        """Return the host on which the refresh may run, unseen from here; else None."""
         unknown = self.state == "running" and self.standing == "foreign"
         return self.process.host or "another host" if unknown else None
 
@@ -214,12 +214,12 @@ class RefreshRecord:
 
     @property
     def killed(self) -> bool:
-        """Return whether it could not record its own end."""
+        """Return whether the refresh could not record its own end."""
         return self.unsaid_end is not None
 
     @property
     def nothing_new(self) -> bool:
-        """Return whether every stage was cached."""
+        """Return whether every stage of the refresh was cached."""
         cached = all(entry.state == "cached" for entry in self.stages.values())
         return self.state == "completed" and cached and not self.comparison
 
@@ -251,7 +251,7 @@ def fold(events: Iterable[AnyEvent]) -> RefreshRecord:
 
 
 def after(record: RefreshRecord | None, event: AnyEvent) -> RefreshRecord:
-    """Return the refresh after one more event."""
+    """Return the record of a refresh after one more event."""
     if isinstance(event, RefreshBegan):
         return _begun(record, event)
     assert record is not None, "the first event begins the refresh"
@@ -349,7 +349,7 @@ def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
 
 
 def _over(record: RefreshRecord) -> RefreshRecord:
-    """Return the record of a refresh that ended: stages that did not end were skipped."""
+    """Return the record of a refresh that ended: unfinished stages were skipped."""
     stages = {
         name: replace(entry, state="skipped", work=None) if entry.state in ("waiting", "running") else entry
         for name, entry in record.stages.items()

@@ -52,11 +52,11 @@ class Ledger:
         return self.file.exists()
 
     def size(self) -> int:
-        """Return the size in bytes, which only grows."""
+        """Return the ledger's size in bytes, which only grows."""
         return self.file.stat().st_size
 
     def is_over(self) -> bool:
-        """Return whether the last event is the refresh's own end. Reads only the end of the file.
+        """Return whether the ledger's last event is the end of the refresh. Reads only the end of the file.
 
         Of a refresh that another process closed, it returns False.
         """
@@ -66,7 +66,7 @@ class Ledger:
         return end.endswith(b"\n") and b'"event":"refresh_ended"' in end.splitlines()[-1]
 
     def append(self, event: AnyEvent) -> None:
-        """Write one event; it is on the disk when this returns. Raises `ResourceError` when the disk is full."""
+        """Append one event to the ledger; it is on the disk on return. Raises `ResourceError` on a full disk."""
         line = event.model_dump_json() + "\n"
         with full_disk_named("recording the refresh", self.file):
             if not self.exists():
@@ -83,7 +83,7 @@ class Ledger:
                 os.fsync(stream.fileno())
 
     def events(self) -> Iterator[AnyEvent]:
-        """Yield all events, oldest first. A line that a crash or a full disk has torn is left out.
+        """Yield all events of the ledger, oldest first. A line that a crash or a full disk has torn is left out.
 
         Raises `StoreError` when the file cannot be read, or holds an event that this version does not know.
         """
@@ -160,7 +160,7 @@ class RunningRefreshes:
                 self._ended[ledger.folder.name] = size
 
     def of(self, recipe: str) -> list[RefreshRecord]:
-        """Return the refreshes of a recipe whose process lives, without comparisons.
+        """Return a recipe's running refreshes whose process lives, without comparisons.
 
         A comparison holds all slots of the machine, so stages wait for it anyway.
         """

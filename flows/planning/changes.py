@@ -48,7 +48,7 @@ _LIKE_A_KEY = re.compile(r"(?=[\w+/=-]*[0-9])(?=[\w+/=-]*[A-Za-z])[\w+/=-]{20,}"
 REVISION = "content of revision"
 CONTENT = "content of "
 CONTENTS_CACHE = "contents"
-"""Name of the store's cache for the contents of such files."""
+"""Name of the store's cache for contents of files that recipes name."""
 MAX_NAMED = 5
 Hashed = dict[str, tuple[str, Path]]
 """Name of a file → its sha256 and its path."""
@@ -123,13 +123,13 @@ def content_changes(before: Contents, after: Contents) -> Iterator[str]:
 
 
 def changed_amount(old: str, new: str) -> str:
-    """Return `300 → 350 rows`, or `other rows, 300 rows`."""
+    """Return a file's change of size, `300 → 350 rows`, or `other rows, 300 rows`."""
     number, _, unit = old.partition(" ")
     return f"{number} → {new}" if old != new and new.endswith(unit) else f"other {unit}, {new}"
 
 
 def amount_of(file: Path) -> str:
-    """Return `350 rows`, or `1,234 bytes`. Raises OSError."""
+    """Return a file's size as `350 rows`, or `1,234 bytes`. Raises OSError."""
     num_rows = rows_of(file)
     return f"{file.stat().st_size:,} bytes" if num_rows is None else f"{num_rows:,} rows"
 

@@ -40,11 +40,11 @@ class Problems:
             self.add(error)
 
     def add(self, error: LifecycleError) -> None:
-        """Add an error."""
+        """Add an error to the problems of a plan."""
         self._errors.setdefault(str(error), error)
 
     def check(self) -> None:
-        """Raise the collected error, or of several a RecipeError that lists them.
+        """Raise the problem of a plan, or of several a RecipeError that lists them.
 
         Several of one class stay of that class. A source that does not answer counts only when nothing else is wrong:
         another attempt would find the other problems again.
@@ -87,7 +87,7 @@ def check_idle(recipe: Recipe, chosen: Collection[str]) -> list[str]:
 
 
 def _idle(config: StageConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield path, value and reason of each set field without effect; a field with its default counts as unset."""
+    """Yield path, value and reason of each set config field without effect; one with its default counts as unset."""
     set_fields = config.model_dump(mode="json", exclude_defaults=True)
     for path, why in dict(config.idle_fields()).items():
         *blocks, field = path.split(".")

@@ -117,7 +117,7 @@ def _adapter(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, i
 
 
 def _rows(recipe: Recipe, config: TrainConfig, outside: Outside, index: Index) -> Iterator[str]:
-    """Yield the problems that the first rows of each dataset show."""
+    """Yield problems that the first rows of each dataset show."""
     for place, part in config.data.parts.items():
         folder = _folder(recipe, part.dataset_stage, outside, index)
         for field, split in (("dataset", part.split), ("evaluation_split", part.evaluation_split)):
@@ -146,7 +146,7 @@ def _files(dataset: Path, split: str) -> tuple[Path, list[Path]]:
 
 
 def _folder(recipe: Recipe, name: str, outside: Outside, index: Index) -> Path | None:
-    """Return where a download's files are on this machine, in the store or at their source, or None.
+    """Return the local folder of a download's files, in the store or at their source, or None.
 
     A dataset may be one file. A selection of a folder's files is left to the check of inputs.
     """

@@ -51,7 +51,7 @@ class LayoutOptions:
 
 @dataclass(frozen=True)
 class Ranked:
-    """Best layouts of a search."""
+    """Ranked layouts: the best ones of a search."""
 
     request: SearchRequest
     result: SearchResult
@@ -98,7 +98,7 @@ def search_request(model: str, options: LayoutOptions) -> SearchRequest:
 
 
 def ranked(request: SearchRequest, top: int) -> Ranked:
-    """Search all legal layouts."""
+    """Search all legal layouts and rank them."""
     return Ranked(request, search(request), top)
 
 
@@ -137,7 +137,7 @@ def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
 
 
 def _hardware(options: LayoutOptions) -> Hardware:
-    """Return the hardware. On a CPU, processes share the machine that the calibration describes, if there is one."""
+    """Return the hardware to plan for. On a CPU, processes share the machine of the calibration, if any."""
     if options.gpu != "cpu":
         return load_hardware(options.gpu, options.gpus_per_node)
     machine = from_yaml(hardware_file()) if hardware_file().is_file() else built_in("cpu")

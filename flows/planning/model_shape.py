@@ -64,7 +64,7 @@ class ModelConfigs:
             return None
 
     def shape_of(self, name: str) -> ModelShape:
-        """Return the shape of that model. Raises also ModelError for a family unknown to the planner."""
+        """Return the shape of a stage's model. Raises also ModelError for a family unknown to the planner."""
         facts = self.of(name)
         if facts is not None:
             return facts.shape

@@ -113,7 +113,7 @@ def _is_special(file: Path) -> bool:
 
 @contextmanager
 def _about(recipe: Recipe, name: str, field: str | None = None) -> Iterator[None]:
-    """Name the stage, and the field, in errors; the default is the field of a source, if the stage has one."""
+    """Name the stage and the field in errors; the default is the field of a source, if the stage has one."""
     config = recipe.stages[name]
     field = field or (config.product if name in recipe.fetched else None)
     where = f"stages.{name}.{field}" if field else f"stages.{name}"

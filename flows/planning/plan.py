@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Decision:
-    """Action of a stage, and the reason."""
+    """Decision about a stage: its action, and the reason."""
 
     action: Action
     reason: str

@@ -39,10 +39,10 @@ ADAPTERS = {
 METHOD_FOR = {method.rows: method for method in METHODS.values() if method.usual_learning_rates}
 """Kind of rows → method of a first recipe for them."""
 SHOWN_ROW = {"prompts": "prompt", "pairs": "pair"}
-"""Kind of rows → word for one of them; any other is a row."""
+"""Kind of rows → word for one row; any other is called a row."""
 DEFAULT_MODEL = "hf://Qwen/Qwen3-0.6B"
 GROUPS, GENERATIONS = 16, 8
-"""Prompts of a step of GRPO, and answers to each."""
+"""Number of prompts in a step of GRPO, and of answers to each."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Starter:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Facts that the recipe is written from. adapter: one of `ADAPTERS`; None where all weights learn."""
+    """Facts that a first recipe is written from. adapter: one of `ADAPTERS`; None where all weights learn."""
 
     name: str
     data: Path
@@ -102,12 +102,12 @@ class _Plan:
 
     @property
     def is_over_long(self) -> bool:
-        """Return whether some rows may not fit."""
+        """Return whether some rows may be longer than the packed row."""
         return self.rows.longest > self.sequence_length
 
     @property
     def epochs(self) -> int:
-        """Return the epochs; small sets are seen more than once."""
+        """Return the number of epochs; small sets are seen more than once."""
         return 3 if self.rows.num_rows < 20_000 else 1
 
     @property
@@ -117,7 +117,7 @@ class _Plan:
 
     @property
     def batch(self) -> int:
-        """Return the packed rows of a step, so that there are a hundred steps or more where the rows suffice."""
+        """Return the packed rows per step, so that there are a hundred steps or more where the rows suffice."""
         wanted = _power_of_two(self.num_packed_rows * self.epochs / 200, least=4, most=64)
         return min(wanted, _power_of_two_below(self.num_packed_rows))
 
@@ -130,7 +130,7 @@ class _Plan:
 
     @property
     def learning_rate(self) -> float:
-        """Return the learning rate of AdamW."""
+        """Return the learning rate of AdamW for a first recipe."""
         rate = next(rate for most, rate in METHOD_FOR[self.rows.kind].usual_learning_rates if self.billions <= most)
         return rate * FASTER_ADAPTER if self.adapter else rate
 
@@ -218,7 +218,7 @@ def _power_of_two_below(most: int) -> int:
 
 
 def _over_long(plan: _Plan) -> tuple[str, str]:
-    """Return what happens to rows that do not fit: as the recipe has it, and in words."""
+    """Return the policy for rows that do not fit: as the recipe has it, and in words."""
     if not plan.is_over_long:
         return "fail", ""
     if plan.rows.form == "text":

@@ -32,7 +32,7 @@ Named as text, because it lies in a room above this one and imports mlflow, whic
 def find_stored(
     recipe: Recipe, chosen: Collection[str], index: Index, failed: MutableMapping[str, LifecycleError] | None = None
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe with such sources of these stages replaced by folders, and a sentence for each.
+    """Return the recipe with sources in the store replaced by folders, and a sentence for each.
 
     failed: where given, takes the error of each stage that has one; other stages are replaced. Raises `RecipeError` for
     what is not in the store, and what asking for the champion raises, with stage and field.

@@ -95,7 +95,7 @@ class KnownModel:
 
 @dataclass
 class Survey:
-    """Facts about rows.
+    """Facts about a person's rows, for a first recipe.
 
     form: their format; `auto` of prompts.
     num_tokens: of all rows.
@@ -197,7 +197,7 @@ def _tokenizer_of(config: FetchedConfig, revision: str, scratch: Path) -> Path |
 
 
 def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
-    """Read every row. Raises DataError when there are no rows that any method learns from."""
+    """Survey a dataset: read every row. Raises DataError when there are no rows that any method learns from."""
     folder, split = _split_of(data)
     files = find_files(folder, split) if data.is_dir() else [data]
     facts = _kind_of(data, folder, files, columns, split)
@@ -275,7 +275,7 @@ def _held_out_files(facts: Survey, folder: Path, files: Sequence[Path]) -> list[
 
 
 def _fraction(folder: Path, files: list[Path]) -> float:
-    """Return the smallest share that is ten rows, or a fifth of fewer; 0 where none leaves rows on both sides."""
+    """Return the held-out share: the smallest that is ten rows, or a fifth of fewer; 0 if none leaves both sides."""
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
     counts = {share: sum(is_held_out(row, share) for row in rows) for share in HELD_OUT_FRACTIONS}
     possible = [share for share, count in counts.items() if 0 < count < len(rows)]

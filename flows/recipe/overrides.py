@@ -69,7 +69,7 @@ def _leaves(tree: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 
 def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> str | None:
-    """Set the value at the path; return a message when another value is in the way."""
+    """Set a recipe's value at a path; return a message when another value is in the way."""
     parent = tree
     for depth, key in enumerate(keys[:-1], 1):
         if parent.get(key) is None:

@@ -176,7 +176,10 @@ def json_schema() -> dict[str, Any]:
         "RecipeFile",
         __base__=StrictModel,
         __doc__="One complete refresh: named stages, which refer to one another by name.",
-        name=(str, Field(None, pattern=f"^{NAME_PATTERN}$", description="Default: the name of the file.")),
+        name=(
+            str,
+            Field(None, pattern=f"^{NAME_PATTERN}$", description="Name of the refresh; default: the name of the file."),
+        ),
         on_collision=(
             OnCollision,
             Field("queue", description="Fate of a scheduled refresh while another runs: it waits, or is left out."),

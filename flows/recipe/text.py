@@ -45,7 +45,7 @@ class RecipeLoader(BaseLoader):
         return mapping
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Read a number. Python refuses some long ones, and needs long for others.
+        """Read a number in YAML. Python refuses some long ones, and needs long for others.
 
         `1:00:00:…` is a number in YAML 1.1.
         """
@@ -125,7 +125,7 @@ def without_secrets(text: str) -> str:
 
 
 def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
-    """Yield all mappings of a document once; an alias is the same node as its anchor."""
+    """Yield all mappings of a YAML document once; an alias is the same node as its anchor."""
     todo = [root] if root else []
     seen: set[int] = set()
     while todo:
@@ -141,7 +141,7 @@ def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
 
 
 def _values(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
-    """Yield all scalars of a node, also of the mappings that it merges."""
+    """Yield all scalars of a YAML node, also of the mappings that it merges."""
     if isinstance(node, yaml.ScalarNode):
         yield node
     for child in node.value if isinstance(node, yaml.CollectionNode) else ():

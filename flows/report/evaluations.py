@@ -20,7 +20,7 @@ from stages.kinds.registry import makes
 ERROR = "_stderr"
 DIFFERENCE = "_difference"
 MOST_QUESTIONS = 10
-"""Most questions of all tasks together."""
+"""Most sample questions of all tasks together."""
 SHOWN_CHARACTERS = 1000
 ELLIPSIS = "… "
 

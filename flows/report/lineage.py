@@ -31,7 +31,7 @@ class ContentFile(StrictModel):
 
 
 class Node(StrictModel):
-    """Artifact of a stage, and by field what it was made from.
+    """Artifact in a lineage, with the artifacts that it was made from by field.
 
     folder: None, and nothing else known, once the artifact is no longer in the store.
     rebuilt: the artifact is there, but was built again with other content since.
@@ -108,7 +108,7 @@ def lineage_of(subject: Subject, index: Index) -> Lineage:
 
 
 def node_of(artifact: Artifact, index: Index) -> Node:
-    """Return the tree of one artifact."""
+    """Return the lineage tree of one artifact."""
     return _node(entry_of(artifact), index, {})
 
 
@@ -145,7 +145,7 @@ def _stands_on(artifact: Artifact, versions: set[str]) -> bool:
 
 
 def _node(entry: UpstreamEntry, index: Index, known: dict[tuple[str, str], Node]) -> Node:
-    """Return the node of an entry. known: nodes made so far, since a tree may name an artifact many times."""
+    """Return the lineage node of an entry. known: nodes made so far, since a tree may repeat an artifact."""
     key = (entry.kind, entry.version)
     if key not in known:
         artifact = index.find(*key)

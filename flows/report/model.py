@@ -12,7 +12,7 @@ from stages.kinds.promote.verdict import Table
 
 
 class StageReport(StrictModel):
-    """Stage of the refresh.
+    """Report on a stage of the refresh.
 
     built_by: refresh whose attempt built the artifact that was found cached.
     log_tail: last lines that its processes printed, of a stage that failed.
@@ -50,7 +50,7 @@ class Span(StrictModel):
 
     @property
     def end_s(self) -> float:
-        """Return the seconds from the first attempt to the end of this one."""
+        """Return the seconds from the first attempt to the end of a given one."""
         return self.start_s + self.seconds
 
 
@@ -80,7 +80,7 @@ class TrainingCurves(StrictModel):
 
     @property
     def title(self) -> str:
-        """Return the stage's name, and what is drawn unless it is the loss."""
+        """Return a chart's title: the stage's name, and the metric unless it is the loss."""
         return self.stage if self.chart == "loss" else f"{self.stage}: {self.chart}"
 
 

@@ -43,7 +43,7 @@ def write_comparison(
 
 
 def page(report: RefreshReport) -> str:
-    """Return the page of one refresh."""
+    """Return the HTML page of one refresh."""
     return _render("report.html.jinja", report=report, charts=report.trainings)
 
 
@@ -83,7 +83,7 @@ def _moment(time_ms: int) -> str:
 
 
 def _drawn(training: TrainingCurves) -> dict[str, Any]:
-    """Return the data that the script draws."""
+    """Return the data that the page's script draws."""
     return training.model_dump(mode="json")
 
 

@@ -26,7 +26,7 @@ def happened(record: RefreshRecord) -> str:
 
 
 def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequence[Score]) -> str:
-    """Return what became of the candidate; without a promotion, what failed, or the last score."""
+    """Return a sentence on what became of the candidate; without a promotion, on failures or the last score."""
     if record.unsaid_end == COPIED:
         return "How it ended, only the original home knows; a retry here goes on from what was built before the copy."
     failed = [name for name, entry in record.stages.items() if entry.state == "failed"]

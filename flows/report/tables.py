@@ -39,7 +39,7 @@ class Bar:
 
 
 def number(value: float | None, name: str = "") -> str:
-    """Return a value as a person reads it; the page has the exact value beside it."""
+    """Return a number as a person reads it; the page has the exact value beside it."""
     if value is None:
         return "–"
     if name == "mfu" or name == "MFU":

@@ -62,7 +62,7 @@ def _chart_of(metric: str) -> str:
 
 
 def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator[Curve]:
-    """Yield the curves of the artifact; of a stage without one, of its last attempt's folder."""
+    """Yield the metric curves of an artifact; of a stage without one, of its last attempt's folder."""
     attempts = record.attempts_at(name)
     folder = entry.artifact or entry.work or (attempts[-1].folder if attempts else None)
     if folder:

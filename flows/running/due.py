@@ -41,7 +41,7 @@ REMOVED = "its schedule was removed before it began"
 
 
 def announce_own_schedule() -> None:
-    """Announce the schedule of this process's flow run, at its first start only.
+    """Announce the schedule of this process's flow run to Prefect, at its first start only.
 
     For a flow run whose process died before, the reaper does it.
     """
@@ -52,7 +52,7 @@ def announce_own_schedule() -> None:
 
 
 def announce_own_states() -> None:
-    """Announce what states the flow run of this process had; see `announce_states`."""
+    """Announce the states of this process's flow run to Prefect; see `announce_states`."""
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
         announce_states(client, own, client.read_flow_run_states(own.id))
@@ -137,7 +137,7 @@ def _deployment_of(client: SyncPrefectClient, flow_run: FlowRun) -> DeploymentRe
 def _try_to_start(
     request: RefreshRequest, recipe: Recipe, running: RunningRefreshes, name: str
 ) -> RefreshRun | State[Any] | None:
-    """Start the refresh, or return why it is left out, or None while it must wait.
+    """Start the due refresh, or return why it is left out, or None while it must wait.
 
     Planning takes a while, so it is done outside the lock, and running refreshes are looked up twice.
     """

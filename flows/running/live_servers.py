@@ -19,13 +19,13 @@ class LiveServers:
         self._lock = threading.Lock()
 
     def keep(self, stage: str, server: LiveServer, slots: HeldSlots) -> None:
-        """Keep a server and its slots as long as a stage may use it."""
+        """Keep a server and its slots for as long as a stage may use it."""
         with self._lock:
             self._servers[stage] = server, slots
         self._stop_unused()
 
     def serve(self, stages: Collection[str]) -> bool:
-        """Return whether the server of one of these stages is up."""
+        """Return whether the server of one of these serve stages is up."""
         with self._lock:
             return any(name in stages and server.alive() for name, (server, _) in self._servers.items())
 
@@ -48,7 +48,7 @@ class LiveServers:
         self._stop([name for name in self._names() if not is_usable(name)])
 
     def stop_all(self) -> None:
-        """Stop every server; return when no process of theirs is left."""
+        """Stop every live server; return when no process of theirs is left."""
         self._stop(self._names())
 
     def _stop_unused(self) -> None:

@@ -64,7 +64,7 @@ def _pages(record: RefreshRecord) -> Iterator[tuple[str, str]]:
 
 
 def verdict_tables(record: RefreshRecord) -> dict[str, str]:
-    """Return Markdown tables by promotion, for those that were built or found cached."""
+    """Return the verdicts of promotions as Markdown tables, for those that were built or found cached."""
     return {name: (folder / TABLE_FILE).read_text(encoding="utf-8") for name, folder in _verdict_folders(record)}
 
 

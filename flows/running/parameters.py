@@ -117,7 +117,7 @@ def _path_fields(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterato
 
 
 def _is_of(names: tuple[str, ...], field: tuple[str, ...]) -> bool:
-    """Return whether the names lead to the field or to an item of it."""
+    """Return whether dotted names lead to a field or to an item of it."""
     return len(names) >= len(field) and all(known in ("*", name) for known, name in zip(field, names, strict=False))
 
 

@@ -206,7 +206,7 @@ def _end_skipped(futures: Mapping[str, PrefectFuture[Any]]) -> None:
 
 
 def _measure(run: RefreshRun, comparison: Comparison) -> None:
-    """Run a task for each trial, one after the other. Ends early when the run is stopped.
+    """Run a Prefect task for each trial, one after the other. Ends early when the run is stopped.
 
     A layout that fails is a result too.
     """
@@ -287,7 +287,7 @@ def final_state(record: RefreshRecord) -> State[Any]:
 
 
 def announce(flow_run: str, state: State[Any]) -> State[Any]:
-    """Emit the event of the state's type; return the state.
+    """Emit the Prefect event of the state's type; return the state.
 
     Prefect names the event of a state after the state. Automations that wait for the end of a run, such as the one that
     its manual recommends against zombies, know the names of types only, and would end a promoted run as crashed.

@@ -53,7 +53,7 @@ class RefreshRun:
     """A planned refresh that runs. Events are written to its ledger, and `record` follows them."""
 
     def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = stage_process.start):
-        """Begin the refresh.
+        """Begin a planned refresh: write its first event.
 
         refresh: its name; one that has a ledger continues in it (a retry). Default: a new name.
         """
@@ -176,7 +176,7 @@ class RefreshRun:
             raise
 
     def append(self, event: AnyEvent) -> None:
-        """Write an event to the ledger and update the record."""
+        """Append an event to the ledger and update the record."""
         with self._lock:
             self.ledger.append(event)
             self.record = after(self.record, event)
@@ -186,7 +186,7 @@ class RefreshRun:
         self.append(FlowRunKnown(prefect_flow_run_id=prefect_flow_run_id, prefect_run_count=prefect_run_count))
 
     def finish(self) -> RefreshRecord:
-        """Stop servers, record the end, wait a little for MLflow. May be called again."""
+        """Finish the refresh: stop servers, record the end, wait a little for MLflow. May be called again."""
         self.servers.stop_all()
         if self.record.state == "running":
             for attempt in self.record.attempts.values():
@@ -203,7 +203,7 @@ class RefreshRun:
         return self.record
 
     def _concluded(self, end: RefreshEnded) -> RefreshEnded:
-        """Record what was measured, and write the report, before MLflow ships the end.
+        """Record a comparison's measurements and write the report, before MLflow ships the end.
 
         A comparison without a report has failed.
         """

@@ -47,13 +47,13 @@ class RefreshRequest:
 
 @dataclass(frozen=True)
 class PlannedRefresh:
-    """Request with its plan."""
+    """Refresh request with its plan."""
 
     request: RefreshRequest
     plan: Plan
     store: Store
     notes: tuple[str, ...] = ()
-    """Decisions made for the recipe, such as the layouts that `auto` became."""
+    """Notes on decisions made for the recipe, such as the layouts that `auto` became."""
     comparison: Comparison | None = None
     """Comparison that runs once the plan's stages are there."""
     recipe_text: str = ""

@@ -11,7 +11,7 @@ NO_PROGRESS = "it died twice without a newer checkpoint between"
 
 
 class Retries:
-    """Decisions about retries, one for each attempt. Called by the thread of the stage; stages share nothing here.
+    """Retry decisions, one for each attempt. Called by the thread of the stage; stages share nothing here.
 
     A transient error is tried again `execution.retries` times. So is a death, as long as attempts make progress: a
     stage that dies twice without a newer checkpoint in between would die again. All other errors would only repeat.

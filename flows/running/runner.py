@@ -33,11 +33,11 @@ class LiveServer:
     process: Process
 
     def alive(self) -> bool:
-        """Return whether it still runs."""
+        """Return whether the server's process still runs."""
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """End it and all its descendants; return when none is left."""
+        """End the server's process and all its descendants; return when none is left."""
         self.process.stop()
 
 
@@ -85,16 +85,16 @@ class Observer(Protocol):
     """Protocol of observers of a stage, called in the thread that runs it."""
 
     def waiting(self) -> None:
-        """Called every 0.2 s as long as another process builds the same artifact."""
+        """Called every 0.2 s while another process builds the same artifact."""
 
     def started(self, attempt: Attempt) -> str | None:
-        """Called before the process starts. Return the key by which the artifact's record refers to the attempt."""
+        """Called before a stage's process starts. Return the key by which the artifact's record names the attempt."""
 
     def tick(self) -> None:
-        """Called about every 0.3 s while the process runs, and once after it has ended."""
+        """Called about every 0.3 s while a stage's process runs, and once after it has ended."""
 
     def ended(self, end: AttemptEnd) -> None:
-        """Called after the commit, or after the failure; exactly once for each `started`."""
+        """Called after a stage's commit or failure; exactly once for each `started`."""
 
 
 def run_stage(
@@ -191,7 +191,7 @@ def _build(
 
 
 def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, stop: threading.Event) -> Built:
-    """Run the hook of an artifact again, which was cut short after the commit. It counts as an attempt on success.
+    """Complete an artifact whose hook was cut short after the commit. It counts as an attempt on success.
 
     Raises `OutdatedVerdictError` for an artifact that has to be built again.
     """

@@ -24,7 +24,7 @@ class Slots:
         self.count = count
 
     def acquire(self, wanted: int, waiting: Callable[[], None]) -> HeldSlots:
-        """Hold `wanted` slots at once, first come, first served.
+        """Acquire `wanted` slots of this machine at once, first come, first served.
 
         waiting: called while they are busy; may raise.
 
@@ -97,7 +97,7 @@ class HeldSlots:
         return sorted(self._files)
 
     def release(self) -> None:
-        """Release the slots; a second call does nothing."""
+        """Release the machine's slots; a second call does nothing."""
         for file in self._files.values():
             file.close()
         self._files = {}

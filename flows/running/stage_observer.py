@@ -137,7 +137,7 @@ class Tail:
         self._position = path.stat().st_size if at_end and path.exists() else 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the objects that were appended since the last call; other lines are left out."""
+        """Return the JSON objects appended to the file since the last call; other lines are left out."""
         try:
             with self.path.open("rb") as stream:
                 stream.seek(self._position)

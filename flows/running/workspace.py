@@ -39,7 +39,7 @@ class ResolvedInputs:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Return field path → content digest."""
+        """Return the content digest of each input, by field path."""
         return {field: entry.digest for field, entry in self.upstream.items()}
 
 

@@ -102,7 +102,7 @@ def look_rarely() -> None:
 
 
 async def _next_message(self: Any, timeout_s: float | None) -> Any:
-    """Return the next message or None, at once if `timeout_s` is 0, else after a wait."""
+    """Return the next message of a queue or None, at once if `timeout_s` is 0, else after a wait."""
     if self._queue.empty() and timeout_s != 0:
         await asyncio.sleep(RESOLUTION.total_seconds())
     return None if self._queue.empty() else self._queue.get_nowait()
@@ -163,9 +163,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flows.servers.guarded")
     parser.add_argument("server", choices=APPLICATIONS)
     place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--descriptor", type=int, help="of a socket that listens on the loopback")
+    place.add_argument(
+        "--descriptor", type=int, help="number of the descriptor of a socket that listens on the loopback"
+    )
     place.add_argument("--listen", metavar="ADDRESS:PORT")
-    parser.add_argument("--host", action="append", default=[], metavar="NAME:PORT", help="what it is called")
+    parser.add_argument("--host", action="append", default=[], metavar="NAME:PORT", help="name of the server")
     options = parser.parse_args()
     try:
         public = _socket(options.descriptor, options.listen)

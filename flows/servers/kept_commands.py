@@ -24,7 +24,7 @@ from stages.core.process_tree import TOKEN_VARIABLE, die_with_parent, marked_pro
 LOG_BYTES, NUM_LOGS = 10 * 2**20, 5
 """Size from which a log is rotated, and number of logs: the programs run for as long as the machine does."""
 DESCRIPTOR = "{descriptor}"
-"""In a command, stands for the number of the descriptor of the listening socket."""
+"""Placeholder in a command for the number of the listening socket's descriptor."""
 START_TIMEOUT_S = 300.0
 SYSTEMD_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
@@ -177,7 +177,7 @@ class Plan:
         return [descriptor for descriptor in (self.lock, *sockets) if descriptor is not None]
 
     def release(self) -> None:
-        """Close the lock, so that another process can take it."""
+        """Close the supervisor's lock, so that another process can take it."""
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None

@@ -375,7 +375,7 @@ def _start(
 def _launch(
     program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str], kept: dict[str, Kept]
 ) -> ServerRecord:
-    """Start a server and return its record.
+    """Start one local server and return its record.
 
     before: its last record; it keeps the token and, if possible, the port, since other processes know both.
     kept: what a supervisor has handed over, such as the listening socket; the started server is added.

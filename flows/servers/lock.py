@@ -77,7 +77,7 @@ class Lock:
             time.sleep(0.02)
 
     def _holder(self) -> Holder | None:
-        """Return the holder if it is a supervisor that can be seen from here."""
+        """Return the lock's holder if it is a supervisor that can be seen from here."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             holder = Holder(**json.loads(self.path.read_text()))
             command = Path(f"/proc/{holder.pid}/cmdline").read_bytes()
@@ -125,6 +125,6 @@ def _ask_to_hand_over(address: str) -> Plan:
 
 
 def is_of_this_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end belongs to this user."""
+    """Return whether the process at the other end of a socket belongs to this user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())

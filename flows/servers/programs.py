@@ -47,12 +47,12 @@ SERVICES = {
 """Settings of how often Prefect's server looks for work of its own."""
 _WORKER_COMMAND = [sys.executable, "-m", "flows.service.worker", DESCRIPTOR]
 BACKLOG = 2048
-"""Connections that may wait for a server."""
+"""Number of connections that may wait for a server to accept them."""
 
 
 @dataclass(frozen=True)
 class ServerProgram:
-    """A server or the worker.
+    """Program of a local server or of the worker.
 
     variable: names another server, if the user sets it. health_path, client_path: relative to the server's address.
     command: the descriptor of its listening socket replaces `{descriptor}`.
@@ -127,4 +127,4 @@ WORKER = ServerProgram("worker", None, 4300, "/health", "", _WORKER_COMMAND, _wo
 SERVERS = (PREFECT, MLFLOW)
 PROGRAMS = {program.name: program for program in (*SERVERS, WORKER)}
 NAMED_BY = {program.name: str(program.variable) for program in SERVERS}
-"""Server → the variable by which a user names another one."""
+"""Server → the variable by which a user names a server of their own."""

@@ -127,7 +127,7 @@ def remove(channel: str) -> None:
 
 
 def send_test(channel: Channel) -> None:
-    """Notify a channel from here, now. Raises `RecipeError` when it is not notified, `ServerError` when that fails."""
+    """Send a channel a test notification now. Raises `RecipeError` if it is not notified, `ServerError` on failure."""
     with prefect_client() as client:
         if not client.read_automations_by_name(PREFIX + channel):
             raise RecipeError(f"there are no notifications by {channel}; `lifecycle notify add {channel}` adds them")

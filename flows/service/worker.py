@@ -176,7 +176,7 @@ def duties() -> list[Duty]:
 
 
 async def work(public: socket.socket | None) -> None:
-    """Poll until cancelled; answer health checks on `public`."""
+    """Run the worker: poll Prefect until cancelled; answer health checks on `public`."""
     worker = ProcessWorker(name=f"lifecycle-{os.uname().nodename}", work_pool_name=WORK_POOL)
     worker._get_scheduled_flow_runs = DueRuns(worker).get
     if public:
@@ -196,7 +196,7 @@ def repeat(duty: Duty) -> None:
 
 
 def end_if_moved(here: HomeIdentity) -> None:
-    """End the worker when its home is no longer where it was."""
+    """End the worker when its home has been moved or removed."""
     if not here.is_here():
         print(f"{home()} was moved: the worker ends; `lifecycle up` starts it in the new place", flush=True)
         os._exit(1)  # without cleanup, which would stop running refreshes; those keep their open files

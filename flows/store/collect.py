@@ -35,7 +35,7 @@ class Verification:
 
     @property
     def whole(self) -> bool:
-        """Return whether every file has its recorded hash and no other file is there."""
+        """Return whether every file of an artifact has its recorded hash and no other file is there."""
         return not (self.damaged or self.missing or self.extra)
 
 
@@ -165,7 +165,7 @@ def size_bytes(path: Path) -> int:
 
 
 def _stats(path: Path) -> Iterator[os.stat_result]:
-    """Yield the state of an entry and of all below it. Links are not followed, files that vanish are left out."""
+    """Yield the file status of an entry and of all below it. Links are not followed, vanished files are left out."""
     for one in (path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())):
         with suppress(OSError):
             yield one.lstat()

@@ -114,7 +114,7 @@ def content_digest(product: Product, files: Files) -> str:
 
 
 def is_pending(artifact: Path) -> bool:
-    """Return whether the hook after the commit has yet to be completed (`flows/launch/hook.py`)."""
+    """Return whether an artifact's hook after the commit has yet to be completed (`flows/launch/hook.py`)."""
     return (artifact / PENDING_HOOK_FILE).exists()
 
 

@@ -37,7 +37,7 @@ WholeNumber = Annotated[int, Field(strict=True, ge=1)]
 
 
 class Keep(StrictModel):
-    """Bounds on what is kept. A refresh is kept if `refreshes` or `days` keeps it; if one is unset, the other decides.
+    """Bounds on kept refreshes. One is kept if `refreshes` or `days` keeps it; if one is unset, the other decides.
 
     champions: number of versions; what an alias points to is kept in any case.
     """
@@ -47,7 +47,7 @@ class Keep(StrictModel):
     champions: Literal["all"] | WholeNumber = "all"
 
     def beyond(self, records: Iterable[RefreshRecord], now_ms: int) -> list[RefreshRecord]:
-        """Return the refreshes that are not kept, without any that runs or may run elsewhere."""
+        """Return the refreshes beyond the retention policy, without any that runs or may run elsewhere."""
 
         def recipe_of(record: RefreshRecord) -> str:
             return record.recipe

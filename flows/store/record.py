@@ -1,4 +1,4 @@
-"""Records of artifacts: one artifact's (`record.json`), and all together (`Index`)."""
+"""Records of artifacts: one artifact's `record.json`, and the index of all."""
 
 from __future__ import annotations
 

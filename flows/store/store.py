@@ -82,7 +82,7 @@ def _remove_folder(folder: Path) -> list[OSError]:
 
 
 class Store:
-    """Artifacts under `root`, which is created when something is first written."""
+    """Store of artifacts under `root`, which is created when something is first written."""
 
     def __init__(self, root: Path):
         self.root = root.absolute()
@@ -191,7 +191,7 @@ class Store:
             _sync(artifact)
 
     def remove(self, path: Path) -> None:
-        """Remove a folder, a file or a link, of the store or beside it. It is gone for readers at once.
+        """Remove a folder, a file or a link of the store. Readers see it vanish at once.
 
         Raises StoreError when something below it cannot be removed: what is left then lies in the trash.
         """

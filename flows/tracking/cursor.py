@@ -16,7 +16,7 @@ LAYOUTS = "layouts"
 
 
 class ShippedAttempt(StrictModel):
-    """Progress of shipping an attempt.
+    """Progress of shipping an attempt to MLflow.
 
     next_byte: position in its `metrics.jsonl` of the first line that MLflow does not have.
     """
@@ -40,7 +40,7 @@ class Shipped(StrictModel):
     trouble: str | None = None
 
     def has_all_of(self, ledger: Ledger) -> bool:
-        """Return whether nothing is left to be shipped; a retry makes something to ship again."""
+        """Return whether MLflow has all of a refresh; a retry makes something to ship again."""
         return self.done and self.ledger_bytes == ledger.size()
 
 

@@ -29,7 +29,7 @@ TYPES = {bool: "boolean", int: "long", float: "double", str: "string"}
 
 @dataclass(frozen=True)
 class ReadDataset:
-    """Dataset input of a run.
+    """Dataset that a run has read, as an input in MLflow.
 
     source, profile: JSON objects.
     columns: MLflow's schema, from the first row; None where there is no row.

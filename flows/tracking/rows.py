@@ -17,7 +17,7 @@ from stages.kinds.train.methods.registry import metric_meanings
 COMPARISON_IDENTITY = "lifecycle.comparison"
 """Tag of a comparison's run in MLflow: `COMPARISON`, and of its layouts' runs `COMPARISON/NUMBER`."""
 HELD_OUT = "evaluation_"
-"""Prefix of metrics over held-out rows."""
+"""Prefix of the names of metrics over held-out rows."""
 CURVES = ("loss", f"{HELD_OUT}loss")
 METRICS_PER_BATCH = 1000
 MEDIAN = "_median"
@@ -27,7 +27,7 @@ REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 @dataclass(frozen=True)
 class MetricRow:
-    """One value of one metric."""
+    """Value of one metric at one step."""
 
     name: str
     value: float

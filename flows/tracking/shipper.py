@@ -305,7 +305,7 @@ def _folder(attempt: AttemptRecord) -> Path:
 
 
 class Tracker:
-    """Shipping process of one refresh, best effort.
+    """Process that ships one refresh to MLflow, best effort.
 
     Importing mlflow costs two CPU-seconds, and a call to a slow server may take any time; in a process of its own
     neither delays a stage. Events are in the ledger first, so nothing is lost when MLflow, or that process, is away.

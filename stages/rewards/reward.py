@@ -49,7 +49,7 @@ RowCheck = Callable[[str | None, Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class RewardContext:
-    """Context of the stage in which rewards work: cache, scratch folder, artifacts.
+    """Context of the stage in which rewards work: input artifacts, a folder of its own, warnings.
 
     inputs: stage name → folder of its artifact.
     kept: folder, made when needed, whose files belong to the artifact and outlive a kill.
