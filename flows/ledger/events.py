@@ -17,7 +17,7 @@ from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StrictModel
 
 Outcome = Literal["finished", "failed", "cancelled", "killed"]
-"""Outcome of an attempt: succeeded, failed, stopped or killed.
+"""Outcome of an attempt at a stage: finished, failed, cancelled or killed.
 
 cancelled: on request.
 killed: a process of the stage, or of the refresh, died before it could record its end.
