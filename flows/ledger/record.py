@@ -183,7 +183,7 @@ class RefreshRecord:
 
     @property
     def standing(self) -> Standing:
-        """Return the state of the process of the latest try; `dead` in a copied home.
+        """Return the state of the refresh's latest process; `dead` in a copied home.
 
         A process elsewhere is dead once it has given no sign of life for long.
         """

@@ -22,7 +22,7 @@ LEFT_OUT = (1, False)
 
 
 def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
-    """Yield what is wrong in a line whose keys must be among `keys`."""
+    """Yield problems of a layout's line of text, whose keys must be among `keys`."""
     words = _words(line)
     if not words or ("=" not in words[0] and words[0] not in (*ENGINES, *keys)):
         engine = words[0] if words else ""

@@ -55,7 +55,7 @@ def adopt(
 
 
 def _planned_on(base: Artifact, name: str, path: Path) -> PlannedStage:
-    """Return the download of an adapter, planned as by a recipe whose stage of the base has this artifact."""
+    """Plan the download stage of an adopted adapter, as a recipe would whose base stage has this artifact."""
     stage = base.record.stage
     tree = {
         stage: {"kind": "download", "model": f"file://{base.folder}/model"},

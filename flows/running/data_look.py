@@ -128,7 +128,7 @@ def _is_at_hand(config: FetchedConfig) -> bool:
 
 
 def _look(stage_input: StageInput, stage: PlannedStage, num_rows: int, work: Path) -> DataLook:
-    """Prepare the view in a process on this machine, wherever the stage itself will run."""
+    """Prepare the view of a stage's data in a process on this machine, wherever the stage itself will run."""
     execution = Execution(environment=stage.config.execution.environment)
     config = LookConfig(stage=stage_input, num_rows=num_rows, execution=execution)
     work.mkdir()

@@ -52,7 +52,7 @@ PART_TYPES = {"text", "reasoning", "tool_call"}
 INVISIBLE = "[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]"
 """Pattern of characters without width that are not white space."""
 Span = tuple[int, int]
-"""Begin and end, in characters of a text."""
+"""Span of a text: begin and end, in characters."""
 
 
 class RowError(ValueError):

@@ -278,7 +278,7 @@ class Renderings:
         self._kept: dict[tuple[object, ...], str] = {}
 
     def __call__(self, messages: Sequence[Message], **options: bool) -> str:
-        """Render messages. Raises RowError when there are too many in all, and what `write` raises."""
+        """Render messages by the chat template. Raises RowError for too many in all, and what `write` raises."""
         self.check(len(messages))
         self._num_messages += len(messages)
         return self._write(list(messages), **options)

@@ -38,7 +38,7 @@ PACKED_DOCUMENTS = "packed_documents"
 """Name of our attention in Transformers' interface."""
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types, in Transformers' words, that `packed_documents` computes."""
+"""Types of attention layers, in Transformers' words, that `packed_documents` computes."""
 
 FLASH_HEAD_WIDTH = 256
 """Largest head width that flash attention supports."""

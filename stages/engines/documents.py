@@ -21,7 +21,7 @@ LEAST_FILL = 0.8
 
 @dataclass(frozen=True)
 class Bucket:
-    """`num_documents` documents padded to `length` tokens, from slot `start` on."""
+    """Bucket of `num_documents` documents padded to `length` tokens, from slot `start` on."""
 
     start: int
     num_documents: int

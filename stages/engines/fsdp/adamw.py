@@ -116,7 +116,7 @@ def random_bits(places: Tensor, key: int) -> Tensor:
 
 
 def first_element(parameter: Tensor) -> int:
-    """Return the index, in the flattened parameter, of this process's first row."""
+    """Return the index, in the flattened parameter, of the first row that this process's shard has."""
     if not isinstance(parameter, DTensor) or not parameter.numel():
         return 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

@@ -31,7 +31,7 @@ from stages.planner.workload import Precision
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension; torch has a fused kernel for it on GPUs only.
+    """Root mean square norm (RMSNorm) over the last dimension; torch has a fused kernel for it on GPUs only.
 
     Under sequence parallelism every rank sees other tokens: the mark on the weight lets Megatron sum its gradients.
     """

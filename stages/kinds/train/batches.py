@@ -117,7 +117,7 @@ class BatchSource:
     change: BatchChange | None = None
     reference: ReferenceRows | None = None
     mismatched: ReferenceRows | None = None
-    """Reference log-probabilities of answers paired with other prompts, for KTO's divergence."""
+    """Reference log-probabilities of answers paired with other prompts, for the divergence in KTO."""
     teacher: TeacherRows | None = None
 
     def batch(self, rows: Sequence[int]) -> Batch:

@@ -159,7 +159,7 @@ class TrainConfig(MethodFields):
 
     @property
     def micro_batches_per_step(self) -> int:
-        """Forward passes of one process in one optimizer step (gradient accumulation)."""
+        """Number of forward passes of one process in one optimizer step (gradient accumulation)."""
         return self.global_batch_size // (self.layout.micro_batch_size * self.layout.data_parallel_size)
 
     @property

@@ -26,7 +26,7 @@ PER_STEP = (
     "mfu",
     "data_wait_fraction",
 )
-"""Metrics that are measured in every step; a run's final value is their median."""
+"""Names of metrics that are measured in every step; a run's final value is their median."""
 
 Metrics = dict[str, float]
 
@@ -48,11 +48,11 @@ class Journal:
         self._has_warned_of_rest = False
 
     def is_due(self, step: int) -> bool:
-        """Return whether the metrics of this step are logged."""
+        """Return whether the metrics of a step are logged."""
         return step % self._log_every_steps == 0 or step in (1, self._num_steps)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Write the metrics of a step, and warn once of much communication or a poor top k of the teacher."""
+        """Log the metrics of a step, and warn once of much communication or a poor top k of the teacher."""
         self._attempt.append(metrics)
         if step > self._last_logged_step:
             self._context.log_metrics(step, metrics)
@@ -72,7 +72,7 @@ class Journal:
             )
 
     def progress(self, step: int, loss: float) -> None:
-        """Report the step and its loss, at most every half second."""
+        """Report a training's step and loss, at most every half second."""
         now_s = time.monotonic()
         if step == self._num_steps or now_s - self._last_progress_s > PROGRESS_EVERY_S:
             self._context.progress(step, self._num_steps, "steps", f"loss {loss:.4f}{self._rate()}")
@@ -84,11 +84,11 @@ class Journal:
         return min(((row["evaluation_loss"], int(row["step"])) for row in rows), default=(math.inf, 0))
 
     def warn(self, message: str) -> None:
-        """Report a warning."""
+        """Report a warning of the training."""
         self._context.warn(message)
 
     def milestone(self, message: str) -> None:
-        """Report an event worth showing."""
+        """Report an event of the training worth showing."""
         self._context.milestone(message)
 
     def summary(self) -> Metrics:

@@ -24,7 +24,7 @@ from stages.remote.hub_file import TOKEN_VARIABLE, endpoint
 
 
 class HuggingFaceRepository:
-    """A model repository.
+    """Publishing target: a model repository on the Hugging Face hub.
 
     name: `owner/name`.
     private: visibility of a new repository, and required of an existing one.
@@ -126,5 +126,5 @@ class HuggingFaceRepository:
 
 
 def open_target(address: Address, *, private: bool) -> HuggingFaceRepository:
-    """Open a model repository."""
+    """Open a model repository on the Hugging Face hub as a publishing target."""
     return HuggingFaceRepository(address.place, private=private)

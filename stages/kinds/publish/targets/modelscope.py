@@ -87,7 +87,7 @@ class ModelScopeRepository:
         self.check()  # before anything is sent, check that the hub created it as requested
 
     def _found(self) -> RepoInfo | None:
-        """Return the repository; None if there is none, as far as this token may see."""
+        """Return the model repository on ModelScope; None if there is none that this token may see."""
         with self._explained():
             try:
                 return self._api.get_repo(self._name, KIND)
@@ -160,5 +160,5 @@ def _is_large(name: str, size_bytes: int) -> bool:
 
 
 def open_target(address: Address, *, private: bool) -> ModelScopeRepository:
-    """Open a model repository."""
+    """Open a model repository on ModelScope as a publishing target."""
     return ModelScopeRepository(address.place, private=private)

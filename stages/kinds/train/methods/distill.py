@@ -120,7 +120,7 @@ class DistillLoss:
         return loss, dict(zip(METRICS, metrics, strict=True))
 
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Return the divergence [...] of log-probabilities [..., k]."""
+        """Return the distillation divergence [...] of log-probabilities [..., k]."""
         import torch
 
         beta = self.config.beta

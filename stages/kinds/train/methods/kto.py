@@ -38,7 +38,7 @@ class KtoConfig(StrictModel):
 
 @dataclass(frozen=True)
 class KtoLoss:
-    """Mean over documents of λ (1 - σ(±β (log π/π_ref - z))), + for good answers: Ethayarajh et al. 2024, equation 8.
+    """KTO: mean over documents of λ (1 - σ(±β (log π/π_ref - z))), + for good: Ethayarajh et al. 2024, equation 8.
 
     z is the divergence, and 0 for apo_zero_unpaired.
     """
