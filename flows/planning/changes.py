@@ -224,7 +224,7 @@ def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
 
 
 def _with_sources(stage: PlannedStage, index: Index) -> PlannedStage:
-    """Return the stage with the changes in what it fetches: in the files, and in the name of their source."""
+    """Return the planned stage with the changes in the source that it fetches: in its files and its name."""
     config = stage.config
     if not isinstance(config, FetchedConfig):
         return stage

@@ -42,7 +42,7 @@ PARQUET_BATCH_ROWS = 1024
 BLOCK_BYTES = 1 << 20
 SAMPLED_BYTES = 64 << 20
 SAMPLED_BYTES_COMPRESSED = 16 * SAMPLED_BYTES
-"""Decompressed bytes that are sampled; reading them takes seconds."""
+"""Decompressed bytes of a compressed file that are read to estimate its rows; reading them takes seconds."""
 SAMPLED_BYTES_ELSEWHERE = 1 << 20
 LONGEST_LINE_BYTES = 256 << 20
 """Longest line of JSON Lines. A file with longer ones is something else, and would fill the memory."""

@@ -121,7 +121,7 @@ NAMES: dict[RowKind, tuple[str, ...]] = {"examples": ("",), "pairs": ("chosen", 
 
 @dataclass(frozen=True)
 class Visits:
-    """Visits of a training to its rows.
+    """Rows that a training visits: those of its first step, and shares and passes of each dataset.
 
     - rows: rows of the first step
     - shares: dataset of a mixture → its share of all that is learned

@@ -423,7 +423,7 @@ class DatasetWriter:
             stream.close()
 
     def write_row(self, units: Sequence[Unit]) -> None:
-        """Append a row. Raises ResourceError when the disk is full."""
+        """Append a row of packed tokens. Raises ResourceError when the disk is full."""
         has_margins = any(unit.margin is not None for unit in units)
         self.write_rows(Units.of(units, is_labelled=self._is_labelled, has_margins=has_margins), [len(units)])
 

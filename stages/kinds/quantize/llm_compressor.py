@@ -54,7 +54,7 @@ from stages.models.model_folder import follow_file_mask
 from stages.serving.engine import Quantization
 
 SMOOTHING_STRENGTH = 0.8
-"""Strength of SmoothQuant, as its authors use it for models with many outliers."""
+"""Strength of SmoothQuant's smoothing, as its authors use it for models with many outliers."""
 CALIBRATION_BATCH_TOKENS = 8192
 
 

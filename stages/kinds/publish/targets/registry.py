@@ -17,7 +17,7 @@ MAX_SHOWN_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class TargetEntry:
-    """A kind of target.
+    """Entry of a publishing target in the registry: form of its addresses, module, and token variable.
 
     form: text after the scheme, for messages.
     pattern: the same, as a regular expression.
