@@ -30,10 +30,10 @@ from stages.kinds.train.batches import BatchSource
 from stages.kinds.train.checkpoints import complete_checkpoints
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import RolloutOptions
-from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing, checked_prompts, completion_packing
+from stages.kinds.train.rollouts.documents import AnsweredPrompt, checked_prompts
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, RoundSamples, round_metrics
 from stages.kinds.train.rollouts.rounds import Round, RoundPlan, Sampler
-from stages.kinds.train.rollouts.server import BOUNDS_NATS, SyncedServer, check_difference
+from stages.kinds.train.rollouts.server import BOUNDS_NATS, RolloutServer, SyncedServer, check_difference
 from stages.kinds.train.teacher import BuildEngine
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.recorded import ToolPrompt
@@ -58,7 +58,6 @@ class RolloutBatches:
         watchdog: Watchdog,
         prompts: Sequence[AskedPrompt],
         plan: RoundPlan,
-        packing: Packing,
         server: SyncedServer,
         reference: Engine | None,
     ) -> None:
@@ -72,7 +71,6 @@ class RolloutBatches:
         self._watchdog = watchdog
         self._prompts = prompts
         self._plan = plan
-        self._packing = packing
         self._reference = reference
         self._folder = context.scratch / "rollouts"
         self._server = server
@@ -114,7 +112,7 @@ class RolloutBatches:
         if is_main_process():
             self._clear(path)
         is_kept = bool(self._engine.broadcast_from_rank0(float(path.is_file())))
-        sync_s = 0.0 if is_kept else self._sample(step, path)
+        sync_s = 0.0 if is_kept else self._server.sample(step, lambda server: self._write_round(step, server, path))
         sampled = Round.read(path)
         began_s = time.perf_counter()
         documents = self._documents(sampled)
@@ -141,15 +139,8 @@ class RolloutBatches:
         self._samples.write(sampled)
         return parts
 
-    def _sample(self, step: int, path: Path) -> float:
-        """Give the sampling server new weights and write the round's file; return the transfer's seconds."""
-        sync_s = self._server.give_weights(step)
-        self._watchdog.begins(f"the completions for step {step}")
-        if is_main_process():
-            sampler = Sampler(self._server.server, self._open_judge(), self._prompts, self._options, self._plan)
-            sampler.sample(step).write(path)
-        self._engine.broadcast_from_rank0(0.0)  # the others wait here until rank 0 has written the file
-        return sync_s
+    def _write_round(self, step: int, server: RolloutServer, path: Path) -> None:
+        Sampler(server, self._open_judge(), self._prompts, self._options, self._plan).sample(step).write(path)
 
     def _open_judge(self) -> Judge:
         """Return the opened rewards, which may hold processes or servers; they are opened once."""
@@ -172,10 +163,8 @@ class RolloutBatches:
         rewards = torch.tensor([completion.reward for completion in sampled.completions], dtype=torch.float64)
         advantages = iter(self._options.advantages(rewards).tolist())
         return [
-            AnsweredPrompt(
+            completion.after(
                 self._prompts[group.prompt].token_ids,
-                completion.token_ids,
-                completion.log_probabilities,
                 next(advantages),
                 is_learned=not (completion.truncated and self._options.mask_truncated_completions),
             )
@@ -188,7 +177,7 @@ class RolloutBatches:
         self._watchdog.begins("the engine's log-probabilities of the completions")
         engine, size = self._engine, len(documents) // self._options.steps_per_generation
         shares = [
-            self._packing.share(documents[first : first + size], engine.data_rank, engine.data_parallel_size)
+            self._server.packing.share(documents[first : first + size], engine.data_rank, engine.data_parallel_size)
             for first in range(0, len(documents), size)
         ]
         return [[self._with_log_probabilities(batch) for batch in share] for share in shares]
@@ -279,12 +268,9 @@ class RolloutData:
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:
         """Return the batches of completions; the sampling server opens with the first of them."""
         config = self.config
-        packing = completion_packing(config, self.options, self.model_folder, self.options.temperature)
-        server = SyncedServer(config, self.context, self.options, engine, watchdog, packing, self.model_folder)
+        server = SyncedServer(config, self.context, self.options, engine, watchdog)
         reference = self.build_reference(engine.device, self) if config.needs_reference else None
-        return RolloutBatches(
-            self.context, self.options, engine, watchdog, self.prompts, self._plan, packing, server, reference
-        )
+        return RolloutBatches(self.context, self.options, engine, watchdog, self.prompts, self._plan, server, reference)
 
     @property
     def _plan(self) -> RoundPlan:

@@ -143,9 +143,7 @@ def checked_prompts(
     return prompts
 
 
-def completion_packing(
-    config: TrainConfig, options: SamplingOptions, model_folder: Path, temperature: float
-) -> Packing:
+def completion_packing(config: TrainConfig, options: SamplingOptions, model_folder: Path) -> Packing:
     """Return the sizes by which completions are packed."""
     return Packing(
         config.data.sequence_length,
@@ -153,7 +151,7 @@ def completion_packing(
         bool(config.data.packing),
         config.layout.micro_batch_size,
         DocumentTokenizer(model_folder, None, "assistant").padding_token,
-        temperature,
+        options.temperature,
     )
 
 

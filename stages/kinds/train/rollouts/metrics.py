@@ -96,9 +96,7 @@ class RoundSamples:
                     "row": str(prompt.place),
                     "prompt": prompt.text,
                     "reference": prompt.prompt.reference,
-                    "text": completion.text,
-                    "num_tokens": len(completion.token_ids),
-                    "truncated": completion.truncated,
+                    **completion.shown,
                     "rewards": completion.rewards,
                     "reward": completion.reward,
                 }

@@ -7,7 +7,7 @@ server that samples has the weights of that step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,15 +28,12 @@ from stages.engines.engine import Engine
 from stages.kinds.train.batches import BatchSource, RowBatches
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.method import OnPolicySteps, TeacherTokens
-from stages.kinds.train.methods.rollouts import SamplingOptions
-from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing, completion_packing
+from stages.kinds.train.rollouts.documents import AnsweredPrompt
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, NUM_SHOWN, SampleFile
-from stages.kinds.train.rollouts.rounds import CUT_OFF, SERVER, completion_request
-from stages.kinds.train.rollouts.server import SyncedServer
+from stages.kinds.train.rollouts.rounds import Asked, request_seed, sample_completions
+from stages.kinds.train.rollouts.server import RolloutServer, SyncedServer
 from stages.kinds.train.teacher import Taught, with_candidates
 from stages.kinds.train.watchdog import Watchdog
-from stages.rollouts.asking import Answer, Request
-from stages.serving.client import Choice
 
 DOCUMENTS = TypeAdapter(list[AnsweredPrompt])
 
@@ -55,7 +52,6 @@ class OnPolicyBatches:
     taught: Taught
     engine: Engine
     server: SyncedServer
-    packing: Packing
     seed: int
     file: Path
     """File to which rank 0 writes the answers and from which every process reads them."""
@@ -74,9 +70,10 @@ class OnPolicyBatches:
         if not is_on_policy(self.seed, step, self.steps.share):
             self.measured = {"on_policy": 0.0}
             return self.texts.micro_batches(step)
-        sync_s = self.server.give_weights(step)
         began_s = time.perf_counter()
-        documents = self._answered(step)
+        sync_s = self.server.sample(step, partial(self._write_answers, step))
+        documents = DOCUMENTS.validate_json(self.file.read_bytes())
+        self.engine.broadcast_from_rank0(0.0)  # rank 0 overwrites the file only when all have read it
         sampled_s = time.perf_counter()
         if not self.server.has_probe:
             self.server.take_probe(documents)
@@ -86,7 +83,7 @@ class OnPolicyBatches:
         self.measured = {
             "on_policy": 1.0,
             "sync_s": sync_s,
-            "generate_s": sampled_s - began_s,
+            "generate_s": sampled_s - began_s - sync_s,
             "teacher_s": time.perf_counter() - sampled_s,
             "completion_tokens": float(np.mean([len(one.completion) for one in documents])),
         }
@@ -102,30 +99,18 @@ class OnPolicyBatches:
     def close(self) -> None:
         self.server.close()
 
-    def _answered(self, step: int) -> list[AnsweredPrompt]:
-        """Return the model's answers to the global batch's prompts, the same on every process."""
-        self.watchdog.begins(f"the answers of step {step}")
-        if is_main_process():
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.file, DOCUMENTS.dump_json(self._sample(step)).decode())
-        self.engine.broadcast_from_rank0(0.0)  # before it, the file may be an earlier step's
-        documents = DOCUMENTS.validate_json(self.file.read_bytes())
-        self.engine.broadcast_from_rank0(0.0)  # and rank 0 overwrites it only when all have read
-        return documents
-
-    def _sample(self, step: int) -> list[AnsweredPrompt]:
+    def _write_answers(self, step: int, server: RolloutServer) -> None:
+        """Write the answers to the global batch's prompts, and some of them for people; on rank 0 only."""
+        sampling = self.steps.sampling
         prompts = prompts_of(self.texts.training.dataset, self.texts.order.global_batch(step))
-        requests = requests_of(self.steps.sampling, prompts, self.packing.most_tokens, self.seed, step)
-        answers: dict[int, tuple[AnsweredPrompt, Choice]] = {}
-
-        def keep(position: int, request: Request, answer: Answer) -> None:
-            choice = answer.choices[0]
-            answers[position] = AnsweredPrompt(request["prompt"], *choice.sampled(SERVER), 0.0), choice
-
-        self.server.server.ask(requests, keep)
+        asked = asked_of(prompts, self.server.packing.most_tokens, sampling.max_completion_length, self.seed, step)
+        answers = [one for (one,) in sample_completions(server, sampling, asked, 1)]
+        documents = [answer.after(prompt) for prompt, answer in zip(prompts, answers, strict=True)]
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.file, DOCUMENTS.dump_json(documents).decode())
         assert self.samples
-        self.samples.write(step, self._shown(answers))
-        return [answers[position][0] for position in range(len(prompts))]
+        shown = zip(prompts[:NUM_SHOWN], answers, strict=False)
+        self.samples.write(step, ({"prompt": self.decode(prompt), **answer.shown} for prompt, answer in shown))
 
     def _taught(self, documents: Sequence[AnsweredPrompt]) -> list[Batch]:
         """Return this process's micro-batches of the answers, with the teacher's candidates."""
@@ -139,19 +124,9 @@ class OnPolicyBatches:
         ]
 
     def _share(self, documents: Sequence[AnsweredPrompt], data_rank: int) -> list[Batch]:
-        """Return a data rank's micro-batches of answers, at the temperature of the loss."""
-        batches = self.packing.share(documents, data_rank, self.engine.data_parallel_size)
+        """Return a data rank's micro-batches, at the temperature of the loss."""
+        batches = self.server.packing.share(documents, data_rank, self.engine.data_parallel_size)
         return [replace(batch, rollouts=None, temperature=self.asked.temperature) for batch in batches]
-
-    def _shown(self, answers: Mapping[int, tuple[AnsweredPrompt, Choice]]) -> Iterator[dict[str, object]]:
-        for position in range(min(NUM_SHOWN, len(answers))):
-            document, choice = answers[position]
-            yield {
-                "prompt": self.decode(document.prompt),
-                "text": choice.written(SERVER),
-                "num_tokens": len(document.completion),
-                "truncated": choice.finish_reason == CUT_OFF,
-            }
 
 
 def on_policy_batches(
@@ -171,26 +146,30 @@ def on_policy_batches(
     assert asked
     check_prompts(texts.training.dataset)
     model_folder = context.inputs[config.base or config.model] / "model"
-    packing = completion_packing(config, steps.sampling, model_folder, steps.sampling.temperature)
-    server = SyncedServer(config, context, steps.sampling, engine, watchdog, packing, model_folder)
-    file = context.scratch / "rollouts" / "answers.json"
-    samples = SampleFile(context) if is_main_process() else None
-    decode = DocumentTokenizer(model_folder, None, "assistant").decode
     return OnPolicyBatches(
-        texts, steps, asked, taught, engine, server, packing, config.seed, file, watchdog, samples, decode
+        texts=texts,
+        steps=steps,
+        asked=asked,
+        taught=taught,
+        engine=engine,
+        server=SyncedServer(config, context, steps.sampling, engine, watchdog),
+        seed=config.seed,
+        file=context.scratch / "rollouts" / "answers.json",
+        watchdog=watchdog,
+        samples=SampleFile(context) if is_main_process() else None,
+        decode=DocumentTokenizer(model_folder, None, "assistant").decode,
     )
 
 
-def requests_of(
-    sampling: SamplingOptions, prompts: Sequence[list[int]], most_tokens: int, seed: int, step: int
-) -> list[tuple[int, Request]]:
-    """Return a request for each prompt, with its position; a resumed run makes the same ones.
+def asked_of(
+    prompts: Sequence[list[int]], most_tokens: int, max_completion_length: int, seed: int, step: int
+) -> list[Asked]:
+    """Return what the server is asked in a step; a resumed run asks the same.
 
     most_tokens: of a prompt and its answer. Raises DataError for a prompt that leaves no room for an answer.
     """
-    requests: list[tuple[int, Request]] = []
+    asked = []
     for position, prompt in enumerate(prompts):
-        own_seed = int(np.random.SeedSequence((seed, step, position)).generate_state(1)[0]) >> 1
         room = most_tokens - len(prompt)
         if room < 1:
             raise DataError(
@@ -198,9 +177,8 @@ def requests_of(
                 "that the model, sequence_length and sampling.serving.max_model_len allow together; raise these, "
                 "or leave such rows out"
             )
-        request = completion_request(sampling, prompt, own_seed, 1)
-        requests.append((position, {**request, "max_tokens": min(room, sampling.max_completion_length)}))
-    return requests
+        asked.append(Asked(prompt, request_seed(seed, step, position), min(room, max_completion_length)))
+    return asked
 
 
 def is_on_policy(seed: int, step: int, share: float) -> bool:

@@ -1,11 +1,14 @@
-"""Rounds of completions: the plan of prompts, sampling and scoring on rank 0, and the file that all processes read."""
+"""Completions of the model that trains: asked for and checked on rank 0, for every method that samples.
+
+Rounds, for methods with rewards, are planned, scored and written to a file that all processes read.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +18,9 @@ from stages.core.errors import ServerError
 from stages.core.files import write_atomically
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.kinds.train.order import DataOrder
+from stages.kinds.train.rollouts.documents import AnsweredPrompt
 from stages.kinds.train.rollouts.server import RolloutServer
-from stages.rewards.judging import Judge, Judgement, Named
+from stages.rewards.judging import Judge, Named
 from stages.rollouts.asking import Answer, Request
 from stages.rollouts.prompts import AskedPrompt
 from stages.serving.client import Choice
@@ -24,7 +28,7 @@ from stages.serving.client import Choice
 
 @dataclass(frozen=True)
 class Completion:
-    """A sampled completion with its score.
+    """A sampled completion; with its score, where rewards judge it.
 
     log_probabilities: the server's, of each token, in nats.
     truncated: cut off at `max_completion_length`.
@@ -36,8 +40,17 @@ class Completion:
     log_probabilities: list[float]
     text: str
     truncated: bool
-    rewards: dict[str, float]
-    reward: float
+    rewards: dict[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+
+    def after(self, prompt: list[int], advantage: float = 0.0, *, is_learned: bool = True) -> AnsweredPrompt:
+        """Return the training document of this completion after its prompt."""
+        return AnsweredPrompt(prompt, self.token_ids, self.log_probabilities, advantage, is_learned)
+
+    @property
+    def shown(self) -> dict[str, object]:
+        """Fields that people read in `completions.jsonl`."""
+        return {"text": self.text, "num_tokens": len(self.token_ids), "truncated": self.truncated}
 
 
 @dataclass(frozen=True)
@@ -117,9 +130,10 @@ class RoundPlan:
         random = np.random.default_rng([self.seed, first_step, draw])
         return random.choice(self.num_prompts, count, replace=count > self.num_prompts).tolist()
 
-    def request_seed(self, first_step: int, draw: int, position: int) -> int:
-        """Return the seed of a group's first completion; the server adds the sample's number for the others."""
-        return int(np.random.SeedSequence((self.seed, first_step, draw, position)).generate_state(1)[0]) >> 1
+
+def request_seed(*numbers: int) -> int:
+    """Return the seed of a request that is known by these numbers, of at most 31 bits."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -131,6 +145,58 @@ SERVER = "the server that samples"
 CUT_OFF = "length"
 EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling options that keep vLLM from using defaults of the model's generation config."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompt, as token ids, that the server completes.
+
+    max_tokens: after which a completion is cut off.
+    """
+
+    prompt: list[int]
+    seed: int
+    max_tokens: int
+
+    def request(self, options: SamplingOptions, num_completions: int) -> Request:
+        """Return the body of the request for `num_completions` completions."""
+        return {
+            "prompt": self.prompt,
+            "n": num_completions,
+            "max_tokens": self.max_tokens,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "stop": list(options.stop) or None,
+            "seed": self.seed,
+            "logprobs": 0,
+            "return_token_ids": True,
+            **EVERY_TOKEN,
+        }
+
+
+def sample_completions(
+    server: RolloutServer, options: SamplingOptions, asked: Sequence[Asked], num_completions: int
+) -> list[list[Completion]]:
+    """Return `num_completions` completions of each prompt, in the order of the prompts and of the server's samples.
+
+    Raises ServerError for an answer without what a loss needs, and as `RolloutServer.ask` does.
+    """
+    found: dict[int, list[Completion]] = {}
+
+    def keep(position: int, _: Request, answer: Answer) -> None:
+        if len(answer.choices) != num_completions:
+            raise ServerError(
+                f"{SERVER} answered with {len(answer.choices)} completions, where {num_completions} were asked for"
+            )
+        found[position] = [_completion(choice) for choice in sorted(answer.choices, key=lambda choice: choice.index)]
+
+    server.ask(((position, one.request(options, num_completions)) for position, one in enumerate(asked)), keep)
+    return [found[position] for position in range(len(asked))]
+
+
+def _completion(choice: Choice) -> Completion:
+    token_ids, log_probabilities = choice.sampled(SERVER)
+    return Completion(token_ids, log_probabilities, choice.written(SERVER), choice.finish_reason == CUT_OFF)
 
 
 @dataclass(frozen=True)
@@ -149,12 +215,19 @@ class Sampler:
         num_tokens = num_draws = 0
         groups: list[Group] = []
         while num_draws < self.options.max_draws and (missing := self._missing(groups)):
-            asked = self.plan.others(first_step, num_draws, missing) if num_draws else self.plan.prompts(first_step)
-            seeds = [self.plan.request_seed(first_step, num_draws, position) for position in range(len(asked))]
+            prompts = self.plan.others(first_step, num_draws, missing) if num_draws else self.plan.prompts(first_step)
+            asked = [
+                Asked(
+                    self.prompts[prompt].token_ids,
+                    request_seed(self.plan.seed, first_step, num_draws, position),
+                    self.options.max_completion_length,
+                )
+                for position, prompt in enumerate(prompts)
+            ]
             began_s = time.perf_counter()
-            answers = self._answers(asked, seeds)
+            completions = sample_completions(self.server, self.options, asked, self.options.num_generations)
             answered_s = time.perf_counter()
-            drawn = list(self._groups(asked, answers))
+            drawn = self._judged(prompts, completions)
             generate_s, score_s = generate_s + answered_s - began_s, score_s + time.perf_counter() - answered_s
             num_tokens += sum(len(one.token_ids) for group in drawn for one in group.completions)
             # Groups with signal come first, each kind in the order drawn (the sort is stable).
@@ -173,66 +246,23 @@ class Sampler:
         """Return how many groups with signal the round still lacks."""
         return self.plan.prompts_per_round - sum(group.has_signal for group in groups)
 
-    def _answers(self, asked: Sequence[int], seeds: Sequence[int]) -> list[Answer]:
-        answers: dict[int, Answer] = {}
-        options = self.options
-
-        def keep(position: int, _: Request, answer: Answer) -> None:
-            if len(answer.choices) != options.num_generations:
-                raise ServerError(
-                    f"{SERVER} answered with {len(answer.choices)} completions, where {options.num_generations} were "
-                    "asked for"
-                )
-            for choice in answer.choices:
-                choice.sampled(SERVER)  # checked before anything is judged
-            answers[position] = answer
-
-        requests = [
-            (position, completion_request(options, self.prompts[prompt].token_ids, seed, options.num_generations))
-            for position, (prompt, seed) in enumerate(zip(asked, seeds, strict=True))
-        ]
-        self.server.ask(requests, keep)
-        return [answers[position] for position in range(len(asked))]
-
-    def _groups(self, asked: Sequence[int], answers: Sequence[Answer]) -> Iterator[Group]:
-        choices = [sorted(answer.choices, key=lambda choice: choice.index) for answer in answers]
+    def _judged(self, prompts: Sequence[int], completions: Sequence[Sequence[Completion]]) -> list[Group]:
         named = [
-            self._named(self.prompts[prompt], number, choice)
-            for prompt, group in zip(asked, choices, strict=True)
-            for number, choice in enumerate(group)
+            self._named(self.prompts[prompt], number, one)
+            for prompt, group in zip(prompts, completions, strict=True)
+            for number, one in enumerate(group)
         ]
         judgements = iter(self.judge(named))
-        for prompt, group in zip(asked, choices, strict=True):
-            yield Group(prompt, [_completion(choice, next(judgements)) for choice in group])
+        groups = []
+        for prompt, group in zip(prompts, completions, strict=True):
+            scores = [next(judgements) for _ in group]
+            judged = [
+                replace(one, rewards=dict(score.rewards), reward=score.total)
+                for one, score in zip(group, scores, strict=True)
+            ]
+            groups.append(Group(prompt, judged))
+        return groups
 
-    def _named(self, prompt: AskedPrompt, number: int, choice: Choice) -> Named:
-        completion = prompt.completion(choice.written(SERVER), len(choice.token_ids or ()))
+    def _named(self, prompt: AskedPrompt, number: int, one: Completion) -> Named:
+        completion = prompt.completion(one.text, len(one.token_ids))
         return f"completion {number} of the prompt in {prompt.place}", completion
-
-
-def _completion(choice: Choice, judgement: Judgement) -> Completion:
-    token_ids, log_probabilities = choice.sampled(SERVER)
-    return Completion(
-        token_ids=token_ids,
-        log_probabilities=log_probabilities,
-        text=choice.written(SERVER),
-        truncated=choice.finish_reason == CUT_OFF,
-        rewards=dict(judgement.rewards),
-        reward=judgement.total,
-    )
-
-
-def completion_request(options: SamplingOptions, prompt: list[int], seed: int, num_completions: int) -> Request:
-    """Return the request for `num_completions` completions of a prompt, given as token ids."""
-    return {
-        "prompt": prompt,
-        "n": num_completions,
-        "max_tokens": options.max_completion_length,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "stop": list(options.stop) or None,
-        "seed": seed,
-        "logprobs": 0,
-        "return_token_ids": True,
-        **EVERY_TOKEN,
-    }

@@ -27,7 +27,7 @@ from stages.engines.engine import Engine
 from stages.kinds.train.blocks import TrainExecution
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import SamplingOptions
-from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing, most_tokens
+from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing, completion_packing, most_tokens
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.recorded import Predicted
 from stages.parallel.accelerator import type_at_hand
@@ -446,7 +446,7 @@ def named_server_problems(
 class SyncedServer:
     """The server with the engine's weights, as all processes use it; the caller closes it.
 
-    server: what rank 0 asks.
+    packing: of prompts with their completions.
     bound_dtype: the less precise dtype of server and engine.
     """
 
@@ -457,13 +457,12 @@ class SyncedServer:
         options: SamplingOptions,
         engine: Engine,
         watchdog: Watchdog,
-        packing: Packing,
-        model_folder: Path,
     ) -> None:
-        """Choose the server's host; model_folder: of the trained model, or of an adapter's base."""
+        """Choose the host; the server opens with the first weights that it is given."""
+        model_folder = context.inputs[config.base or config.model] / "model"
         self._engine = engine
         self._watchdog = watchdog
-        self._packing = packing
+        self.packing = completion_packing(config, options, model_folder)
         self._dtype = "float32" if config.precision == "fp32" else "bfloat16"
         dtype = options.dtype(config.precision)
         self.bound_dtype = self._dtype if dtype == self._dtype else "bfloat16"
@@ -471,9 +470,9 @@ class SyncedServer:
         if options.server:
             host = NamedServer.of(config, model_folder)
         else:
-            serving = options.serving.model_copy(update={"max_model_len": packing.most_tokens, "dtype": dtype})
+            serving = options.serving.model_copy(update={"max_model_len": self.packing.most_tokens, "dtype": dtype})
             host = OwnServer(context, serving, config.execution, model_folder if config.adapter else None)
-        self.server = RolloutServer(host, config.execution, context.warn, is_adapter=config.adapter is not None)
+        self._server = RolloutServer(host, config.execution, context.warn, is_adapter=config.adapter is not None)
         # Not in memory (tmpfs): after a kill no one would remove the files there, and fresh files on disk are read
         # from the page cache anyway.
         self._weights = context.scratch / WEIGHTS
@@ -482,7 +481,20 @@ class SyncedServer:
         if is_main_process():
             shutil.rmtree(self._weights, ignore_errors=True)  # of another attempt
 
-    def give_weights(self, step: int) -> float:
+    def sample(self, step: int, write: Callable[[RolloutServer], None]) -> float:
+        """Give the server the weights of a step, let rank 0 sample and write a file, and wait for it. Collective.
+
+        Returns the seconds of the weights' transfer. Raises as `RolloutServer` and `write` do, and TrainingError when
+        the server answers with other weights.
+        """
+        sync_s = self._give_weights(step)
+        self._watchdog.begins(f"the completions for step {step}")
+        if is_main_process():
+            write(self._server)
+        self._engine.broadcast_from_rank0(0.0)  # the others wait here until rank 0 has written the file
+        return sync_s
+
+    def _give_weights(self, step: int) -> float:
         """Export the engine's weights to the server and check by the probe that it uses them. Collective.
 
         Returns the seconds. Raises TrainingError when the server answers with other weights, and as
@@ -494,7 +506,7 @@ class SyncedServer:
         for problem in self._engine.export(folder, getattr(torch, self._dtype)):
             raise problem
         if is_main_process():
-            self.server.take(folder)
+            self._server.take(folder)
         self.check(step)
         return time.perf_counter() - began_s
 
@@ -503,7 +515,7 @@ class SyncedServer:
         if self._probe:
             of_engine = self._engine.target_log_probabilities(self._probe.batch)
             if is_main_process():
-                self._probe.check(of_engine, self.server, self.bound_dtype, step)
+                self._probe.check(of_engine, self._server, self.bound_dtype, step)
 
     @property
     def has_probe(self) -> bool:
@@ -515,9 +527,9 @@ class SyncedServer:
         if self._probe:
             return
         if self._engine.broadcast_from_rank0(float(self._probe_path.is_file())):
-            self._probe = Probe.read(self._probe_path, self._packing)
+            self._probe = Probe.read(self._probe_path, self.packing)
             return
-        self._probe = Probe.take(documents, self._packing, self._engine)
+        self._probe = Probe.take(documents, self.packing, self._engine)
         if is_main_process():
             self._probe_path.parent.mkdir(parents=True, exist_ok=True)
             self._probe.write(self._probe_path)
@@ -528,5 +540,5 @@ class SyncedServer:
         return self._probe.batch, self._probe.untrained
 
     def close(self) -> None:
-        """End the sampling server."""
-        self.server.close()
+        """End the server."""
+        self._server.close()

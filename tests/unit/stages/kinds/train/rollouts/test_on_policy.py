@@ -15,8 +15,7 @@ from stages.core.errors import DataError
 from stages.data.look import Silent
 from stages.data.prepare import prepare
 from stages.kinds.train.check import check
-from stages.kinds.train.methods.rollouts import SamplingOptions
-from stages.kinds.train.rollouts.on_policy import _prompt_length, is_on_policy, prompts_of, requests_of
+from stages.kinds.train.rollouts.on_policy import _prompt_length, asked_of, is_on_policy, prompts_of
 from stages.models.facts import ModelFacts
 from tests.train_stage import make_artifacts, make_config
 
@@ -59,22 +58,16 @@ def test_the_share_of_steps_is_that_of_draws_of_their_own() -> None:
 
 
 def test_a_run_that_goes_on_asks_the_same_again() -> None:
-    """Prompts, seeds and lengths of a step's requests depend on the recipe and the step only."""
-    sampling = SamplingOptions(max_completion_length=6, temperature=0.5, stop=("\n",))
+    """Prompts, seeds and lengths of a step are functions of the recipe and the step."""
     prompts = [[1, 2, 3], [4], [1, 2, 3]]
-    asked = [request for _, request in requests_of(sampling, prompts, 8, seed=0, step=3)]
-    assert [one["prompt"] for one in asked] == prompts
-    assert [one["max_tokens"] for one in asked] == [5, 6, 5], "what the prompt leaves, at most as many as are asked for"
-    assert all(one.items() >= {"temperature": 0.5, "stop": ["\n"], "n": 1}.items() for one in asked)
-    assert asked == [request for _, request in requests_of(sampling, prompts, 8, seed=0, step=3)]
-    seeds = [
-        request["seed"]
-        for seed, step in ((0, 3), (0, 4), (1, 3))
-        for _, request in requests_of(sampling, prompts, 8, seed, step)
-    ]
+    asked = asked_of(prompts, 8, 6, seed=0, step=3)
+    assert [one.prompt for one in asked] == prompts
+    assert [one.max_tokens for one in asked] == [5, 6, 5], "what the prompt leaves, at most as many as are asked for"
+    assert asked == asked_of(prompts, 8, 6, seed=0, step=3)
+    seeds = [one.seed for seed, step in ((0, 3), (0, 4), (1, 3)) for one in asked_of(prompts, 8, 6, seed, step)]
     assert len(set(seeds)) == len(seeds) == 9
     with pytest.raises(DataError, match="step 3: a prompt of 8 tokens leaves no room for an answer in the 8"):
-        requests_of(sampling, [[1] * 8], 8, seed=0, step=3)
+        asked_of([[1] * 8], 8, 6, seed=0, step=3)
 
 
 def test_texts_without_prompts_are_named_before_training(artifacts: dict[str, Path], tmp_path: Path) -> None:

@@ -1,13 +1,33 @@
-"""A round's prompts depend on seed and step alone; a saved round is read back exactly."""
+"""A round's prompts depend on seed and step alone; a saved round is read back exactly.
+
+Completions are asked for and checked by one function, for every method that samples.
+"""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from stages.core.errors import ServerError
 from stages.kinds.train.methods.grpo import GrpoConfig
-from stages.kinds.train.rollouts.rounds import Completion, Group, Round, RoundPlan
+from stages.kinds.train.methods.rollouts import SamplingOptions
+from stages.kinds.train.rollouts.rounds import (
+    Asked,
+    Completion,
+    Group,
+    Round,
+    RoundPlan,
+    request_seed,
+    sample_completions,
+)
+from stages.kinds.train.rollouts.server import RolloutServer
+from stages.rollouts.asking import Answer, Request
+
+ROOT = Path(__file__).parents[6]
 
 
 def plan(num_prompts: int = 20, seed: int = 0, **options: object) -> RoundPlan:
@@ -34,7 +54,7 @@ def test_prompts_that_are_drawn_again_are_others_with_seeds_of_their_own() -> No
     assert one.others(1, 1, 3) == one.others(1, 1, 3)
     assert len({tuple(one.others(step, draw, 4)) for step in (1, 2) for draw in (1, 2)}) == 4
     assert len(one.others(1, 1, 30)) == 30, "more than there are prompts"
-    seeds = [one.request_seed(step, draw, place) for step in (1, 2) for draw in (0, 1) for place in range(6)]
+    seeds = [request_seed(one.seed, step, draw, place) for step in (1, 2) for draw in (0, 1) for place in range(6)]
     assert len(set(seeds)) == len(seeds)
 
 
@@ -51,3 +71,74 @@ def test_a_round_comes_back_from_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [1, 6])
 def test_no_prompt_is_drawn_twice_at_once_while_there_are_others(count: int) -> None:
     assert len(set(plan().others(3, 1, count))) == count
+
+
+class Answering:
+    """Server that answers the last request first, and of each the last completion first."""
+
+    def __init__(self, most_choices: int = 2, **changed: Any) -> None:
+        self.requests: list[Request] = []
+        self._most_choices = most_choices
+        self._changed = changed
+
+    def ask(self, requests: Iterable[tuple[int, Request]], keep: Callable[[int, Request, Answer], None]) -> None:
+        for number, request in reversed(list(requests)):
+            self.requests.insert(0, request)
+            choices = [
+                {
+                    "index": index,
+                    "text": f"{request['prompt']}.{index}",
+                    "token_ids": [index, 7],
+                    "logprobs": {"token_logprobs": [-0.5, -0.25]},
+                    "finish_reason": "length" if index else "stop",
+                    **self._changed,
+                }
+                for index in reversed(range(request["n"]))
+            ]
+            keep(number, request, Answer.model_validate({"choices": choices[: self._most_choices]}))
+
+
+def sampled(server: Answering) -> list[list[Completion]]:
+    asked = [Asked([1, 2], 11, 4), Asked([3], 12, 5)]
+    options = SamplingOptions(temperature=0.5, top_p=0.9, stop=("\n",))
+    return sample_completions(cast(RolloutServer, server), options, asked, 2)
+
+
+def test_completions_come_in_the_order_of_prompts_and_samples() -> None:
+    server = Answering()
+    first, second = sampled(server)
+    assert [one.text for one in (*first, *second)] == ["[1, 2].0", "[1, 2].1", "[3].0", "[3].1"]
+    assert first == [
+        Completion([0, 7], [-0.5, -0.25], "[1, 2].0", False),
+        Completion([1, 7], [-0.5, -0.25], "[1, 2].1", True),
+    ]
+    fixed = {"n": 2, "temperature": 0.5, "top_p": 0.9, "stop": ["\n"], "logprobs": 0, "return_token_ids": True}
+    fixed |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    own = [{"prompt": [1, 2], "seed": 11, "max_tokens": 4}, {"prompt": [3], "seed": 12, "max_tokens": 5}]
+    assert server.requests == [{**fixed, **one} for one in own]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"most_choices": 1}, "1 completions, where 2 were asked for"),
+        ({"text": None}, "has no text"),
+        ({"token_ids": [1]}, "1 tokens and 2 log-probabilities"),
+        ({"token_ids": None}, "no tokens and 2 log-probabilities"),
+        ({"logprobs": None}, "no log-probabilities"),
+    ],
+)
+def test_an_answer_without_what_a_loss_needs_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ServerError, match=message):
+        sampled(Answering(**changed))
+
+
+def test_completions_are_asked_for_in_one_place() -> None:
+    """Every method that samples goes through `sample_completions`, which alone reads what was sampled."""
+    readers = {
+        file.name
+        for file in (ROOT / "stages" / "kinds" / "train").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("sampled", "finish_reason")
+    }
+    assert readers == {"rounds.py"}
