@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from stages.core.fields import StrictModel
-from stages.data.batch import Batch
+from stages.data.batch import Signal
 from stages.engines.loss import Counts, Parts, Totals
 from stages.kinds.train.methods.method import Method
 from stages.kinds.train.methods.registry import METHODS
@@ -30,11 +30,11 @@ class MarginLoss:
     config: MarginConfig
     metric_names: ClassVar[tuple[str, ...]] = ("answer_margin",)
 
-    def counts(self, batch: Batch) -> Counts:
-        return {"pairs": batch.num_documents // 2}
+    def counts(self, signal: Signal) -> Counts:
+        return {"pairs": signal.documents.count // 2}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        means = batch.document_sums(token_log_probabilities) / batch.document_sums(batch.has_target.float())
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
+        means = signal.documents.sums(token_log_probabilities) / signal.documents.sums(signal.has_target.float())
         margins = means[0::2] - means[1::2]
         losses = -logsigmoid(self.config.beta * margins - self.config.target)
         return losses.sum() / totals["pairs"], {"answer_margin": margins.detach().sum() / totals["pairs"]}

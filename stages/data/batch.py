@@ -1,4 +1,7 @@
-"""Micro-batch of packed documents, as one forward pass and a loss get it; independent of files and parallelism."""
+"""Micro-batch of packed documents, in two groups: what a model's forward takes, and what a loss takes.
+
+Independent of files and parallelism.
+"""
 
 from __future__ import annotations
 
@@ -54,32 +57,71 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Packed documents. A document is a text that attends to itself only; preference data has two a pair.
+class Documents:
+    """Borders of a batch's packed documents. A document is a text that attends to itself only.
 
-    `num_documents` counts real documents. What is left at the end of a row is one more "document" of padding, so that
-    attention stays well-formed: those are numbered from `num_documents` on, have no targets and no reference.
+    `count` counts real documents. What is left at the end of a row is one more "document" of padding, so that attention
+    stays well-formed: those are numbered from `count` on, have no targets and no reference.
 
     Documents of preference data come in pairs in the same row: 2k is chosen, 2k + 1 rejected.
     """
 
+    ids: torch.Tensor
+    """int64 [rows, sequence]: number of each token's document."""
+    count: int
+    lengths: Sequence[int]
+    """Tokens of every document, padding included, in the order of the flattened rows; the sum is rows × sequence."""
+
+    @property
+    def token_rows(self) -> torch.Tensor:
+        """int64 [rows, sequence]: row number of each token of a real document, -1 in padding."""
+        rows = torch.arange(len(self.ids), device=self.ids.device)[:, None]
+        return torch.where(self.ids < self.count, rows, -1)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """int64 [count]: row number of each real document."""
+        rows = torch.arange(len(self.ids), device=self.ids.device)[:, None].expand_as(self.ids)
+        found = torch.zeros(len(self.lengths), dtype=torch.int64, device=self.ids.device)
+        return found.index_copy(0, self.ids.flatten(), rows.flatten())[: self.count]
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Return sums of float [rows, sequence] over each real document: float [count], differentiable."""
+        # One sum for each segment; those of padding come last and are cut off.
+        sums = torch.zeros(len(self.lengths), dtype=values.dtype, device=values.device)
+        return sums.index_add(0, self.ids.flatten(), values.flatten())[: self.count]
+
+    def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Return each document's value, of [count], at all its tokens; 0 in padding: float [rows, sequence]."""
+        padding = values.new_zeros(len(self.lengths) - self.count)
+        return torch.cat([values, padding])[self.ids]
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Arguments of a model's forward."""
+
     input_ids: torch.Tensor
-    """Token ids, int64 [rows, sequence]."""
-    targets: torch.Tensor
-    """Targets, int64 [rows, sequence]: next token, or `IGNORED`: without loss, a document's last token, padding."""
+    """int64 [rows, sequence]"""
     position_ids: torch.Tensor
-    """Positions of tokens, int64 [rows, sequence]: counted from 0 in every document."""
-    document_ids: torch.Tensor
-    """Number of the document that each token belongs to, int64 [rows, sequence]."""
-    num_documents: int
-    document_lengths: Sequence[int]
-    """Token counts of all documents, padding included, in the order of the flattened rows; they add up to its size."""
-    reference_log_probabilities: torch.Tensor | None = None
-    """float32 [num_documents]: the reference model's log-probability of each document's targets, in nats."""
+    """int64 [rows, sequence]: counts from 0 in every document."""
+    documents: Documents
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Arguments of a loss, beside the log-probabilities that the model gives to the targets."""
+
+    documents: Documents
+    """The same object as that of the inputs."""
+    targets: torch.Tensor
+    """int64 [rows, sequence]: the next token, or `IGNORED`: without loss, at a document's last token, in padding."""
     target_weights: torch.Tensor | None = None
-    """Weight of each target in its document's log-probability, float32 [rows, sequence]; default: 1 each."""
+    """float32 [rows, sequence]: weight of each target in its document's log-probability; default: 1 each."""
+    reference_log_probabilities: torch.Tensor | None = None
+    """float32 [documents]: the reference model's log-probability of each document's targets, in nats."""
     is_good: torch.Tensor | None = None
-    """Labels of labelled answers, bool [num_documents]: True for a good one."""
+    """bool [documents]: the label of a labelled answer."""
     margins: torch.Tensor | None = None
     """Margins of preference pairs, float32 [pairs]: how much better the chosen answer is, where rows say it."""
     mismatched: Batch | None = None
@@ -107,46 +149,55 @@ class Batch:
         targets = self.targets.unsqueeze(-1)
         return targets if self.candidates is None else torch.cat([targets, self.candidates.tokens], -1)
 
-    @property
-    def token_rows(self) -> torch.Tensor:
-        """Row number of each token of a real document, int64 [rows, sequence]; -1 in padding."""
-        rows = torch.arange(len(self.input_ids), device=self.document_ids.device)[:, None]
-        return torch.where(self.document_ids < self.num_documents, rows, -1)
-
-    def document_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Return sums of a float tensor [rows, sequence] over each real document: [num_documents], differentiable."""
-        # One sum for each segment; those of padding come last and are cut off.
-        sums = torch.zeros(len(self.document_lengths), dtype=values.dtype, device=values.device)
-        return sums.index_add(0, self.document_ids.flatten(), values.flatten())[: self.num_documents]
-
-    def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Spread a value per document [num_documents] over its tokens; 0 in padding: float [rows, sequence]."""
-        padding = values.new_zeros(len(self.document_lengths) - self.num_documents)
-        return torch.cat([values, padding])[self.document_ids]
-
     def log_probabilities(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Return documents' log-probabilities (nats), float32 [num_documents], from their targets' [rows, sequence]."""
-        return self.document_sums(of_tokens if self.target_weights is None else of_tokens * self.target_weights)
+        """Return documents' log-probabilities (nats), float32 [documents], from their targets' [rows, sequence]."""
+        return self.documents.sums(of_tokens if self.target_weights is None else of_tokens * self.target_weights)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed documents: preference data has two documents a pair."""
+
+    inputs: ModelInputs
+    signal: Signal
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: torch.Tensor,
+        targets: torch.Tensor,
+        position_ids: torch.Tensor,
+        documents: Documents,
+        **signal: Any,
+    ) -> Batch:
+        """Return the batch; `signal`: the other fields of `Signal`."""
+        return cls(ModelInputs(input_ids, position_ids, documents), Signal(documents, targets, **signal))
 
     @property
-    def document_rows(self) -> torch.Tensor:
-        """Row number of each real document, int64 [num_documents]."""
-        rows = torch.arange(len(self.input_ids), device=self.document_ids.device)[:, None].expand_as(self.document_ids)
-        found = torch.zeros(len(self.document_lengths), dtype=torch.int64, device=self.document_ids.device)
-        return found.index_copy(0, self.document_ids.flatten(), rows.flatten())[: self.num_documents]
+    def documents(self) -> Documents:
+        """Borders of the documents, which inputs and signal share."""
+        return self.signal.documents
+
+    def with_signal(self, **changes: Any) -> Batch:
+        """Return a copy with other fields of the signal."""
+        return replace(self, signal=replace(self.signal, **changes))
 
     def with_reference(self, log_probabilities: torch.Tensor) -> Batch:
-        """Return a copy of the batch with `reference_log_probabilities`, float32 [num_documents]."""
-        if log_probabilities.shape != (self.num_documents,):
-            raise ValueError(f"reference of shape {tuple(log_probabilities.shape)} for {self.num_documents} documents")
-        return replace(self, reference_log_probabilities=log_probabilities)
+        """Return a copy with `reference_log_probabilities`, float32 [documents]."""
+        if log_probabilities.shape != (self.documents.count,):
+            raise ValueError(
+                f"reference of shape {tuple(log_probabilities.shape)} for {self.documents.count} documents"
+            )
+        return self.with_signal(reference_log_probabilities=log_probabilities)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return a copy of the batch's tensors on `device`."""
-        return _moved(self, device)
+        """Return a copy on `device`."""
+        documents = _moved(self.documents, device)  # once for both groups
+        inputs, signal = _moved(self.inputs, device), _moved(self.signal, device)
+        return Batch(replace(inputs, documents=documents), replace(signal, documents=documents))
 
 
-Movable = TypeVar("Movable", Batch, Rollouts, Candidates)
+Movable = TypeVar("Movable", Documents, ModelInputs, Signal, Rollouts, Candidates)
 
 
 def _moved(movable: Movable, device: torch.device | str) -> Movable:

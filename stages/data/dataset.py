@@ -10,7 +10,6 @@ chosen answer is better).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.core.contract import StrictModel
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, Documents
 from stages.models.recorded import ToolPrompt
 
 ABOUT = "about.json"
@@ -194,11 +193,11 @@ class PackedDataset:
         batch = self._batch([self._row(row) for row in row_indices], num_rows)
         if self.about.has_margins:
             margins = [margin for row in row_indices for margin in self.margins(row)]
-            batch = replace(batch, margins=torch.tensor(margins, dtype=torch.float32))
+            batch = batch.with_signal(margins=torch.tensor(margins, dtype=torch.float32))
         if self.about.num_good is None:
             return batch
         labels = [label for row in row_indices for label in self.labels(row)]
-        return replace(batch, is_good=torch.tensor(labels, dtype=torch.bool))
+        return batch.with_signal(is_good=torch.tensor(labels, dtype=torch.bool))
 
     def mismatched(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
         """Return the batch with each document's answer after another prompt: that of the next document in its row.
@@ -241,13 +240,11 @@ def packed_batch(rows: Sequence[Row], shape: tuple[int, int], padding_token: int
         # A position's target is the next token; the flag of that token says whether it is learned.
         targets[row, : len(tokens) - 1] = np.where(loss[1:], tokens[1:], IGNORED)
     segments = _Segments([lengths for _, _, lengths in rows], shape)
-    return Batch(
+    return Batch.of(
         input_ids=torch.from_numpy(input_ids),
         targets=torch.from_numpy(targets),
         position_ids=torch.from_numpy(segments.position_ids),
-        document_ids=torch.from_numpy(segments.document_ids),
-        num_documents=segments.num_documents,
-        document_lengths=segments.lengths.tolist(),
+        documents=Documents(torch.from_numpy(segments.document_ids), segments.num_documents, segments.lengths.tolist()),
     )
 
 

@@ -30,7 +30,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
 from stages.core.errors import ModelError
-from stages.data.batch import Batch
+from stages.data.batch import ModelInputs
 from stages.engines.documents import PackedDocuments, pad_documents, unpad_documents
 from stages.parallel.accelerator import of_device
 
@@ -53,31 +53,31 @@ def prepare_attention(model_config: Any, device: torch.device) -> str:
     return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
 
 
-def hidden_states(decoder: Any, batch: Batch) -> Tensor:
+def hidden_states(decoder: Any, inputs: ModelInputs) -> Tensor:
     """Return the last hidden states, [rows, sequence, width], of a model without its head, documents kept apart.
 
     `decoder` was built with the `attn_implementation` that `prepare_attention` returned.
     """
-    output, in_rows = _run(decoder, batch)
+    output, in_rows = _run(decoder, inputs)
     return in_rows(output[0])
 
 
-def hidden_states_and_router_logits(decoder: Any, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+def hidden_states_and_router_logits(decoder: Any, inputs: ModelInputs) -> tuple[Tensor, list[Tensor]]:
     """Return `hidden_states`, and each mixture layer's router logits [rows, sequence, experts]."""
-    output, in_rows = _run(decoder, batch, output_router_logits=True)
+    output, in_rows = _run(decoder, inputs, output_router_logits=True)
     return in_rows(output[0]), [in_rows(logits) for logits in output.router_logits]
 
 
-def _run(decoder: Any, batch: Batch, **options: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
+def _run(decoder: Any, inputs: ModelInputs, **options: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Run the decoder; return its output and a function that lays token states out as the batch's rows."""
-    device, shape = batch.input_ids.device, batch.input_ids.shape
+    device, shape = inputs.input_ids.device, inputs.input_ids.shape
     options["use_cache"] = False
     if decoder.config._attn_implementation == PACKED_DOCUMENTS:
-        options["documents"] = PackedDocuments(batch.document_lengths, device)
-        output = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, **options)
+        options["documents"] = PackedDocuments(inputs.documents.lengths, device)
+        output = decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, **options)
         return output, lambda states: states.reshape(*shape, -1)
-    documents = PackedDocuments(batch.document_lengths, device, least_fill=0)
-    rows = pad_documents(batch.input_ids.flatten(), documents).view(-1, documents.longest)
+    documents = PackedDocuments(inputs.documents.lengths, device, least_fill=0)
+    rows = pad_documents(inputs.input_ids.flatten(), documents).view(-1, documents.longest)
     output = decoder(input_ids=rows, **options)
     return output, lambda states: unpad_documents(states.reshape(rows.numel(), -1), documents).view(*shape, -1)
 

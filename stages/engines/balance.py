@@ -22,7 +22,7 @@ METRIC = "aux_loss"
 
 def num_tokens(micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> float:
     """Return the tokens of a global batch without padding; `add_up` sums float64 over the shares."""
-    own = sum(int((batch.token_rows >= 0).sum()) for batch in micro_batches)
+    own = sum(int((batch.documents.token_rows >= 0).sum()) for batch in micro_batches)
     return add_up(torch.tensor(own, dtype=torch.float64)).item()
 
 

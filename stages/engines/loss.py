@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stages.data.batch import Batch
+from stages.data.batch import Batch, Signal
 from stages.parallel.accelerator import in_float64
 
 Counts = dict[str, int]
@@ -34,11 +34,11 @@ class Loss(Protocol):
     def metric_names(self) -> tuple[str, ...]:
         """Names of the metrics beside the loss, in their order; processes without the loss need their number."""
 
-    def counts(self, batch: Batch) -> Counts:
-        """Return the number of things of each kind that a loss term is a mean over; all kinds, always."""
+    def counts(self, signal: Signal) -> Counts:
+        """Return the number of things of each kind that a term is a mean over; all kinds, always."""
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Return the micro-batch's parts of the loss and its metrics.
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
+        """Return the micro-batch's parts of the means.
 
         `token_log_probabilities` is float32 [rows, sequence], 0 where there is no target; of a batch with k candidates
         [rows, sequence, 1 + k], the target's first. A metric that is a mean over nothing is NaN, and not logged.
@@ -47,7 +47,7 @@ class Loss(Protocol):
 
 def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> Totals:
     """Return the loss's counts over the global batch; `add_up` sums float64 over the shares."""
-    counts = [loss.counts(batch) for batch in micro_batches]
+    counts = [loss.counts(batch.signal) for batch in micro_batches]
     names = list(counts[0])
     own = torch.tensor([sum(one[name] for one in counts) for name in names], dtype=torch.float64)
     return dict(zip(names, add_up(own).tolist(), strict=True))

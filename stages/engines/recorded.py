@@ -37,16 +37,16 @@ def record_log_probabilities(
     of how far training moved them. Every process passes the same batch.
     """
     log_probabilities, greedy = engine.predictions(batch)
-    sums = batch.document_sums(log_probabilities)
+    sums = batch.documents.sums(log_probabilities)
     if is_main_process():
         documents = []
-        for number in range(min(batch.num_documents, MOST_DOCUMENTS)):
-            of_document = batch.document_ids == number
-            of_targets = of_document & batch.has_target
+        for number in range(min(batch.documents.count, MOST_DOCUMENTS)):
+            of_document = batch.documents.ids == number
+            of_targets = of_document & batch.signal.has_target
             documents.append(
                 RecordedDocument(
-                    batch.input_ids[of_document].tolist(),
-                    batch.targets[of_document].tolist(),
+                    batch.inputs.input_ids[of_document].tolist(),
+                    batch.signal.targets[of_document].tolist(),
                     sums[number].item(),
                     log_probabilities[of_targets].tolist(),
                     greedy[of_targets].tolist(),
@@ -55,7 +55,7 @@ def record_log_probabilities(
         write_record(folder, documents, str(engine.compute_dtype).removeprefix("torch."), tool_prompts)
     if before is None:
         return {}
-    changes = (log_probabilities[batch.has_target] - before).abs()
+    changes = (log_probabilities[batch.signal.has_target] - before).abs()
     return {
         "changed_token_fraction": (changes > 0).float().mean().item(),
         "mean_abs_change_nats_per_token": changes.mean().item(),

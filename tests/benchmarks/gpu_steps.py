@@ -12,7 +12,7 @@ import torch
 from gpu import Part
 from transformers import AutoModelForCausalLM
 
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, Documents
 from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
 from stages.models.transformers_flops import model_flops
@@ -47,7 +47,7 @@ def batch(vocabulary: int, rows: int, length: int) -> Batch:
     tokens = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
     targets = torch.cat([tokens[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
     numbers = torch.arange(rows)[:, None].expand(-1, length)
-    return Batch(tokens, targets, torch.arange(length).expand(rows, -1), numbers, rows, [length] * rows)
+    return Batch.of(tokens, targets, torch.arange(length).expand(rows, -1), Documents(numbers, rows, [length] * rows))
 
 
 def loaded(part: Part, folder: Path, device: torch.device, recompute: bool) -> Any:
@@ -74,7 +74,7 @@ def plain_loop(
     flops = model_flops(model).training([part.tokens] * part.rows, part.rows * (part.tokens - 1))
     parameters = [one for one in model.parameters() if one.requires_grad]
     adam = torch.optim.AdamW(parameters, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    tokens = batch(shape.vocab_size, config.layout.micro_batch_size, part.tokens).input_ids.to(device)
+    tokens = batch(shape.vocab_size, config.layout.micro_batch_size, part.tokens).inputs.input_ids.to(device)
 
     def step() -> None:
         for _ in range(config.micro_batches_per_step):
@@ -98,7 +98,7 @@ def trl(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device
 
     recompute = config.layout.recompute != "none"
     model = loaded(part, folder, device, recompute)
-    tokens = batch(shape.vocab_size, part.rows, part.tokens).input_ids
+    tokens = batch(shape.vocab_size, part.rows, part.tokens).inputs.input_ids
     settings = SFTConfig(
         output_dir=str(folder / "trl"),
         max_length=part.tokens,

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, VOCABULARY, make_model
 
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines.megatron.compat import prepare_megatron
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
@@ -79,7 +79,7 @@ def whole_rows(tokens: torch.Tensor) -> Batch:
     rows, length = tokens.shape
     targets = torch.cat([tokens[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
     positions, ids = torch.arange(length).expand(rows, -1), torch.arange(rows)[:, None].expand(-1, length)
-    return Batch(tokens, targets, positions, ids, rows, [length] * rows)
+    return Batch.of(tokens, targets, positions, Documents(ids, rows, [length] * rows))
 
 
 def plain_step(folder: Path, tokens: torch.Tensor, device: torch.device) -> Callable[[], float]:

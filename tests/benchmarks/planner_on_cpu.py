@@ -25,7 +25,7 @@ from scipy.stats import spearmanr
 from workload import ROWS_PER_STEP, SEQUENCE_LENGTH, VOCABULARY, make_model
 
 from flows.launch.local import on_one_node
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines.engine import Engine
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
@@ -156,7 +156,7 @@ def batch_of(num_rows: int) -> Batch:
     targets = torch.cat([tokens[:, 1:], torch.full((num_rows, 1), IGNORED)], dim=1)
     positions = torch.arange(SEQUENCE_LENGTH).expand(num_rows, -1)
     ids = torch.arange(num_rows)[:, None].expand(-1, SEQUENCE_LENGTH)
-    return Batch(tokens, targets, positions, ids, num_rows, [SEQUENCE_LENGTH] * num_rows)
+    return Batch.of(tokens, targets, positions, Documents(ids, num_rows, [SEQUENCE_LENGTH] * num_rows))
 
 
 def result_file(model: Path, processes: int) -> Path:

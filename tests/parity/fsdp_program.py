@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from stages.core.contract import is_main_process
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
@@ -97,5 +97,5 @@ def pack(rows: list[Row]) -> Batch:
     targets = torch.cat([torch.cat([document[1:], torch.tensor([IGNORED])]) for document in documents])
     positions = torch.cat([torch.arange(length) for length in lengths])
     numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(lengths))
-    tensors = (tensor.view(len(rows), -1) for tensor in (torch.cat(documents), targets, positions, numbers))
-    return Batch(*tensors, num_documents=len(documents), document_lengths=lengths)
+    *tensors, ids = (tensor.view(len(rows), -1) for tensor in (torch.cat(documents), targets, positions, numbers))
+    return Batch.of(*tensors, Documents(ids, len(documents), lengths))

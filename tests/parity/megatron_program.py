@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from stages.data.batch import Batch
+from stages.data.batch import Batch, Signal
 from stages.engines.balance import num_tokens
 from stages.engines.loss import Loss
 from stages.engines.megatron.compat import prepare_megatron
@@ -135,8 +135,8 @@ def values_and_gradients(
         engine._balance.begin_step(num_tokens(batches, engine.sum_over_data))
     engine._adam.zero_gradients()
 
-    def mean(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        return loss(log_probabilities, batch, totals)[0], log_probabilities.detach()
+    def mean(log_probabilities: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
+        return loss(log_probabilities, signal, totals)[0], log_probabilities.detach()
 
     found = engine._pipeline.run(batches, mean, backward=True)
     everyones: list[Any] = [None] * dist.get_world_size()

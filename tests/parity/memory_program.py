@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from stages.core.contract import is_main_process
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
@@ -80,4 +80,4 @@ def row_of(num_tokens: int, vocabulary: int) -> Batch:
     tokens = torch.arange(num_tokens)[None] % vocabulary
     targets = torch.cat([tokens[:, 1:], torch.tensor([[IGNORED]])], dim=1)
     positions = torch.arange(num_tokens)[None]
-    return Batch(tokens, targets, positions, torch.zeros_like(tokens), 1, [num_tokens])
+    return Batch.of(tokens, targets, positions, Documents(torch.zeros_like(tokens), 1, [num_tokens]))

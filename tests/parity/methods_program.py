@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,9 @@ def ask(
     teacher = build(folder, config.model_copy(update={"adapter": None}), device)
     taught = []
     for batch in micro_batches(teacher, config, dataset):
-        tempered = replace(batch, temperature=asked.temperature)
+        tempered = batch.with_signal(temperature=asked.temperature)
         said = teacher.likeliest_tokens(tempered, asked.number)
-        taught.append(replace(tempered, candidates=Candidates(*said, asked.number == VOCABULARY)))
+        taught.append(tempered.with_signal(candidates=Candidates(*said, asked.number == VOCABULARY)))
     teacher.close()
     return taught
 
@@ -105,7 +105,7 @@ def train(
         rows, size = own_rows(engine, dataset), config.layout.micro_batch_size
         others = [dataset.mismatched(rows[start : start + size]) for start in range(0, len(rows), size)]
         others = [other.with_reference(engine.document_log_probabilities(other)) for other in others]
-        batches = [replace(batch, mismatched=other) for batch, other in zip(batches, others, strict=True)]
+        batches = [batch.with_signal(mismatched=other) for batch, other in zip(batches, others, strict=True)]
     if grpo:
         batches = [with_rollouts(batch, engine.predictions(batch)[0]) for batch in batches]
     loss = grpo or config.learning.build_loss(config.method_options)
@@ -118,7 +118,7 @@ def train(
 
 def with_rollouts(batch: Batch, old: torch.Tensor) -> Batch:
     """Return the labelled rows as completions, good and bad ones, with log-probabilities as a server would give."""
-    assert batch.is_good is not None
-    noise = batch.input_ids.sin().where(batch.has_target, 0.0)
-    advantages = torch.where(batch.is_good, 1.0, -0.5)
-    return replace(batch, rollouts=Rollouts(advantages, old, old + 0.3 * noise, old - 0.2 * noise))
+    assert batch.signal.is_good is not None
+    noise = batch.inputs.input_ids.sin().where(batch.signal.has_target, 0.0)
+    advantages = torch.where(batch.signal.is_good, 1.0, -0.5)
+    return batch.with_signal(rollouts=Rollouts(advantages, old, old + 0.3 * noise, old - 0.2 * noise))

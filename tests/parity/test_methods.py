@@ -214,7 +214,7 @@ def trained_plainly(folder, config):
     batch = source.batch(range(len(dataset)))
     if config.needs_reference:
         with torch.no_grad():
-            batch = batch.with_reference(batch.log_probabilities(log_probabilities(model, batch)))
+            batch = batch.with_reference(batch.signal.log_probabilities(log_probabilities(model, batch)))
     if grpo:
         with torch.no_grad():
             batch = with_rollouts(batch, log_probabilities(model, batch))
@@ -222,16 +222,16 @@ def trained_plainly(folder, config):
         batch = taught(folder, config.teacher_tokens, batch)
     other = dataset.mismatched(range(len(dataset)))
     with torch.no_grad():
-        before = other.log_probabilities(log_probabilities(model, other))
+        before = other.signal.log_probabilities(log_probabilities(model, other))
     loss = GrpoLoss(GrpoConfig(**grpo)) if grpo else config.learning.build_loss(config.method_options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0)
     outcomes = []
     for _ in range(NUM_STEPS + 1):
         if config.needs_divergence:
             with torch.no_grad():
-                ratios = other.log_probabilities(log_probabilities(model, other)) - before
-            batch = replace(batch, kl=max(0.0, ratios.mean().item()))
-        found, metrics = loss(log_probabilities(model, batch), batch, loss.counts(batch))
+                ratios = other.signal.log_probabilities(log_probabilities(model, other)) - before
+            batch = batch.with_signal(kl=max(0.0, ratios.mean().item()))
+        found, metrics = loss(log_probabilities(model, batch), batch.signal, loss.counts(batch.signal))
         outcome = {"loss": found.item(), "metrics": {name: value.item() for name, value in metrics.items()}}
         outcomes.append(outcome)
         if len(outcomes) <= NUM_STEPS:
@@ -248,22 +248,22 @@ def trained_plainly(folder, config):
 def taught(folder, asked, batch):
     """Return the batch with a teacher's most probable tokens, computed for one document at a time."""
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
-    whole = torch.arange(VOCABULARY).expand(*batch.targets.shape, VOCABULARY)
-    batch = replace(batch, temperature=asked.temperature)
+    whole = torch.arange(VOCABULARY).expand(*batch.signal.targets.shape, VOCABULARY)
+    batch = batch.with_signal(temperature=asked.temperature)
     with torch.no_grad():
-        values = log_probabilities(teacher, replace(batch, candidates=Candidates(whole, torch.empty(0))))[..., 1:]
+        values = log_probabilities(teacher, batch.with_signal(candidates=Candidates(whole, torch.empty(0))))[..., 1:]
     values, tokens = values.topk(asked.number)
-    return replace(batch, candidates=Candidates(tokens, values, asked.number == VOCABULARY))
+    return batch.with_signal(candidates=Candidates(tokens, values, asked.number == VOCABULARY))
 
 
 def log_probabilities(model, batch):
     """Return log-probabilities as an engine returns them, with one forward pass a document."""
-    lengths = list(batch.document_lengths)
+    lengths = list(batch.documents.lengths)
     found = []
     for tokens, wanted in zip(
-        batch.input_ids.flatten().split(lengths), batch.wanted.flatten(0, 1).split(lengths), strict=True
+        batch.inputs.input_ids.flatten().split(lengths), batch.signal.wanted.flatten(0, 1).split(lengths), strict=True
     ):
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0] / batch.temperature
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0] / batch.signal.temperature
         values = logits.log_softmax(-1).gather(1, wanted.clamp(min=0))
         found.append(values * (wanted[:, :1] >= 0))
-    return torch.cat(found).view_as(batch.wanted).squeeze(-1)
+    return torch.cat(found).view_as(batch.signal.wanted).squeeze(-1)

@@ -123,7 +123,7 @@ class FsdpEngine:
             on_device = batch.to(self.device)
             output = self._model(on_device, balances_experts=self._balances_experts)
             log_probabilities, *balance = output if self._balances_experts else (output,)
-            parts = loss(log_probabilities, on_device, totals)
+            parts = loss(log_probabilities, on_device.signal, totals)
             sum((self._moe.aux_loss_coefficient / num_balanced * one for one in balance), parts[0]).backward()
             added_up.append(stacked(parts))
             balances += [one.detach() for one in balance]
@@ -142,13 +142,13 @@ class FsdpEngine:
         added_up: list[Tensor] = []
         for batch in batches:
             on_device = batch.to(self.device)
-            added_up.append(stacked(loss(self._forward_only(on_device), on_device, totals)))
+            added_up.append(stacked(loss(self._forward_only(on_device), on_device.signal, totals)))
         return LossMeans(*means(self._all_reduce(torch.stack(added_up).sum(0)), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
         """Return log-probabilities of documents, from one forward pass."""
         on_device = batch.to(self.device)
-        return on_device.log_probabilities(self._forward_only(on_device)).cpu()
+        return on_device.signal.log_probabilities(self._forward_only(on_device)).cpu()
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
         """Return log-probabilities of targets, from one forward pass."""

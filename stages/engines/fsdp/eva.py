@@ -82,7 +82,7 @@ def most_varied(
             model.causal_lm,
             batches,
             lora,
-            forward_fn=lambda _, batch: hidden_states(decoder, batch),
+            forward_fn=lambda _, batch: hidden_states(decoder, batch.inputs),
             prepare_model_inputs_fn=lambda batch, _: _is_learned(decoder, batch),
             prepare_layer_inputs_fn=_learned_inputs,
             gather_distributed_inputs=False,
@@ -93,11 +93,11 @@ def most_varied(
 
 def _is_learned(decoder: Any, batch: Batch) -> Tensor:
     """Return bool [tokens], in the layers' layout: whether the token itself carries loss; PEFT reads it as a label."""
-    has_target = batch.has_target.flatten()
+    has_target = batch.signal.has_target.flatten()
     learned = torch.cat([has_target.new_zeros(1), has_target[:-1]])  # no document's last token has a target
     if decoder.config._attn_implementation == PACKED_DOCUMENTS:
         return learned
-    documents = PackedDocuments(batch.document_lengths, learned.device, least_fill=0)
+    documents = PackedDocuments(batch.documents.lengths, learned.device, least_fill=0)
     return pad_documents(learned.int(), documents).bool().flatten()
 
 

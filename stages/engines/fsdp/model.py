@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stages.core.errors import LifecycleError, ModelError
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines.attention import hidden_states, hidden_states_and_router_logits, prepare_attention
 from stages.engines.balance import balance_of_logits
 from stages.engines.fsdp.sources import ModelFiles
@@ -63,12 +63,12 @@ class TargetLogProbabilities(nn.Module):
         balances_experts: also return the loss that balances experts, a scalar: summed over tokens, mean over layers.
         """
         if by_transformers:
-            return self.of_logits(self.causal_lm(input_ids=batch.input_ids, use_cache=False).logits, batch)
+            return self.of_logits(self.causal_lm(input_ids=batch.inputs.input_ids, use_cache=False).logits, batch)
         decoder = decoder_of(self.causal_lm)
         if not balances_experts:
-            return self.of_hidden(hidden_states(decoder, batch), batch, **wanted)
-        hidden, logits = hidden_states_and_router_logits(decoder, batch)
-        rows = batch.token_rows
+            return self.of_hidden(hidden_states(decoder, batch.inputs), batch, **wanted)
+        hidden, logits = hidden_states_and_router_logits(decoder, batch.inputs)
+        rows = batch.documents.token_rows
         layers = [balance_of_logits(one, rows, self.causal_lm.num_experts_per_tok) for one in logits]
         return self.of_hidden(hidden, batch, **wanted), torch.stack(layers).mean()
 
@@ -78,19 +78,19 @@ class TargetLogProbabilities(nn.Module):
         0 where there is no target; with candidates [rows, sequence, 1 + k]. greedy: return the likeliest tokens, int64.
         num_likeliest: see `likeliest_tokens`.
         """
-        head = self.causal_lm.get_output_embeddings()
+        head, signal = self.causal_lm.get_output_embeddings(), batch.signal
         if greedy:
-            return greedy_tokens(hidden, head, batch.targets)
-        transform = tempered(self.transform, batch.temperature)
+            return greedy_tokens(hidden, head, signal.targets)
+        transform = tempered(self.transform, signal.temperature)
         if num_likeliest:
-            return likeliest_tokens(hidden, head, batch.targets, num_likeliest, transform)
+            return likeliest_tokens(hidden, head, signal.targets, num_likeliest, transform)
         # FSDP2 hangs its backward hooks on the output, and cannot rely on them when that is a view.
-        return token_log_probabilities(hidden, head, batch.wanted, transform).squeeze(-1).clone()
+        return token_log_probabilities(hidden, head, signal.wanted, transform).squeeze(-1).clone()
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the targets' log-probabilities of one document from logits [1, tokens, vocabulary]."""
-        of_targets = logits.float().log_softmax(-1).gather(2, batch.targets.clamp(min=0)[..., None]).squeeze(2)
-        return of_targets * batch.has_target
+        of_targets = logits.float().log_softmax(-1).gather(2, batch.signal.targets.clamp(min=0)[..., None]).squeeze(2)
+        return of_targets * batch.signal.has_target
 
 
 def load_model(
@@ -246,7 +246,8 @@ def _packed(documents: Sequence[Tensor]) -> Batch:
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     lengths = [len(document) for document in documents]
     numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(lengths))
-    return Batch(torch.cat(list(documents))[None], targets[None], positions[None], numbers[None], len(lengths), lengths)
+    borders = Documents(numbers[None], len(lengths), lengths)
+    return Batch.of(torch.cat(list(documents))[None], targets[None], positions[None], borders)
 
 
 def _by_transformers(model: TargetLogProbabilities, document: Batch) -> Tensor:

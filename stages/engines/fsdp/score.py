@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stages.core.errors import ModelError
-from stages.data.batch import Batch
+from stages.data.batch import Batch, ModelInputs
 from stages.engines.export import ScoreHead
 from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.models.loading import build_model, class_with_head, load_tokenizer
@@ -35,19 +35,20 @@ class DocumentScores(TargetLogProbabilities):
         return self.of_logits(self.causal_lm.get_output_embeddings()(hidden), batch)
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return scores from the score head's output: [rows, tokens] from [rows, tokens, 1]."""
-        return torch.where(self._is_last(batch), logits.float().squeeze(-1), 0.0)
+        """Return [rows, tokens] from [rows, tokens, 1]."""
+        return torch.where(self._is_last(batch.inputs), logits.float().squeeze(-1), 0.0)
 
-    def _is_last(self, batch: Batch) -> Tensor:
+    def _is_last(self, inputs: ModelInputs) -> Tensor:
         """Return bool [rows, sequence]: the last token of each real document that is not the padding token."""
-        documents = batch.document_ids.flatten()
-        places = torch.arange(len(documents), device=documents.device)
-        counted = documents < batch.num_documents
+        documents, numbers = inputs.documents, inputs.documents.ids.flatten()
+        places = torch.arange(len(numbers), device=numbers.device)
+        counted = numbers < documents.count
         if self._padding_token is not None:
-            counted &= batch.input_ids.flatten() != self._padding_token
-        last = places.new_full((len(batch.document_lengths),), -1)
-        last = last.scatter_reduce(0, documents, torch.where(counted, places, -1), "amax")
-        return (places == last[documents]).view(batch.input_ids.shape) & (batch.document_ids < batch.num_documents)
+            counted &= inputs.input_ids.flatten() != self._padding_token
+        last = places.new_full((len(documents.lengths),), -1)
+        last = last.scatter_reduce(0, numbers, torch.where(counted, places, -1), "amax")
+        # [tokens] → [rows, sequence]
+        return (places == last[numbers]).view(inputs.input_ids.shape) & (documents.ids < documents.count)
 
 
 def with_score_head(model: TargetLogProbabilities, folder: Path, seed: int) -> tuple[DocumentScores, ScoreHead]:

@@ -23,7 +23,7 @@ from stages.adapters.check import loading_problem
 from stages.adapters.files import write_adapter
 from stages.core.contract import is_main_process
 from stages.core.errors import ModelError
-from stages.data.batch import Batch
+from stages.data.batch import Batch, Signal
 from stages.engines.balance import METRIC, num_tokens
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.loss import Loss, Totals, means, stacked, totals_of
@@ -126,11 +126,11 @@ class MegatronEngine:
     def document_log_probabilities(self, batch: Batch) -> Tensor:
         """Return log-probabilities of documents, from one forward pass."""
 
-        def per_document(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            return log_probabilities.sum(), batch.log_probabilities(log_probabilities)
+        def per_document(log_probabilities: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
+            return log_probabilities.sum(), signal.log_probabilities(log_probabilities)
 
         found = self._pipeline.run([batch], per_document, backward=False)
-        sums = found[0] if found else torch.empty(batch.num_documents, device=self.device)
+        sums = found[0] if found else torch.empty(batch.documents.count, device=self.device)
         return from_last_stage(sums.float()).cpu()
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
@@ -195,11 +195,11 @@ class MegatronEngine:
     def _of_tokens(self, batch: Batch, of_logits: OfLogits, dtype: torch.dtype, *last: int) -> Tensor:
         """Return values of tokens, [rows, sequence, *last] of `dtype` on the CPU, the same on every pipeline stage."""
 
-        def as_it_is(values: Tensor, _: Batch) -> tuple[Tensor, Tensor]:
+        def as_it_is(values: Tensor, _: Signal) -> tuple[Tensor, Tensor]:
             return values.sum().float(), values
 
         found = self._pipeline.run([batch], as_it_is, backward=False, of_logits=of_logits)
-        shape = (*batch.targets.shape, *last)
+        shape = (*batch.signal.targets.shape, *last)
         return from_last_stage(found[0] if found else torch.empty(shape, dtype=dtype, device=self.device)).cpu()
 
     def _bubble(self) -> dict[str, float]:
@@ -228,8 +228,8 @@ class MegatronEngine:
 def _parts_of(loss: Loss, totals: Totals) -> Consumer:
     """Return the function that the last pipeline stage applies to log-probabilities."""
 
-    def consume(log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        parts = loss(log_probabilities, batch, totals)
+    def consume(log_probabilities: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
+        parts = loss(log_probabilities, signal, totals)
         return parts[0], stacked(parts)
 
     return consume

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, ModelInputs, Signal
 from stages.engines.documents import PackedDocuments
 from stages.engines.megatron.attention import PackedTokens
 from stages.engines.megatron.clock import PipelineClock
@@ -38,8 +38,8 @@ Its arguments are this rank's logits [rows, tokens, entries], wanted tokens [row
 the vocabulary.
 """
 
-Consumer = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
-"""Function from (log-probabilities as a loss takes them, batch) to (differentiated value, returned value)."""
+Consumer = Callable[[Tensor, Signal], tuple[Tensor, Tensor]]
+"""Function (log-probabilities as a loss takes them, a batch's signal) → (what to differentiate, what to return)."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class Pipeline:
         split = split_tokens(batch, self.layout.cp, size).to(self.device)
         rank = parallel_state.get_context_parallel_rank()
         output = chunk(
-            input_ids=split.local(batch.input_ids, rank, padding=0),
+            input_ids=split.local(batch.inputs.input_ids, rank, padding=0),
             position_ids=None,
             attention_mask=None,
-            packed_seq_params=self._packed_tokens(batch, split, rank),
+            packed_seq_params=self._packed_tokens(batch.inputs, split, rank),
         )
         return output, partial(self._finish, of_logits, consume, batch, split)
 
-    def _packed_tokens(self, batch: Batch, split: TokenSplit, rank: int) -> PackedTokens:
+    def _packed_tokens(self, inputs: ModelInputs, split: TokenSplit, rank: int) -> PackedTokens:
         like = torch.empty((), dtype=self.dtype, device=self.device)
         cosines, sines = self.rotary(like, split.positions[rank].unsqueeze(0))
         return PackedTokens(
@@ -108,8 +108,8 @@ class Pipeline:
             sines=sines,
             positions=split.positions,
             document_ids=split.document_ids,
-            rows=split.local(batch.token_rows, rank, padding=-1).squeeze(0),
-            num_rows=len(batch.input_ids),
+            rows=split.local(inputs.documents.token_rows, rank, padding=-1).squeeze(0),
+            num_rows=len(inputs.input_ids),
         )
 
     def _finish(
@@ -117,11 +117,12 @@ class Pipeline:
     ) -> tuple[Tensor, Tensor, Any]:
         """Return (loss to differentiate, the token count that Megatron divides by, the result), on the last stage."""
         group = parallel_state.get_context_parallel_group()
-        wanted = split.local(batch.wanted, group.rank(), padding=IGNORED)
-        local = of_logits(logits if batch.temperature == 1 else logits / batch.temperature, wanted, self.vocab_size)
-        values = gather_tokens(local, split, group).unflatten(0, batch.input_ids.shape)
+        signal = batch.signal
+        wanted = split.local(signal.wanted, group.rank(), padding=IGNORED)
+        local = of_logits(logits if signal.temperature == 1 else logits / signal.temperature, wanted, self.vocab_size)
+        values = gather_tokens(local, split, group).unflatten(0, batch.inputs.input_ids.shape)
         # [rows, sequence, number], the same on every context-parallel rank
-        differentiated, result = consume(values.squeeze(-1), batch)
+        differentiated, result = consume(values.squeeze(-1), signal)
         # The token count is ignored (`_finalize_gradients`): losses come divided by the counts of the global batch.
         return differentiated, torch.zeros((), dtype=torch.int, device=self.device), result
 
@@ -134,13 +135,15 @@ def _filled_up(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:
 
 
 def _without_documents(batch: Batch) -> Batch:
-    reference, is_good, rollouts = batch.reference_log_probabilities, batch.is_good, batch.rollouts
-    return replace(
-        batch,
-        targets=torch.full_like(batch.targets, IGNORED),
-        num_documents=0,
+    signal, documents = batch.signal, replace(batch.documents, count=0)
+    reference, is_good, margins = signal.reference_log_probabilities, signal.is_good, signal.margins
+    empty = replace(
+        signal,
+        documents=documents,
+        targets=torch.full_like(signal.targets, IGNORED),
         reference_log_probabilities=None if reference is None else reference[:0],
         is_good=None if is_good is None else is_good[:0],
-        margins=None if batch.margins is None else batch.margins[:0],
-        rollouts=None if rollouts is None else rollouts.without_documents(),
+        margins=None if margins is None else margins[:0],
+        rollouts=None if signal.rollouts is None else signal.rollouts.without_documents(),
     )
+    return Batch(replace(batch.inputs, documents=documents), empty)

@@ -59,7 +59,7 @@ def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) ->
 
 def split_tokens(batch: Batch, num_ranks: int, size: int) -> TokenSplit:
     """Split a micro-batch, padded to `size` tokens, over `num_ranks` context-parallel ranks."""
-    lengths = torch.tensor(batch.document_lengths)
+    lengths = torch.tensor(batch.documents.lengths)
     num_tokens = int(lengths.sum())
     padded = torch.tensor(_padded_lengths(batch, num_ranks))
     rest = size - int(padded.sum())
@@ -90,7 +90,7 @@ def _chunks(num_ranks: int) -> int:
 
 def _padded_lengths(batch: Batch, num_ranks: int) -> list[int]:
     multiple = _chunks(num_ranks)
-    return [-(-length // multiple) * multiple for length in batch.document_lengths]
+    return [-(-length // multiple) * multiple for length in batch.documents.lengths]
 
 
 def _zigzag(positions: Tensor, lengths: Tensor, num_ranks: int) -> Tensor:

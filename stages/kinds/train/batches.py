@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
@@ -130,7 +130,7 @@ class BatchSource:
         documents = self.dataset.row_documents(rows)
         if self.mismatched:
             other = self.mismatched.attach(self.dataset.mismatched(rows, self.micro_batch_size), documents)
-            batch = replace(batch, mismatched=other)
+            batch = batch.with_signal(mismatched=other)
         return self.reference.attach(batch, documents) if self.reference else batch
 
 
@@ -174,7 +174,7 @@ def first_batches(dataset: PackedDataset, rows: Iterable[int], least_targets: in
     num_targets = 0
     for row in rows:
         together.append(row)
-        num_targets += int(dataset.batch([row]).has_target.sum())
+        num_targets += int(dataset.batch([row]).signal.has_target.sum())
         if num_targets >= max(least_targets, BATCH_TARGETS):
             batches.append(dataset.batch(together))
             together, num_targets = [], 0

@@ -19,7 +19,7 @@ from torch.profiler import profile
 
 from stages.core.contract import Trial, is_main_process
 from stages.core.errors import TrainingError
-from stages.data.batch import Batch
+from stages.data.batch import Batch, Signal
 from stages.engines.engine import Engine, LossMeans, StepOutcome
 from stages.engines.loss import Counts, Loss, Parts, Totals
 from stages.kinds.train.batches import Batches, BatchSource, prefetched
@@ -210,7 +210,7 @@ def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: M
     """Return means of loss and metrics over all rows of `source`, of a mixture by dataset too. Collective."""
     by_name = source.dataset.member_rows
     batches = [
-        replace(source.batch([rows[index] for index in share]), member=member)
+        source.batch([rows[index] for index in share]).with_signal(member=member)
         for member, rows in enumerate(by_name.values())
         for share in even_micro_batches(len(rows), source.micro_batch_size, engine.data_rank, engine.data_parallel_size)
     ]
@@ -250,23 +250,23 @@ class LossByDataset:
         own = self.loss.metric_names
         return (*own, *(f"{metric}.{name}" for name in self.names for metric in ("loss", *own)))
 
-    def counts(self, batch: Batch) -> Counts:
-        """Return the loss's counts for all rows and for each dataset of a mixture."""
-        counts = self.loss.counts(batch)
+    def counts(self, signal: Signal) -> Counts:
+        """Return the loss's counts for all rows and for each dataset."""
+        counts = self.loss.counts(signal)
         by_dataset = {
-            f"{what}.{number}": count if number == batch.member else 0
+            f"{what}.{number}": count if number == signal.member else 0
             for number in range(len(self.names))
             for what, count in counts.items()
         }
         return {**counts, **by_dataset}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
         """Return the parts of the means over all rows, and of the means over the micro-batch's dataset."""
-        loss, metrics = self.loss(token_log_probabilities, batch, totals)
-        own_totals = {what: totals[f"{what}.{batch.member}"] for what in self.loss.counts(batch)}
-        own = self.loss(token_log_probabilities, batch, own_totals)
+        loss, metrics = self.loss(token_log_probabilities, signal, totals)
+        own_totals = {what: totals[f"{what}.{signal.member}"] for what in self.loss.counts(signal)}
+        own = self.loss(token_log_probabilities, signal, own_totals)
         by_dataset = [
-            value.detach() if number == batch.member else loss.new_zeros(())
+            value.detach() if number == signal.member else loss.new_zeros(())
             for number in range(len(self.names))
             for value in (own[0], *own[1].values())
         ]
@@ -282,12 +282,12 @@ def with_divergence(engine: Engine, micro_batches: Sequence[Batch]) -> Sequence[
     the step.
     """
     sums = torch.zeros(2, dtype=torch.float64)
-    others = [batch.mismatched for batch in micro_batches if batch.mismatched]
+    others = [batch.signal.mismatched for batch in micro_batches if batch.signal.mismatched]
     if not others:
         return micro_batches
     for other in others:
-        assert other.reference_log_probabilities is not None
-        ratios = engine.document_log_probabilities(other) - other.reference_log_probabilities
+        assert other.signal.reference_log_probabilities is not None
+        ratios = engine.document_log_probabilities(other) - other.signal.reference_log_probabilities
         sums += torch.tensor([ratios.double().sum(), len(ratios)])
     total, num_documents = engine.sum_over_data(sums).tolist()
-    return [replace(batch, kl=max(0.0, total / num_documents)) for batch in micro_batches]
+    return [batch.with_signal(kl=max(0.0, total / num_documents)) for batch in micro_batches]

@@ -42,12 +42,12 @@ class Share:
 def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
     """Count the tokens and FLOPs of a process's share of a global batch."""
     lengths = [length for batch in micro_batches for length in real_document_lengths(batch)]
-    num_targets = sum(int(batch.has_target.sum()) for batch in micro_batches)
-    num_tokens = sum(batch.input_ids.numel() for batch in micro_batches)
+    num_targets = sum(int(batch.signal.has_target.sum()) for batch in micro_batches)
+    num_tokens = sum(batch.inputs.input_ids.numel() for batch in micro_batches)
     forward_only = sum(
-        flops.forward(real_document_lengths(other), int(other.has_target.sum()))
+        flops.forward(real_document_lengths(other), int(other.signal.has_target.sum()))
         for batch in micro_batches
-        if (other := batch.mismatched)
+        if (other := batch.signal.mismatched)
     )
     return Share(micro_batches, num_tokens, sum(lengths), flops.training(lengths, num_targets) + forward_only)
 
@@ -73,8 +73,8 @@ class Positions:
 
 def real_document_lengths(batch: Batch) -> list[int]:
     """Return the token count of every document that is not padding."""
-    lengths = torch.bincount(batch.document_ids.flatten(), minlength=batch.num_documents)
-    return lengths[: batch.num_documents].tolist()
+    lengths = torch.bincount(batch.documents.ids.flatten(), minlength=batch.documents.count)
+    return lengths[: batch.documents.count].tolist()
 
 
 def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, peak: Peak | None) -> dict[str, float]:

@@ -156,7 +156,7 @@ class RowData:
         # Only an adapter's start is measured: its effect may be nothing, which `run` refuses.
         if config.adapter and not context.trial:
             recorded, _ = batches.recorded()
-            untrained = engine.target_log_probabilities(recorded)[recorded.has_target]
+            untrained = engine.target_log_probabilities(recorded)[recorded.signal.has_target]
             batches = replace(batches, untrained=untrained)
         if config.on_policy is None:
             return batches

@@ -216,12 +216,12 @@ def with_candidates(batch: Batch, records: NDArray[np.void], asked: TeacherToken
 
     said: `said_record` [targets of the batch, in order].
     """
-    shape = (*batch.targets.shape, asked.number)
+    shape = (*batch.signal.targets.shape, asked.number)
     tokens, values = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-    tokens[batch.has_target] = torch.from_numpy(records["tokens"].astype(np.int64))
-    values[batch.has_target] = torch.from_numpy(np.ascontiguousarray(records["log_probabilities"]))
+    tokens[batch.signal.has_target] = torch.from_numpy(records["tokens"].astype(np.int64))
+    values[batch.signal.has_target] = torch.from_numpy(np.ascontiguousarray(records["log_probabilities"]))
     candidates = Candidates(tokens, values, is_whole_vocabulary)
-    return replace(batch, candidates=candidates, temperature=asked.temperature)
+    return batch.with_signal(candidates=candidates, temperature=asked.temperature)
 
 
 @dataclass(frozen=True)
@@ -388,14 +388,14 @@ class OpenServer:
 
 
 def _num_targets(batch: Batch) -> int:
-    return int(batch.has_target.sum())
+    return int(batch.signal.has_target.sum())
 
 
 def _documents(batch: Batch) -> Iterator[tuple[Document, NDArray[np.bool_]]]:
     """Yield the tokens of each document with a target, and the mask of its tokens (but the last) that have one."""
-    borders = np.cumsum(batch.document_lengths)[:-1].tolist()
-    tokens = torch.tensor_split(batch.input_ids.flatten(), borders)
-    is_target = torch.tensor_split(batch.has_target.flatten(), borders)
+    borders = np.cumsum(batch.documents.lengths)[:-1].tolist()
+    tokens = torch.tensor_split(batch.inputs.input_ids.flatten(), borders)
+    is_target = torch.tensor_split(batch.signal.has_target.flatten(), borders)
     for document, mask in zip(tokens, is_target, strict=True):
         if mask.any():
             yield document.tolist(), mask.numpy()[:-1]
@@ -457,9 +457,9 @@ class OpenModel:
         return [_recorded(self._of_batch(batch)) for batch in share_of(data_rank)]
 
     def _of_batch(self, batch: Batch) -> torch.Tensor:
-        """Return the teacher's tokens and log-probabilities, float64 [targets, 2, number]."""
-        answer = self.engine.likeliest_tokens(replace(batch, temperature=self.asked.temperature), self.asked.number)
-        return torch.stack([values[batch.has_target].double() for values in answer], 1)
+        """Return float64 [targets, 2, number]: tokens and log-probabilities."""
+        answer = self.engine.likeliest_tokens(batch.with_signal(temperature=self.asked.temperature), self.asked.number)
+        return torch.stack([values[batch.signal.has_target].double() for values in answer], 1)
 
 
 def _recorded(values: torch.Tensor) -> NDArray[np.void]:

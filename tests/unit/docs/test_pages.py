@@ -210,10 +210,11 @@ from stages.kinds.train.methods.registry import METHODS
 config = TrainConfig.model_validate({ {**training, "global_batch_size": 8, "learning_rate": 1e-4}!r})
 loss = METHODS["margin"].build_loss(config.margin)
 pairs = lambda one: one.reshape(2, 3).sum(1)
-batch = types.SimpleNamespace(num_documents=2, has_target=torch.ones(6), document_sums=pairs)
-value, metrics = loss(torch.full((6,), -0.5), batch, {{"pairs": 1}})
+documents = types.SimpleNamespace(count=2, sums=pairs)
+signal = types.SimpleNamespace(documents=documents, has_target=torch.ones(6))
+value, metrics = loss(torch.full((6,), -0.5), signal, {{"pairs": 1}})
 assert math.isclose(value.item(), math.log1p(math.exp(2)), rel_tol=1e-6), value
-assert loss.counts(batch) == {{"pairs": 1}} and metrics["answer_margin"] == 0
+assert loss.counts(signal) == {{"pairs": 1}} and metrics["answer_margin"] == 0
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
 

@@ -14,7 +14,7 @@ from stages.kinds.train.methods.pairs import METRICS, NLL, chosen_nll, num_chose
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.data.batch import Batch
+    from stages.data.batch import Signal
     from stages.engines.loss import Counts, Parts, Totals
 
 CpoLossType = Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"]
@@ -76,23 +76,23 @@ class CpoLoss:
     config: CpoConfig
     metric_names: ClassVar[tuple[str, ...]] = (*METRICS, *NLL)
 
-    def counts(self, batch: Batch) -> Counts:
-        """Count pairs, and target tokens of preferred documents, of a micro-batch."""
-        return {"pairs": batch.num_documents // 2, "chosen tokens": num_chosen_tokens(batch)}
+    def counts(self, signal: Signal) -> Counts:
+        """Count pairs, and target tokens of preferred documents."""
+        return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
         """Return the parts of loss and metrics; rewards are β r."""
-        rewards = self._rewards(token_log_probabilities, batch)
+        rewards = self._rewards(token_log_probabilities, signal)
         chosen, rejected = rewards[0::2], rewards[1::2]
-        nll = chosen_nll(token_log_probabilities, batch, totals)
+        nll = chosen_nll(token_log_probabilities, signal, totals)
         loss = self._losses(chosen - rejected).sum() / totals["pairs"] + self.config.nll_weight * nll
         return loss, {**pair_metrics(chosen, rejected, totals), "nll_loss": nll.detach()}
 
-    def _rewards(self, token_log_probabilities: Tensor, batch: Batch) -> Tensor:
-        """Return CPO's rewards β r, float32 [documents]."""
-        values, alpha = batch.log_probabilities(token_log_probabilities), self.config.alpha
+    def _rewards(self, token_log_probabilities: Tensor, signal: Signal) -> Tensor:
+        """Return β r, float32 [documents]."""
+        values, alpha = signal.log_probabilities(token_log_probabilities), self.config.alpha
         if self.config.loss_type in OF_MEANS:
-            values = values / batch.document_sums(batch.has_target.float())
+            values = values / signal.documents.sums(signal.has_target.float())
         return self.config.beta * ((1 - (-alpha * values).exp()) / alpha if alpha else values)
 
     def _losses(self, margins: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from stages.kinds.train.methods.rollouts import SamplingOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.data.batch import Batch
+    from stages.data.batch import Signal
     from stages.engines.loss import Counts, Parts, Totals
 
 METRICS = {
@@ -94,13 +94,13 @@ class DistillLoss:
     config: DistillConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
-    def counts(self, batch: Batch) -> Counts:
-        """Count the target tokens of a micro-batch."""
-        return {"targets": int(batch.has_target.sum())}
+    def counts(self, signal: Signal) -> Counts:
+        """Count target tokens."""
+        return {"targets": int(signal.has_target.sum())}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
         """Return the parts of loss and metrics."""
-        candidates = batch.candidates
+        candidates = signal.candidates
         assert candidates is not None
         # [rows, sequence, 1 + k]: the target's log-probability, then those of the teacher's k tokens
         targets, student = token_log_probabilities[..., 0], token_log_probabilities[..., 1:]
@@ -116,7 +116,7 @@ class DistillLoss:
             "target_nll": -targets.detach(),
         }
         per_target = values_by_name.values()
-        loss, *metrics = (values.where(batch.has_target, 0.0).sum() / totals["targets"] for values in per_target)
+        loss, *metrics = (values.where(signal.has_target, 0.0).sum() / totals["targets"] for values in per_target)
         return loss, dict(zip(METRICS, metrics, strict=True))
 
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:

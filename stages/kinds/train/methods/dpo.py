@@ -14,7 +14,7 @@ from stages.kinds.train.methods.pairs import METRICS, chosen_nll, num_chosen_tok
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.data.batch import Batch
+    from stages.data.batch import Signal
     from stages.engines.loss import Counts, Parts, Totals
     from stages.kinds.train.methods.dpo_losses import Pairs
 
@@ -110,31 +110,31 @@ class DpoLoss:
     config: DpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
-    def counts(self, batch: Batch) -> Counts:
+    def counts(self, signal: Signal) -> Counts:
         """Count pairs, and target tokens of preferred documents."""
-        return {"pairs": batch.num_documents // 2, "chosen tokens": num_chosen_tokens(batch)}
+        return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
         """Return the parts of loss and metrics; rewards are β log π/π_ref."""
         from stages.kinds.train.methods.dpo_losses import PAIR_LOSSES, Options  # torch: a recipe is read without it
 
-        pairs = self._pairs(token_log_probabilities, batch)
+        pairs = self._pairs(token_log_probabilities, signal)
         options = Options(self.config.beta, self.config.label_smoothing, self.config.discopop_tau)
         losses = [
-            weight * chosen_nll(token_log_probabilities, batch, totals)
+            weight * chosen_nll(token_log_probabilities, signal, totals)
             if name == "sft"
             else weight * PAIR_LOSSES[name](pairs, options).sum() / totals["pairs"]
             for name, weight in self.config.weights.items()
         ]
         return sum(losses[1:], losses[0]), pair_metrics(self.config.beta * pairs.c, self.config.beta * pairs.r, totals)
 
-    def _pairs(self, token_log_probabilities: Tensor, batch: Batch) -> Pairs:
+    def _pairs(self, token_log_probabilities: Tensor, signal: Signal) -> Pairs:
         from stages.kinds.train.methods.dpo_losses import Pairs
 
-        sums, reference = batch.log_probabilities(token_log_probabilities), batch.reference_log_probabilities
+        sums, reference = signal.log_probabilities(token_log_probabilities), signal.reference_log_probabilities
         if reference is None:
             reference = sums.new_zeros(sums.shape)
-        tokens = batch.document_sums(batch.has_target.float())
+        tokens = signal.documents.sums(signal.has_target.float())
         return Pairs(
             chosen=sums[0::2],
             rejected=sums[1::2],
@@ -142,7 +142,7 @@ class DpoLoss:
             reference_rejected=reference[1::2],
             chosen_tokens=tokens[0::2],
             rejected_tokens=tokens[1::2],
-            rows=batch.document_rows[0::2],
+            rows=signal.documents.rows[0::2],
         )
 
 

@@ -18,7 +18,7 @@ from stages.kinds.train.methods.rollouts import RolloutOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.data.batch import Batch
+    from stages.data.batch import Signal
     from stages.engines.loss import Counts, Parts, Totals
 
 ScaleRewards = Literal["group", "batch", "none"]
@@ -127,108 +127,108 @@ class GrpoLoss:
     config: GrpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
-    def counts(self, batch: Batch) -> Counts:
-        """Count completions, their tokens, and tokens with log-probabilities from the server."""
-        assert batch.rollouts is not None
-        served = batch.rollouts.server_log_probabilities
+    def counts(self, signal: Signal) -> Counts:
+        """Count completions, their tokens, and the tokens for which the server returned log-probabilities."""
+        assert signal.rollouts is not None
+        served = signal.rollouts.server_log_probabilities
         return {
-            "completions": batch.num_documents,
-            "tokens": int(batch.has_target.sum()),
-            "server tokens": 0 if served is None else int((batch.has_target & ~served.isnan()).sum()),
+            "completions": signal.documents.count,
+            "tokens": int(signal.has_target.sum()),
+            "server tokens": 0 if served is None else int((signal.has_target & ~served.isnan()).sum()),
         }
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
         """Return the parts of loss and metrics."""
-        assert batch.rollouts is not None
-        ratios, advantages = self._ratios(token_log_probabilities, batch)
+        assert signal.rollouts is not None
+        ratios, advantages = self._ratios(token_log_probabilities, signal)
         lowest, highest = self._bounds
         clipped = ratios.clamp(lowest, highest)
-        losses = _on_tokens(-(ratios * advantages).minimum(clipped * advantages), batch)
-        weights, server_metrics = self._correction(batch, totals)
+        losses = _on_tokens(-(ratios * advantages).minimum(clipped * advantages), signal)
+        weights, server_metrics = self._correction(signal, totals)
         if weights is not None:
-            losses = losses * _on_tokens(weights, batch)
-        divergences = self._divergences(token_log_probabilities, ratios, batch)
+            losses = losses * _on_tokens(weights, signal)
+        divergences = self._divergences(token_log_probabilities, ratios, signal)
         losses = losses + self.config.beta * divergences if self.config.beta else losses
         metrics = {
-            "kl": _mean(divergences.detach(), batch, totals),
-            "entropy": _mean(-token_log_probabilities.detach(), batch, totals),
-            "clipped_low_fraction": _mean(((ratios < lowest) & (advantages < 0)).float(), batch, totals),
-            "clipped_high_fraction": _mean(((ratios > highest) & (advantages > 0)).float(), batch, totals),
+            "kl": _mean(divergences.detach(), signal, totals),
+            "entropy": _mean(-token_log_probabilities.detach(), signal, totals),
+            "clipped_low_fraction": _mean(((ratios < lowest) & (advantages < 0)).float(), signal, totals),
+            "clipped_high_fraction": _mean(((ratios > highest) & (advantages > 0)).float(), signal, totals),
             **server_metrics,
         }
-        return self._mean_loss(losses, batch, totals), metrics
+        return self._mean_loss(losses, signal, totals), metrics
 
     @property
     def _bounds(self) -> tuple[float, float]:
         config = self.config
         return 1 - config.epsilon, 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
 
-    def _ratios(self, token_log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _ratios(self, token_log_probabilities: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
         """Return π/π_old and advantages: [rows, sequence] each, or [num_documents] for whole completions."""
-        assert batch.rollouts is not None
-        advantages = batch.rollouts.advantages
-        changes = (token_log_probabilities - batch.rollouts.old_log_probabilities).where(batch.has_target, 0.0)
+        assert signal.rollouts is not None
+        advantages = signal.rollouts.advantages
+        changes = (token_log_probabilities - signal.rollouts.old_log_probabilities).where(signal.has_target, 0.0)
         if self.config.importance_sampling_level == "token":
-            return changes.exp(), batch.of_tokens(advantages)
-        return (batch.document_sums(changes) / _num_tokens(batch)).exp(), advantages
+            return changes.exp(), signal.documents.of_tokens(advantages)
+        return (signal.documents.sums(changes) / _num_tokens(signal)).exp(), advantages
 
-    def _divergences(self, token_log_probabilities: Tensor, ratios: Tensor, batch: Batch) -> Tensor:
-        """Return each token's KL estimate π_ref/π - log π_ref/π - 1 (Schulman 2020), [rows, sequence], or NaN."""
-        assert batch.rollouts is not None
-        reference = batch.rollouts.reference_log_probabilities
+    def _divergences(self, token_log_probabilities: Tensor, ratios: Tensor, signal: Signal) -> Tensor:
+        """Return π_ref/π - log π_ref/π - 1 of each token (Schulman 2020), [rows, sequence]; NaN without a reference."""
+        assert signal.rollouts is not None
+        reference = signal.rollouts.reference_log_probabilities
         if reference is None:
             return token_log_probabilities.new_full(token_log_probabilities.shape, float("nan"))
-        changes = (reference - token_log_probabilities).where(batch.has_target, 0.0)
+        changes = (reference - token_log_probabilities).where(signal.has_target, 0.0)
         found = changes.exp() - changes - 1
-        return found * _on_tokens(ratios, batch) if self.config.use_bias_correction_kl else found
+        return found * _on_tokens(ratios, signal) if self.config.use_bias_correction_kl else found
 
-    def _correction(self, batch: Batch, totals: Totals) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def _correction(self, signal: Signal, totals: Totals) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Return weights that correct for the server's probabilities, by token or completion, and their metrics."""
-        config, rollouts = self.config, batch.rollouts
+        config, rollouts = self.config, signal.rollouts
         assert rollouts is not None
         names = ("server_difference", "importance_weight", "importance_cut_fraction")
         nothing = {name: rollouts.advantages.new_tensor(float("nan")) for name in names}
         if rollouts.server_log_probabilities is None:
             return None, nothing
         differences = rollouts.old_log_probabilities - rollouts.server_log_probabilities
-        differences = differences.where(batch.has_target, 0.0).nan_to_num(nan=0.0)
+        differences = differences.where(signal.has_target, 0.0).nan_to_num(nan=0.0)
         known = {**nothing, "server_difference": differences.abs().sum() / totals["server tokens"]}
         if not config.importance_sampling_correction:
             return None, known
         by_sequence = config.importance_sampling_mode.startswith("sequence")
-        weights = (batch.document_sums(differences) if by_sequence else differences).exp()
+        weights = (signal.documents.sums(differences) if by_sequence else differences).exp()
         is_cut = weights > config.importance_sampling_clip_max
         kept = weights.where(
             ~is_cut, config.importance_sampling_clip_max if config.importance_sampling_mode.endswith("truncate") else 0
         )
-        known["importance_weight"] = _mean(kept, batch, totals)
-        return kept, {**known, "importance_cut_fraction": _mean(is_cut.float(), batch, totals)}
+        known["importance_weight"] = _mean(kept, signal, totals)
+        return kept, {**known, "importance_cut_fraction": _mean(is_cut.float(), signal, totals)}
 
-    def _mean_loss(self, losses: Tensor, batch: Batch, totals: Totals) -> Tensor:
-        """Return the micro-batch's part of the mean loss, from the losses of tokens [rows, sequence]."""
-        of_completions = batch.document_sums(losses.where(batch.has_target, 0.0))
+    def _mean_loss(self, losses: Tensor, signal: Signal, totals: Totals) -> Tensor:
+        """Return the micro-batch's part of the mean, from the losses of tokens [rows, sequence]."""
+        of_completions = signal.documents.sums(losses.where(signal.has_target, 0.0))
         if self.config.loss_type == "grpo":
-            return (of_completions / _num_tokens(batch)).sum() / totals["completions"]
+            return (of_completions / _num_tokens(signal)).sum() / totals["completions"]
         if self.config.loss_type == "dr_grpo":
             return of_completions.sum() / (totals["completions"] * self.config.max_completion_length)
         return of_completions.sum() / max(1.0, totals["tokens"])
 
 
-def _num_tokens(batch: Batch) -> Tensor:
+def _num_tokens(signal: Signal) -> Tensor:
     """Return the targets of each completion, float32 [num_documents], at least 1; a masked completion has none."""
-    return batch.document_sums(batch.has_target.float()).clamp(min=1)
+    return signal.documents.sums(signal.has_target.float()).clamp(min=1)
 
 
-def _on_tokens(values: Tensor, batch: Batch) -> Tensor:
+def _on_tokens(values: Tensor, signal: Signal) -> Tensor:
     """Spread a number per completion to its tokens: [rows, sequence]; values of tokens are returned as they are."""
-    return batch.of_tokens(values) if values.dim() == 1 else values
+    return signal.documents.of_tokens(values) if values.dim() == 1 else values
 
 
-def _mean(values: Tensor, batch: Batch, totals: Totals) -> Tensor:
-    """Return the micro-batch's part of a mean over tokens, or over completions for `values` [num_documents]."""
+def _mean(values: Tensor, signal: Signal, totals: Totals) -> Tensor:
+    """Return the micro-batch's part of a mean over tokens, or over completions if `values` are [num_documents]."""
     if values.dim() == 1:
         return values.sum() / totals["completions"]
-    return values.where(batch.has_target, 0.0).sum() / max(1.0, totals["tokens"])
+    return values.where(signal.has_target, 0.0).sum() / max(1.0, totals["tokens"])
 
 
 GRPO = Method(

@@ -14,7 +14,7 @@ from stages.kinds.train.methods.pairs import METRICS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.data.batch import Batch
+    from stages.data.batch import Signal
     from stages.engines.loss import Counts, Parts, Totals
 
 OWN_METRICS = {
@@ -46,31 +46,31 @@ class KtoLoss:
     config: KtoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
-    def counts(self, batch: Batch) -> Counts:
-        """Count the documents of a micro-batch, good ones and bad ones."""
-        assert batch.is_good is not None
-        num_good = int(batch.is_good.sum())
-        return {"documents": batch.num_documents, "good": num_good, "bad": batch.num_documents - num_good}
+    def counts(self, signal: Signal) -> Counts:
+        """Count documents, good ones and bad ones."""
+        assert signal.is_good is not None
+        num_good = int(signal.is_good.sum())
+        return {"documents": signal.documents.count, "good": num_good, "bad": signal.documents.count - num_good}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
         """Return the parts of loss and metrics; rewards are β log π/π_ref."""
-        assert batch.is_good is not None
-        assert batch.reference_log_probabilities is not None
-        config, kl = self.config, batch.kl or 0.0
-        ratios = batch.log_probabilities(token_log_probabilities) - batch.reference_log_probabilities
+        assert signal.is_good is not None
+        assert signal.reference_log_probabilities is not None
+        config, kl = self.config, signal.kl or 0.0
+        ratios = signal.log_probabilities(token_log_probabilities) - signal.reference_log_probabilities
         signs, weights = (
-            batch.is_good * (good - bad) + bad
+            signal.is_good * (good - bad) + bad
             for good, bad in ((1.0, -1.0), (config.desirable_weight, config.undesirable_weight))
         )
         losses = weights * (1 - (signs * config.beta * (ratios - kl)).sigmoid())
         rewards = config.beta * ratios.detach()
-        chosen = (rewards * batch.is_good).sum() / totals["good"]
-        rejected = (rewards * ~batch.is_good).sum() / totals["bad"]
+        chosen = (rewards * signal.is_good).sum() / totals["good"]
+        rejected = (rewards * ~signal.is_good).sum() / totals["bad"]
         metrics = {
             "reward_chosen": chosen,
             "reward_rejected": rejected,
             "reward_margin": chosen - rejected,
-            "kl": rewards.new_tensor(kl * batch.num_documents / totals["documents"]),
+            "kl": rewards.new_tensor(kl * signal.documents.count / totals["documents"]),
         }
         return losses.sum() / totals["documents"], metrics
 

@@ -14,7 +14,7 @@ from stages.kinds.train.methods.pairs import METRICS, NLL, chosen_nll, num_chose
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.data.batch import Batch
+    from stages.data.batch import Signal
     from stages.engines.loss import Counts, Parts, Totals
 
 OWN_METRICS = {
@@ -42,20 +42,20 @@ class OrpoLoss:
     config: OrpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
-    def counts(self, batch: Batch) -> Counts:
-        """Count pairs, and tokens of preferred texts, of a micro-batch."""
-        return {"pairs": batch.num_documents // 2, "chosen tokens": num_chosen_tokens(batch)}
+    def counts(self, signal: Signal) -> Counts:
+        """Count pairs, and tokens of preferred texts."""
+        return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
         """Return the parts of loss and metrics; rewards are β log P."""
         from torch.nn.functional import logsigmoid
 
-        assert batch.target_weights is not None, "prompts and answers are both targets"
-        means = batch.log_probabilities(token_log_probabilities) / batch.document_sums(batch.target_weights)
+        assert signal.target_weights is not None, "prompts and answers are both targets"
+        means = signal.log_probabilities(token_log_probabilities) / signal.documents.sums(signal.target_weights)
         chosen, rejected = means[0::2], means[1::2]
         log_odds = _log_odds(chosen) - _log_odds(rejected)
         ratio = logsigmoid(log_odds)
-        nll = chosen_nll(token_log_probabilities, batch, totals)
+        nll = chosen_nll(token_log_probabilities, signal, totals)
         metrics = {
             **pair_metrics(self.config.beta * chosen, self.config.beta * rejected, totals),
             "nll_loss": nll.detach(),

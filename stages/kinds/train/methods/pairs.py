@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.data.batch import Batch
+    from stages.data.batch import Signal
     from stages.engines.loss import Totals
 
 METRICS = {
@@ -31,14 +31,14 @@ def pair_metrics(chosen: Tensor, rejected: Tensor, totals: Totals) -> dict[str, 
     return {name: value / totals["pairs"] for name, value in sums.items()}
 
 
-def num_chosen_tokens(batch: Batch) -> int:
+def num_chosen_tokens(signal: Signal) -> int:
     """Return the number of targets in the preferred documents."""
-    return int(batch.document_sums(batch.has_target.long())[0::2].sum())
+    return int(signal.documents.sums(signal.has_target.long())[0::2].sum())
 
 
-def chosen_nll(token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Tensor:
+def chosen_nll(token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Tensor:
     """Return the micro-batch's part of the mean negative log-likelihood of the preferred documents' targets.
 
     The loss must count `chosen tokens` for it.
     """
-    return -batch.document_sums(token_log_probabilities)[0::2].sum() / totals["chosen tokens"]
+    return -signal.documents.sums(token_log_probabilities)[0::2].sum() / totals["chosen tokens"]

@@ -14,7 +14,7 @@ from stages.kinds.train.methods.pairs import METRICS, pair_metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.data.batch import Batch
+    from stages.data.batch import Signal
     from stages.engines.loss import Counts, Parts, Totals
 
 
@@ -37,20 +37,20 @@ class RewardLoss:
     config: RewardConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
-    def counts(self, batch: Batch) -> Counts:
-        """Count the pairs of a micro-batch."""
-        return {"pairs": batch.num_documents // 2}
+    def counts(self, signal: Signal) -> Counts:
+        """Count pairs."""
+        return {"pairs": signal.documents.count // 2}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
         """Return the parts of loss and metrics.
 
         `token_log_probabilities` are scores: each document's at one token, 0 at the others.
         """
         from torch.nn.functional import logsigmoid
 
-        rewards = batch.document_sums(token_log_probabilities)
+        rewards = signal.documents.sums(token_log_probabilities)
         chosen, rejected = rewards[0::2], rewards[1::2]
-        losses = -logsigmoid(chosen - rejected - (0.0 if batch.margins is None else batch.margins))
+        losses = -logsigmoid(chosen - rejected - (0.0 if signal.margins is None else signal.margins))
         if self.config.center_rewards_coefficient:
             losses = losses + self.config.center_rewards_coefficient * (chosen + rejected) ** 2
         return losses.sum() / totals["pairs"], pair_metrics(chosen, rejected, totals)

@@ -10,7 +10,7 @@ from stages.kinds.train.methods.method import Method
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.data.batch import Batch
+    from stages.data.batch import Signal
     from stages.engines.loss import Counts, Parts, Totals
 
 
@@ -20,12 +20,12 @@ class SftLoss:
 
     metric_names: ClassVar[tuple[str, ...]] = ()
 
-    def counts(self, batch: Batch) -> Counts:
-        """Count the target tokens of a micro-batch."""
-        return {"targets": int(batch.has_target.sum())}
+    def counts(self, signal: Signal) -> Counts:
+        """Count target tokens."""
+        return {"targets": int(signal.has_target.sum())}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
-        """Return the negative log-likelihood's part of the mean loss; there are no other metrics."""
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
+        """Return the negative log-likelihood's part of the mean; there are no other metrics."""
         return -token_log_probabilities.sum() / totals["targets"], {}
 
 

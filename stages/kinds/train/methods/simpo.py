@@ -14,7 +14,7 @@ from stages.kinds.train.methods.pairs import METRICS, pair_metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stages.data.batch import Batch
+    from stages.data.batch import Signal
     from stages.engines.loss import Counts, Parts, Totals
 
 
@@ -34,16 +34,16 @@ class SimpoLoss:
     config: SimpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
-    def counts(self, batch: Batch) -> Counts:
-        """Count the pairs of a micro-batch."""
-        return {"pairs": batch.num_documents // 2}
+    def counts(self, signal: Signal) -> Counts:
+        """Count pairs."""
+        return {"pairs": signal.documents.count // 2}
 
-    def __call__(self, token_log_probabilities: Tensor, batch: Batch, totals: Totals) -> Parts:
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
         """Return the parts of loss and metrics over pairs; rewards are β p."""
         from torch.nn.functional import logsigmoid
 
-        tokens = batch.document_sums(batch.has_target.float())
-        rewards = self.config.beta * batch.document_sums(token_log_probabilities) / tokens
+        tokens = signal.documents.sums(signal.has_target.float())
+        rewards = self.config.beta * signal.documents.sums(token_log_probabilities) / tokens
         chosen, rejected = rewards[0::2], rewards[1::2]
         losses = -logsigmoid(chosen - rejected - self.config.gamma)
         return losses.sum() / totals["pairs"], pair_metrics(chosen, rejected, totals)

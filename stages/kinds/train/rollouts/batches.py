@@ -93,7 +93,7 @@ class RolloutBatches:
         return self._parts[self._plan.part(step)]
 
     def metrics(self, step: int, update_s: float) -> dict[str, float]:
-        num_tokens = sum(int(batch.has_target.sum()) for batch in self._parts[self._plan.part(step)])
+        num_tokens = sum(int(batch.signal.has_target.sum()) for batch in self._parts[self._plan.part(step)])
         return {
             **self._measured,
             "staleness_steps": float(self._plan.staleness(step)),
@@ -183,22 +183,22 @@ class RolloutBatches:
         return [[self._with_log_probabilities(batch) for batch in share] for share in shares]
 
     def _with_log_probabilities(self, batch: Batch) -> Batch:
-        assert batch.rollouts
+        assert batch.signal.rollouts
         reference = self._reference.target_log_probabilities(batch) if self._reference else None
         rollouts = replace(
-            batch.rollouts,
+            batch.signal.rollouts,
             old_log_probabilities=self._engine.target_log_probabilities(batch),
             reference_log_probabilities=reference,
         )
-        return replace(batch, rollouts=rollouts)
+        return batch.with_signal(rollouts=rollouts)
 
     def _differences(self, parts: Sequence[Sequence[Batch]]) -> dict[str, float]:
         """Return mean and largest |Δ log-probability| between server and engine over all tokens, in nats."""
         differences = [torch.zeros(1)]  # a process may have padding alone
         for batch in (batch for part in parts for batch in part):
-            assert batch.rollouts and batch.rollouts.server_log_probabilities is not None
-            change = batch.rollouts.old_log_probabilities - batch.rollouts.server_log_probabilities
-            differences.append(change[batch.has_target].abs())
+            assert batch.signal.rollouts and batch.signal.rollouts.server_log_probabilities is not None
+            change = batch.signal.rollouts.old_log_probabilities - batch.signal.rollouts.server_log_probabilities
+            differences.append(change[batch.signal.has_target].abs())
         of_tokens = torch.cat(differences).double()
         sums = torch.stack([of_tokens.sum(), torch.tensor(float(len(of_tokens) - 1), dtype=torch.float64)])
         total, count = self._engine.sum_over_data(sums).tolist()

@@ -83,7 +83,7 @@ class Packing:
         batch = packed_batch(
             [_row(row) for row in rows], (self.micro_batch_size, width), padding_token=self.padding_token
         )
-        server = torch.zeros(batch.targets.shape)
+        server = torch.zeros(batch.signal.targets.shape)
         for number, row in enumerate(rows):
             begin = 0
             for document in row:
@@ -92,10 +92,10 @@ class Packing:
                 begin += len(document)
         rollouts = Rollouts(
             advantages=torch.tensor([document.advantage for row in rows for document in row], dtype=torch.float32),
-            old_log_probabilities=torch.zeros(batch.targets.shape),
-            server_log_probabilities=server.where(batch.has_target, 0.0),
+            old_log_probabilities=torch.zeros(batch.signal.targets.shape),
+            server_log_probabilities=server.where(batch.signal.has_target, 0.0),
         )
-        return replace(batch, rollouts=rollouts, temperature=self.temperature)
+        return batch.with_signal(rollouts=rollouts, temperature=self.temperature)
 
 
 def _row(documents: Sequence[AnsweredPrompt]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -126,7 +126,7 @@ class OnPolicyBatches:
     def _share(self, documents: Sequence[AnsweredPrompt], data_rank: int) -> list[Batch]:
         """Return a data rank's micro-batches, at the temperature of the loss."""
         batches = self.server.packing.share(documents, data_rank, self.engine.data_parallel_size)
-        return [replace(batch, rollouts=None, temperature=self.asked.temperature) for batch in batches]
+        return [batch.with_signal(rollouts=None, temperature=self.asked.temperature) for batch in batches]
 
 
 def on_policy_batches(

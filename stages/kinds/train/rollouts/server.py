@@ -294,7 +294,7 @@ class Probe:
             if sum(map(len, chosen)) + len(one) <= packing.sequence_length and len(one) < packing.most_tokens:
                 chosen.append(one)
         batch = _untempered(packing).batch([chosen])
-        return cls(chosen, engine.target_log_probabilities(batch)[batch.has_target], batch)
+        return cls(chosen, engine.target_log_probabilities(batch)[batch.signal.has_target], batch)
 
     def write(self, path: Path) -> None:
         untrained = None if self.untrained is None else self.untrained.tolist()
@@ -321,7 +321,7 @@ class Probe:
             for row, one in zip(rows, self.documents, strict=True)
             for value in row.log_probabilities[len(one.prompt) - 1 :]
         ]
-        difference = (of_engine[self.batch.has_target] - torch.tensor(served)).abs().mean().item()
+        difference = (of_engine[self.batch.signal.has_target] - torch.tensor(served)).abs().mean().item()
         check_difference(difference, dtype, f"given the weights of step {step - 1}, the server")
         return difference
 

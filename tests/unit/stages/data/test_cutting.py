@@ -57,10 +57,12 @@ def test_rows_are_those_of_group_texts(cut_rows, make_tokenizer, begins_texts):
     wanted = group_texts({"input_ids": ids}, LENGTH)["input_ids"]
     rows = cut_rows(TEXTS, folder)
     batch = rows.batch(range(len(rows)))
-    assert batch.input_ids.tolist() == wanted
-    assert batch.targets.tolist() == [[*row[1:], IGNORED] for row in wanted]  # Transformers shifts within a row
+    assert batch.inputs.input_ids.tolist() == wanted
+    assert batch.signal.targets.tolist() == [[*row[1:], IGNORED] for row in wanted]  # Transformers shifts within a row
     assert rows.padding_fraction == 0
-    assert batch.document_ids.tolist() == [[row] * LENGTH for row in range(len(wanted))]  # attention over the whole row
+    assert batch.documents.ids.tolist() == [
+        [row] * LENGTH for row in range(len(wanted))
+    ]  # attention over the whole row
     num_bytes, num_tokens = sum(len(text.encode()) for text in TEXTS), sum(map(len, ids))
     assert rows.about.bytes_per_token == pytest.approx(num_bytes / num_tokens)
 

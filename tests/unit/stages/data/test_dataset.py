@@ -71,16 +71,20 @@ def test_the_dataset_counts_what_it_holds(dataset):
 
 def test_a_batch_is_laid_out_as_promised(dataset):
     batch = dataset.batch([0, 2])
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7] + [0] * 5, [8, 9, 8, 10, 11] + [0] * 7]
-    assert batch.targets.tolist() == [
+    assert batch.inputs.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7] + [0] * 5, [8, 9, 8, 10, 11] + [0] * 7]
+    assert batch.signal.targets.tolist() == [
         [IGNORED, 3, 4, IGNORED, 6, 7, IGNORED] + [IGNORED] * 5,
         [9, IGNORED, 10, 11, IGNORED] + [IGNORED] * 7,
     ]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 0, 1, 2, 3, 4, 5, 6]]
-    assert batch.document_ids.tolist() == [[0] * 4 + [1] * 3 + [4] * 5, [2] * 2 + [3] * 3 + [5] * 7]
-    assert batch.num_documents == 4
-    assert batch.document_lengths == [4, 3, 5, 2, 3, 7]
-    assert {tensor.dtype for tensor in vars(batch).values() if isinstance(tensor, torch.Tensor)} == {torch.int64}
+    assert batch.inputs.position_ids.tolist() == [
+        [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4],
+        [0, 1, 0, 1, 2, 0, 1, 2, 3, 4, 5, 6],
+    ]
+    assert batch.documents.ids.tolist() == [[0] * 4 + [1] * 3 + [4] * 5, [2] * 2 + [3] * 3 + [5] * 7]
+    assert batch.documents.count == 4
+    assert batch.documents.lengths == [4, 3, 5, 2, 3, 7]
+    tensors = (batch.inputs.input_ids, batch.inputs.position_ids, batch.documents.ids, batch.signal.targets)
+    assert {tensor.dtype for tensor in tensors} == {torch.int64}
 
 
 def test_documents_of_a_batch_are_numbered_in_the_dataset_too(dataset):
@@ -89,39 +93,39 @@ def test_documents_of_a_batch_are_numbered_in_the_dataset_too(dataset):
 
 def test_rows_of_padding_make_up_the_number(dataset):
     batch = dataset.batch([1], num_rows=2)
-    assert batch.input_ids.tolist() == [list(range(20, 32)), [PADDING] * SEQUENCE]
-    assert (batch.num_documents, batch.document_lengths) == (1, [SEQUENCE, SEQUENCE])
-    assert (batch.targets[1] == IGNORED).all()
-    assert dataset.batch([], num_rows=1).document_ids.tolist() == [[0] * SEQUENCE]
+    assert batch.inputs.input_ids.tolist() == [list(range(20, 32)), [PADDING] * SEQUENCE]
+    assert (batch.documents.count, batch.documents.lengths) == (1, [SEQUENCE, SEQUENCE])
+    assert (batch.signal.targets[1] == IGNORED).all()
+    assert dataset.batch([], num_rows=1).documents.ids.tolist() == [[0] * SEQUENCE]
 
 
 def test_without_packing_a_batch_is_as_wide_as_its_longest_row(tmp_path):
     rows = [[unit] for row in ROWS for unit in row]
     dataset = write(tmp_path, rows, packing=False)
-    assert dataset.batch([0, 1]).input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, PADDING]]
-    assert dataset.batch([3]).input_ids.shape == (1, 5)
+    assert dataset.batch([0, 1]).inputs.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, PADDING]]
+    assert dataset.batch([3]).inputs.input_ids.shape == (1, 5)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=5))
 def test_the_parts_of_a_batch_agree(tmp_path_factory, rows):
     dataset = write(tmp_path_factory.getbasetemp() / "agree")
     batch = dataset.batch(rows)
-    ids, positions = batch.document_ids.flatten(), batch.position_ids.flatten()
-    assert sum(batch.document_lengths) == batch.input_ids.numel()
-    assert sorted(set(ids.tolist())) == list(range(len(batch.document_lengths)))
-    assert [len(run) for run in torch.split(ids, batch.document_lengths) if len(set(run.tolist())) == 1] == list(
-        batch.document_lengths
+    ids, positions = batch.documents.ids.flatten(), batch.inputs.position_ids.flatten()
+    assert sum(batch.documents.lengths) == batch.inputs.input_ids.numel()
+    assert sorted(set(ids.tolist())) == list(range(len(batch.documents.lengths)))
+    assert [len(run) for run in torch.split(ids, batch.documents.lengths) if len(set(run.tolist())) == 1] == list(
+        batch.documents.lengths
     )
-    assert positions.tolist() == [position for length in batch.document_lengths for position in range(length)]
-    learned = (batch.targets != IGNORED).nonzero()
+    assert positions.tolist() == [position for length in batch.documents.lengths for position in range(length)]
+    learned = (batch.signal.targets != IGNORED).nonzero()
     for row, position in learned.tolist():
-        assert batch.targets[row, position] == batch.input_ids[row, position + 1]
-        assert batch.document_ids[row, position] == batch.document_ids[row, position + 1]
+        assert batch.signal.targets[row, position] == batch.inputs.input_ids[row, position + 1]
+        assert batch.documents.ids[row, position] == batch.documents.ids[row, position + 1]
 
 
 def test_references_must_be_one_a_document(dataset):
     batch = dataset.batch([2])
-    assert batch.with_reference(torch.zeros(2)).to("cpu").reference_log_probabilities.tolist() == [0, 0]
+    assert batch.with_reference(torch.zeros(2)).to("cpu").signal.reference_log_probabilities.tolist() == [0, 0]
     with pytest.raises(ValueError, match="for 2 documents"):
         batch.with_reference(torch.zeros(3))
 

@@ -43,10 +43,10 @@ def lines(rows):
 def texts(batch, read_ids):
     """Return the whole and the learned text of each document."""
     found = []
-    for number in range(batch.num_documents):
-        mine = batch.document_ids == number
-        targets = batch.targets[mine]
-        found.append((read_ids(batch.input_ids[mine].tolist()), read_ids(targets[targets != IGNORED].tolist())))
+    for number in range(batch.documents.count):
+        mine = batch.documents.ids == number
+        targets = batch.signal.targets[mine]
+        found.append((read_ids(batch.inputs.input_ids[mine].tolist()), read_ids(targets[targets != IGNORED].tolist())))
     return found
 
 
@@ -54,7 +54,7 @@ def texts(batch, read_ids):
 def test_every_document_has_its_label(run, read_ids, packing):
     dataset = run(lines(ROWS), packing=packing)
     batch = dataset.batch(range(len(dataset)))
-    found = dict(zip(texts(batch, read_ids), batch.is_good.tolist(), strict=True))
+    found = dict(zip(texts(batch, read_ids), batch.signal.is_good.tolist(), strict=True))
     assert found == {
         (f"{row['prompt']}{row['completion']}</s>", f"{row['completion']}</s>"): row["label"] for row in ROWS
     }
@@ -68,7 +68,7 @@ def test_answers_are_the_same_after_other_prompts(run, read_ids):
         assert [answer for _, answer in other] == [own[number - 1][1] for number in range(len(own))]
         for (text, _), (mixed, answer) in zip(own, other, strict=True):
             assert mixed == text.split(" ")[0] + " " + answer
-    assert torch.equal(dataset.mismatched([0]).document_ids[:, :1], dataset.batch([0]).document_ids[:, :1])
+    assert torch.equal(dataset.mismatched([0]).documents.ids[:, :1], dataset.batch([0]).documents.ids[:, :1])
 
 
 def test_a_document_that_is_alone_gets_the_answer_of_the_row_before_as_far_as_it_fits(run, read_ids):
@@ -84,7 +84,7 @@ def test_a_document_that_is_alone_gets_the_answer_of_the_row_before_as_far_as_it
 @pytest.mark.parametrize("label", ["true", "True", "1", "1.0"])
 def test_csv_says_labels_in_words(run, label):
     text = f"prompt,completion,label\nq ,good,{label}\nr ,bad,{'0.0' if '.' in label else 'false'}\n"
-    assert run(text, "train.csv").batch([0]).is_good.tolist() == [True, False]
+    assert run(text, "train.csv").batch([0]).signal.is_good.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("label", [True, False])

@@ -45,20 +45,20 @@ def test_every_pair_has_its_margin(read, read_ids, packing, capsys):
     assert "margin" not in capsys.readouterr().out
     batch = dataset.batch(range(len(dataset)))
     found = {}
-    for pair, margin in enumerate(batch.margins.tolist()):
-        targets = batch.targets[batch.document_ids == 2 * pair]
+    for pair, margin in enumerate(batch.signal.margins.tolist()):
+        targets = batch.signal.targets[batch.documents.ids == 2 * pair]
         found[read_ids(targets[targets != IGNORED].tolist())] = margin
     assert found == {f"{row['chosen']}</s>": row["margin"] for row in ROWS}
 
 
 def test_numbers_in_text_are_read(read):
     dataset = read("prompt,chosen,rejected,margin\nq,yes,no,1.5\nr,no,yes,-2\n", "train.csv").training
-    assert sorted(dataset.batch(range(len(dataset))).margins.tolist()) == [-2, 1.5]
+    assert sorted(dataset.batch(range(len(dataset))).signal.margins.tolist()) == [-2, 1.5]
 
 
 def test_rows_without_have_none(read):
     dataset = read(lines({**row, "margin": None} for row in ROWS)).training
-    assert dataset.batch([0]).margins is None
+    assert dataset.batch([0]).signal.margins is None
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,8 @@ def test_each_dataset_has_a_format_of_its_own_and_rows_as_alone(prepared):
     assert mixed.num_documents == new.num_documents + old.num_documents
     both = mixed.batch([0, len(new), 1])
     apart = [new.batch([0]), old.batch([0]), new.batch([1])]
-    assert torch.equal(both.input_ids, torch.cat([one.input_ids for one in apart]))
-    assert torch.equal(both.targets, torch.cat([one.targets for one in apart]))
+    assert torch.equal(both.inputs.input_ids, torch.cat([one.inputs.input_ids for one in apart]))
+    assert torch.equal(both.signal.targets, torch.cat([one.signal.targets for one in apart]))
     found = mixed.row_documents([len(new)])
     assert found.tolist() == (old.row_documents([0]) + new.num_documents).tolist()
 

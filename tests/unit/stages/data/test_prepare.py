@@ -51,10 +51,10 @@ def documents(dataset, read_ids):
     """Return the whole text and the learned text of every document."""
     batch = dataset.batch(range(len(dataset)))
     found = []
-    for number in range(batch.num_documents):
-        mine = batch.document_ids == number
-        targets = batch.targets[mine]
-        found.append((read_ids(batch.input_ids[mine].tolist()), read_ids(targets[targets != IGNORED].tolist())))
+    for number in range(batch.documents.count):
+        mine = batch.documents.ids == number
+        targets = batch.signal.targets[mine]
+        found.append((read_ids(batch.inputs.input_ids[mine].tolist()), read_ids(targets[targets != IGNORED].tolist())))
     return found
 
 
@@ -115,7 +115,7 @@ def test_pairs_stay_together_chosen_first(run, write_rows, read_ids):
         assert chosen == f"q{number} good {number}</s>"
         assert (rejected, learned) == (f"q{number} bad {number}</s>", f"bad {number}</s>")
     batch = data.training.batch([0])
-    assert batch.num_documents % 2 == 0
+    assert batch.documents.count % 2 == 0
 
 
 def test_the_quickstarts_problems_leave_less_than_one_percent_padding(run, tmp_path):
@@ -138,7 +138,7 @@ def test_the_quickstarts_preferences_are_learned_from_the_answer_on(run, tmp_pat
     tokenizer.save_pretrained(tmp_path / "model")
     data = run(tmp_path / "data", "pairs", tmp_path / "model", split="validation")
     batch = data.training.batch([0])
-    learned = [batch.targets[batch.document_ids == number] for number in range(batch.num_documents)]
+    learned = [batch.signal.targets[batch.documents.ids == number] for number in range(batch.documents.count)]
     answers = [tokenizer.decode(targets[targets != IGNORED]).removesuffix("<|im_end|>") for targets in learned]
     rows = map(json.loads, (tmp_path / "data" / "validation.jsonl").read_text().splitlines())
     assert not run.reports.warnings

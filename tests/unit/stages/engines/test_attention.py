@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from stages.core.errors import ModelError
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines import attention
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, packed_attention, prepare_attention
 from stages.engines.documents import PackedDocuments
@@ -82,13 +82,13 @@ def build(config: PreTrainedConfig, attn_implementation: str) -> nn.Module:
 def packed_batch(lengths: list[int], rows: int, vocabulary: int = 64) -> Batch:
     shape = (rows, sum(lengths) // rows)
     torch.manual_seed(1)
-    return Batch(
+    return Batch.of(
         input_ids=torch.randint(1, vocabulary, shape),
         targets=torch.full(shape, IGNORED),
         position_ids=torch.cat([torch.arange(length) for length in lengths]).view(shape),
-        document_ids=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(shape),
-        num_documents=len(lengths),
-        document_lengths=lengths,
+        documents=Documents(
+            torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(shape), len(lengths), lengths
+        ),
     )
 
 
@@ -105,10 +105,10 @@ def test_packed_documents_equal_each_document_alone(kind: str) -> None:
     batch = packed_batch(LENGTHS, ROWS)
 
     model = build((PACKED | AS_ROWS)[kind](), attn_implementation)
-    packed = hidden_states(decoder_of(model), batch).flatten(0, 1)
+    packed = hidden_states(decoder_of(model), batch.inputs).flatten(0, 1)
 
     reference = build((PACKED | AS_ROWS)[kind](), "eager")
-    documents = batch.input_ids.flatten().split(LENGTHS)
+    documents = batch.inputs.input_ids.flatten().split(LENGTHS)
     alone = torch.cat(
         [decoder_of(reference)(input_ids=document[None], use_cache=False)[0][0] for document in documents]
     )
@@ -124,8 +124,8 @@ def test_packed_documents_equal_each_document_alone(kind: str) -> None:
 def test_one_document_a_row_is_ordinary_causal_attention() -> None:
     config = PACKED["grouped queries"]()
     batch = packed_batch([16, 16], rows=2)
-    packed = hidden_states(build(config, prepare_attention(config, CPU)).base_model, batch)
-    plain = build(PACKED["grouped queries"](), "eager").base_model(input_ids=batch.input_ids, use_cache=False)[0]
+    packed = hidden_states(build(config, prepare_attention(config, CPU)).base_model, batch.inputs)
+    plain = build(PACKED["grouped queries"](), "eager").base_model(input_ids=batch.inputs.input_ids, use_cache=False)[0]
     torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)
 
 
@@ -151,7 +151,7 @@ def test_recomputed_layers_see_the_same_documents() -> None:
     expected, found = (build(config, prepare_attention(config, CPU)).train() for _ in range(2))
     found.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     expected_gradients, found_gradients = (
-        gradients_of(model, hidden_states(model.base_model, batch)) for model in (expected, found)
+        gradients_of(model, hidden_states(model.base_model, batch.inputs)) for model in (expected, found)
     )
     torch.testing.assert_close(found_gradients, expected_gradients, atol=0, rtol=0)
 

@@ -64,9 +64,9 @@ def test_each_row_gives_what_transformers_gives_it_alone_without_its_padding() -
 
 def test_padding_is_of_no_row() -> None:
     batch = pack([[[1, 2, 3], [4, 5]], [[6, 7], [8, 9, 10]]])
-    assert batch.token_rows.tolist() == [[0] * 5, [1] * 5]
-    padded = replace(batch, num_documents=3)
-    assert padded.token_rows.tolist() == [[0] * 5, [1, 1, -1, -1, -1]]
+    assert batch.documents.token_rows.tolist() == [[0] * 5, [1] * 5]
+    padded = batch.with_signal(documents=replace(batch.documents, count=3))
+    assert padded.documents.token_rows.tolist() == [[0] * 5, [1, 1, -1, -1, -1]]
     assert num_tokens([batch, padded], lambda own: 2 * own) == 34
 
 

@@ -12,7 +12,7 @@ from stages.adapters.files import read_adapter, write_adapter
 from stages.adapters.lora import ADAPTER_NAME, adapted_layers, add_adapter, go_on_with, store_base
 from stages.adapters.quantized import Int8Linear, Nf4Linear, QuantizedLinear
 from stages.core.errors import ModelError
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines.fsdp.eva import InputRows, start_directions
 from stages.engines.fsdp.model import load_model
 
@@ -56,7 +56,7 @@ def as_batch(tokens, is_learned):
     targets[:, :-1] = torch.where(is_learned[:, 1:], tokens[:, 1:], IGNORED)
     positions = torch.arange(LENGTH).expand(ROWS, -1).contiguous()
     documents = torch.arange(ROWS)[:, None].expand(-1, LENGTH).contiguous()
-    return Batch(tokens, targets, positions, documents, ROWS, [LENGTH] * ROWS)
+    return Batch.of(tokens, targets, positions, Documents(documents, ROWS, [LENGTH] * ROWS))
 
 
 def ours(folder, file, rows, **fields):

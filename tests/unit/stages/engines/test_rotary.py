@@ -78,7 +78,7 @@ def alone(folder: Path, document: list[int]) -> Tensor:
 def test_packed_documents_get_the_loss_that_transformers_gives_each_alone(folder: Path) -> None:
     documents = packed_documents()
     batch: Batch = pack([documents])
-    found = batch.document_sums(loaded(folder)(batch))
+    found = batch.documents.sums(loaded(folder)(batch))
     torch.testing.assert_close(found, torch.stack([alone(folder, document) for document in documents]))
 
 

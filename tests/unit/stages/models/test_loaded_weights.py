@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from stages.core.errors import ModelError
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines.export import export_model
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.settings import AdamSettings, EngineSettings
@@ -115,7 +115,7 @@ def dtypes(prefix: str, module: nn.Module) -> dict[str, torch.dtype]:
 def one_document(length: int) -> Batch:
     input_ids = torch.arange(length)[None]
     targets = torch.cat([input_ids[:, 1:], torch.tensor([[IGNORED]])], dim=1)
-    return Batch(input_ids, targets, input_ids.clone(), torch.zeros_like(input_ids), 1, [length])
+    return Batch.of(input_ids, targets, input_ids.clone(), Documents(torch.zeros_like(input_ids), 1, [length]))
 
 
 def test_what_is_kept_depends_on_the_dtype_as_in_transformers() -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.data.batch import Batch
+from stages.data.batch import Batch, Documents
 from stages.engines.megatron.tokens import padded_size, split_tokens
 
 documents = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -18,7 +18,7 @@ def batch_of(lengths: list[int]) -> Batch:
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])
     tokens = torch.arange(100, 100 + num_tokens)
-    return Batch(*(part[None] for part in (tokens, tokens, positions, ids)), len(lengths), lengths)
+    return Batch.of(tokens[None], tokens[None], positions[None], Documents(ids[None], len(lengths), lengths))
 
 
 @given(documents, ranks, st.sampled_from([1, 2]))
@@ -28,8 +28,8 @@ def test_every_token_is_with_one_rank_at_its_own_position(lengths, num_ranks, tp
     is_real = split.origins < sum(lengths)
     assert sorted(split.origins[is_real].tolist()) == list(range(sum(lengths)))
     origins = split.origins[is_real]
-    assert torch.equal(split.positions[is_real], batch.position_ids[0, origins])
-    assert torch.equal(split.document_ids[is_real], batch.document_ids[0, origins])
+    assert torch.equal(split.positions[is_real], batch.inputs.position_ids[0, origins])
+    assert torch.equal(split.document_ids[is_real], batch.documents.ids[0, origins])
 
 
 @given(documents, ranks, st.sampled_from([1, 2]))
@@ -66,5 +66,5 @@ def test_a_rank_takes_a_chunk_from_either_end_of_each_document():
 def test_a_split_of_values_puts_the_given_value_where_padding_is():
     batch = batch_of([3])
     split = split_tokens(batch, 2, padded_size([batch], 2, 1))
-    assert split.local(batch.input_ids, 0, padding=-1).tolist() == [[100, -1]]
-    assert split.local(batch.input_ids, 1, padding=-1).tolist() == [[101, 102]]
+    assert split.local(batch.inputs.input_ids, 0, padding=-1).tolist() == [[100, -1]]
+    assert split.local(batch.inputs.input_ids, 1, padding=-1).tolist() == [[101, 102]]

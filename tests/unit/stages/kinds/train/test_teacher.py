@@ -11,7 +11,7 @@ import torch
 
 from stages.core.contract import StageInput
 from stages.core.errors import ModelError, RecipeError
-from stages.data.batch import Batch
+from stages.data.batch import Batch, Documents
 from stages.kinds.train.check import check
 from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.methods.method import TeacherTokens
@@ -91,7 +91,7 @@ def test_what_is_said_goes_to_its_targets_in_whatever_order_rows_come():
     rows = TeacherRows(np.array([3, 5, 8]), np.array([0, 2, 3, 6]), said, TeacherTokens(2, 0.5), False)
     targets = torch.tensor([[7, -100, 7, 7], [-100, 7, 7, -100], [-100, -100, -100, -100]])
     zeros = torch.zeros_like(targets)
-    batch = rows.attach(Batch(zeros, targets, zeros, zeros, 3, [12]), [8, 3])
-    assert batch.temperature == 0.5
-    assert batch.candidates.tokens[..., 0].tolist() == [[3, 0, 4, 5], [0, 0, 1, 0], [0, 0, 0, 0]]
-    assert batch.candidates.log_probabilities[..., 0].tolist() == [[-3, 0, -4, -5], [0, 0, -1, 0], [0, 0, 0, 0]]
+    batch = rows.attach(Batch.of(zeros, targets, zeros, Documents(zeros, 3, [12])), [8, 3])
+    assert batch.signal.temperature == 0.5
+    assert batch.signal.candidates.tokens[..., 0].tolist() == [[3, 0, 4, 5], [0, 0, 1, 0], [0, 0, 0, 0]]
+    assert batch.signal.candidates.log_probabilities[..., 0].tolist() == [[-3, 0, -4, -5], [0, 0, -1, 0], [0, 0, 0, 0]]

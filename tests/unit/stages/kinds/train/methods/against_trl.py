@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, Documents
 
 VOCABULARY = 64
 PAIRS = {
@@ -51,13 +51,13 @@ def packed(documents, learned):
         for tokens, flags in zip(documents, learned, strict=True)
     ]
     lengths = [len(tokens) for tokens in documents]
-    return Batch(
+    return Batch.of(
         input_ids=torch.cat(documents)[None],
         targets=torch.cat(targets)[None],
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-        document_ids=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None],
-        num_documents=len(lengths),
-        document_lengths=lengths,
+        documents=Documents(
+            torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None], len(lengths), lengths
+        ),
     )
 
 
@@ -65,8 +65,8 @@ def log_probabilities(model, batch):
     """Return log-probabilities of the targets, float32 [1, tokens], with one forward pass a document."""
     found = []
     for tokens, targets in zip(
-        batch.input_ids[0].split(list(batch.document_lengths)),
-        batch.targets[0].split(list(batch.document_lengths)),
+        batch.inputs.input_ids[0].split(list(batch.documents.lengths)),
+        batch.signal.targets[0].split(list(batch.documents.lengths)),
         strict=True,
     ):
         chosen = model(tokens[None]).logits[0].log_softmax(-1).gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
@@ -81,10 +81,10 @@ def check(method, config, batch, model, reference_model, expected, logged):
         batch = change(batch)
     if method.needs_reference(config):
         with torch.no_grad():
-            reference = batch.log_probabilities(log_probabilities(reference_model, batch))
+            reference = batch.signal.log_probabilities(log_probabilities(reference_model, batch))
         batch = batch.with_reference(reference)
     loss = method.build_loss(config)
-    found, metrics = loss(log_probabilities(model, batch), batch, loss.counts(batch))
+    found, metrics = loss(log_probabilities(model, batch), batch.signal, loss.counts(batch.signal))
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert (gradient(model, found) - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
     assert tuple(metrics) == loss.metric_names

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from pydantic import ValidationError
@@ -45,8 +43,8 @@ def batch():
 
 
 def logits_of(model, batch):
-    """Return logits [1, tokens, vocabulary], with one forward pass a document."""
-    documents = batch.input_ids[0].split(LENGTHS)
+    """Return [1, tokens, vocabulary], of documents that go through the model one by one."""
+    documents = batch.inputs.input_ids[0].split(LENGTHS)
     return torch.cat([model(tokens[None]).logits for tokens in documents], 1)
 
 
@@ -55,13 +53,13 @@ def taught(batch, teacher, config):
         values = (logits_of(teacher, batch) / config.temperature).log_softmax(-1)
     values, tokens = values.topk(config.loss_top_k)
     whole = config.loss_top_k == VOCABULARY
-    return replace(batch, candidates=Candidates(tokens, values, whole), temperature=config.temperature)
+    return batch.with_signal(candidates=Candidates(tokens, values, whole), temperature=config.temperature)
 
 
 def of_model(model, batch):
-    """Return a model's log-probabilities of the wanted tokens, as an engine returns them; 0 without a target."""
-    values = (logits_of(model, batch) / batch.temperature).log_softmax(-1)
-    return values.gather(-1, batch.wanted.clamp(min=0)).where(batch.has_target[..., None], 0.0)
+    """Return log-probabilities in an engine's form."""
+    values = (logits_of(model, batch) / batch.signal.temperature).log_softmax(-1)
+    return values.gather(-1, batch.signal.wanted.clamp(min=0)).where(batch.signal.has_target[..., None], 0.0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
@@ -70,15 +68,15 @@ def test_of_the_whole_vocabulary_it_is_that_of_trl(models, batch, beta, temperat
     model, teacher = models
     with torch.no_grad():
         teacher_logits = logits_of(teacher, batch)
-    num_targets = int(batch.has_target.sum())
+    num_targets = int(batch.signal.has_target.sum())
     expected = GKDTrainer.generalized_jsd_loss(
-        logits_of(model, batch), teacher_logits, batch.targets, beta, temperature, num_items_in_batch=num_targets
+        logits_of(model, batch), teacher_logits, batch.signal.targets, beta, temperature, num_items_in_batch=num_targets
     )
     expected_gradient = gradient(model, expected)
     config = DistillConfig(beta=beta, temperature=temperature, loss_top_k=VOCABULARY)
     own = taught(batch, teacher, config)
     loss = DistillLoss(config)
-    found, metrics = loss(of_model(model, own), own, loss.counts(own))
+    found, metrics = loss(of_model(model, own), own.signal, loss.counts(own.signal))
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert (gradient(model, found) - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
     assert metrics["teacher_rest"].item() == pytest.approx(0, abs=1e-6)
@@ -93,39 +91,43 @@ def test_of_the_top_k_the_rest_is_one_token_more(models, batch, beta):
 
     def with_rest(logits):
         shares = logits.softmax(-1)
-        kept = shares.gather(-1, own.candidates.tokens)
-        others = torch.ones_like(shares).scatter(-1, own.candidates.tokens, 0.0)
+        kept = shares.gather(-1, own.signal.candidates.tokens)
+        others = torch.ones_like(shares).scatter(-1, own.signal.candidates.tokens, 0.0)
         return torch.cat([kept, (shares * others).sum(-1, keepdim=True)], -1)
 
     with torch.no_grad():
         of_teacher = with_rest(logits_of(teacher, batch))
     of_student = with_rest(logits_of(model, batch))
-    counted = int(batch.has_target.sum())
+    counted = int(batch.signal.has_target.sum())
     expected = GKDTrainer.generalized_jsd_loss(
-        of_student.log(), of_teacher.log(), batch.targets, beta, num_items_in_batch=counted
+        of_student.log(), of_teacher.log(), batch.signal.targets, beta, num_items_in_batch=counted
     )
     expected_gradient = gradient(model, expected)
     loss = DistillLoss(config)
-    found, metrics = loss(of_model(model, own), own, loss.counts(own))
+    found, metrics = loss(of_model(model, own), own.signal, loss.counts(own.signal))
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert (gradient(model, found) - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
-    rest = of_teacher[batch.has_target][:, -1]
+    rest = of_teacher[batch.signal.has_target][:, -1]
     assert metrics["teacher_rest"].item() == pytest.approx(rest.mean().item(), rel=1e-5)
     assert 0.01 < rest.mean() < 0.9, "or nothing is compared"
-    is_same = (logits_of(model, batch).gather(-1, own.candidates.tokens).argmax(-1) == 0)[batch.has_target]
+    is_same = (logits_of(model, batch).gather(-1, own.signal.candidates.tokens).argmax(-1) == 0)[
+        batch.signal.has_target
+    ]
     assert metrics["teacher_agreement"].item() == pytest.approx(is_same.float().mean().item())
-    nll = torch.nn.functional.cross_entropy(logits_of(model, batch)[0], batch.targets[0])
+    nll = torch.nn.functional.cross_entropy(logits_of(model, batch)[0], batch.signal.targets[0])
     assert metrics["target_nll"].item() == pytest.approx(nll.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_a_teacher_that_leaves_no_rest_gives_finite_gradients(batch, beta):
-    """If the top k have all probability in fp32, the rest must stay above 0 to avoid division by 0."""
-    values = torch.tensor([0.0, -40.0]).expand(*batch.targets.shape, 2)
-    own = replace(batch, candidates=Candidates(torch.zeros(*batch.targets.shape, 2, dtype=torch.int64), values))
-    student = torch.tensor([-1.0, 0.0, -50.0]).expand(*batch.targets.shape, 3).clone().requires_grad_()
+    """A top k with all the probability that fp32 can tell leaves a rest above 0, so that nothing is divided by 0."""
+    values = torch.tensor([0.0, -40.0]).expand(*batch.signal.targets.shape, 2)
+    own = batch.with_signal(
+        candidates=Candidates(torch.zeros(*batch.signal.targets.shape, 2, dtype=torch.int64), values)
+    )
+    student = torch.tensor([-1.0, 0.0, -50.0]).expand(*batch.signal.targets.shape, 3).clone().requires_grad_()
     loss = DistillLoss(DistillConfig(beta=beta, loss_top_k=2))
-    found, _ = loss(student, own, loss.counts(own))
+    found, _ = loss(student, own.signal, loss.counts(own.signal))
     found.backward()
     assert found.item() == pytest.approx(0, abs=1e-5)
     assert student.grad.isfinite().all()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from datasets import Dataset
@@ -11,7 +9,7 @@ from pydantic import ValidationError
 from trl import GRPOConfig as TrlConfig
 from trl import GRPOTrainer
 
-from stages.data.batch import IGNORED, Batch, Rollouts
+from stages.data.batch import IGNORED, Batch, Documents, Rollouts
 from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss, group_advantages
 from tests.unit.stages.kinds.train.methods.against_trl import (
     ARGUMENTS,
@@ -97,7 +95,7 @@ def said_by_server(model):
     """Return noisy log-probabilities of each completion's tokens, as from a server; one completion has none."""
     batch = make_batch(GrpoConfig())
     with torch.no_grad():
-        values = log_probabilities(model, batch)[batch.has_target]
+        values = log_probabilities(model, batch)[batch.signal.has_target]
     torch.manual_seed(5)
     said = (values + SERVER_NOISE * torch.randn(values.shape)).tolist()
     said[1] = None
@@ -115,38 +113,42 @@ def make_batch(config) -> Batch:
     cut_off = torch.tensor([answer[-1] != END for answer in COMPLETIONS])
     if not config.mask_truncated_completions:
         return batch
-    return replace(batch, targets=batch.targets.where(~cut_off[batch.document_ids], IGNORED))
+    return batch.with_signal(targets=batch.signal.targets.where(~cut_off[batch.documents.ids], IGNORED))
 
 
 def make_rollouts(config, batch, model, reference, advantages) -> Rollouts:
     everywhere = make_batch(GrpoConfig())
-    server = torch.zeros(batch.targets.shape)
+    server = torch.zeros(batch.signal.targets.shape)
     said = [value for values in said_by_server(model) for value in values]
-    server[everywhere.has_target] = torch.tensor([float("nan") if value is None else value for value in said])
+    server[everywhere.signal.has_target] = torch.tensor([float("nan") if value is None else value for value in said])
     with torch.no_grad():
         return Rollouts(
             advantages,
             log_probabilities(model, batch),
-            server.where(batch.has_target, 0.0),
+            server.where(batch.signal.has_target, 0.0),
             log_probabilities(reference, batch) if config.beta else None,
         )
 
 
 def cut(batch: Batch, documents: range) -> Batch:
-    """Return a range of the documents of a packed row as a row of their own."""
-    assert batch.rollouts is not None
-    of_documents = (batch.document_ids >= documents.start) & (batch.document_ids < documents.stop)
+    """Return some of the documents of a packed row, as a row of their own."""
+    assert batch.signal.rollouts is not None
+    of_documents = (batch.documents.ids >= documents.start) & (batch.documents.ids < documents.stop)
 
     def kept(values):
         return values if values is None else values[of_documents][None]
 
-    rollouts = batch.rollouts
-    return replace(
-        batch,
-        **{name: kept(getattr(batch, name)) for name in ("input_ids", "targets", "position_ids")},
-        document_ids=kept(batch.document_ids) - documents.start,
-        num_documents=len(documents),
-        document_lengths=[batch.document_lengths[number] for number in documents],
+    rollouts = batch.signal.rollouts
+    own = Documents(
+        kept(batch.documents.ids) - documents.start,
+        len(documents),
+        [batch.documents.lengths[number] for number in documents],
+    )
+    return Batch.of(
+        kept(batch.inputs.input_ids),
+        kept(batch.signal.targets),
+        kept(batch.inputs.position_ids),
+        own,
         rollouts=Rollouts(
             rollouts.advantages[documents.start : documents.stop],
             kept(rollouts.old_log_probabilities),
@@ -167,7 +169,7 @@ def test_grpo_and_its_relatives(tmp_path, fields):
     torch.testing.assert_close(advantages, recorded["advantages"], rtol=1e-5, atol=1e-6)
 
     batch = make_batch(config)
-    batch = replace(batch, rollouts=make_rollouts(config, batch, trainer.model, make_model(1), advantages))
+    batch = batch.with_signal(rollouts=make_rollouts(config, batch, trainer.model, make_model(1), advantages))
     torch.manual_seed(7)
     for weight in trainer.model.parameters():
         weight.data += DRIFT * torch.randn(weight.shape)
@@ -176,11 +178,11 @@ def test_grpo_and_its_relatives(tmp_path, fields):
     assert expected_gradient.norm() > 0
     loss = GrpoLoss(config)
     shares = [cut(batch, range(5)), cut(batch, range(5, len(COMPLETIONS)))]
-    counts = [loss.counts(share) for share in shares]
+    counts = [loss.counts(share.signal) for share in shares]
     totals = {name: sum(one[name] for one in counts) for name in counts[0]}
-    assert totals == loss.counts(batch)
+    assert totals == loss.counts(batch.signal)
     for parts in ([batch], shares):
-        results = [loss(log_probabilities(trainer.model, part), part, totals) for part in parts]
+        results = [loss(log_probabilities(trainer.model, part), part.signal, totals) for part in parts]
         found = sum(result for result, _ in results)
         assert found.item() == pytest.approx(expected.item(), rel=1e-5)
         assert (gradient(trainer.model, found) - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
@@ -197,12 +199,12 @@ def test_grpo_and_its_relatives(tmp_path, fields):
 
 def test_weights_above_the_cap_are_counted():
     batch = make_batch(GrpoConfig())
-    server = torch.where(batch.has_target, -1.0, 0.0)
+    server = torch.where(batch.signal.has_target, -1.0, 0.0)
     server[0, 2] = -3.0
-    old = torch.where(batch.has_target, -1.0, 0.0)
-    batch = replace(batch, rollouts=Rollouts(torch.ones(batch.num_documents), old, server))
+    old = torch.where(batch.signal.has_target, -1.0, 0.0)
+    batch = batch.with_signal(rollouts=Rollouts(torch.ones(batch.documents.count), old, server))
     loss = GrpoLoss(GrpoConfig())
-    _, metrics = loss(old, batch, loss.counts(batch))
+    _, metrics = loss(old, batch.signal, loss.counts(batch.signal))
     num_tokens = sum(len(completion) for completion in COMPLETIONS)
     assert metrics["importance_cut_fraction"].item() == pytest.approx(1 / num_tokens)
     assert metrics["importance_weight"].item() == pytest.approx((num_tokens + 2) / num_tokens)
@@ -213,8 +215,8 @@ def test_weights_above_the_cap_are_counted():
 
 def test_rollouts_go_where_their_batch_goes():
     batch = make_batch(GrpoConfig())
-    rollouts = Rollouts(torch.ones(batch.num_documents), torch.zeros(batch.targets.shape))
-    moved = replace(batch, rollouts=rollouts).to("meta").rollouts
+    rollouts = Rollouts(torch.ones(batch.documents.count), torch.zeros(batch.signal.targets.shape))
+    moved = batch.with_signal(rollouts=rollouts).to("meta").signal.rollouts
     assert moved.advantages.is_meta
     assert moved.old_log_probabilities.is_meta
     assert moved.server_log_probabilities is None
@@ -223,16 +225,15 @@ def test_rollouts_go_where_their_batch_goes():
 
 def test_a_batch_of_which_no_completion_may_be_learned_gives_nothing():
     batch = make_batch(GrpoConfig())
-    nothing = torch.zeros(batch.targets.shape)
-    batch = replace(
-        batch,
-        targets=torch.full_like(batch.targets, IGNORED),
-        rollouts=Rollouts(torch.ones(batch.num_documents), nothing),
+    nothing = torch.zeros(batch.signal.targets.shape)
+    batch = batch.with_signal(
+        targets=torch.full_like(batch.signal.targets, IGNORED),
+        rollouts=Rollouts(torch.ones(batch.documents.count), nothing),
     )
     values = nothing.clone().requires_grad_()
     for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"):
         loss = GrpoLoss(GrpoConfig(loss_type=loss_type))
-        found, _ = loss(values, batch, loss.counts(batch))
+        found, _ = loss(values, batch.signal, loss.counts(batch.signal))
         found.backward()
         assert found.item() == 0
         assert not values.grad.any()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from datasets import Dataset
 from trl import KTOConfig as TrlConfig
 from trl import KTOTrainer
 
-from stages.data.batch import IGNORED
+from stages.data.batch import IGNORED, Documents
 from stages.data.dataset import Description, PackedDataset
 from stages.data.prepare import DatasetWriter
 from stages.data.tokenizer import Tokens
@@ -95,12 +93,12 @@ def test_kto(tmp_path, fields):
     dataset = in_one_row(tmp_path / "rows", unpadded(inputs), inputs["label"].tolist())
     batch, other = dataset.batch([0]), dataset.mismatched([0])
     with torch.no_grad():
-        reference = batch.log_probabilities(log_probabilities(trainer.ref_model, batch))
+        reference = batch.signal.log_probabilities(log_probabilities(trainer.ref_model, batch))
         ratios = [log_probabilities(model, other) for model in (trainer.model, trainer.ref_model)]
-    kl = other.log_probabilities(ratios[0] - ratios[1]).mean().clamp(min=0).item()
-    batch = replace(batch.with_reference(reference), kl=kl if KTO.needs_divergence(config) else None)
+    kl = other.signal.log_probabilities(ratios[0] - ratios[1]).mean().clamp(min=0).item()
+    batch = batch.with_reference(reference).with_signal(kl=kl if KTO.needs_divergence(config) else None)
     loss = KTO.build_loss(config)
-    found, metrics = loss(log_probabilities(trainer.model, batch), batch, loss.counts(batch))
+    found, metrics = loss(log_probabilities(trainer.model, batch), batch.signal, loss.counts(batch.signal))
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert (gradient(trainer.model, found) - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
     logged = {name: trainer._metrics["train"][theirs][-1] for name, theirs in NAMES_OF_TRL.items()}
@@ -111,9 +109,9 @@ def test_answers_to_other_prompts_are_those_of_trl(tmp_path):
     inputs = next(iter(make_trainer(tmp_path / "trl", ROWS).get_train_dataloader()))
     other = in_one_row(tmp_path / "rows", unpadded(inputs), inputs["label"].tolist()).mismatched([0])
     for number, (tokens, learned) in enumerate(unpadded(inputs, "KL_")):
-        of_document = other.document_ids == number
-        assert torch.equal(other.input_ids[of_document], tokens)
-        assert torch.equal(other.targets[of_document][:-1], tokens[1:].where(learned[1:], IGNORED))
+        of_document = other.documents.ids == number
+        assert torch.equal(other.inputs.input_ids[of_document], tokens)
+        assert torch.equal(other.signal.targets[of_document][:-1], tokens[1:].where(learned[1:], IGNORED))
 
 
 def test_a_batch_without_bad_answers_has_no_reward_of_them():
@@ -121,8 +119,16 @@ def test_a_batch_without_bad_answers_has_no_reward_of_them():
     zeros = torch.zeros(1, 4, dtype=torch.int64)
     from stages.data.batch import Batch
 
-    batch = Batch(zeros, zeros, zeros, zeros, 1, [4], torch.zeros(1), is_good=torch.tensor([True]), kl=0.5)
-    found, metrics = loss(torch.zeros(1, 4), batch, loss.counts(batch))
+    batch = Batch.of(
+        zeros,
+        zeros,
+        zeros,
+        Documents(zeros, 1, [4]),
+        reference_log_probabilities=torch.zeros(1),
+        is_good=torch.tensor([True]),
+        kl=0.5,
+    )
+    found, metrics = loss(torch.zeros(1, 4), batch.signal, loss.counts(batch.signal))
     assert found.item() == pytest.approx(1 - torch.sigmoid(torch.tensor(-0.05)).item())
     assert metrics["reward_chosen"].item() == 0
     assert metrics["reward_rejected"].isnan()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from stages.data.batch import IGNORED, Batch
+from stages.data.batch import IGNORED, Batch, Documents
 from stages.kinds.train.methods.dpo import DpoConfig, DpoLoss, LossType
 from stages.kinds.train.methods.dpo_losses import PAIR_LOSSES
 from stages.kinds.train.methods.sft import SftLoss
@@ -27,13 +27,11 @@ def make_batch(reference=None):
     numbers = [0, 1, 2, 5, 3, 4, 6]
     document_ids = torch.tensor(numbers).repeat_interleave(torch.tensor(LENGTHS))
     targets = torch.where(LOG_PROBABILITIES == 0, IGNORED, 7)
-    return Batch(
+    return Batch.of(
         input_ids=torch.zeros(2, 8, dtype=torch.int64),
         targets=targets,
         position_ids=torch.zeros(2, 8, dtype=torch.int64),
-        document_ids=document_ids.view(2, 8),
-        num_documents=NUM_DOCUMENTS,
-        document_lengths=LENGTHS,
+        documents=Documents(document_ids.view(2, 8), NUM_DOCUMENTS, LENGTHS),
         reference_log_probabilities=reference,
     )
 
@@ -41,29 +39,27 @@ def make_batch(reference=None):
 def make_pairs(chosen, rejected, reference_chosen, reference_rejected, num_tokens=1):
     """Return a row with a pair of `num_tokens` targets each, and token values with the given sums."""
     values = torch.tensor([[chosen / num_tokens] * num_tokens + [rejected / num_tokens] * num_tokens])
-    batch = Batch(
+    batch = Batch.of(
         input_ids=torch.zeros(1, 2 * num_tokens, dtype=torch.int64),
         targets=torch.ones(1, 2 * num_tokens, dtype=torch.int64),
         position_ids=torch.zeros(1, 2 * num_tokens, dtype=torch.int64),
-        document_ids=torch.tensor([[0] * num_tokens + [1] * num_tokens]),
-        num_documents=2,
-        document_lengths=[num_tokens, num_tokens],
+        documents=Documents(torch.tensor([[0] * num_tokens + [1] * num_tokens]), 2, [num_tokens, num_tokens]),
         reference_log_probabilities=torch.tensor([reference_chosen, reference_rejected]),
     )
     return values, batch
 
 
 def of_batch(loss, values, batch):
-    """Return a loss and its metrics for a global batch of one micro-batch."""
-    return loss(values, batch, loss.counts(batch))
+    """Return the totals of a global batch that is one micro-batch."""
+    return loss(values, batch.signal, loss.counts(batch.signal))
 
 
 def test_document_sums_are_the_sums_of_each_real_document():
-    assert make_batch().document_sums(LOG_PROBABILITIES).tolist() == [-3.0, -0.5, -3.0, -1.5, -2.25]
+    assert make_batch().documents.sums(LOG_PROBABILITIES).tolist() == [-3.0, -0.5, -3.0, -1.5, -2.25]
 
 
 def test_the_sft_loss_is_the_negative_log_likelihood_and_counts_targets():
-    assert SftLoss().counts(make_batch()) == {"targets": 8}
+    assert SftLoss().counts(make_batch().signal) == {"targets": 8}
     loss, metrics = SftLoss()(LOG_PROBABILITIES, make_batch(), {"targets": 8})
     assert loss.item() == pytest.approx(10.25 / 8)
     assert metrics == {}
@@ -110,44 +106,44 @@ def test_preference_losses_equal_their_closed_forms(config, expected):
 def test_a_micro_batch_without_pairs_adds_nothing_and_still_has_a_gradient():
     values = torch.zeros(1, 4, requires_grad=True)
     zeros = torch.zeros(1, 4, dtype=torch.int64)
-    batch = Batch(zeros, zeros + IGNORED, zeros, zeros, 0, [4], torch.zeros(0))
-    loss, _ = DpoLoss(DpoConfig())(values, batch, {"pairs": 2, "chosen tokens": 3})
+    batch = Batch.of(
+        zeros, zeros + IGNORED, zeros, Documents(zeros, 0, [4]), reference_log_probabilities=torch.zeros(0)
+    )
+    loss, _ = DpoLoss(DpoConfig())(values, batch.signal, {"pairs": 2, "chosen tokens": 3})
     loss.backward()
     assert loss.item() == 0
     assert values.grad.abs().sum() == 0
-    assert DpoLoss(DpoConfig()).counts(batch) == {"pairs": 0, "chosen tokens": 0}
+    assert DpoLoss(DpoConfig()).counts(batch.signal) == {"pairs": 0, "chosen tokens": 0}
 
 
 def test_pairs_of_a_row_are_a_distribution_however_rows_are_put_into_micro_batches():
     """AOT's loss sorts the pairs of one row; sorted over micro-batches, it would depend on the layout."""
     torch.manual_seed(0)
     values = torch.randn(2, 6)
-    batch = Batch(
+    batch = Batch.of(
         input_ids=torch.zeros(2, 6, dtype=torch.int64),
         targets=torch.ones(2, 6, dtype=torch.int64),
         position_ids=torch.zeros(2, 6, dtype=torch.int64),
-        document_ids=torch.arange(12).view(2, 6),
-        num_documents=12,
-        document_lengths=[1] * 12,
+        documents=Documents(torch.arange(12).view(2, 6), 12, [1] * 12),
         reference_log_probabilities=torch.randn(12),
     )
     rows = [
-        Batch(
-            *(getattr(batch, name)[row, None] for name in ("input_ids", "targets", "position_ids")),
-            document_ids=torch.arange(6)[None],
-            num_documents=6,
-            document_lengths=[1] * 6,
-            reference_log_probabilities=batch.reference_log_probabilities.view(2, 6)[row],
+        Batch.of(
+            batch.inputs.input_ids[row, None],
+            batch.signal.targets[row, None],
+            batch.inputs.position_ids[row, None],
+            documents=Documents(torch.arange(6)[None], 6, [1] * 6),
+            reference_log_probabilities=batch.signal.reference_log_probabilities.view(2, 6)[row],
         )
         for row in range(2)
     ]
     for loss_type in ("aot", "aot_unpaired"):
         loss = DpoLoss(DpoConfig(loss_type=loss_type))
-        totals = loss.counts(batch)
-        together, _ = loss(values, batch, totals)
-        apart = sum(loss(values[row, None], rows[row], totals)[0] for row in range(2))
+        totals = loss.counts(batch.signal)
+        together, _ = loss(values, batch.signal, totals)
+        apart = sum(loss(values[row, None], rows[row].signal, totals)[0] for row in range(2))
         torch.testing.assert_close(together, apart)
-        assert together != DpoLoss(DpoConfig())(values, batch, totals)[0]
+        assert together != DpoLoss(DpoConfig())(values, batch.signal, totals)[0]
 
 
 @pytest.mark.parametrize(

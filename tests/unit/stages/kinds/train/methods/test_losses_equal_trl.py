@@ -104,8 +104,8 @@ def test_label_smoothing_is_that_of_conservative_dpo_where_trl_ignores_it(traine
         trainer.precompute_ref_logps = False
         loss = DPO.build_loss(DpoConfig(loss_type=loss_type, label_smoothing=smoothing))
         with torch.no_grad():
-            batch = ours.with_reference(ours.log_probabilities(log_probabilities(trainer.ref_model, ours)))
-            found, metrics = loss(log_probabilities(trainer.model, batch), batch, loss.counts(batch))
+            batch = ours.with_reference(ours.signal.log_probabilities(log_probabilities(trainer.ref_model, ours)))
+            found, metrics = loss(log_probabilities(trainer.model, batch), batch.signal, loss.counts(batch.signal))
             return trainer.compute_loss(trainer.model, inputs).item(), found.item(), metrics["reward_margin"].item()
 
     (trl, plain, margin), (trl_smoothed, smoothed, _) = losses(0.0), losses(0.2)

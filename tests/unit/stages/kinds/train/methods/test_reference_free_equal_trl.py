@@ -101,7 +101,7 @@ def test_an_answer_that_is_certain_leaves_orpo_finite():
     batch = ORPO.batch_change(OrpoConfig())(packed([tokens, tokens], [torch.tensor([False, True, True])] * 2))
     values = torch.zeros(1, 6, requires_grad=True)
     loss = ORPO.build_loss(OrpoConfig())
-    found, _ = loss(values, batch, loss.counts(batch))
+    found, _ = loss(values, batch.signal, loss.counts(batch.signal))
     found.backward()
     assert found.isfinite()
     assert values.grad.isfinite().all()

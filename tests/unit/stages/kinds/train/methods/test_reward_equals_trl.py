@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from datasets import Dataset
@@ -34,7 +32,7 @@ def make_model():
 def scores_of(model, batch):
     """Return float32 [1, tokens]: each document's score at its last token, of documents forwarded one by one."""
     found = []
-    for tokens in batch.input_ids[0].split(list(batch.document_lengths)):
+    for tokens in batch.inputs.input_ids[0].split(list(batch.documents.lengths)):
         score = model(tokens[None]).logits[0]
         found.append(torch.cat([score.new_zeros(len(tokens) - 1), score]))
     return torch.cat(found)[None]
@@ -55,12 +53,12 @@ def test_reward(tmp_path, fields, margins):
     documents = [inputs["input_ids"][number][: lengths[number]] for number in order]
     batch = packed(documents, [torch.ones(len(tokens), dtype=torch.bool) for tokens in documents])
     if margins:
-        batch = replace(batch, margins=inputs["margin"])
+        batch = batch.with_signal(margins=inputs["margin"])
         assert sorted(inputs["margin"].tolist()) == sorted(MARGINS)
     expected = trainer.compute_loss(trainer.model, inputs)
     expected_gradient = gradient(trainer.model, expected)
     loss = REWARD.build_loss(RewardConfig(**fields))
-    found, metrics = loss(scores_of(trainer.model, batch), batch, loss.counts(batch))
+    found, metrics = loss(scores_of(trainer.model, batch), batch.signal, loss.counts(batch.signal))
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert (gradient(trainer.model, found) - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
     logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}

@@ -29,18 +29,23 @@ def test_shares_hold_every_completion_once_with_what_belongs_to_it(packing: bool
     assert len({len(share) for share in shares}) == 1, "processes wait for one another in every micro-batch"
     found = []
     for batch in (batch for share in shares for batch in share):
-        assert batch.rollouts is not None
-        assert batch.input_ids.shape[0] == 2
-        for number in range(batch.num_documents):
-            inside = batch.document_ids == number
-            learned = inside & batch.has_target
-            assert batch.rollouts.server_log_probabilities is not None
-            said = batch.rollouts.server_log_probabilities
-            advantage = batch.rollouts.advantages[number].item()
+        assert batch.signal.rollouts is not None
+        assert batch.inputs.input_ids.shape[0] == 2
+        for number in range(batch.documents.count):
+            inside = batch.documents.ids == number
+            learned = inside & batch.signal.has_target
+            assert batch.signal.rollouts.server_log_probabilities is not None
+            said = batch.signal.rollouts.server_log_probabilities
+            advantage = batch.signal.rollouts.advantages[number].item()
             found.append(
-                (batch.input_ids[inside].tolist(), batch.targets[learned].tolist(), said[learned].tolist(), advantage)
+                (
+                    batch.inputs.input_ids[inside].tolist(),
+                    batch.signal.targets[learned].tolist(),
+                    said[learned].tolist(),
+                    advantage,
+                )
             )
-            assert not said[inside & ~batch.has_target].any()
+            assert not said[inside & ~batch.signal.has_target].any()
     expected = [
         (
             one.prompt + one.completion,
@@ -56,9 +61,9 @@ def test_shares_hold_every_completion_once_with_what_belongs_to_it(packing: bool
 def test_a_row_is_as_wide_as_its_packing_says() -> None:
     packed = Packing(8, 8, True, 1, 0).share(DOCUMENTS[:1], 0, 1)
     alone = Packing(8, 8, False, 1, 0, temperature=0.5).share(DOCUMENTS[:1], 0, 1)
-    assert [batch.input_ids.shape for batch in packed] == [(1, 8)]
-    assert [(batch.input_ids.shape, batch.temperature) for batch in alone] == [((1, 5), 0.5)]
-    assert torch.equal(alone[0].targets, torch.tensor([[IGNORED, IGNORED, 4, 5, IGNORED]]))
+    assert [batch.inputs.input_ids.shape for batch in packed] == [(1, 8)]
+    assert [(batch.inputs.input_ids.shape, batch.signal.temperature) for batch in alone] == [((1, 5), 0.5)]
+    assert torch.equal(alone[0].signal.targets, torch.tensor([[IGNORED, IGNORED, 4, 5, IGNORED]]))
 
 
 def test_a_probe_is_of_no_temperature_as_what_servers_give_to_tokens_that_they_are_shown(tmp_path: Path) -> None:
@@ -66,5 +71,5 @@ def test_a_probe_is_of_no_temperature_as_what_servers_give_to_tokens_that_they_a
         json.dumps({"documents": [asdict(one) for one in DOCUMENTS], "untrained": [0.0] * 4})
     )
     packing = Packing(32, 8, packing=True, micro_batch_size=1, padding_token=0, temperature=0.7)
-    assert packing.batch([DOCUMENTS]).temperature == 0.7
-    assert Probe.read(tmp_path / "probe.json", packing).batch.temperature == 1
+    assert packing.batch([DOCUMENTS]).signal.temperature == 0.7
+    assert Probe.read(tmp_path / "probe.json", packing).batch.signal.temperature == 1

@@ -1,0 +1,44 @@
+"""A batch has two groups, of which a model's forward takes one and a loss the other."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from stages.data.batch import IGNORED, Batch, Documents, Rollouts
+
+ROOT = Path(__file__).parents[4]
+METHODS = ROOT / "stages" / "kinds" / "train" / "methods"
+CHANGES = {"method.py", "targets.py"}
+"""Modules that change batches before a forward pass, which needs both groups."""
+
+
+def make_batch() -> Batch:
+    ids = torch.tensor([[0, 0, 1, 2]])
+    rollouts = Rollouts(torch.ones(2), torch.zeros(1, 4))
+    zeros = torch.zeros(1, 4, dtype=torch.int64)
+    return Batch.of(zeros, zeros + IGNORED, zeros, Documents(ids, 2, [2, 1, 1]), rollouts=rollouts, temperature=0.5)
+
+
+def test_both_groups_go_to_a_device_with_the_same_documents() -> None:
+    moved = make_batch().to("meta")
+    assert moved.inputs.documents is moved.signal.documents
+    assert moved.signal.rollouts
+    tensors = (moved.inputs.input_ids, moved.inputs.position_ids, moved.documents.ids, moved.signal.targets)
+    assert all(one.is_meta for one in (*tensors, moved.signal.rollouts.advantages))
+    assert (moved.documents.count, moved.signal.temperature) == (2, 0.5)
+
+
+def test_a_loss_takes_the_signal_and_forward_the_inputs() -> None:
+    assert [field.name for field in fields(Batch)] == ["inputs", "signal"]
+    losses = [file for file in METHODS.glob("*.py") if file.name not in CHANGES]
+    named = {
+        file.name
+        for file in (*losses, ROOT / "stages" / "engines" / "attention.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Name) and node.id == "Batch"
+    }
+    assert not named, "these get a whole batch, of which they need one group"
