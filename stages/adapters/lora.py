@@ -133,7 +133,7 @@ def _parameters(adapter: Adapter) -> dict[str, Tensor]:
     """Return the adapter's tensors by their names in a model adapted by PEFT."""
     parameters = dict(adapter.saved)
     for layer, (a, b) in adapter.factors.items():
-        if a.ndim > 2:  # of experts, as PEFT has them
+        if a.ndim > 2:  # of experts, as PEFT has them: A [experts × rank, in], B [out, rank × experts]
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
         parameters[f"{layer}.lora_A.{ADAPTER_NAME}.weight"] = a
         parameters[f"{layer}.lora_B.{ADAPTER_NAME}.weight"] = b

@@ -67,32 +67,32 @@ class Documents:
     """
 
     ids: torch.Tensor
-    """int64 [rows, sequence]: number of each token's document."""
+    """Number of the document that each token belongs to, int64 [rows, sequence]."""
     count: int
     lengths: Sequence[int]
-    """Tokens of every document, padding included, in the order of the flattened rows; the sum is rows × sequence."""
+    """Token counts of all documents, padding included, in the order of the flattened rows; they add up to its size."""
 
     @property
     def token_rows(self) -> torch.Tensor:
-        """int64 [rows, sequence]: row number of each token of a real document, -1 in padding."""
+        """Row number of each token of a real document, int64 [rows, sequence]; -1 in padding."""
         rows = torch.arange(len(self.ids), device=self.ids.device)[:, None]
         return torch.where(self.ids < self.count, rows, -1)
 
     @property
     def rows(self) -> torch.Tensor:
-        """int64 [count]: row number of each real document."""
+        """Row number of each real document, int64 [count]."""
         rows = torch.arange(len(self.ids), device=self.ids.device)[:, None].expand_as(self.ids)
         found = torch.zeros(len(self.lengths), dtype=torch.int64, device=self.ids.device)
         return found.index_copy(0, self.ids.flatten(), rows.flatten())[: self.count]
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Return sums of float [rows, sequence] over each real document: float [count], differentiable."""
+        """Return sums of a float tensor [rows, sequence] over each real document: [count], differentiable."""
         # One sum for each segment; those of padding come last and are cut off.
         sums = torch.zeros(len(self.lengths), dtype=values.dtype, device=values.device)
         return sums.index_add(0, self.ids.flatten(), values.flatten())[: self.count]
 
     def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Return each document's value, of [count], at all its tokens; 0 in padding: float [rows, sequence]."""
+        """Spread a value per document [count] over its tokens; 0 in padding: float [rows, sequence]."""
         padding = values.new_zeros(len(self.lengths) - self.count)
         return torch.cat([values, padding])[self.ids]
 
@@ -102,9 +102,9 @@ class ModelInputs:
     """Arguments of a model's forward."""
 
     input_ids: torch.Tensor
-    """int64 [rows, sequence]"""
+    """Token ids, int64 [rows, sequence]."""
     position_ids: torch.Tensor
-    """int64 [rows, sequence]: counts from 0 in every document."""
+    """Positions of tokens, int64 [rows, sequence]: counted from 0 in every document."""
     documents: Documents
 
 
@@ -113,15 +113,15 @@ class Signal:
     """Arguments of a loss, beside the log-probabilities that the model gives to the targets."""
 
     documents: Documents
-    """The same object as that of the inputs."""
+    """Borders of the documents: the same object as in the model's inputs."""
     targets: torch.Tensor
-    """int64 [rows, sequence]: the next token, or `IGNORED`: without loss, at a document's last token, in padding."""
+    """Targets, int64 [rows, sequence]: next token, or `IGNORED`: without loss, a document's last token, padding."""
     target_weights: torch.Tensor | None = None
-    """float32 [rows, sequence]: weight of each target in its document's log-probability; default: 1 each."""
+    """Weight of each target in its document's log-probability, float32 [rows, sequence]; default: 1 each."""
     reference_log_probabilities: torch.Tensor | None = None
     """float32 [documents]: the reference model's log-probability of each document's targets, in nats."""
     is_good: torch.Tensor | None = None
-    """bool [documents]: the label of a labelled answer."""
+    """Labels of labelled answers, bool [documents]: True for a good one."""
     margins: torch.Tensor | None = None
     """Margins of preference pairs, float32 [pairs]: how much better the chosen answer is, where rows say it."""
     mismatched: Batch | None = None
@@ -179,11 +179,11 @@ class Batch:
         return self.signal.documents
 
     def with_signal(self, **changes: Any) -> Batch:
-        """Return a copy with other fields of the signal."""
+        """Return a copy of the batch with other fields of the signal."""
         return replace(self, signal=replace(self.signal, **changes))
 
     def with_reference(self, log_probabilities: torch.Tensor) -> Batch:
-        """Return a copy with `reference_log_probabilities`, float32 [documents]."""
+        """Return a copy of the batch with `reference_log_probabilities`, float32 [documents]."""
         if log_probabilities.shape != (self.documents.count,):
             raise ValueError(
                 f"reference of shape {tuple(log_probabilities.shape)} for {self.documents.count} documents"
@@ -191,7 +191,7 @@ class Batch:
         return self.with_signal(reference_log_probabilities=log_probabilities)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return a copy on `device`."""
+        """Return a copy of the batch's tensors on `device`."""
         documents = _moved(self.documents, device)  # once for both groups
         inputs, signal = _moved(self.inputs, device), _moved(self.signal, device)
         return Batch(replace(inputs, documents=documents), replace(signal, documents=documents))

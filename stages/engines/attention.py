@@ -77,7 +77,7 @@ def _run(decoder: Any, inputs: ModelInputs, **options: Any) -> tuple[Any, Callab
         output = decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, **options)
         return output, lambda states: states.reshape(*shape, -1)
     documents = PackedDocuments(inputs.documents.lengths, device, least_fill=0)
-    rows = pad_documents(inputs.input_ids.flatten(), documents).view(-1, documents.longest)
+    rows = pad_documents(inputs.input_ids.flatten(), documents).view(-1, documents.longest)  # [documents, longest]
     output = decoder(input_ids=rows, **options)
     return output, lambda states: unpad_documents(states.reshape(rows.numel(), -1), documents).view(*shape, -1)
 
@@ -121,6 +121,7 @@ def packed_attention(
         missing = "does not pass on where documents end" if documents is None else "adds a bias to its scores"
         raise ModelError(f"{type(module).__name__} {missing}: this architecture cannot be trained on packed documents")
     scoring = Scoring(scaling, dropout, sliding_window, softcap, s_aux)
+    # [rows, heads, sequence, head_width] → [rows × sequence, heads, head_width]
     queries, keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     attend = _flash_attention if _has_flash_kernel(queries, values, scoring) else _bucketed_attention
     output = attend(queries, keys, values, documents, scoring)
@@ -175,6 +176,7 @@ def _bucketed_attention(
             states[bucket.start : bucket.end].unflatten(0, (bucket.num_documents, bucket.length)).transpose(1, 2)
             for states in padded
         )
+        # and back: [slots, heads, head_width]
         outputs.append(_padded_attention(queries, keys, values, scoring).transpose(1, 2).flatten(0, 1))
     return unpad_documents(torch.cat(outputs), documents)
 
@@ -207,7 +209,7 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scor
     scores = scores.masked_fill(~_causal_mask(length, scoring.window_tokens or length, query.device), -torch.inf)
     if scoring.sinks is not None:
         sinks = scoring.sinks.to(scores.dtype).view(1, num_heads, 1, 1).expand(num_documents, -1, length, 1)
-        scores = torch.cat([scores, sinks], dim=3)
+        scores = torch.cat([scores, sinks], dim=3)  # [documents, heads, length, length + 1]
     weights = scores.softmax(dim=3, dtype=torch.float32)[..., :length].to(query.dtype)
     return functional.dropout(weights, scoring.dropout) @ value
 

@@ -53,7 +53,7 @@ def row_balance(
 
 def balance_of_logits(logits: Tensor, rows: Tensor, experts_per_token: int) -> Tensor:
     """Return the balancing loss of router logits [rows, sequence, experts]; `rows` is int64 [rows, sequence]."""
-    probabilities = logits.flatten(0, 1).float().softmax(1)
+    probabilities = logits.flatten(0, 1).float().softmax(1)  # [tokens, experts]
     chosen = probabilities.topk(experts_per_token).indices
     is_chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, chosen, True)
     return row_balance(probabilities, is_chosen, rows.flatten(), len(rows))

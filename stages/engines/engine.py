@@ -64,7 +64,7 @@ class Engine(Protocol):
         """Return loss and metrics without learning; every process passes equally many micro-batches."""
 
     def document_log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """Return float32 [num_documents] on the CPU, in nats: see `Signal.log_probabilities`. Forward only."""
+        """Return log-probabilities of documents in nats, float32 [documents] on the CPU. Forward only."""
 
     def target_log_probabilities(self, batch: Batch) -> torch.Tensor:
         """Return targets' log-probabilities in nats, float32 [rows, sequence] on the CPU; 0 elsewhere. Forward only."""

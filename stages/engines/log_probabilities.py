@@ -38,10 +38,10 @@ def token_log_probabilities(
     module that gathers them. `transform` maps fp32 logits to fp32 logits, element by element.
     """
     bias = getattr(head, "bias", None)
-    several = wanted.reshape(wanted.shape[0] * wanted.shape[1], -1)
+    several = wanted.reshape(wanted.shape[0] * wanted.shape[1], -1)  # [rows × sequence, number]
     positions = _positions(several[:, 0])
-    selected = several.index_select(0, positions)
-    flat_hidden = hidden.reshape(-1, hidden.shape[-1])
+    selected = several.index_select(0, positions)  # [positions, number]
+    flat_hidden = hidden.reshape(-1, hidden.shape[-1])  # [rows × sequence, width]
     result = _LogProbabilities.apply(flat_hidden, head.weight, bias, positions, selected, transform)
     return result.view(wanted.shape).clone()  # FSDP2 warns of a root module that returns a view
 
@@ -54,7 +54,7 @@ def greedy_tokens(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     """
     bias = getattr(head, "bias", None)
     positions = _positions(targets)
-    selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
+    selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)  # [positions, width]
     tokens = torch.full((targets.numel(),), IGNORED, device=targets.device)
     for chunk in _chunks(len(positions), head.weight.shape[0]):
         tokens[positions[chunk]] = _head_output(selected[chunk], head.weight, bias).argmax(1)
@@ -71,7 +71,7 @@ def likeliest_tokens(
     """
     bias = getattr(head, "bias", None)
     positions = _positions(targets)
-    selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
+    selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)  # [positions, width]
     found = torch.zeros(targets.numel(), 2, number, device=targets.device)
     for chunk in _chunks(len(positions), head.weight.shape[0]):
         values, tokens = _log_softmax(_head_output(selected[chunk], head.weight, bias), transform).topk(number)

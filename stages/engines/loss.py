@@ -35,10 +35,10 @@ class Loss(Protocol):
         """Names of the metrics beside the loss, in their order; processes without the loss need their number."""
 
     def counts(self, signal: Signal) -> Counts:
-        """Return the number of things of each kind that a term is a mean over; all kinds, always."""
+        """Return the number of things of each kind that a loss term is a mean over; all kinds, always."""
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's parts of the means.
+        """Return the micro-batch's parts of the loss and its metrics.
 
         `token_log_probabilities` is float32 [rows, sequence], 0 where there is no target; of a batch with k candidates
         [rows, sequence, 1 + k], the target's first. A metric that is a mean over nothing is NaN, and not logged.

@@ -8,6 +8,7 @@ over equal weights differ by nothing on a CPU and by an unknown amount elsewhere
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,18 +25,23 @@ if TYPE_CHECKING:
 MOST_DOCUMENTS = 16
 
 
-def record_log_probabilities(
-    engine: Engine,
-    batch: Batch,
-    before: torch.Tensor | None,
-    folder: Path,
-    tool_prompts: Sequence[ToolPrompt] = (),
-) -> dict[str, float]:
-    """Write the engine's predictions for the first documents of `batch`. Collective.
+@dataclass(frozen=True)
+class RecordedBatch:
+    """A few documents whose log-probabilities are recorded beside the trained model; the same on every process."""
 
-    before: float32 [targets], log-probabilities of the targets before training, where they are known. Returns metrics
-    of how far training moved them. Every process passes the same batch.
+    batch: Batch
+    untrained: torch.Tensor | None = None
+    """float32 [targets]: log-probabilities of the targets before training, where they are known."""
+
+
+def record_log_probabilities(
+    engine: Engine, recorded: RecordedBatch, folder: Path, tool_prompts: Sequence[ToolPrompt] = ()
+) -> dict[str, float]:
+    """Write the engine's predictions for the first documents of the batch. Collective.
+
+    Returns metrics of how far training moved them.
     """
+    batch = recorded.batch
     log_probabilities, greedy = engine.predictions(batch)
     sums = batch.documents.sums(log_probabilities)
     if is_main_process():
@@ -53,9 +59,9 @@ def record_log_probabilities(
                 )
             )
         write_record(folder, documents, str(engine.compute_dtype).removeprefix("torch."), tool_prompts)
-    if before is None:
+    if recorded.untrained is None:
         return {}
-    changes = (log_probabilities[batch.signal.has_target] - before).abs()
+    changes = (log_probabilities[batch.signal.has_target] - recorded.untrained).abs()
     return {
         "changed_token_fraction": (changes > 0).float().mean().item(),
         "mean_abs_change_nats_per_token": changes.mean().item(),

@@ -90,6 +90,7 @@ def _by_document(
         found = forward(like, torch.arange(length, device=positions.device)[None], *kind, **kinds)
         if not cosines.numel():
             cosines, sines = (angles.new_empty(len(positions), angles.shape[-1]) for angles in found)
-        tokens = (lengths_by_token == length).nonzero().squeeze(1)
+        tokens = (lengths_by_token == length).nonzero().squeeze(1)  # of all documents of this length
         cosines[tokens], sines[tokens] = (angles[0, positions[tokens]] for angles in found)
+    # [rows × sequence, width] → [rows, sequence, width]
     return cosines.view(*position_ids.shape, -1), sines.view(*position_ids.shape, -1)

@@ -76,10 +76,13 @@ class FsdpEngine:
         self._balances_experts = settings.moe.aux_loss_coefficient > 0
         self._accumulates_sharded = settings.layout.accumulate == "sharded"
         self._mesh = data_parallel_mesh(settings.layout, device)
+        # The model is built whole, changed (adapter, head, precision), and sharded last: each change below looks at
+        # modules and parameters as Transformers has them, and FSDP2 replaces both.
         self._model, files = self._start_model(settings.adapter)
         # The base's parameters, before adapter and score head add others that no file has.
         read_later = list(self._model.parameters()) if files else []
         check_mixture(self._model.causal_lm, settings.moe)
+        # Before the adapter, which freezes the base and then lets its own factors learn, those of routers too.
         if settings.moe.freeze_router:
             freeze_routers(self._model.causal_lm)
         self._adapter = self._add_adapter(settings, rows) if settings.adapter else None
@@ -89,11 +92,13 @@ class FsdpEngine:
         if settings.has_score_head:
             self._model, self._score_head = with_score_head(self._model, self._folder, settings.seed)
         drop_weights(self._model, read_later)  # to `meta`: each process reads the rows of its shards once it has them
+        # After adapter and head, and before base weights are quantized: codes have other shapes than their matrices.
         self.flops = model_flops(self._model.causal_lm)
         if settings.adapter:
             from stages.adapters.lora import store_base
 
             store_base(self._model.causal_lm, settings.adapter.base_precision, self.compute_dtype)
+        # Before sharding: FSDP2 keeps the dtype that it finds.
         if settings.low_precision.bf16_stochastic_round:
             hold_in_bf16(self._model.causal_lm)
         # By the classes of modules, which FSDP2 changes.

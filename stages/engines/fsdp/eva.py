@@ -103,7 +103,7 @@ def _is_learned(decoder: Any, batch: Batch) -> Tensor:
 
 def _learned_inputs(inputs: tuple[Tensor, ...], is_learned: Tensor, layer: str) -> Tensor:
     """Return a layer's inputs at the learned tokens, [learned tokens, inputs]."""
-    states = inputs[0].flatten(0, -2)
+    states = inputs[0].flatten(0, -2)  # [tokens, inputs]
     if len(states) != len(is_learned):
         raise ModelError(
             f"adapter.init is eva, but {layer} is given {len(states)} of {len(is_learned)} tokens: EVA compares layers "

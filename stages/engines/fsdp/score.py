@@ -35,7 +35,7 @@ class DocumentScores(TargetLogProbabilities):
         return self.of_logits(self.causal_lm.get_output_embeddings()(hidden), batch)
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return [rows, tokens] from [rows, tokens, 1]."""
+        """Return scores from the score head's output: [rows, tokens] from [rows, tokens, 1]."""
         return torch.where(self._is_last(batch.inputs), logits.float().squeeze(-1), 0.0)
 
     def _is_last(self, inputs: ModelInputs) -> Tensor:

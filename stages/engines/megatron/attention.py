@@ -98,9 +98,10 @@ class LocalAttention(nn.Module):
         output, _ = packed_attention(
             self, *states, None, tokens.documents, scaling=self.softmax_scale, sliding_window=self.window_tokens
         )
-        return output.flatten(2).transpose(0, 1)
+        return output.flatten(2).transpose(0, 1)  # [1, tokens, heads, head width] → [tokens, 1, heads × head width]
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, tokens: PackedTokens) -> Tensor:
+        # keys and values are of all ranks' tokens
         queries, keys, values = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         output = functional.scaled_dot_product_attention(
             queries,
@@ -110,14 +111,14 @@ class LocalAttention(nn.Module):
             scale=self.softmax_scale,
             enable_gqa=queries.shape[1] != keys.shape[1],
         )
-        return output.permute(2, 0, 1, 3).flatten(2)
+        return output.permute(2, 0, 1, 3).flatten(2)  # [1, heads, tokens, …] → [tokens, 1, heads × head width]
 
     def _visible(self, tokens: PackedTokens) -> Tensor:
         """Return the mask, bool [tokens, tokens of all ranks]: whether this rank's token sees another token."""
         assert tokens.positions is not None and tokens.document_ids is not None
         rank = self.context_group.rank()
         own_positions, own_ids = tokens.positions[rank, :, None], tokens.document_ids[rank, :, None]
-        distance = own_positions - tokens.positions.flatten()
+        distance = own_positions - tokens.positions.flatten()  # [tokens, 1] - [tokens of all ranks]
         visible = (distance >= 0) & (own_ids == tokens.document_ids.flatten())
         return visible if self.window_tokens is None else visible & (distance < self.window_tokens)
 
@@ -125,6 +126,7 @@ class LocalAttention(nn.Module):
 def rotate(query: Tensor, key: Tensor, tokens: PackedTokens) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys [tokens, 1, heads, head width] by the angles of their positions."""
     assert tokens.cosines is not None and tokens.sines is not None
+    # [1, tokens, width] → [tokens, 1, 1, width], the same for all heads
     cosines, sines = (factor.to(query.dtype).transpose(0, 1).unsqueeze(2) for factor in (tokens.cosines, tokens.sines))
     return Rotation.apply(query, cosines, sines), Rotation.apply(key, cosines, sines)
 
@@ -162,7 +164,7 @@ def transformer_engine_attention() -> type[nn.Module]:
                 max_seqlen_q=documents.longest,
                 max_seqlen_kv=documents.longest,
             )
-            states = (part.squeeze(1) for part in (query, key, value))
+            states = (part.squeeze(1) for part in (query, key, value))  # [tokens, heads, head width]
             output = super().forward(*states, None, attn_mask_type, packed_seq_params=packed)
             return output.reshape(len(output), 1, -1)
 

@@ -96,7 +96,15 @@ class MegatronEngine:
         self._adam = Adam(wrapped, settings)
         self._state = MegatronState(self._chunks, shape, self._adam.megatron)
         rotary = LlamaRotaryEmbedding(load_config(folder)).to(device)
-        self._pipeline = Pipeline(wrapped, layout, rotary, shape.vocab_size, device, self.compute_dtype, self._clock)
+        self._pipeline = Pipeline(
+            chunks=wrapped,
+            layout=layout,
+            rotary=rotary,
+            vocab_size=shape.vocab_size,
+            device=device,
+            dtype=self.compute_dtype,
+            clock=self._clock,
+        )
 
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None

@@ -36,6 +36,7 @@ def greedy_tokens(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
     """
     group = parallel_state.get_tensor_model_parallel_group()
     largest, tokens = _without_padding(logits, vocab_size).float().max(-1)
+    # each [ranks, rows, tokens]: a rank's largest logit, and its number in the whole vocabulary
     of_ranks = [_of_ranks(found, group) for found in (largest, tokens + group.rank() * logits.shape[-1])]
     rank = of_ranks[0].argmax(0, keepdim=True)
     return of_ranks[1].gather(0, rank)[0].unsqueeze(-1).where(wanted[..., :1] != IGNORED, IGNORED)

@@ -39,7 +39,7 @@ the vocabulary.
 """
 
 Consumer = Callable[[Tensor, Signal], tuple[Tensor, Tensor]]
-"""Function (log-probabilities as a loss takes them, a batch's signal) → (what to differentiate, what to return)."""
+"""Function from (log-probabilities as a loss takes them, signal) to (differentiated value, returned value)."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class TokenSplit:
 
     def local(self, values: Tensor, rank: int, padding: int) -> Tensor:
         """Return a context-parallel rank's values, [1, tokens of a rank, …], of int64 [rows, sequence, …]."""
+        # [rows × sequence + 1, …]: `origins` point to the last place for padding
         padded = torch.cat([values.flatten(0, 1), values.new_full((1, *values.shape[2:]), padding)])
         return padded[self.origins[rank]].unsqueeze(0)
 
@@ -99,6 +100,7 @@ def _zigzag(positions: Tensor, lengths: Tensor, num_ranks: int) -> Tensor:
         return torch.arange(len(positions)).unsqueeze(0)
     chunk = positions // (lengths // _chunks(num_ranks))
     rank = torch.minimum(chunk, _chunks(num_ranks) - 1 - chunk)
+    # each rank has equally many tokens, so that sorted by rank they are a matrix with a row for each
     return rank.argsort(stable=True).view(num_ranks, -1)
 
 
@@ -109,6 +111,7 @@ class _GatherTokens(torch.autograd.Function):
         everyones = [torch.empty_like(values) for _ in range(group.size())]
         dist.all_gather(everyones, values.contiguous(), group=group)
         whole = values.new_zeros(split.num_tokens + 1, *values.shape[2:])
+        # [1, tokens of all ranks, …], in the order of the ranks as `origins` are; padding lands on the last place
         whole[split.origins.flatten()] = torch.cat(everyones, dim=1).squeeze(0)
         return whole[:-1].clone()
 

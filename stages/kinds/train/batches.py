@@ -19,6 +19,7 @@ from stages.data.config import DataConfig
 from stages.data.dataset import PackedDataset
 from stages.data.summaries import Lengths
 from stages.engines.engine import Engine
+from stages.engines.recorded import RecordedBatch
 from stages.kinds.train.methods.method import BatchChange
 from stages.kinds.train.order import DataOrder, seen
 from stages.kinds.train.reference import ReferenceRows
@@ -97,12 +98,8 @@ class Batches(Protocol):
     def metrics(self, step: int, update_s: float) -> dict[str, float]:
         """Return metrics of making the step's batches; update_s: seconds that the optimizer step took."""
 
-    def recorded(self) -> tuple[Batch, torch.Tensor | None]:
-        """Return a few documents whose log-probabilities are recorded beside the trained model.
-
-        They are the same on every process. The second value is float32 [targets], the untrained model's
-        log-probabilities of their targets, or None where these are unknown.
-        """
+    def recorded(self) -> RecordedBatch:
+        """Return the documents that are recorded beside the trained model."""
 
     def close(self) -> None:
         """Release the sampling server and whatever else makes the batches."""
@@ -156,9 +153,9 @@ class RowBatches:
         order = self.order
         return seen(self.data, self.training.dataset, order.slots, step * order.global_batch_size)
 
-    def recorded(self) -> tuple[Batch, torch.Tensor | None]:
+    def recorded(self) -> RecordedBatch:
         source = self.held_out or self.training
-        return source.dataset.batch([0], source.micro_batch_size), self.untrained
+        return RecordedBatch(source.dataset.batch([0], source.micro_batch_size), self.untrained)
 
     def close(self) -> None:
         pass

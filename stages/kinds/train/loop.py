@@ -251,7 +251,7 @@ class LossByDataset:
         return (*own, *(f"{metric}.{name}" for name in self.names for metric in ("loss", *own)))
 
     def counts(self, signal: Signal) -> Counts:
-        """Return the loss's counts for all rows and for each dataset."""
+        """Return the loss's counts for all rows and for each dataset of a mixture."""
         counts = self.loss.counts(signal)
         by_dataset = {
             f"{what}.{number}": count if number == signal.member else 0

@@ -117,7 +117,16 @@ class RowData:
         if self._held_out:
             asked_rows.append((self._held_out, range(len(self._held_out))))
         digest = _start_digest(config, context)
-        teaching = ask_teacher(config, context, self.models, asked_rows, digest, watchdog, build, teacher_lifetime)
+        teaching = ask_teacher(
+            config,
+            context,
+            self.models,
+            asked_rows,
+            start_digest=digest,
+            watchdog=watchdog,
+            build=build,
+            teacher_lifetime=teacher_lifetime,
+        )
         return replace(self, teaching=teaching)
 
     def first_batches(self, least_targets: int) -> list[Batch]:
@@ -155,14 +164,14 @@ class RowData:
         )
         # Only an adapter's start is measured: its effect may be nothing, which `run` refuses.
         if config.adapter and not context.trial:
-            recorded, _ = batches.recorded()
+            recorded = batches.recorded().batch
             untrained = engine.target_log_probabilities(recorded)[recorded.signal.has_target]
             batches = replace(batches, untrained=untrained)
         if config.on_policy is None:
             return batches
         from stages.kinds.train.rollouts.on_policy import on_policy_batches
 
-        return on_policy_batches(config, context, config.on_policy, engine, watchdog, batches, self.teaching)
+        return on_policy_batches(config, context, engine=engine, watchdog=watchdog, texts=batches, taught=self.teaching)
 
     @property
     def _held_out(self) -> PackedDataset | None:
@@ -171,13 +180,13 @@ class RowData:
     def _order(self, data_rank: int, data_parallel_size: int) -> DataOrder:
         config, training = self.config, self.prepared.training
         return DataOrder(
-            len(training),
-            config.global_batch_size,
-            config.layout.micro_batch_size,
-            data_rank,
-            data_parallel_size,
-            config.seed,
-            slots_of(config.data, training, config.seed),
+            num_rows=len(training),
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=config.layout.micro_batch_size,
+            data_rank=data_rank,
+            data_parallel_size=data_parallel_size,
+            seed=config.seed,
+            mixture=slots_of(config.data, training, config.seed),
         )
 
 

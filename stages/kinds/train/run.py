@@ -210,7 +210,7 @@ def _write(training_run: TrainingRun, data: TrainingData, context: StageContext,
         context.refuse(problem)
     change: dict[str, float] = {}
     if not config.learning.needs_score_head:
-        change = record_log_probabilities(engine, *training_run.batches.recorded(), context.work, data.tool_prompts)
+        change = record_log_probabilities(engine, training_run.batches.recorded(), context.work, data.tool_prompts)
     if config.adapter and is_main_process():
         try:
             _judge_adapter(config, context, base)

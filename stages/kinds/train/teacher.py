@@ -112,6 +112,7 @@ def ask_teacher(
     context: StageContext,
     models: InputModels,
     wanted: Sequence[RowsOf],
+    *,
     start_digest: str,
     watchdog: Watchdog,
     build: BuildEngine,
@@ -457,7 +458,7 @@ class OpenModel:
         return [_recorded(self._of_batch(batch)) for batch in share_of(data_rank)]
 
     def _of_batch(self, batch: Batch) -> torch.Tensor:
-        """Return float64 [targets, 2, number]: tokens and log-probabilities."""
+        """Return the teacher's tokens and log-probabilities, float64 [targets, 2, number]."""
         answer = self.engine.likeliest_tokens(batch.with_signal(temperature=self.asked.temperature), self.asked.number)
         return torch.stack([values[batch.signal.has_target].double() for values in answer], 1)
 

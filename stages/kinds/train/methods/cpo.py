@@ -77,7 +77,7 @@ class CpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = (*METRICS, *NLL)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count pairs, and target tokens of preferred documents."""
+        """Count pairs, and target tokens of preferred documents, of a micro-batch."""
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
@@ -89,7 +89,7 @@ class CpoLoss:
         return loss, {**pair_metrics(chosen, rejected, totals), "nll_loss": nll.detach()}
 
     def _rewards(self, token_log_probabilities: Tensor, signal: Signal) -> Tensor:
-        """Return β r, float32 [documents]."""
+        """Return CPO's rewards β r, float32 [documents]."""
         values, alpha = signal.log_probabilities(token_log_probabilities), self.config.alpha
         if self.config.loss_type in OF_MEANS:
             values = values / signal.documents.sums(signal.has_target.float())

@@ -100,7 +100,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: Scale
     Completions of a prompt follow each other. Shao et al. 2024, section 4.1.2. A completion without a reward (NaN)
     counts in no mean or deviation, and has advantage 0.
     """
-    groups = rewards.view(-1, num_generations)
+    groups = rewards.view(-1, num_generations)  # [groups, completions of a prompt]
     advantages = groups - groups.nanmean(1, keepdim=True)
     if scale_rewards == "group":
         advantages = advantages / (_deviation(groups) + ADDED_TO_DEVIATION)
@@ -128,7 +128,7 @@ class GrpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count completions, their tokens, and the tokens for which the server returned log-probabilities."""
+        """Count completions, their tokens, and tokens with log-probabilities from the server."""
         assert signal.rollouts is not None
         served = signal.rollouts.server_log_probabilities
         return {
@@ -173,7 +173,7 @@ class GrpoLoss:
         return (signal.documents.sums(changes) / _num_tokens(signal)).exp(), advantages
 
     def _divergences(self, token_log_probabilities: Tensor, ratios: Tensor, signal: Signal) -> Tensor:
-        """Return π_ref/π - log π_ref/π - 1 of each token (Schulman 2020), [rows, sequence]; NaN without a reference."""
+        """Return each token's KL estimate π_ref/π - log π_ref/π - 1 (Schulman 2020), [rows, sequence], or NaN."""
         assert signal.rollouts is not None
         reference = signal.rollouts.reference_log_probabilities
         if reference is None:
@@ -205,7 +205,7 @@ class GrpoLoss:
         return kept, {**known, "importance_cut_fraction": _mean(is_cut.float(), signal, totals)}
 
     def _mean_loss(self, losses: Tensor, signal: Signal, totals: Totals) -> Tensor:
-        """Return the micro-batch's part of the mean, from the losses of tokens [rows, sequence]."""
+        """Return the micro-batch's part of the mean loss, from the losses of tokens [rows, sequence]."""
         of_completions = signal.documents.sums(losses.where(signal.has_target, 0.0))
         if self.config.loss_type == "grpo":
             return (of_completions / _num_tokens(signal)).sum() / totals["completions"]
@@ -225,7 +225,7 @@ def _on_tokens(values: Tensor, signal: Signal) -> Tensor:
 
 
 def _mean(values: Tensor, signal: Signal, totals: Totals) -> Tensor:
-    """Return the micro-batch's part of a mean over tokens, or over completions if `values` are [num_documents]."""
+    """Return the micro-batch's part of a mean over tokens, or over completions for `values` [documents]."""
     if values.dim() == 1:
         return values.sum() / totals["completions"]
     return values.where(signal.has_target, 0.0).sum() / max(1.0, totals["tokens"])

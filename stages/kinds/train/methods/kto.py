@@ -47,7 +47,7 @@ class KtoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count documents, good ones and bad ones."""
+        """Count the documents of a micro-batch, good ones and bad ones."""
         assert signal.is_good is not None
         num_good = int(signal.is_good.sum())
         return {"documents": signal.documents.count, "good": num_good, "bad": signal.documents.count - num_good}

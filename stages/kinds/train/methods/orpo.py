@@ -43,7 +43,7 @@ class OrpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count pairs, and tokens of preferred texts."""
+        """Count pairs, and tokens of preferred texts, of a micro-batch."""
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:

@@ -21,11 +21,11 @@ class SftLoss:
     metric_names: ClassVar[tuple[str, ...]] = ()
 
     def counts(self, signal: Signal) -> Counts:
-        """Count target tokens."""
+        """Count the target tokens of a micro-batch."""
         return {"targets": int(signal.has_target.sum())}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the negative log-likelihood's part of the mean; there are no other metrics."""
+        """Return the negative log-likelihood's part of the mean loss; there are no other metrics."""
         return -token_log_probabilities.sum() / totals["targets"], {}
 
 

@@ -19,18 +19,18 @@ class TailWeights:
         """Return the batch of pairs with `target_weights`."""
         places = _places_of_targets(batch)
         lengths = batch.documents.sums(batch.signal.has_target.long())
-        shared = torch.minimum(lengths[0::2], lengths[1::2]).repeat_interleave(2)
+        shared = torch.minimum(lengths[0::2], lengths[1::2]).repeat_interleave(2)  # of a pair's two answers
         of_documents = torch.cat([shared, shared.new_zeros(len(batch.documents.lengths) - len(shared))])
         in_tail = places > of_documents[batch.documents.ids]
         return batch.with_signal(target_weights=torch.where(in_tail, self.alpha, 1.0))
 
 
 def _places_of_targets(batch: Batch) -> torch.Tensor:
-    """Return int64 [rows, sequence]: the number of each target within its document, from 1 on."""
-    running = batch.signal.has_target.flatten().cumsum(0)
+    """Return the number of each target within its document, counted from 1: int64 [rows, sequence]."""
+    running = batch.signal.has_target.flatten().cumsum(0)  # [rows × sequence], over all documents
     starts = (batch.inputs.position_ids == 0).flatten()
     before = (running - batch.signal.has_target.flatten().long())[starts]
-    numbers = starts.cumsum(0) - 1
+    numbers = starts.cumsum(0) - 1  # of each token's document, in the order of the rows: `before` is by document
     return (running - before[numbers]).view_as(batch.signal.targets)
 
 
@@ -39,7 +39,7 @@ class ChosenPrompts:
     """Targets at all tokens of preferred documents; the prompt weighs nothing in answers' log-probabilities."""
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return the batch with more targets, and `target_weights`."""
+        """Return the batch of pairs with targets at prompts too, and `target_weights`."""
         following = batch.inputs.input_ids.roll(-1, 1)
         ids = batch.documents.ids
         has_next = (ids == ids.roll(-1, 1)) & (batch.inputs.position_ids.roll(-1, 1) > 0)

@@ -26,6 +26,7 @@ from stages.data.batch import Batch
 from stages.data.messages import Conversation
 from stages.data.tokenizer import DocumentTokenizer
 from stages.engines.engine import Engine
+from stages.engines.recorded import RecordedBatch
 from stages.kinds.train.batches import BatchSource
 from stages.kinds.train.checkpoints import complete_checkpoints
 from stages.kinds.train.config import TrainConfig
@@ -51,33 +52,25 @@ class RolloutBatches:
     files: ClassVar[Sequence[str]] = (COMPLETIONS_FILE,)
 
     def __init__(
-        self,
-        context: StageContext,
-        options: RolloutOptions,
-        engine: Engine,
-        watchdog: Watchdog,
-        prompts: Sequence[AskedPrompt],
-        plan: RoundPlan,
-        server: SyncedServer,
-        reference: Engine | None,
+        self, data: RolloutData, engine: Engine, watchdog: Watchdog, server: SyncedServer, reference: Engine | None
     ) -> None:
         """Prepare rounds of completions; the sampling server opens with the first.
 
         reference: the model that training starts from, if the loss measures the divergence from it.
         """
-        self._context = context
-        self._options = options
+        self._context = data.context
+        self._options = data.options
         self._engine = engine
         self._watchdog = watchdog
-        self._prompts = prompts
-        self._plan = plan
+        self._prompts = data.prompts
+        self._plan = data.plan
         self._reference = reference
-        self._folder = context.scratch / "rollouts"
+        self._folder = data.context.scratch / "rollouts"
         self._server = server
         self._resources = ExitStack()
         self._resources.callback(self._server.close)
         self._judge: Judge | None = None
-        self._samples = RoundSamples(context, prompts)
+        self._samples = RoundSamples(data.context, data.prompts)
         self._parts: list[list[Batch]] = []
         self._measured: dict[str, float] = {}
         self._is_first = True
@@ -101,7 +94,7 @@ class RolloutBatches:
             "train_tokens_per_s": num_tokens / update_s,
         }
 
-    def recorded(self) -> tuple[Batch, torch.Tensor | None]:
+    def recorded(self) -> RecordedBatch:
         return self._server.recorded()
 
     def close(self) -> None:
@@ -258,7 +251,7 @@ class RolloutData:
 
     @property
     def steps_of_epochs(self) -> int:
-        plan = self._plan
+        plan = self.plan
         return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round
 
     def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RolloutData:
@@ -270,10 +263,11 @@ class RolloutData:
         config = self.config
         server = SyncedServer(config, self.context, self.options, engine, watchdog)
         reference = self.build_reference(engine.device, self) if config.needs_reference else None
-        return RolloutBatches(self.context, self.options, engine, watchdog, self.prompts, self._plan, server, reference)
+        return RolloutBatches(self, engine, watchdog, server, reference)
 
     @property
-    def _plan(self) -> RoundPlan:
+    def plan(self) -> RoundPlan:
+        """Plan of rounds: which steps learn from a round, and the prompts that it asks."""
         config, options = self.config, self.options
         per_round = config.global_batch_size * options.steps_per_generation // options.num_generations
         return RoundPlan(len(self.prompts), per_round, options, config.seed)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
@@ -25,6 +24,7 @@ from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
 from stages.data.tokenizer import DocumentTokenizer
 from stages.engines.engine import Engine
+from stages.engines.recorded import RecordedBatch
 from stages.kinds.train.batches import BatchSource, RowBatches
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.method import OnPolicySteps, TeacherTokens
@@ -93,14 +93,14 @@ class OnPolicyBatches:
     def metrics(self, step: int, update_s: float) -> dict[str, float]:
         return {**self.texts.metrics(step, update_s), **self.measured}
 
-    def recorded(self) -> tuple[Batch, torch.Tensor | None]:
+    def recorded(self) -> RecordedBatch:
         return self.texts.recorded()
 
     def close(self) -> None:
         self.server.close()
 
     def _write_answers(self, step: int, server: RolloutServer) -> None:
-        """Write the answers to the global batch's prompts, and some of them for people; on rank 0 only."""
+        """Write the model's answers to the global batch's prompts, and some of them for people; on rank 0 only."""
         sampling = self.steps.sampling
         prompts = prompts_of(self.texts.training.dataset, self.texts.order.global_batch(step))
         asked = asked_of(prompts, self.server.packing.most_tokens, sampling.max_completion_length, self.seed, step)
@@ -124,7 +124,7 @@ class OnPolicyBatches:
         ]
 
     def _share(self, documents: Sequence[AnsweredPrompt], data_rank: int) -> list[Batch]:
-        """Return a data rank's micro-batches, at the temperature of the loss."""
+        """Return a data rank's micro-batches of answers, at the temperature of the loss."""
         batches = self.server.packing.share(documents, data_rank, self.engine.data_parallel_size)
         return [batch.with_signal(rollouts=None, temperature=self.asked.temperature) for batch in batches]
 
@@ -132,7 +132,7 @@ class OnPolicyBatches:
 def on_policy_batches(
     config: TrainConfig,
     context: StageContext,
-    steps: OnPolicySteps,
+    *,
     engine: Engine,
     watchdog: Watchdog,
     texts: RowBatches,
@@ -142,8 +142,8 @@ def on_policy_batches(
 
     texts: batches of the steps that learn from rows.
     """
-    asked = config.teacher_tokens
-    assert asked
+    asked, steps = config.teacher_tokens, config.on_policy
+    assert asked and steps
     check_prompts(texts.training.dataset)
     model_folder = context.inputs[config.base or config.model] / "model"
     return OnPolicyBatches(
@@ -164,7 +164,7 @@ def on_policy_batches(
 def asked_of(
     prompts: Sequence[list[int]], most_tokens: int, max_completion_length: int, seed: int, step: int
 ) -> list[Asked]:
-    """Return what the server is asked in a step; a resumed run asks the same.
+    """Return the prompts that the server completes in a step, with seeds; a resumed run asks the same.
 
     most_tokens: of a prompt and its answer. Raises DataError for a prompt that leaves no room for an answer.
     """

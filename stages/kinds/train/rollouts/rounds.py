@@ -49,7 +49,7 @@ class Completion:
 
     @property
     def shown(self) -> dict[str, object]:
-        """Fields that people read in `completions.jsonl`."""
+        """Fields of a completion that people read in `completions.jsonl`."""
         return {"text": self.text, "num_tokens": len(self.token_ids), "truncated": self.truncated}
 
 

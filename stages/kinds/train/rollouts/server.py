@@ -24,6 +24,7 @@ from stages.core.files import write_atomically
 from stages.core.redaction import redact
 from stages.data.batch import Batch
 from stages.engines.engine import Engine
+from stages.engines.recorded import RecordedBatch
 from stages.kinds.train.blocks import TrainExecution
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import SamplingOptions
@@ -458,7 +459,7 @@ class SyncedServer:
         engine: Engine,
         watchdog: Watchdog,
     ) -> None:
-        """Choose the host; the server opens with the first weights that it is given."""
+        """Choose the server's host; the server opens with the first weights that it is given."""
         model_folder = context.inputs[config.base or config.model] / "model"
         self._engine = engine
         self._watchdog = watchdog
@@ -534,11 +535,11 @@ class SyncedServer:
             self._probe_path.parent.mkdir(parents=True, exist_ok=True)
             self._probe.write(self._probe_path)
 
-    def recorded(self) -> tuple[Batch, torch.Tensor | None]:
-        """Return the probe's batch and log-probabilities; see `stages.kinds.train.batches.Batches`."""
+    def recorded(self) -> RecordedBatch:
+        """Return the probe's batch and log-probabilities."""
         assert self._probe, "completions were learned from"
-        return self._probe.batch, self._probe.untrained
+        return RecordedBatch(self._probe.batch, self._probe.untrained)
 
     def close(self) -> None:
-        """End the server."""
+        """End the sampling server."""
         self._server.close()
