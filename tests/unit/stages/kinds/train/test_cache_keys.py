@@ -93,7 +93,10 @@ def prepared_key(folder):
     found = []
     task = SimpleNamespace(
         **{"portion": portion, "folder": folder, "files": [file], "config": config, "rows": "examples"},
-        **{"tokenizer_folder": folder / "model", "run": lambda target: (found.append(target.name), stop())},
+        **{
+            "model": SimpleNamespace(folder=folder / "model"),
+            "run": lambda target: (found.append(target.name), stop()),
+        },
     )
     with pytest.raises(StoppedError):
         prepare_portion(task, folder / "tokenized")
