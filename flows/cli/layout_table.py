@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from flows.planning.layout_advice import Explained, Ranked
+from stages.planner.costs import SearchRequest
 from stages.planner.explain import near_misses, what_limits
-from stages.planner.search import UNCERTAINTY, Candidate, SearchRequest
+from stages.planner.search import UNCERTAINTY, Candidate
 
 SECONDS_PER_DAY = 86400
 COLUMNS = {

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from flows.tracking.logged_runs import LoggedRun
 from stages.kinds.train.methods.registry import METHODS
 from stages.models.shape import ModelShape
-from stages.parallel.layout import EngineName, Layout, describe_layout
+from stages.parallel.layout import ENGINES, EngineName, Layout, describe_layout
+from stages.planner.costs import SearchRequest
 from stages.planner.hardware import Hardware, shared_cpu
-from stages.planner.search import Candidate, SearchRequest, estimate
+from stages.planner.search import Candidate, estimate
 from stages.planner.workload import Workload
 
 TIME_CONSTANTS = ("matmul", "attention", "memory", "intra_link", "launch_s")
@@ -89,6 +90,8 @@ def why_left_out(run: LoggedRun) -> str | None:
     lacking += [name for name in FITTED_FROM if name not in run.params]
     if lacking:
         return f"has no {', '.join(lacking)}"
+    if run.params["engine"] not in ENGINES:
+        return f"is of the engine {run.params['engine']}, which this version does not have"
     if WORKLOAD in run.tags:
         return None
     adapts = any(name.startswith("adapter.") for name in run.params)
@@ -182,7 +185,7 @@ def _observation(run: LoggedRun, hardware: Hardware) -> Observation:
         request=SearchRequest(
             ModelShape.from_json(run.tags["model_shape"]), _workload(run), hardware, layout.world_size
         ),
-        engine="fsdp" if params["engine"] == "fsdp" else "megatron",
+        engine=next(engine for engine in ENGINES if engine == params["engine"]),
         layout=layout,
         is_cpu=run.tags.get("device") == "cpu",
         step_time_s=run.metrics["step_time_s"],

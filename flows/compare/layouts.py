@@ -23,8 +23,8 @@ from stages.core.lines import counted
 from stages.core.redaction import shortened
 from stages.kinds.train.config import LAYOUT_PROBLEM, TrainConfig
 from stages.models.shape import ModelShape
+from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import Layout, describe_layout
-from stages.parallel.legality import model_errors
 
 BATCH_FIELD = "global_batch_size"
 SHOWN_CHARACTERS = 200
@@ -76,7 +76,7 @@ def without_misfits(
 
     Raises RecipeError when none is left.
     """
-    reasons = ["; ".join(model_errors(config.engine, config.layout, shape)) for config in configs]
+    reasons = ["; ".join(RULES[config.engine].model_errors(config.layout, shape)) for config in configs]
     misfits = [
         RefusedLayout(
             describe_layout(config.engine, config.layout),

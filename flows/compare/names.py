@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from stages.kinds.train.methods.registry import loss_meaning, metric_meanings
+from stages.parallel.layout import ENGINES
 
 HARDWARE = "hardware"
 GIT_COMMIT = "git_commit"
@@ -49,7 +50,7 @@ COMPARISON_METRICS = {
 }
 METRICS = {**STEP_METRICS, **RUN_METRICS, **COMPARISON_METRICS}
 PARAMS = {
-    "engine": "fsdp or megatron",
+    "engine": " or ".join(ENGINES),
     "layout.FIELD": "every field of the layout: dp_replicate, dp_shard, tp, pp, vpp, cp, ep, etp, micro_batch_size, …",
     "global_batch_size": "packed rows of an optimizer step; and so on for every field of the stage's config",
     "num_devices": "comparison: processes, each with its device",

@@ -25,13 +25,12 @@ from stages.data.bad_rows import check_first_rows
 from stages.data.config import DataConfig
 from stages.data.files import find_files
 from stages.data.templates import read_template
-from stages.engines.megatron.families import check_supported
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS
 from stages.kinds.train.config import TrainConfig
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.model_folder import check_config, check_model_folder, check_unquantized, code_not_run
-from stages.parallel.legality import layout_warnings, model_errors
+from stages.parallel.engines.registry import RULES
 
 
 def check_models(recipe: Recipe, outside: Outside, index: Index) -> list[str]:
@@ -73,11 +72,12 @@ def _check(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, ind
         yield note
     if HUBS[source.source.hub].is_local and source.request.patterns is None:
         yield from check_model_folder(ModelFacts(Path(source.source.name)))
-    if config.engine == "megatron":
-        shape = check_supported(facts)
-        if errors := "; ".join(model_errors(config.engine, config.layout, shape)):
+    rules = RULES[config.engine]
+    if rules.builds_from_shape:
+        shape = rules.shape_of(facts)
+        if errors := "; ".join(rules.model_errors(config.layout, shape)):
             raise LayoutError(errors)
-        yield from layout_warnings(config.engine, config.layout, config.constraints, shape)
+        yield from rules.layout_warnings(config.layout, config.constraints, shape)
     limit = facts.max_positions
     if limit is not None and config.data.sequence_length > limit:
         yield (

@@ -22,11 +22,13 @@ from stages.kinds.train.config import TrainConfig
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.known_models import known_model
 from stages.models.shape import ModelShape
-from stages.parallel.layout import EngineName, Layout
-from stages.parallel.legality import layout_errors, layout_warnings, model_errors
+from stages.parallel.engines.registry import RULES
+from stages.parallel.layout import ENGINES, EngineName, Layout
+from stages.parallel.legality import layout_errors
 from stages.planner.adapted import LowRank
+from stages.planner.costs import SearchRequest
 from stages.planner.hardware import Hardware, built_in, from_yaml, load_hardware, shared_cpu
-from stages.planner.search import ENGINES, Candidate, SearchRequest, SearchResult, estimate, safest_first, search
+from stages.planner.search import Candidate, SearchResult, estimate, safest_first, search
 from stages.planner.workload import Precision, Workload
 
 DEFAULT_SEQUENCE_LENGTH = 4096
@@ -106,9 +108,9 @@ def explained(request: SearchRequest, text: str) -> Explained:
     """Predict one layout in full. Raises LayoutError for one that cannot work, with all reasons."""
     engine, layout = parse_layout(text, request.num_gpus)
     constraints, shape = request.constraints, request.shape
-    if errors := [*layout_errors(engine, layout, constraints), *model_errors(engine, layout, shape)]:
+    if errors := [*layout_errors(engine, layout, constraints), *RULES[engine].model_errors(layout, shape)]:
         raise LayoutError("\n".join([f"the layout {text!r} cannot work:", *(f"  {error}" for error in errors)]))
-    warnings = [*layout_warnings(engine, layout, constraints, shape)]
+    warnings = [*RULES[engine].layout_warnings(layout, constraints, shape)]
     if layout.tp > 1 and not layout.sequence_parallel:
         warnings += ["layout: tp without sequence_parallel keeps the whole of norms and dropout on every rank"]
     return Explained(request, estimate(request, engine, layout), tuple(warnings))

@@ -16,10 +16,11 @@ from flows.recipe.recipe import Recipe
 from stages.core.errors import LayoutError, ResourceError, TransientError
 from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
-from stages.parallel.layout import AutoLayout
+from stages.parallel.layout import ENGINES, AutoLayout
+from stages.planner.costs import SearchRequest
 from stages.planner.hardware import Hardware, hardware_at_hand
 from stages.planner.prediction import NUM_ALTERNATIVES
-from stages.planner.search import ENGINES, Candidate, SearchRequest, fitting_layouts
+from stages.planner.search import Candidate, fitting_layouts
 
 NUM_SHOWN = 3
 MUCH_FASTER = 0.9

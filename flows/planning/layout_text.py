@@ -7,18 +7,16 @@ have the default of a layout. Only the engine may be omitted, where the fields s
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from flows.recipe.text import closest, parse_yaml
 from stages.core.redaction import shortened
-from stages.parallel.layout import EngineName
-from stages.parallel.legality import FIELDS_OF_ONE_ENGINE
+from stages.parallel.engines.registry import RULES
+from stages.parallel.layout import ENGINES, EngineName
 
-ENGINES: tuple[EngineName, ...] = typing.get_args(EngineName)
 LEFT_OUT = (1, False)
-"""Values that a degree of Megatron may have under another engine."""
+"""Values that a degree may have under an engine that does not have it."""
 
 
 def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
@@ -49,8 +47,11 @@ def engine_and_fields(line: str) -> tuple[EngineName, dict[str, Any]]:
     pairs = [word.partition("=") for word in words if word not in ENGINES]
     fields = {name: parse_yaml(text) for name, _, text in pairs}
     named = next((engine for engine in ENGINES if engine in words), None)
-    of_megatron = [name for name in FIELDS_OF_ONE_ENGINE["megatron"] if fields.get(name, 1) not in LEFT_OUT]
-    return named or ("megatron" if of_megatron else "fsdp"), fields
+    used = {name for name, value in fields.items() if value not in LEFT_OUT}
+    default, *others = ENGINES
+    implied = (engine for engine in others if used & {*RULES[engine].own_fields} - {*RULES[default].own_fields})
+    by_fields: EngineName = next(implied, default)
+    return named or by_fields, fields
 
 
 def _words(line: str) -> list[str]:

@@ -9,13 +9,12 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from flows.recipe.text import closest
 from flows.tracking.rows import MEDIAN
 from flows.tracking.shipper import CLIENT_ENVIRONMENT
 from stages.core.errors import RecipeError, ServerError
-from stages.parallel.layout import EngineName
+from stages.parallel.layout import ENGINES
 
 MOST_RUNS = 5000
 PAGE = 1000
@@ -95,4 +94,4 @@ def measured_runs(file: Path) -> list[LoggedRun]:
             f"reading measurements from {file}: {type(error).__name__}: {error}; expected the gpu.json that "
             "tests/benchmarks/gpu.py writes"
         ) from error
-    return [run for run in runs if run.params["engine"] in get_args(EngineName)]
+    return [run for run in runs if run.params["engine"] in ENGINES]

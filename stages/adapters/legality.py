@@ -6,28 +6,14 @@ import json
 from collections.abc import Iterator
 
 from stages.adapters.config import AdapterConfig
+from stages.parallel.engines.registry import RULES, needs_other_engine
 from stages.parallel.layout import EngineName
-
-MEGATRON_HONOURS = {
-    "type",
-    "rank",
-    "alpha",
-    "dropout",
-    "target_modules",
-    "target_parameters",
-    "exclude_modules",
-    "layers_to_transform",
-    "use_rslora",
-    "loraplus_lr_ratio",
-}
-"""Options that Megatron supports. All others must have their defaults: they are refused, never silently left out."""
 
 
 def adapter_errors(engine: EngineName, adapter: AdapterConfig) -> Iterator[str]:
-    """Yield a sentence for each option that the engine does not support; FSDP2 supports all."""
-    if engine != "megatron":
-        return
+    """Yield a sentence for each option that the engine does not support: it is refused, never silently left out."""
     default = type(adapter)()
     for name, value in adapter:
-        if name not in MEGATRON_HONOURS and value != getattr(default, name):
-            yield f"`adapter.{name}: {json.dumps(value)}` needs `engine: fsdp`, found megatron; change either"
+        if value != getattr(default, name) and not RULES[engine].supports_adapter_option(name):
+            supporting = (other for other, rules in RULES.items() if rules.supports_adapter_option(name))
+            yield needs_other_engine(f"adapter.{name}: {json.dumps(value)}", engine, " or ".join(supporting))

@@ -7,15 +7,15 @@ the vendors' plugins.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from stages.core.errors import ResourceError
+from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import EngineName, Layout
 
-Feature = Literal["megatron", "fp8", "several processes", "cpu_offload", "compile"]
+Feature = Literal["fp8", "several processes", "cpu_offload", "compile"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,6 @@ class DeviceType:
         return "gloo" if self.torch_type == "cpu" else f"cpu:gloo,{self.torch_type}:{self.collectives}"
 
 
-INSTALLATION = "pip install --no-deps -r deploy/requirements/fp8.in"
-_MEGATRON = "Megatron-core knows CUDA's devices only; use `engine: fsdp`"
 _EIGHT_BITS = "products in 8 bits are for NVIDIA's GPUs here; say `precision: bf16`"
 DEVICE_TYPES = (
     DeviceType("cuda", "NVIDIA GPUs", "cuda", "nccl", "CUDA_VISIBLE_DEVICES", has_flash_kernel=True, fp8_from=(8, 9)),
@@ -72,14 +70,11 @@ DEVICE_TYPES = (
         "ASCEND_RT_VISIBLE_DEVICES",
         plugin="torch_npu",
         lacks={
-            "megatron": _MEGATRON,
             "fp8": _EIGHT_BITS,
             "compile": "Inductor makes no kernels for it; say `compile: false`",
         },
     ),
-    DeviceType(
-        "xpu", "Intel GPUs", "xpu", "xccl", "ZE_AFFINITY_MASK", lacks={"megatron": _MEGATRON, "fp8": _EIGHT_BITS}
-    ),
+    DeviceType("xpu", "Intel GPUs", "xpu", "xccl", "ZE_AFFINITY_MASK", lacks={"fp8": _EIGHT_BITS}),
     DeviceType(
         "mps",
         "Apple GPUs (Metal)",
@@ -88,7 +83,6 @@ DEVICE_TYPES = (
         pins_host_memory=False,
         has_float64=False,
         lacks={
-            "megatron": _MEGATRON,
             "fp8": _EIGHT_BITS,
             "several processes": "a machine has one such device; start one process",
             "cpu_offload": "device and host share their memory; say `cpu_offload: false`",
@@ -111,15 +105,16 @@ def device_type(name: str) -> DeviceType:
 
 
 def check_device(device: DeviceType, engine: EngineName, layout: Layout, precision: str) -> None:
-    """Raise ResourceError, with the reasons, when training needs features that this kind of device lacks."""
+    """Raise ResourceError, with the reasons, when training needs an engine or features that the device lacks."""
     asked: dict[Feature, bool] = {
-        "megatron": engine == "megatron",
         "fp8": precision == "fp8",
         "several processes": layout.world_size > 1,
         "cpu_offload": layout.cpu_offload,
         "compile": layout.compile,
     }
-    lacking = [f"{feature}: {why}" for feature, why in device.lacks.items() if asked[feature]]
+    refusal = RULES[engine].refuses_device(device.torch_type)
+    lacking = [f"{engine}: {refusal}"] if refusal else []
+    lacking += [f"{feature}: {why}" for feature, why in device.lacks.items() if asked[feature]]
     if lacking:
         raise ResourceError(f"training on {device.title} ({device.name}), which lack {'; '.join(lacking)}")
 
@@ -132,16 +127,3 @@ def check_capability(device: DeviceType, capability: tuple[int, int], precision:
             f"training on {device.title} of compute capability {had}, which do not multiply in 8 bits; "
             f"`precision: fp8` needs {needed} or later (Ada, Hopper, Blackwell): say `precision: bf16`"
         )
-
-
-def missing_package(engine: EngineName, precision: str) -> str | None:
-    """Return which package products in 8 bits need here and how to install it; None where nothing is missing.
-
-    Megatron looks for Transformer Engine itself.
-    """
-    if precision != "fp8" or engine != "fsdp" or importlib.util.find_spec("torchao"):
-        return None
-    return (
-        "`precision: fp8` with `engine: fsdp` multiplies by torchao, which is not installed here; install it "
-        f"(`{INSTALLATION}`), or say `precision: bf16`"
-    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt, ValidatorFunctionWrapHandler, WrapValidator
 
@@ -10,7 +11,9 @@ from stages.core.contract import StrictModel
 from stages.core.fields import AddedLater
 
 EngineName = Literal["fsdp", "megatron"]
-"""Name of a training engine; see `stages.engines`."""
+"""Name of a training engine. Type checkers take no computed Literal: a test holds it equal to the registries' names."""
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+"""All names; the first is the default."""
 
 
 class Layout(StrictModel):
@@ -75,6 +78,23 @@ def _auto_or_layout(value: Any, validate: ValidatorFunctionWrapHandler) -> Layou
 
 
 LayoutOrAuto = Annotated[Layout, WrapValidator(_auto_or_layout, json_schema_input_type=Layout | Literal["auto"])]
+
+
+@dataclass(frozen=True)
+class RunConstraints:
+    """Numbers besides the model's that a layout must fit."""
+
+    nodes: int
+    processes_per_node: int
+    sequence_length: int
+    """Tokens of a packed row."""
+    global_batch_size: int
+    """Packed rows of an optimizer step, over all processes."""
+
+    @property
+    def processes(self) -> int:
+        """Number of processes on all nodes."""
+        return self.nodes * self.processes_per_node
 
 
 def describe_layout(engine: EngineName, layout: Layout) -> str:

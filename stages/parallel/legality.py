@@ -1,50 +1,22 @@
 """Checks whether a layout can work: with this number of processes, on this batch, for this model. Pure; needs no torch.
 
-Errors are layouts that the engine cannot run, warnings those that are rarely wise; each is a sentence with every factor
-in it. A config is checked for `layout_errors` when it is parsed, for `model_errors` when its model is there. Sentences
-are made lazily: a search calls `is_legal` for 100,000 layouts. What fits and is fast is for `planner`.
+Each error is a sentence with every factor in it. What holds for one engine is asked of its rules. A config is checked
+for `layout_errors` when it is parsed, for its engine's `model_errors` when its model is there. Sentences are made
+lazily: a search calls `is_legal` for 100,000 layouts. What fits and is fast is for `planner`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from stages.models.shape import ModelShape
-from stages.parallel.layout import EngineName, Layout
+from stages.parallel.engines.registry import RULES
+from stages.parallel.layout import EngineName, Layout, RunConstraints
 
 DEFAULT = Layout()
-FSDP_FACTORS = ("dp_replicate", "dp_shard")
-FACTORS = (*FSDP_FACTORS, "tp", "pp", "cp")
+FACTORS = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 """Degrees whose product is the number of processes."""
-FIELDS_OF_ONE_ENGINE: dict[str, tuple[str, ...]] = {
-    "fsdp": ("reshard_after_forward", "cpu_offload", "prefetch_layers", "compile", "accumulate"),
-    "megatron": ("tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel"),
-}
-USUAL_LIMITS: dict[str, tuple[int, str]] = {
-    "tp": (8, "every layer waits for collectives over tp, which only the links within one node are fast enough for"),
-    "pp": (16, "the bubble grows with the stages, and needs ever more micro-batches to hide in"),
-    "cp": (4, "keys and values travel around all cp processes in every layer"),
-}
-"""Degree → (the highest that is usual, why)."""
-
-
-@dataclass(frozen=True)
-class RunConstraints:
-    """Numbers besides the model's that a layout must fit."""
-
-    nodes: int
-    processes_per_node: int
-    sequence_length: int
-    """Tokens of a packed row."""
-    global_batch_size: int
-    """Packed rows of an optimizer step, over all processes."""
-
-    @property
-    def processes(self) -> int:
-        """Number of processes on all nodes."""
-        return self.nodes * self.processes_per_node
 
 
 def layout_errors(engine: EngineName, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
@@ -52,66 +24,28 @@ def layout_errors(engine: EngineName, layout: Layout, constraints: RunConstraint
     yield from _other_engines_fields(engine, layout)
     yield from _processes(engine, layout, constraints)
     yield from _batch(layout, constraints)
-    if engine == "megatron":
-        yield from _pipeline(layout, constraints)
-        yield from _sequence(layout, constraints)
-        yield from _expert_processes(layout)
-
-
-def model_errors(engine: EngineName, layout: Layout, shape: ModelShape) -> Iterator[str]:
-    """Yield reasons why the engine cannot run a layout with a model of this shape; FSDP2 takes every model."""
-    if engine == "megatron":
-        yield from _heads(layout, shape)
-        yield from _layers(layout, shape)
-        yield from _experts(layout, shape)
+    yield from RULES[engine].layout_errors(layout, constraints)
 
 
 def is_legal(engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> bool:
     """Return whether the layout has no error; stops at the first."""
-    return not any(layout_errors(engine, layout, constraints)) and not any(model_errors(engine, layout, shape))
-
-
-def layout_warnings(
-    engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape
-) -> Iterator[str]:
-    """Yield reasons why a layout is likely to be slow."""
-    if engine != "megatron":
-        return
-    for name, (limit, reason) in USUAL_LIMITS.items():
-        if (degree := getattr(layout, name)) > limit:
-            yield f"layout: {name} {degree} is more than the usual limit of {limit}: {reason}"
-    if constraints.processes_per_node % layout.tp and constraints.nodes > 1:
-        yield (
-            f"layout: tp {layout.tp} does not divide the {constraints.processes_per_node} processes of a node, so "
-            f"tensor parallelism crosses nodes, where its collectives are slow; choose a tp that does"
-        )
-    yield from _bubble(layout, constraints)
-    if layout.sequence_parallel and layout.tp == 1:
-        yield "layout: sequence_parallel does nothing with tp 1"
-    yield from _uneven_or_copied(layout, shape)
-
-
-def bubble_fraction(pp: int, vpp: int, num_micro_batches: int) -> float:
-    """Return the share of a step in which a pipeline stage waits for others, if all are equally fast.
-
-    (p - 1) / (v m + p - 1) of the whole step: Narayanan et al. 2021, section 2.2, give (p - 1) / (v m) of the rest.
-    """
-    return (pp - 1) / (vpp * num_micro_batches + pp - 1)
+    return not any(layout_errors(engine, layout, constraints)) and not any(RULES[engine].model_errors(layout, shape))
 
 
 def _other_engines_fields(engine: EngineName, layout: Layout) -> Iterator[str]:
-    other: EngineName = "megatron" if engine == "fsdp" else "fsdp"
-    found = [name for name in FIELDS_OF_ONE_ENGINE[other] if getattr(layout, name) != getattr(DEFAULT, name)]
-    if found:
-        named = ", ".join(f"{name} {json.dumps(getattr(layout, name))}" for name in found)
-        yield f"layout: {named} only mean something with `engine: {other}`, but the engine is {engine}; change either"
+    for other, rules in RULES.items():
+        foreign = [name for name in rules.own_fields if name not in RULES[engine].own_fields]
+        found = [name for name in foreign if getattr(layout, name) != getattr(DEFAULT, name)]
+        if found:
+            named = ", ".join(f"{name} {json.dumps(getattr(layout, name))}" for name in found)
+            yield (
+                f"layout: {named} only mean something with `engine: {other}`, but the engine is {engine}; change either"
+            )
 
 
 def _processes(engine: EngineName, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
     if layout.world_size != constraints.processes:
-        factors = (
-            name for name in FACTORS if engine == "megatron" or name in FSDP_FACTORS or getattr(layout, name) > 1
-        )
+        factors = (name for name in FACTORS if name in RULES[engine].factors or getattr(layout, name) > 1)
         degrees = " × ".join(f"{name} {getattr(layout, name)}" for name in factors)
         yield (
             f"layout: {degrees} = {layout.world_size} processes, but execution starts "
@@ -126,116 +60,3 @@ def _batch(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
             f"global_batch_size {constraints.global_batch_size} is not divisible by micro_batch_size "
             f"{layout.micro_batch_size} × dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} = {rows}"
         )
-
-
-def _pipeline(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-    if layout.vpp == 1:
-        return
-    if layout.pp == 1:
-        yield f"layout: vpp {layout.vpp} interleaves the chunks of pipeline stages, but pp is 1; raise pp or remove vpp"
-    elif _num_micro_batches(layout, constraints) % layout.pp:
-        yield (
-            f"layout: vpp {layout.vpp} needs micro-batches in multiples of pp {layout.pp}, but global_batch_size "
-            f"{constraints.global_batch_size} / (micro_batch_size {layout.micro_batch_size} × dp_replicate "
-            f"{layout.dp_replicate} × dp_shard {layout.dp_shard}) = {_num_micro_batches(layout, constraints)}; "
-            "change one"
-        )
-
-
-def _sequence(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-    """Yield sequence lengths that do not divide into the chunks of context and sequence parallelism.
-
-    Each context-parallel process has two chunks (zigzag), which sequence parallelism cuts once more.
-    """
-    tp = layout.tp if layout.sequence_parallel else 1
-    chunks = (2 * layout.cp if layout.cp > 1 else 1) * tp
-    if constraints.sequence_length % chunks:
-        factors = [f"2 × cp {layout.cp}"] if layout.cp > 1 else []
-        factors += [f"tp {tp} (sequence_parallel)"] if tp > 1 else []
-        yield (
-            f"layout: data.sequence_length {constraints.sequence_length} is not divisible by {' × '.join(factors)} = "
-            f"{chunks}; the next length that is: {-(-constraints.sequence_length // chunks) * chunks}"
-        )
-
-
-def _expert_processes(layout: Layout) -> Iterator[str]:
-    processes = layout.data_parallel_size * layout.tp * layout.cp
-    if processes % (layout.ep * layout.etp):
-        yield (
-            f"layout: ep {layout.ep} × etp {layout.etp} = {layout.ep * layout.etp} does not divide the {processes} "
-            f"processes of a pipeline stage (dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × tp "
-            f"{layout.tp} × cp {layout.cp}), over which experts are spread"
-        )
-    elif layout.optimizer_shards > 1 and processes // (layout.ep * layout.etp) % layout.dp_replicate:
-        yield (
-            f"layout: each expert is on {processes // (layout.ep * layout.etp)} processes (dp_replicate "
-            f"{layout.dp_replicate} × dp_shard {layout.dp_shard} × tp {layout.tp} × cp {layout.cp} / (ep {layout.ep} × "
-            f"etp {layout.etp})), which dp_replicate {layout.dp_replicate} does not divide; dp_replicate 1 with a "
-            "larger dp_shard does"
-        )
-
-
-def _heads(layout: Layout, shape: ModelShape) -> Iterator[str]:
-    tp, kv_heads = layout.tp, shape.num_kv_heads
-    if shape.num_heads % tp:
-        yield f"layout: tp {tp} does not divide the model's {shape.num_heads} attention heads"
-    if kv_heads % tp and tp % kv_heads:
-        yield (
-            f"layout: tp {tp} neither divides the model's {kv_heads} key/value heads nor is a multiple of them, so "
-            "they can be neither spread nor copied evenly"
-        )
-    dense = shape.num_layers > shape.num_mixture_layers
-    if dense and shape.ffn_size % tp:
-        yield f"layout: tp {tp} does not divide the model's feed-forward width {shape.ffn_size}"
-
-
-def _layers(layout: Layout, shape: ModelShape) -> Iterator[str]:
-    if layout.pp * layout.vpp > shape.num_layers:
-        yield (
-            f"layout: pp {layout.pp} × vpp {layout.vpp} = {layout.pp * layout.vpp} chunks of layers, but the model has "
-            f"only {shape.num_layers} layers"
-        )
-
-
-def _experts(layout: Layout, shape: ModelShape) -> Iterator[str]:
-    if not shape.num_experts:
-        if layout.ep > 1 or layout.etp > 1:
-            yield f"layout: ep {layout.ep} and etp {layout.etp} spread experts, but {shape.family} has none"
-        return
-    if shape.experts_per_token == 1 and shape.router_normalizes:
-        yield "layout: the router weighs its one expert by 1, which Megatron-core cannot train; use engine: fsdp"
-    if shape.num_experts % layout.ep:
-        yield f"layout: ep {layout.ep} does not divide the model's {shape.num_experts} experts"
-    if shape.expert_ffn_size % layout.etp:
-        yield f"layout: etp {layout.etp} does not divide the width {shape.expert_ffn_size} of the model's experts"
-    if layout.tp > 1 and not layout.sequence_parallel:
-        yield f"layout: with experts, tp {layout.tp} needs sequence_parallel: true (Megatron-core trains no other way)"
-
-
-def _bubble(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-    num_micro_batches = _num_micro_batches(layout, constraints)
-    if num_micro_batches < layout.pp:
-        share = bubble_fraction(layout.pp, layout.vpp, max(1, num_micro_batches))
-        yield (
-            f"layout: {num_micro_batches} micro-batches for pp {layout.pp} stages leave each stage idle for "
-            f"{share:.0%} of a step; raise global_batch_size, or lower pp, micro_batch_size or data parallelism"
-        )
-
-
-def _uneven_or_copied(layout: Layout, shape: ModelShape) -> Iterator[str]:
-    num_chunks = layout.pp * layout.vpp
-    if shape.num_layers % num_chunks:
-        least = shape.num_layers // num_chunks
-        yield (
-            f"layout: the model's {shape.num_layers} layers do not divide by pp {layout.pp} × vpp {layout.vpp} = "
-            f"{num_chunks}: some stages get {least}, others {least + 1}, and all wait for those"
-        )
-    if layout.tp > shape.num_kv_heads:
-        yield (
-            f"layout: tp {layout.tp} is more than the model's {shape.num_kv_heads} key/value heads, so each is "
-            f"computed by {layout.tp // shape.num_kv_heads} processes"
-        )
-
-
-def _num_micro_batches(layout: Layout, constraints: RunConstraints) -> int:
-    return constraints.global_batch_size // (layout.micro_batch_size * layout.data_parallel_size)

@@ -13,30 +13,29 @@ from functools import lru_cache
 
 from stages.models.linear_layers import Place
 from stages.models.shape import ModelShape
-from stages.parallel.layout import EngineName, Layout
+from stages.parallel.layout import Layout
 from stages.planner.adapted import adapted_layers, dispatched_share, input_shares, merged_experts, stacked_ranks
+from stages.planner.costs import StepCase
 from stages.planner.workload import Software, Workload
 
 UNPACKING_BYTES = {"nf4": 6, "int8": 6}
 """Bytes per weight while it is dequantized: fp32, beside half an index (nf4) or the rounded value."""
 
 
-def kept_bytes_per_token(
-    shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload, software: Software
-) -> float:
+def kept_bytes_per_token(case: StepCase) -> float:
     """Return the bytes that a token keeps in one layer for the backward pass, on one rank. In fp8, products keep fp8
     inputs."""
+    shape, layout, workload, software = case.shape, case.layout, case.workload, case.software
     size, hidden = workload.compute_bytes, shape.hidden_size
     along_sequence = layout.tp if layout.sequence_parallel else 1
     checkpoint = hidden * size / (layout.tp if software.shards_checkpoints else along_sequence)
     if layout.recompute == "full":
         rest = 1 - software.recomputed_share
-        whole_layer = layout.model_copy(update={"recompute": "none"})
-        kept = kept_bytes_per_token(shape, engine, whole_layer, workload, software) if rest else 0.0
+        kept = kept_bytes_per_token(_without_recomputation(case)) if rest else 0.0
         return software.recomputed_share * checkpoint + rest * kept
-    if layout.recompute == "selective" and engine == "fsdp":
+    if layout.recompute == "selective" and case.engine.keeps_products:
         products = size * _kept_results(shape, layout, software)
-        return checkpoint + products + _adapters_per_token(shape, engine, workload, keeps_results=True)
+        return checkpoint + products + _adapters_per_token(case, keeps_results=True)
     casts = workload.in_few_bits and software.casts_at_products
     into_products = 1 if workload.in_few_bits and not casts else size
     # torchao keeps what gradients of weights need, of frozen weights, too
@@ -52,19 +51,23 @@ def kept_bytes_per_token(
     split += of_norm * (shape.query_width + shape.kv_width) if shape.qk_norm else 0
     if not software.flash_attention and layout.recompute == "none":
         split += shape.num_heads * workload.sequence_length * (5 if software.dropout else 2)
-    return unsplit / along_sequence + split / layout.tp + _adapters_per_token(shape, engine, workload)
+    return unsplit / along_sequence + split / layout.tp + _adapters_per_token(case)
 
 
-def workspace_per_token(
-    shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload, software: Software
-) -> float:
+def workspace_per_token(case: StepCase) -> float:
     """Return the bytes of a token in the layer at work: recomputed activations and the widest gradients."""
-    nothing_recomputed = layout.model_copy(update={"recompute": "none"}) if layout.recompute != "none" else layout
-    whole = kept_bytes_per_token(shape, engine, nothing_recomputed, workload, software)
-    kept = kept_bytes_per_token(shape, engine, layout, workload, replace(software, recomputed_share=1.0))
-    gathered = 2 * shape.hidden_size
-    widest = (2 if shape.gated_ffn else 1) * _ffn_width(shape) / layout.tp
-    return max(0.0, whole - kept) + workload.compute_bytes * (gathered + widest)
+    whole = kept_bytes_per_token(_without_recomputation(case))
+    kept = kept_bytes_per_token(replace(case, software=replace(case.software, recomputed_share=1.0)))
+    gathered = 2 * case.shape.hidden_size
+    widest = (2 if case.shape.gated_ffn else 1) * _ffn_width(case.shape) / case.layout.tp
+    return max(0.0, whole - kept) + case.workload.compute_bytes * (gathered + widest)
+
+
+def _without_recomputation(case: StepCase) -> StepCase:
+    """Return the case under its layout with `recompute: none`."""
+    if case.layout.recompute == "none":
+        return case
+    return replace(case, layout=case.layout.model_copy(update={"recompute": "none"}))
 
 
 def weight_workspace(shape: ModelShape, workload: Workload) -> float:
@@ -79,20 +82,20 @@ def weight_workspace(shape: ModelShape, workload: Workload) -> float:
     return UNPACKING_BYTES.get(adapter.base_precision or "", 0) * widest.inputs * widest.outputs
 
 
-def merged_experts_bytes(shape: ModelShape, engine: EngineName, workload: Workload) -> float:
-    """Return the bytes of one layer's merged experts, weights plus adapter.
-
-    PEFT adds the adapter to the weights, so FSDP keeps the sum for the backward pass. Megatron adds the adapter's
-    output instead.
-    """
-    return workload.compute_bytes * sum(merged_experts(shape, engine, workload.adapter)) / shape.num_layers
+def merged_experts_bytes(case: StepCase) -> float:
+    """Return the bytes of one layer's experts summed with their adapter, where the backward pass needs the sum."""
+    return case.workload.compute_bytes * sum(_merged_experts(case)) / case.shape.num_layers
 
 
-def merged_experts_workspace(shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload) -> float:
-    """Return the bytes of merged experts' gradient, and of the merged experts if recomputation makes them again."""
-    sums = merged_experts(shape, engine, workload.adapter)
-    again = merged_experts_bytes(shape, engine, workload) if layout.recompute != "none" else 0.0
-    return workload.compute_bytes * max(sums, default=0) + again
+def merged_experts_workspace(case: StepCase) -> float:
+    """Return the bytes of that sum's gradient, and of the sum itself if recomputation makes it again."""
+    again = merged_experts_bytes(case) if case.layout.recompute != "none" else 0.0
+    return case.workload.compute_bytes * max(_merged_experts(case), default=0) + again
+
+
+def _merged_experts(case: StepCase) -> tuple[int, ...]:
+    adapter = case.workload.adapter
+    return merged_experts(case.shape, adapter) if adapter and case.engine.merges_experts else ()
 
 
 def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
@@ -102,20 +105,19 @@ def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
     return dict.fromkeys(Place, 0.0) if workload.adapter.dropout else input_shares(shape, workload.adapter)
 
 
-def _adapters_per_token(
-    shape: ModelShape, engine: EngineName, workload: Workload, *, keeps_results: bool = False
-) -> float:
+def _adapters_per_token(case: StepCase, *, keeps_results: bool = False) -> float:
     """Return the bytes per token that adapters keep in one layer.
 
     These are A x; with DoRA both products that a length scales; with dropout each adapter's mask and dropped input.
     """
-    adapter = workload.adapter
+    shape, adapter = case.shape, case.workload.adapter
     if adapter is None:
         return 0.0
-    size = workload.compute_bytes
+    size = case.workload.compute_bytes
     linears = [one for layer in adapted_layers(shape, adapter) for one in layer]
     outputs = sum(one.outputs for one in linears)
-    ranks = adapter.rank * len(linears) + stacked_ranks(shape, engine, adapter)
+    # Added to the weights, an adapter of experts meets no token.
+    ranks = adapter.rank * len(linears) + (0.0 if case.engine.merges_experts else stacked_ranks(shape, adapter))
     kept = size * (ranks + (2 * outputs if adapter.use_dora else 0))
     kept += size * outputs if keeps_results else 0
     kept += (size + 1) * sum(one.inputs for one in linears) if adapter.dropout and not keeps_results else 0
@@ -123,14 +125,14 @@ def _adapters_per_token(
 
 
 def recomputed_products_share(shape: ModelShape, software: Software) -> float:
-    """Return the share of a layer's product FLOPs that selective recomputation (fsdp) repeats."""
+    """Return the share of a layer's product FLOPs that selective recomputation repeats."""
     dropped = _products(shape)[1::2] if software.keeps_every_second_product else ()
     flops = sum(inputs * outputs for inputs, outputs in _products(shape))
     return sum(inputs * outputs for inputs, outputs in dropped) / flops
 
 
 def _kept_results(shape: ModelShape, layout: Layout, software: Software) -> float:
-    """Return the activations per token that selective recomputation (fsdp) keeps, of products and attention.
+    """Return the numbers per token in the results that selective recomputation keeps, of products and attention.
 
     The last product's result is needed by the next layer only, which keeps it as its own input: a compiled layer drops
     it, an eager one keeps it.

@@ -21,7 +21,7 @@ from stages.models.linear_layers import (
     stacked_parameters,
 )
 from stages.models.shape import ModelShape
-from stages.parallel.layout import EngineName, Layout
+from stages.parallel.layout import Layout
 from stages.planner.partition import PipelineStage, RankParameters, pipeline_stages, rank_parameters
 
 
@@ -84,14 +84,14 @@ def _targets(shape: ModelShape, adapter: LowRank) -> AdapterTargets:
 
 @lru_cache(maxsize=65536)
 def trained_parameters(
-    shape: ModelShape, adapter: LowRank, engine: EngineName, stage: PipelineStage, tp: int, vpp: int
+    shape: ModelShape, adapter: LowRank, joins_layers: bool, stage: PipelineStage, tp: int, vpp: int
 ) -> float:
     """Count the trainable parameters of one pipeline rank, before data-parallel sharding.
 
-    `trained_expert_parameters` counts adapters of experts.
+    `trained_expert_parameters` counts adapters of experts. joins_layers: as of `EngineCosts`.
     """
     layers, share = _layers_of(shape, stage, vpp)
-    factors = sum(_layer_parameters(shape, adapter, engine, layer, tp) for layer in layers)
+    factors = sum(_layer_parameters(shape, adapter, joins_layers, layer, tp) for layer in layers)
     return share * factors + saved_parameters(shape, adapter)
 
 
@@ -111,13 +111,8 @@ def trained_expert_parameters(
 
 
 @lru_cache(maxsize=256)
-def merged_experts(shape: ModelShape, engine: EngineName, adapter: LowRank | None) -> tuple[int, ...]:
-    """Return the sizes of the experts' parameters whose adapter is added to the weights before use, in all layers.
-
-    PEFT does so under FSDP. Megatron adds the adapter's output instead.
-    """
-    if engine == "megatron" or adapter is None:
-        return ()
+def merged_experts(shape: ModelShape, adapter: LowRank) -> tuple[int, ...]:
+    """Return the sizes of the experts' parameters whose adapter is added to the weights before use, in all layers."""
     adapted = (one for layer in adapted_parameters(shape, adapter) for one, _ in layer if not one.is_router)
     return tuple(one.num_experts * one.inputs * one.outputs for one in adapted)
 
@@ -145,13 +140,13 @@ def adapted_flops(shape: ModelShape, adapter: LowRank) -> ModelFlops:
 
 
 def learning_parameters(
-    shape: ModelShape, engine: EngineName, layout: Layout, adapter: LowRank | None, stage: PipelineStage
+    shape: ModelShape, joins_layers: bool, layout: Layout, adapter: LowRank | None, stage: PipelineStage
 ) -> RankParameters:
     """Count all trainable parameters of one pipeline rank, before data-parallel sharding."""
     if adapter is None:
         return rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp)
     experts = trained_expert_parameters(shape, adapter, stage, layout.vpp, layout.ep, layout.etp)
-    return RankParameters(trained_parameters(shape, adapter, engine, stage, layout.tp, layout.vpp), experts)
+    return RankParameters(trained_parameters(shape, adapter, joins_layers, stage, layout.tp, layout.vpp), experts)
 
 
 def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range, float]:
@@ -202,10 +197,8 @@ def dispatched_share(shape: ModelShape, adapter: LowRank) -> float:
 
 
 @lru_cache(maxsize=256)
-def stacked_ranks(shape: ModelShape, engine: EngineName, adapter: LowRank) -> float:
+def stacked_ranks(shape: ModelShape, adapter: LowRank) -> float:
     """Return the numbers that a token leaves in adapters of experts and routers (A x), over all layers."""
-    if engine == "fsdp":  # added to the weights, an adapter meets no token
-        return 0.0
     adapted = (one for layer in adapted_parameters(shape, adapter) for one in layer)
     return sum(rank * (1 if one.is_router else shape.experts_per_token) for one, rank in adapted)
 
@@ -245,15 +238,15 @@ def gathered_layer_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int
         shape, adapter if adapter.is_quantized else replace(adapter, base_precision=None), compute_bytes
     )
     (whole,) = pipeline_stages(shape.num_layers, 1)
-    trained = trained_parameters(shape, adapter, "fsdp", whole, 1, 1)
+    trained = trained_parameters(shape, adapter, False, whole, 1, 1)
     trained += trained_expert_parameters(shape, adapter, whole, 1, 1, 1)
     outside = shape.embedding_parameters + shape.head_parameters
     return (frozen + compute_bytes * (trained - outside)) / shape.num_layers
 
 
-def _layer_parameters(shape: ModelShape, adapter: LowRank, engine: EngineName, layer: int, tp: int) -> float:
+def _layer_parameters(shape: ModelShape, adapter: LowRank, joins_layers: bool, layer: int, tp: int) -> float:
     linears = adapted_layers(shape, adapter)[layer]
-    if engine == "megatron":  # one matrix has factors for all that it is made of, or for none
+    if joins_layers:
         places = {one.place for one in linears}
         linears = tuple(one for one in linear_layers(shape, layer) if one.place in places)
     lengths = sum(one.outputs for one in linears) if adapter.use_dora else 0

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import RecipeError
-from stages.parallel.layout import EngineName, Layout
-from stages.planner.workload import PlannedPrecision, Software, our_software
+from stages.planner.workload import PlannedPrecision, Software
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,10 @@ class Hardware:
     software: tuple[tuple[str, bool | int | float], ...] = ()
     """Habits of this hardware's training program (`Software`) that differ from our engines'."""
 
-    def software_of(self, engine: EngineName, layout: Layout) -> Software:
-        """Return the training program of an engine under a layout on this hardware."""
+    def habits(self, software: Software) -> Software:
+        """Return a training program of ours as it is on this hardware."""
         changes: dict[str, Any] = dict(self.software)
-        return replace(our_software(engine, layout), **changes)
+        return replace(software, **changes)
 
     def peak_flops_per_s(self, precision: PlannedPrecision) -> float:
         """Return the dense peak of matrix products. Devices without fp4 use fp8, those without fp8 use bf16."""

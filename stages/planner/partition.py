@@ -80,14 +80,6 @@ def outside_parameters(shape: ModelShape, stage: PipelineStage, tp: int) -> floa
     return (stage.has_embedding * shape.embedding_parameters + stage.has_head * shape.head_parameters) / tp
 
 
-def optimizer_parameters(held: RankParameters, layout: Layout, engine: str) -> float:
-    """Count the parameters whose optimizer state a rank keeps."""
-    shards = expert_shards = layout.optimizer_shards
-    if engine == "megatron" and shards > 1:
-        expert_shards = max(1, shards * layout.tp // (layout.ep * layout.etp))
-    return held.dense / shards + held.expert / expert_shards
-
-
 def expert_replicas(layout: Layout) -> int:
     """Return the number of ranks that hold the same expert and reduce its gradients."""
     return max(1, layout.data_parallel_size * layout.cp * layout.tp // (layout.ep * layout.etp))

@@ -8,8 +8,9 @@ from heapq import nlargest
 from typing import Any
 
 from stages.core.errors import LayoutError
+from stages.planner.costs import SearchRequest
 from stages.planner.memory import memory
-from stages.planner.search import Candidate, SearchRequest, fitting_layouts, memory_fit
+from stages.planner.search import Candidate, fitting_layouts, memory_fit
 
 NUM_ALTERNATIVES = 5
 NUM_PARTS_NAMED = 3

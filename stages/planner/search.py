@@ -1,8 +1,7 @@
 """Search of all legal layouts of a model on a number of devices, ranked by predicted step time.
 
 Memory is estimated first, since it is cheap and rules most layouts out. The time of a layout that does not fit is
-estimated only if it comes near, to state what it would have gained. Dominated layouts are skipped: tensor parallelism
-without sequence parallelism or across nodes, uneven interleaving.
+estimated only if it comes near, to state what it would have gained. Engines leave dominated layouts out.
 """
 
 from __future__ import annotations
@@ -13,20 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from stages.core.errors import LayoutError
-from stages.models.shape import ModelShape
+from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import EngineName, Layout, describe_layout
-from stages.parallel.legality import RunConstraints, is_legal
-from stages.planner.hardware import Hardware
+from stages.parallel.legality import is_legal
+from stages.planner.costs import SearchRequest
+from stages.planner.engines.registry import COSTS
 from stages.planner.memory import MemoryEstimate, memory
 from stages.planner.time import TimeEstimate, step_time
-from stages.planner.workload import Software, Workload
 
-LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
 LARGEST_MICRO_BATCH_TOKENS = 65536
-INTERLEAVINGS = (1, 2, 3, 4, 5, 6, 8)
 NEAR_MISS = 1.6
 """Highest ratio of predicted to available memory at which a layout that does not fit is still timed."""
-ENGINES: tuple[EngineName, ...] = ("fsdp", "megatron")
 UNCERTAINTY = 0.1
 """Relative error of predicted memory, either way."""
 MemoryFit = Literal["fits", "tight", "does not fit"]
@@ -88,32 +84,6 @@ class SearchResult:
         return next(iter(safest_first(self.fitting)), None)
 
 
-@dataclass(frozen=True)
-class SearchRequest:
-    """Model, workload and devices that a layout is searched for."""
-
-    shape: ModelShape
-    workload: Workload
-    hardware: Hardware
-    num_gpus: int
-    engines: tuple[EngineName, ...] = ENGINES
-    software: Software | None = None
-    available_gib: float | None = None
-    """Available memory of each device; default: the hardware's."""
-
-    @property
-    def memory_gib(self) -> float:
-        """Available memory of each device in GiB."""
-        return self.available_gib or self.hardware.memory_gib
-
-    @property
-    def constraints(self) -> RunConstraints:
-        """Numbers of nodes, processes and rows that a layout must fit."""
-        per_node = min(self.num_gpus, self.hardware.gpus_per_node)
-        rows = self.workload.global_batch_size
-        return RunConstraints(-(-self.num_gpus // per_node), per_node, self.workload.sequence_length, rows)
-
-
 def search(request: SearchRequest) -> SearchResult:
     """Rank all legal layouts by step time. Raises LayoutError if there is none, naming a number of devices with one."""
     found = _search(request, NEAR_MISS)
@@ -155,8 +125,8 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
                 fits = needed.peak_gib <= request.memory_gib
                 if needed.peak_gib <= near_miss * request.memory_gib:
                     (fitting if fits else too_large).append(_with_time(request, engine, chosen, needed))
-                if engine == "megatron" and not fits:
-                    break  # larger micro-batches take more; under fsdp the largest has no gradients to add up
+                if COSTS[engine].more_with_batch and not fits:
+                    break
     if not num_legal:
         raise LayoutError(_no_layout(request))
     fitting.sort(key=_step_time_s)
@@ -172,7 +142,7 @@ def _with_memory(
     """Return the layout as it would run and its memory: `accumulate: auto` becomes `sharded` if whole gradients do not
     fit."""
     needed = _memory(request, engine, layout, every_stage=every_stage)
-    is_asked = engine == "fsdp" and layout.accumulate == "auto"
+    is_asked = "accumulate" in RULES[engine].own_fields and layout.accumulate == "auto"
     adds_up_in_fp32 = request.workload.state_bytes.weight == 4
     if not is_asked or not adds_up_in_fp32 or memory_fit(needed.peak_gib, request.memory_gib) == "fits":
         return layout, needed
@@ -187,7 +157,7 @@ def _memory(request: SearchRequest, engine: EngineName, layout: Layout, *, every
         engine,
         layout,
         request.workload,
-        software=request.software or request.hardware.software_of(engine, layout),
+        software=request.software or COSTS[engine].program(layout, request.hardware),
         efficiency=request.hardware.efficiency,
         every_stage=every_stage,
     )
@@ -201,7 +171,7 @@ def _with_time(request: SearchRequest, engine: EngineName, layout: Layout, neede
 def _groups(request: SearchRequest, engine: EngineName) -> Iterator[list[Layout]]:
     """Yield groups of legal layouts that differ in the micro-batch only, smallest first."""
     constraints = request.constraints
-    for degrees in _fsdp(request) if engine == "fsdp" else _megatron(request):
+    for degrees in COSTS[engine].degrees(request):
         shares = degrees["dp_shard"] * degrees.get("dp_replicate", 1)
         sizes = _micro_batch_sizes(request, shares)
         layouts = (Layout.model_construct(**{**DEFAULTS, **degrees, "micro_batch_size": size}) for size in sizes)
@@ -213,40 +183,6 @@ def _groups(request: SearchRequest, engine: EngineName) -> Iterator[list[Layout]
 DEFAULTS = Layout().model_dump()
 
 
-def _fsdp(request: SearchRequest) -> Iterator[dict]:
-    for dp_shard in sorted({request.num_gpus, min(request.num_gpus, request.hardware.gpus_per_node)}):
-        if request.num_gpus % dp_shard:
-            continue
-        degrees = {"dp_shard": dp_shard, "dp_replicate": request.num_gpus // dp_shard}
-        for recompute in ("none", "selective", "full"):
-            for reshard in (True, False) if dp_shard > 1 else (True,):
-                yield {**degrees, "recompute": recompute, "reshard_after_forward": reshard}
-        yield {**degrees, "recompute": "full", "cpu_offload": True}
-
-
-def _megatron(request: SearchRequest) -> Iterator[dict]:
-    shape = request.shape
-    for tp in _divisors(min(request.num_gpus, request.hardware.gpus_per_node)):
-        for pp in _divisors(request.num_gpus // tp, shape.num_layers):
-            for cp in _context_degrees(request, request.num_gpus // (tp * pp)):
-                shares = request.num_gpus // (tp * pp * cp)
-                for ep in _expert_degrees(shape, shares * tp * cp):
-                    degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "sequence_parallel": tp > 1}
-                    yield from _megatron_variants(request, degrees, shares)
-
-
-def _megatron_variants(request: SearchRequest, degrees: dict, shares: int) -> Iterator[dict]:
-    per_stage = request.shape.num_layers // degrees["pp"]
-    even = request.shape.num_layers % degrees["pp"] == 0
-    chunks = [vpp for vpp in INTERLEAVINGS if vpp == 1 or (degrees["pp"] > 1 and even and per_stage % vpp == 0)]
-    flash = (request.software or request.hardware.software_of("megatron", Layout())).flash_attention
-    for vpp in chunks:
-        for dp_shard in {shares, 1}:
-            for recompute in ("none", "full") if flash else ("none", "selective", "full"):
-                variant = {"vpp": vpp, "dp_shard": dp_shard, "dp_replicate": shares // dp_shard, "recompute": recompute}
-                yield {**degrees, **variant}
-
-
 def _micro_batch_sizes(request: SearchRequest, shares: int) -> list[int]:
     """Return powers of two that divide one rank's share of the batch."""
     rows, rest = divmod(request.workload.global_batch_size, shares)
@@ -256,23 +192,8 @@ def _micro_batch_sizes(request: SearchRequest, shares: int) -> list[int]:
     return [size for size in _powers_of_two(min(rows, most)) if rows % size == 0]
 
 
-def _context_degrees(request: SearchRequest, num_ranks: int) -> list[int]:
-    most = max(1, request.workload.sequence_length // LEAST_TOKENS_OF_A_CONTEXT_RANK // 2)
-    return [cp for cp in _powers_of_two(most) if num_ranks % cp == 0]
-
-
-def _expert_degrees(shape: ModelShape, num_ranks: int) -> list[int]:
-    if not shape.num_experts:
-        return [1]
-    return [ep for ep in _divisors(shape.num_experts) if num_ranks % ep == 0]
-
-
 def _powers_of_two(most: int) -> Iterable[int]:
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
-
-
-def _divisors(number: int, most: int | None = None) -> list[int]:
-    return [divisor for divisor in range(1, min(number, most or number) + 1) if number % divisor == 0]
 
 
 def _no_layout(request: SearchRequest) -> str:

@@ -2,10 +2,9 @@
 
 The slowest stage paces the pipeline, which idles for (pp - 1) / vpp micro-batches (Narayanan et al. 2021, section 2.2).
 Tensor parallelism reduces twice in a layer's forward and twice in its backward pass (Shoeybi et al. 2020). Context
-parallelism passes keys and values around a ring (Liu et al. 2023). FSDP gathers every layer in both passes of every
-micro-batch (Zhao et al. 2023); Megatron's distributed optimizer reduces gradients once a step and gathers updated
-weights (Rajbhandari et al. 2020). Communication that can overlap with compute is hidden except for a fixed share, since
-it takes memory bandwidth and processors from compute.
+parallelism passes keys and values around a ring (Liu et al. 2023). Data parallelism is as the engine does it
+(`engines/`). Communication that can overlap with compute is hidden except for a fixed share, since it takes memory
+bandwidth and processors from compute.
 """
 
 from __future__ import annotations
@@ -17,19 +16,13 @@ from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
 from stages.planner.activations import recomputed_products_share
-from stages.planner.adapted import adapted_flops, frozen_bytes, gathered_layer_bytes
+from stages.planner.adapted import adapted_flops
 from stages.planner.compute import LayerTime, Pass, head_time, layer_time, memory_rate
+from stages.planner.costs import TimedCase
+from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import Hardware
-from stages.planner.partition import (
-    PipelineStage,
-    optimizer_parameters,
-    outside_parameters,
-    pipeline_stages,
-    rank_parameters,
-    stage_shape,
-)
-from stages.planner.step_case import StepCase
-from stages.planner.workload import Software, Workload, gathers_gradients
+from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
+from stages.planner.workload import Software, Workload
 
 
 @dataclass(frozen=True)
@@ -73,13 +66,6 @@ class TimeEstimate:
 
 
 @dataclass(frozen=True)
-class TimedCase(StepCase):
-    """A step to predict on a cluster."""
-
-    hardware: Hardware
-
-
-@dataclass(frozen=True)
 class _LayerCost:
     """Seconds of one layer for one micro-batch, by part."""
 
@@ -107,7 +93,8 @@ def step_time(
 ) -> TimeEstimate:
     """Estimate one optimizer step of `workload` on `layout.world_size` devices."""
     shape = workload.trained_shape(shape)
-    case = TimedCase(shape, engine, layout, workload, software or hardware.software_of(engine, layout), hardware)
+    costs = COSTS[engine]
+    case = TimedCase(shape, costs, layout, workload, software or costs.program(layout, hardware), hardware)
     parts = _parts(case)
     num_devices = layout.world_size
     flops = _model_flops(case).training([workload.sequence_length], workload.sequence_length)
@@ -142,7 +129,7 @@ def _parts(case: TimedCase) -> TimeParts:
         expert_parallel=per_layer * _sum(cost.expert),
         pipeline_messages=_pipeline_messages_s(case),
         bubble=bubble_s,
-        data_parallel=data_parallel_s(staged, slowest, cost.layer, head, cost.recompute_s),
+        data_parallel=case.engine.data_parallel_s(staged, slowest, cost.layer, head, cost.recompute_s),
         optimizer=_optimizer_s(staged, slowest),
         method_passes=case.workload.passes.each_step * _forward_pass_s(case),
     )
@@ -167,7 +154,7 @@ def _forward_pass_s(case: TimedCase) -> float:
     """Return the seconds of a forward pass without gradients over a step's rows; micro-batches fill the pipeline."""
     layout, cost = case.layout, _layer_cost(case)
     layer_s = sum(one.forward_s for one in (cost.layer.both, cost.tensor, cost.context, cost.expert))
-    layer_s += forward_gather_s(case, pipeline_stages(case.shape.num_layers, layout.pp)[0], cost.layer)
+    layer_s += case.engine.forward_gather_s(case, pipeline_stages(case.shape.num_layers, layout.pp)[0], cost.layer)
     model_s = case.shape.num_layers * layer_s + _head(case).forward_s
     return (case.micro_batches + layout.pp - 1) * model_s / layout.pp
 
@@ -199,7 +186,7 @@ def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
         return case.software.recomputed_share * (layer.both.forward_s + _tensor_parallel(case).forward_s)
     if recompute == "none":
         return 0.0
-    if case.engine == "megatron":
+    if not case.engine.keeps_products:
         return layer.attention_core.forward_s
     return layer.elementwise.forward_s + recomputed_products_share(case.shape, case.software) * layer.products.forward_s
 
@@ -224,8 +211,8 @@ def _context_parallel(case: TimedCase, layer: LayerTime) -> Pass:
     seconds = (cp - 1) * network.neighbour_s(case.hardware, reach - case.layout.tp, message)
     core = layer.attention_core
     return Pass(
-        exposed_s(case, seconds, core.forward_s * (cp - 1) / cp),
-        exposed_s(case, 2 * seconds, core.backward_s * (cp - 1) / cp),
+        case.exposed_s(seconds, core.forward_s * (cp - 1) / cp),
+        case.exposed_s(2 * seconds, core.backward_s * (cp - 1) / cp),
     )
 
 
@@ -241,8 +228,8 @@ def _expert_parallel(case: TimedCase, layer: LayerTime) -> Pass:
     mixture = shape.num_mixture_layers / shape.num_layers
     if not case.software.overlaps_experts:
         return Pass(mixture * seconds, mixture * seconds)
-    forward_s = exposed_s(case, seconds, layer.products.forward_s)
-    return Pass(mixture * forward_s, mixture * exposed_s(case, seconds, layer.products.backward_s))
+    forward_s = case.exposed_s(seconds, layer.products.forward_s)
+    return Pass(mixture * forward_s, mixture * case.exposed_s(seconds, layer.products.backward_s))
 
 
 def _pipeline_messages_s(case: TimedCase) -> float:
@@ -262,110 +249,7 @@ def _optimizer_s(case: TimedCase, stage: PipelineStage) -> float:
     """Return the seconds of Adam: it reads and writes master weights and moments, reads gradients twice, writes
     weights."""
     layout = case.layout
-    parameters = optimizer_parameters(case.trained(stage), layout, case.engine)
+    parameters = case.engine.optimizer_parameters(case.trained(stage), layout)
     bytes_each = 24 + 2 * 4 + case.workload.compute_bytes
     rate = case.hardware.host_gb_per_s * 1e9 if layout.cpu_offload else memory_rate(case.hardware)
     return parameters * bytes_each / rate
-
-
-def exposed_s(case: TimedCase, communication_s: float, compute_s: float) -> float:
-    """Return the seconds of communication that this much compute does not hide."""
-    return communication_s - case.hardware.efficiency.overlapped * min(communication_s, compute_s)
-
-
-def data_parallel_s(case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float) -> float:
-    """Return the seconds of data-parallel communication that compute does not hide."""
-    if case.engine == "fsdp":
-        return _fsdp_s(case, stage, layer, head, recompute_s)
-    return _gradient_reduction_s(case, stage, layer)
-
-
-def forward_gather_s(case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:
-    """Return the seconds of gathering a layer for a forward pass that compute does not hide; 0 without FSDP."""
-    if case.engine != "fsdp" or case.layout.pp > 1:
-        return 0.0
-    gather_s = network.gather_s(case.hardware, network.shard_group(case.layout), _gathered_layer_bytes(case, stage))
-    return exposed_s(case, gather_s, layer.both.forward_s)
-
-
-def _gradient_reduction_s(case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:
-    """Return the exposed seconds of Megatron's gradient reduction and of gathering updated weights.
-
-    Gradients are reduced during the last backward pass; weights are gathered during the next forward pass.
-    """
-    layout, hardware = case.layout, case.hardware
-    if layout.data_parallel_size * layout.cp == 1:
-        return 0.0
-    held = case.trained(stage)
-    gradient_bytes = 4 if case.workload.precision == "fp32" else case.software.gradient_bytes
-    shards = network.shard_group(layout)
-    experts = network.expert_replica_group(layout)
-    reduce_s = network.gather_s(hardware, shards, gradient_bytes * held.dense)
-    reduce_s += network.gather_s(hardware, experts, gradient_bytes * held.expert)
-    gather_bytes = case.workload.compute_bytes if layout.optimizer_shards > 1 else gradient_bytes
-    gather_s = network.gather_s(hardware, shards, gather_bytes * held.dense)
-    gather_s += network.gather_s(hardware, experts, gather_bytes * held.expert)
-    replicas_s = network.all_reduce_s(
-        hardware, network.replica_group(layout), gradient_bytes * held.dense / layout.optimizer_shards
-    )
-    if layout.dp_replicate > 1 and layout.optimizer_shards == 1:
-        return _hidden_s(case, 2 * reduce_s + replicas_s, stage.num_layers * layer.both.backward_s)
-    hidden_gather_s = _hidden_s(case, gather_s, stage.num_layers * layer.both.forward_s)
-    return _hidden_s(case, reduce_s + replicas_s, stage.num_layers * layer.both.backward_s) + hidden_gather_s
-
-
-def _hidden_s(case: TimedCase, communication_s: float, compute_s: float) -> float:
-    return exposed_s(case, communication_s, compute_s) if case.software.overlaps_gradients else communication_s
-
-
-def _fsdp_s(case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float) -> float:
-    """Return the exposed seconds of FSDP's gathering, gradient reduction and offloading in a step.
-
-    Every micro-batch gathers each layer twice (once if `reshard_after_forward` is off); gradients are reduced after
-    each micro-batch or after the last. Under a pipeline, where passes of micro-batches alternate, layers stay gathered
-    and gradients whole for a step.
-    """
-    layout, hardware = case.layout, case.hardware
-    group = network.shard_group(layout)
-    size = case.workload.compute_bytes
-    outside = outside_parameters(case.shape, stage, layout.tp)
-    outside_reduced = outside if case.workload.adapter is None else 0.0
-    reduced = (case.trained(stage).total - outside_reduced) / stage.num_layers
-    gather_s = network.gather_s(hardware, group, _gathered_layer_bytes(case, stage))
-    reduce_s = network.gather_s(hardware, group, 4 * reduced)
-    replicas_s = network.all_reduce_s(hardware, network.replica_group(layout), 4 * reduced / layout.optimizer_shards)
-    forward_s = exposed_s(case, gather_s, layer.both.forward_s)
-    backward_s = layer.both.backward_s + recompute_s
-    again_s = gather_s if layout.reshard_after_forward and layout.pp == 1 else 0.0
-    with_gradients_s = exposed_s(case, again_s + reduce_s + replicas_s, backward_s)
-    without_s = exposed_s(case, again_s, backward_s)
-    gatherings = case.micro_batches if layout.pp == 1 else 1.0
-    reductions = 1.0 if gathers_gradients(layout, case.software) or layout.pp > 1 else case.micro_batches
-    root_s = network.gather_s(hardware, group, size * outside) + network.gather_s(hardware, group, 4 * outside_reduced)
-    root_s = exposed_s(case, root_s, (head.forward_s + head.backward_s))
-    layers_s = gatherings * (forward_s + without_s) + reductions * (with_gradients_s - without_s)
-    return stage.num_layers * layers_s + reductions * root_s + _offload_s(case)
-
-
-def _gathered_layer_bytes(case: TimedCase, stage: PipelineStage) -> float:
-    workload, layout = case.workload, case.layout
-    if workload.adapter:
-        return gathered_layer_bytes(case.shape, workload.adapter, workload.compute_bytes)
-    outside = outside_parameters(case.shape, stage, layout.tp)
-    return (
-        (1 if workload.in_few_bits and not case.software.casts_at_products else workload.compute_bytes)
-        * (rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total - outside)
-        / stage.num_layers
-    )
-
-
-def _offload_s(case: TimedCase) -> float:
-    """Return the seconds of copying shards from the host for every gathering, and gradients to it once a step."""
-    if not case.layout.cpu_offload:
-        return 0.0
-    workload = case.workload
-    stored: float = 4 * case.shape.num_parameters
-    if workload.adapter:
-        stored = frozen_bytes(case.shape, workload.adapter, workload.compute_bytes)
-    shard_bytes = stored / case.layout.dp_shard
-    return (2 * case.micro_batches + 1) * shard_bytes / (case.hardware.host_gb_per_s * 1e9)

@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from stages.models.shape import ModelShape
-from stages.parallel.layout import EngineName, Layout
 from stages.planner.adapted import LowRank
 
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -144,20 +143,3 @@ class Software:
     """Tensor-parallel ranks share the layer inputs that full recomputation keeps."""
     balances_head: bool = False
     """Pipeline stages with the embedding or the head get fewer layers even where layers divide evenly."""
-
-
-OURS: dict[EngineName, Software] = {
-    "fsdp": Software(fused_elementwise=False, fragments_states=True, casts_at_products=True),
-    "megatron": Software(chunked_logits=False, gathers_gradients=False),
-}
-"""Training programs of this project. FSDP runs Transformers' layers, whose norms are chains of unfused operations."""
-
-
-def our_software(engine: EngineName, layout: Layout) -> Software:
-    """Return this project's program for an engine and a layout; compiling layers fuses their elementwise operations."""
-    return replace(OURS[engine], fused_elementwise=True) if layout.compile else OURS[engine]
-
-
-def gathers_gradients(layout: Layout, software: Software) -> bool:
-    """Return whether FSDP keeps whole gradients between micro-batches."""
-    return software.gathers_gradients if layout.accumulate == "auto" else layout.accumulate == "whole"

@@ -31,8 +31,9 @@ from stages.models.start_up import hide_unused_packages
 from stages.parallel.accelerator import device_name, free_bytes, peak_bytes
 from stages.parallel.devices import device_peak
 from stages.parallel.processes import joined_processes
+from stages.planner.costs import SearchRequest
 from stages.planner.hardware import hardware_at_hand
-from stages.planner.search import Candidate, SearchRequest, estimate, memory_fit
+from stages.planner.search import Candidate, estimate, memory_fit
 
 SIZES = {  # of Qwen3: width, feed-forward width, layers, heads, key/value heads, head width, vocabulary, tied
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151936, True),

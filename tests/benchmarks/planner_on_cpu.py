@@ -32,8 +32,9 @@ from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import joined_processes
+from stages.planner.costs import SearchRequest
 from stages.planner.hardware import hardware_at_hand
-from stages.planner.search import SearchRequest, estimate
+from stages.planner.search import estimate
 
 LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fsdp", {"micro_batch_size": 8}),

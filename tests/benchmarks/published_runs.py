@@ -19,9 +19,10 @@ from stages.models.known_models import gpt, known_model
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner.adapted import LowRank
+from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import HARDWARE, Hardware
 from stages.planner.memory import memory
-from stages.planner.workload import OURS, Passes, PlannedPrecision, Software, Workload
+from stages.planner.workload import Passes, PlannedPrecision, Software, Workload
 
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp", "gpus", "gpu")
@@ -75,7 +76,7 @@ MODERN_MEGATRON = Software(
 FP8_MEGATRON = replace(MODERN_MEGATRON, gradient_bytes=2, keeps_frozen_in_fp8=True)
 """Megatron in fp8, whose recipes accumulate and reduce gradients in bf16."""
 EAGER_FSDP = replace(
-    OURS["fsdp"],
+    COSTS["fsdp"].software,
     chunked_logits=False,
     gathers_gradients=False,
     keeps_every_second_product=True,

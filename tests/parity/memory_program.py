@@ -24,8 +24,9 @@ from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
 from stages.parallel.processes import gathered, joined_processes
+from stages.planner.costs import SearchRequest
 from stages.planner.hardware import hardware_at_hand
-from stages.planner.search import SearchRequest, estimate
+from stages.planner.search import estimate
 
 NUM_STEPS = 2
 M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20

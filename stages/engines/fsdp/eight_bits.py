@@ -19,7 +19,7 @@ from stages.core.errors import ModelError, ResourceError
 from stages.engines.fsdp.moe import routers_of
 from stages.engines.settings import Fp8Recipe
 from stages.models.loaded_weights import modules_kept_in_fp32
-from stages.parallel.device_types import missing_package
+from stages.parallel.engines.fsdp import FsdpRules
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -30,7 +30,7 @@ MULTIPLE = 16
 
 def float8_config(recipe: Fp8Recipe) -> Float8LinearConfig:
     """Return torchao's config of the recipe. Raises ResourceError where torchao is not installed."""
-    if missing := missing_package("fsdp", "fp8"):
+    if missing := FsdpRules().missing_package("fp8"):
         raise ResourceError(missing)
     from torchao.float8 import Float8LinearConfig
 

@@ -1,20 +1,18 @@
 """Mapping between weights of Hugging Face models and parameters of Megatron, with their tensor-parallel cut.
 
-A family is one line in `FAMILIES`: its `model_type` and its rules. A rule names a parameter as Megatron does, below its
-layer (or below the model), under both the local and the Transformer Engine spec, and the weights that it is made of.
-Factors of an adapter follow from the rule of the layer that they are on. Reading and writing weights is for `weights`.
+A family is its name in `stages.parallel.engines.megatron`, and one line in `MAPPINGS`: its `model_type` and its rules.
+A rule names a parameter as Megatron does, below its layer (or below the model), under both the local and the
+Transformer Engine spec, and the weights that it is made of. Factors of an adapter follow from the rule of the layer
+that they are on. Reading and writing weights is for `weights`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
-from stages.core.errors import ModelError
-from stages.models.facts import ModelFacts, rotates_by_length
-from stages.models.shape import ModelShape
+from stages.parallel.engines.megatron import check_family
 
 LAYER_PREFIX = "model.layers.{layer}."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -113,7 +111,7 @@ def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
 DENSE = (*MODEL, *ATTENTION, *FEED_FORWARD)
 
-FAMILIES: dict[str, tuple[Rule, ...]] = {
+MAPPINGS: dict[str, tuple[Rule, ...]] = {
     "llama": DENSE,
     "mistral": DENSE,
     "mixtral": (*MODEL, *ATTENTION, *_experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
@@ -125,12 +123,8 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
 
 def rules_of(family: str) -> tuple[Rule, ...]:
     """Return the rules of a `model_type`, adapters on its layers included. Raises ModelError for an unknown one."""
-    if family not in FAMILIES:
-        raise ModelError(
-            f"engine megatron has no mapping for model_type {family!r}; it has one for {', '.join(FAMILIES)}. Say "
-            "`engine: fsdp`, which takes any causal language model of Transformers"
-        )
-    rules = FAMILIES[family]
+    check_family(family)
+    rules = MAPPINGS[family]
     return (*rules, *(factor for rule in rules for factor in _factors(rule)))
 
 
@@ -156,35 +150,3 @@ def _factors(rule: Rule) -> Iterator[Rule]:
     for factor, cut in zip("AB", cuts if layers else (), strict=False):
         parameter = rule.parameter.replace("weight", f"lora_{factor}")
         yield Rule(parameter, tuple(factor_name(layer, factor) for layer in layers), cut)
-
-
-def check_supported(facts: ModelFacts) -> ModelShape:
-    """Return the shape of a model that Megatron can train. Raises ModelError for unsupported options.
-
-    Raises ModelError unless Megatron computes what Transformers computes.
-    """
-    family = str(facts.config.get("model_type"))
-    rules_of(family)
-    if problems := list(_peculiarities(facts.config, facts.shape)):
-        raise ModelError(
-            f"engine megatron trains {family} models, but not one with {', '.join(problems)}; say `engine: fsdp`, "
-            "which takes any causal language model of Transformers"
-        )
-    return facts.shape
-
-
-def _peculiarities(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:
-    """Yield the options of the config that the mapping, or Megatron, would silently ignore."""
-    if config.get("hidden_act", "silu") != "silu":
-        yield f"hidden_act {config['hidden_act']}"
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = str(parameters.get("rope_type") or parameters.get("type"))
-    if rotates_by_length(rope_type):
-        yield f"rope_type {rope_type}, whose angles depend on the length of a document"
-    if shape.output_bias:
-        yield "attention_bias (on the output projection too)"
-    if shape.ffn_bias:
-        yield "mlp_bias"
-    for noise in ("attention_dropout", "router_jitter_noise"):
-        if config.get(noise):
-            yield f"{noise} {config[noise]}"

@@ -17,7 +17,6 @@ from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import RolloutOptions
 from stages.kinds.train.order import repeated_too_often
-from stages.kinds.train.start import data_with_template
 from stages.kinds.train.teacher import check_teacher
 from stages.models.facts import ModelFacts
 from stages.models.loading import model_without_weights
@@ -46,7 +45,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
     if config.rollouts:
         yield from rollout_problems(config, config.rollouts, stage_input, model_folder)
         return
-    data = data_with_template(config.data, stage_input.inputs[config.model])
+    data = config.data_from(stage_input.inputs[config.model])
     try:
         check_formats(stage_input.inputs, data, config.learning.rows)
     except LifecycleError as mixed:
@@ -99,7 +98,7 @@ def rollout_problems(
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
     found = opening_problems(options.rewards, context)
     yield from ((f"{config.method}.rewards.{name}", error) for name, error in found)
-    data = data_with_template(config.data, stage_input.inputs[config.model])
+    data = config.data_from(stage_input.inputs[config.model])
     try:
         folder = stage_input.inputs[data.dataset_stage] / "data"
         checked_prompts(config.model_copy(update={"data": data}), options, folder, model_folder)

@@ -11,13 +11,12 @@ from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import LayoutError, ModelError
-from stages.engines.megatron.families import check_supported
 from stages.kinds.train.blocks import MoeConfig
 from stages.kinds.train.config import TrainConfig
 from stages.models.facts import LEARNED_POSITIONS, ModelFacts
 from stages.models.model_folder import check_unquantized, code_not_run
 from stages.models.shape import ModelShape
-from stages.parallel.legality import layout_warnings, model_errors
+from stages.parallel.engines.registry import RULES
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def check_lengths(longest: int, context: StageContext, facts: ModelFacts) -> Non
 
 
 def check_model(config: TrainConfig, context: StageContext, facts: ModelFacts) -> ModelShape | None:
-    """Return the model's shape; None for a model whose sizes are unknown, which FSDP2 trains all the same.
+    """Return the model's shape; None for unknown sizes, if the engine trains the model all the same.
 
     Raises LayoutError for a layout that the model does not allow, ModelError for a model that the engine does not
     support. Unwise layouts only warn.
@@ -63,17 +62,19 @@ def check_model(config: TrainConfig, context: StageContext, facts: ModelFacts) -
     check_unquantized(facts, str(facts.folder))
     if note := code_not_run(facts, trusted=config.trust_remote_code):
         context.warn(note)
-    if config.engine == "megatron":
-        shape = check_supported(facts)
-        if config.moe != MoeConfig() and not shape.num_experts:
-            raise ModelError(f"`moe` is for mixtures of experts, and {shape.family} has none; remove it")
-        if errors := "; ".join(model_errors(config.engine, config.layout, shape)):
-            raise LayoutError(errors)
-        for warning in layout_warnings(config.engine, config.layout, config.constraints, shape):
-            context.warn(warning)
-        return shape
+    rules = RULES[config.engine]
     try:
-        return facts.shape
+        shape = rules.shape_of(facts)
     except ModelError as error:
+        if rules.builds_from_shape:
+            raise
         context.warn(f"the planner cannot predict memory and step time of this model: {error}")
         return None
+    # An engine that runs the model's own code looks for routers in the model itself.
+    if rules.builds_from_shape and config.moe != MoeConfig() and not shape.num_experts:
+        raise ModelError(f"`moe` is for mixtures of experts, and {shape.family} has none; remove it")
+    if errors := "; ".join(rules.model_errors(config.layout, shape)):
+        raise LayoutError(errors)
+    for warning in rules.layout_warnings(config.layout, config.constraints, shape):
+        context.warn(warning)
+    return shape

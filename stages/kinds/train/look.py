@@ -12,7 +12,6 @@ from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.order import repeated_too_often, seen, slots_of, steps_of_epochs
 from stages.kinds.train.rollouts.documents import checked_prompts
-from stages.kinds.train.start import data_with_template
 from stages.rollouts.look import look_at_prompts
 
 
@@ -39,7 +38,7 @@ def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
 
     return look_at(
         stage_input.inputs,
-        data_with_template(config.data, stage_input.inputs[config.model]),
+        config.data_from(stage_input.inputs[config.model]),
         model,
         rows=config.learning.rows,
         visits=visits,

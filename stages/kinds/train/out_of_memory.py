@@ -10,6 +10,7 @@ import torch
 
 from stages.core.errors import ResourceError
 from stages.kinds.train.config import TrainConfig
+from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import describe_layout
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -42,16 +43,16 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _settings(config: TrainConfig) -> Iterator[str]:
     """Yield memory settings that can still be changed, the cheapest in speed first."""
-    layout = config.layout
+    layout, rules = config.layout, RULES[config.engine]
     if layout.micro_batch_size > 1:
         yield f"lower layout.micro_batch_size (now {layout.micro_batch_size})"
     if layout.recompute != "full":
         yield f"layout.recompute: full (now {layout.recompute})"
-    adds_up_shards = config.engine == "fsdp" and not config.optimizer.bf16_stochastic_round
+    adds_up_shards = "accumulate" in rules.own_fields and not config.optimizer.bf16_stochastic_round
     if adds_up_shards and layout.accumulate != "sharded" and config.micro_batches_per_step > 1:
         yield f"layout.accumulate: sharded (now {layout.accumulate})"
-    degrees = ("dp_shard", "tp", "pp", "cp") if config.engine == "megatron" else ("dp_shard",)
+    degrees = (name for name in rules.factors if name != "dp_replicate")  # replicas hold what one holds
     yield f"raise {' or '.join(f'layout.{name} (now {getattr(layout, name)})' for name in degrees)}"
-    if config.engine == "fsdp" and not layout.cpu_offload:
+    if "cpu_offload" in rules.own_fields and not layout.cpu_offload:
         yield "layout.cpu_offload: true"
     yield f"lower data.sequence_length (now {config.data.sequence_length})"

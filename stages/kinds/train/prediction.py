@@ -23,6 +23,7 @@ from stages.models.shape import ModelShape
 from stages.parallel.accelerator import device_name, free_bytes
 from stages.parallel.layout import Layout
 from stages.parallel.processes import gathered
+from stages.planner.costs import SearchRequest
 from stages.planner.hardware import Hardware, hardware_at_hand
 from stages.planner.prediction import (
     alternatives,
@@ -32,7 +33,7 @@ from stages.planner.prediction import (
     predicted_metrics,
     teacher_memory_gib,
 )
-from stages.planner.search import Candidate, SearchRequest, estimate
+from stages.planner.search import Candidate, estimate
 
 HARDWARE_VARIABLE = "LIFECYCLE_HARDWARE"
 """Environment variable that names a YAML description of the devices; default: the built-in descriptions."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,12 @@ from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageContext, StageResult, is_main_process
 from stages.core.errors import LayoutError, ModelError, ResourceError
 from stages.core.files import write_atomically
+from stages.data.batch import Batch
 from stages.data.config import DEFAULT_DATE
 from stages.data.summaries import LENGTHS_FILE
 from stages.engines.engine import Engine, LossMeans
 from stages.engines.recorded import record_log_probabilities
+from stages.engines.registry import BUILDERS, EngineInputs
 from stages.kinds.train.batches import TrainingData
 from stages.kinds.train.check_model import InputModels, check_lengths, check_model
 from stages.kinds.train.checkpoints import Checkpoints, check_free_disk
@@ -31,7 +34,6 @@ from stages.kinds.train.metrics import forget_peak_memory, peak_memory
 from stages.kinds.train.out_of_memory import explained_out_of_memory
 from stages.kinds.train.prediction import Prediction, predict_run
 from stages.kinds.train.rows import RowData
-from stages.kinds.train.start import data_with_template
 from stages.kinds.train.teacher import check_teacher
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
@@ -40,8 +42,9 @@ from stages.models.model_folder import check_model_folder
 from stages.models.recorded import note_trained_on
 from stages.models.start_up import start_training_quickly
 from stages.parallel.accelerator import check_precision, type_at_hand
-from stages.parallel.device_types import check_device, missing_package
+from stages.parallel.device_types import check_device
 from stages.parallel.devices import device_peak
+from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
 
@@ -60,7 +63,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     Raises a `LifecycleError` when the model, the data, the layout or the machine do not allow it, or training diverges.
     """
     models = InputModels.of(config, context.inputs)
-    config = config.model_copy(update={"data": data_with_template(config.data, context.inputs[config.model])})
+    config = config.model_copy(update={"data": config.data_from(context.inputs[config.model])})
     _check_machine(config)
     for unusual in [*check_model_folder(models.start), *check_tokenizer(models.start)]:
         context.warn(unusual)
@@ -118,7 +121,7 @@ def _check_machine(config: TrainConfig) -> None:
     found = type_at_hand()
     check_device(found, config.engine, config.layout, config.precision)
     check_precision(found, config.precision)
-    if missing := missing_package(config.engine, config.precision):
+    if missing := RULES[config.engine].missing_package(config.precision):
         raise ResourceError(missing)
 
 
@@ -139,31 +142,17 @@ def _build_engine(
     data: TrainingData,
 ) -> Engine:
     """Build the configured engine; only its own heavy imports are made."""
+
+    def first_batches(num_tokens: int) -> Sequence[Batch]:
+        if not isinstance(data, RowData):
+            raise ModelError(f"adapter.init is eva, and `method: {config.method}` has no rows that it could start from")
+        return data.first_batches(num_tokens)
+
     start = context.inputs[config.model] / "adapter" if config.base else None
-    if config.engine == "fsdp":
-        from stages.engines.fsdp.engine import FsdpEngine
-
-        rows = None
-        if config.adapter and config.adapter.init == "eva":
-            from stages.engines.fsdp.eva import InputRows
-
-            if not isinstance(data, RowData):
-                raise ModelError(
-                    f"adapter.init is eva, and `method: {config.method}` has no rows that it could start from"
-                )
-            rows = InputRows(data.first_batches(config.adapter.highest_rank), context.scratch / "eva.safetensors")
-        engine = FsdpEngine(model, config.engine_settings, device, None if rows else start, rows)
-        if is_main_process():
-            for note in (rows.described() if rows else None, engine.note):
-                if note:
-                    context.milestone(note)
-        return engine
-    from stages.engines.megatron.compat import prepare_megatron
-
-    prepare_megatron()
-    from stages.engines.megatron.engine import MegatronEngine
-
-    return MegatronEngine(model, config.engine_settings, device, start)
+    settings, scratch = config.engine_settings, context.scratch
+    return BUILDERS[config.engine](
+        EngineInputs(model, settings, device, start, first_batches, scratch, context.milestone)
+    )
 
 
 def _assemble(

@@ -8,7 +8,7 @@ import pytest
 
 from flows.recipe.recipe import load_recipe
 from stages.models.facts import ModelFacts
-from stages.parallel.legality import layout_warnings, model_errors
+from stages.parallel.engines.registry import RULES
 from stages.planner.memory import memory
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -62,8 +62,8 @@ def test_the_model_allows_the_layout_and_nothing_about_it_is_unwise(name):
     shape = ModelFacts(RECIPES[name][0]).shape
     assert shape.num_parameters == pytest.approx(PARAMETERS.get(name, 70.55e9), rel=1e-3)
     for config in training_stages(name):
-        assert list(model_errors(config.engine, config.layout, shape)) == []
-        assert list(layout_warnings(config.engine, config.layout, config.constraints, shape)) == []
+        assert list(RULES[config.engine].model_errors(config.layout, shape)) == []
+        assert list(RULES[config.engine].layout_warnings(config.layout, config.constraints, shape)) == []
         assert config.data.sequence_length <= shape.max_positions
 
 

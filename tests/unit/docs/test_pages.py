@@ -17,8 +17,8 @@ import yaml
 
 from flows.cli.main import cli
 from flows.recipe.recipe import load_stages
-from stages.engines.megatron.families import FAMILIES
 from stages.kinds.registry import KINDS
+from stages.parallel.engines.megatron import FAMILIES
 from stages.planner.hardware import HARDWARE
 from tests.pages import (
     MEASURED,

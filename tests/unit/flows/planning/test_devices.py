@@ -18,7 +18,7 @@ from flows.recipe.recipe import Recipe, load_recipe
 from flows.store.record import Index
 from stages.core.errors import ResourceError
 from stages.kinds.train.rollouts.server import not_trained_on
-from stages.parallel import device_types
+from stages.parallel.engines import fsdp
 
 RECIPE = Path(__file__).parents[4] / "configs" / "qwen3-8b-grpo-8gpu.yaml"
 
@@ -126,7 +126,7 @@ def test_products_in_8_bits_are_refused_where_they_cannot_be_had(
 ) -> None:
     for file in machine.GPUS.glob("*/information"):
         file.unlink() if model is None else file.write_text(f"Model: {model}\n")
-    monkeypatch.setattr(device_types.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(fsdp.importlib.util, "find_spec", lambda name: installed or None)
     refused = pytest.raises(ResourceError, match=rf"stage grpo: .*{problem}") if problem else contextlib.nullcontext()
     with refused:
         check_devices(planned(loaded("precision=fp8")))

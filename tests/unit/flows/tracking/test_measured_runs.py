@@ -13,8 +13,9 @@ from flows.tracking.logged_runs import measured_runs
 from stages.core.errors import RecipeError
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
+from stages.planner.costs import SearchRequest
 from stages.planner.hardware import from_yaml, named_like
-from stages.planner.search import SearchRequest, estimate
+from stages.planner.search import estimate
 from stages.planner.workload import Workload
 
 SHAPE = ModelShape(28, 1024, 16, 8, 128, 3072, 151936, "qwen3", tied_embeddings=True, qk_norm=True)

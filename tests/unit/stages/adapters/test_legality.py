@@ -6,8 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from stages.adapters.config import AdapterConfig
-from stages.adapters.legality import MEGATRON_HONOURS, adapter_errors
+from stages.adapters.legality import adapter_errors
 from stages.kinds.train.config import TrainConfig
+from stages.parallel.engines.megatron import MegatronRules
 
 TRAIN = {
     "kind": "train",
@@ -20,7 +21,7 @@ TRAIN = {
 
 
 def test_what_is_honoured_exists():
-    assert AdapterConfig.model_fields.keys() >= MEGATRON_HONOURS
+    assert AdapterConfig.model_fields.keys() >= MegatronRules.adapter_options
 
 
 def test_an_option_that_is_added_later_is_refused_by_name():
@@ -35,7 +36,7 @@ def test_an_option_that_is_added_later_is_refused_by_name():
 
 
 def test_a_train_stage_says_so_when_its_recipe_is_read(monkeypatch):
-    monkeypatch.setattr("stages.adapters.legality.MEGATRON_HONOURS", MEGATRON_HONOURS - {"use_rslora"})
+    monkeypatch.setattr(MegatronRules, "adapter_options", MegatronRules.adapter_options - {"use_rslora"})
     adapter = {"rank": 4, "use_rslora": True}
     assert TrainConfig.model_validate({**TRAIN, "adapter": adapter}).adapter.use_rslora
     with pytest.raises(ValidationError, match=r"`adapter.use_rslora: true` needs `engine: fsdp`, found megatron"):

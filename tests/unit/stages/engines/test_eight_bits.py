@@ -23,7 +23,7 @@ from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
-from stages.parallel import device_types
+from stages.parallel.engines import fsdp
 from stages.parallel.layout import Layout
 from stages.parallel.processes import joined_processes
 from tests.parity.fsdp_program import pack
@@ -157,6 +157,6 @@ def test_a_model_without_such_layers_is_refused() -> None:
 
 
 def test_where_torchao_is_missing_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_types.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fsdp.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ResourceError, match=r"torchao, which is not installed here; .*`pip install .*fp8.in`"):
         float8_config("tensorwise")

@@ -15,8 +15,9 @@ from stages.models.shape import ModelShape
 from stages.parallel import accelerator
 from stages.parallel.device_types import DEVICE_TYPES, DeviceType, check_capability, check_device, device_type
 from stages.parallel.layout import Layout
+from stages.planner.costs import SearchRequest
 from stages.planner.hardware import hardware_at_hand
-from stages.planner.search import SearchRequest, estimate
+from stages.planner.search import estimate
 from stages.planner.workload import Workload
 
 ROOT = Path(__file__).parents[4]
@@ -33,6 +34,7 @@ SHAPE = ModelShape(
 )
 ELSEWHERE = (
     "stages/engines/megatron/",  # Megatron-core's own names
+    "stages/parallel/engines/megatron.py",  # the same
     "stages/serving/vllm/",  # what vLLM builds kernels for
     "stages/serving/packaged.py",  # options of SGLang's server, which are called so
     "stages/planner/",  # recorded launches, which are called so

@@ -7,15 +7,10 @@ from dataclasses import replace
 import pytest
 
 from stages.models.shape import ModelShape
-from stages.parallel.layout import Layout
-from stages.parallel.legality import (
-    RunConstraints,
-    bubble_fraction,
-    is_legal,
-    layout_errors,
-    layout_warnings,
-    model_errors,
-)
+from stages.parallel.engines.megatron import bubble_fraction
+from stages.parallel.engines.registry import RULES
+from stages.parallel.layout import Layout, RunConstraints
+from stages.parallel.legality import is_legal, layout_errors
 
 DENSE = ModelShape(
     num_layers=12, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=768, vocab_size=1000
@@ -26,9 +21,9 @@ MIXTURE = replace(DENSE, family="qwen3_moe", num_experts=6, experts_per_token=2,
 def problems(engine="megatron", *, shape=DENSE, sequence=512, rows=64, nodes=1, processes=None, **degrees):
     layout = Layout(**degrees)
     constraints = RunConstraints(nodes, (processes or layout.world_size) // nodes, sequence, rows)
-    errors = [*layout_errors(engine, layout, constraints), *model_errors(engine, layout, shape)]
+    errors = [*layout_errors(engine, layout, constraints), *RULES[engine].model_errors(layout, shape)]
     assert is_legal(engine, layout, constraints, shape) == (not errors)
-    return errors, list(layout_warnings(engine, layout, constraints, shape))
+    return errors, list(RULES[engine].layout_warnings(layout, constraints, shape))
 
 
 LEGAL = [

@@ -81,7 +81,7 @@ def adapted_model(family, fields, adapter):
 
 def learning(shape, adapter):
     (stage,) = pipeline_stages(shape.num_layers, 1)
-    return trained_parameters(shape, adapter.for_planner, "fsdp", stage, tp=1, vpp=1)
+    return trained_parameters(shape, adapter.for_planner, False, stage, tp=1, vpp=1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,7 +116,7 @@ def test_experts_and_routers_learn_where_peft_has_them(family, fields):
     model, shape = adapted_model(family, MIXTURES[family], adapter)
     learns = {name: one.numel() for name, one in model.named_parameters() if one.requires_grad}
     (stage,) = pipeline_stages(shape.num_layers, 1)
-    found = learning_parameters(shape, "fsdp", Layout(), adapter.for_planner, stage)
+    found = learning_parameters(shape, False, Layout(), adapter.for_planner, stage)
     assert found.total == sum(learns.values())
     assert found.expert == sum(size for name, size in learns.items() if ".experts" in name)
     assert adapted_flops(shape, adapter.for_planner) == model_flops(model)
@@ -127,7 +127,7 @@ def test_experts_adapters_lie_with_their_experts():
     shape, adapter = ModelFacts(AutoConfig.for_model("mixtral", **MIXTURES["mixtral"]).to_dict()).shape, LowRank(4)
     (stage,) = pipeline_stages(shape.num_layers, 1)
     whole, spread, cut = (
-        learning_parameters(shape, "megatron", Layout(dp_shard=4, tp=tp, ep=ep, etp=etp), adapter, stage)
+        learning_parameters(shape, True, Layout(dp_shard=4, tp=tp, ep=ep, etp=etp), adapter, stage)
         for tp, ep, etp in ((1, 1, 1), (1, 2, 1), (2, 2, 2))
     )
     hidden, width = 64, 128
@@ -162,7 +162,7 @@ def test_stages_of_a_pipeline_hold_the_adapters_of_their_own_layers():
         ModelFacts(config.to_dict()).shape,
         AdapterConfig(rank=4, layers_to_transform=(0, 1, 2), target_modules=("q_proj",)).for_planner,
     )
-    first, last = (trained_parameters(shape, adapter, "megatron", stage, 1, 1) for stage in pipeline_stages(4, 2))
+    first, last = (trained_parameters(shape, adapter, True, stage, 1, 1) for stage in pipeline_stages(4, 2))
     assert first == 2 * last > 0
 
 
@@ -171,7 +171,7 @@ def test_megatron_has_factors_for_all_that_it_joins():
     config = AutoConfig.for_model("llama", **ROTARY)
     shape, (stage,) = ModelFacts(config.to_dict()).shape, pipeline_stages(4, 1)
     queries, all_of_them = (
-        trained_parameters(shape, AdapterConfig(rank=4, target_modules=names).for_planner, "megatron", stage, 2, 1)
+        trained_parameters(shape, AdapterConfig(rank=4, target_modules=names).for_planner, True, stage, 2, 1)
         for names in (("q_proj",), ("q_proj", "k_proj", "v_proj"))
     )
     assert queries == all_of_them == 4 * 4 * (3 * 64 + (64 + 2 * 32) / 2)

@@ -11,6 +11,8 @@ import torch
 from stages.core.errors import RecipeError
 from stages.models.known_models import KNOWN
 from stages.parallel.layout import Layout
+from stages.planner.costs import SearchRequest
+from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import (
     HARDWARE,
     Hardware,
@@ -23,9 +25,9 @@ from stages.planner.hardware import (
     named_like,
     shared_cpu,
 )
-from stages.planner.search import SearchRequest, estimate
+from stages.planner.search import estimate
 from stages.planner.time import step_time
-from stages.planner.workload import OURS, Workload
+from stages.planner.workload import Workload
 
 
 def test_issue_s_devices_are_built_in():
@@ -50,10 +52,10 @@ def test_yaml_says_in_what_the_software_differs_from_our_engines(tmp_path):
     file, layout = tmp_path / "ours.yaml", Layout(dp_shard=8)
     file.write_text("like: h100-80gb\nsoftware: {gradient_bytes: 2, cuda_graphs: true, overlaps_gradients: false}\n")
     ours, usual = from_yaml(file), HARDWARE["h100-80gb"]
-    assert ours.software_of("fsdp", layout) == replace(
-        OURS["fsdp"], gradient_bytes=2, cuda_graphs=True, overlaps_gradients=False
+    assert COSTS["fsdp"].program(layout, ours) == replace(
+        COSTS["fsdp"].software, gradient_bytes=2, cuda_graphs=True, overlaps_gradients=False
     )
-    assert usual.software_of("megatron", layout) == OURS["megatron"]
+    assert COSTS["megatron"].program(layout, usual) == COSTS["megatron"].software
     llama, work = KNOWN["llama3 8b"], Workload(4096, 64)
     for part, is_more in (("compute", False), ("data_parallel", True)):
         changed, before = (

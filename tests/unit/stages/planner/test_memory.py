@@ -10,6 +10,8 @@ from stages.models.known_models import KNOWN, gpt
 from stages.parallel.layout import Layout
 from stages.planner.activations import kept_bytes_per_token, recomputed_products_share
 from stages.planner.adapted import LowRank, trained_parameters
+from stages.planner.costs import StepCase
+from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import HARDWARE, Efficiency
 from stages.planner.memory import GIB, memory
 from stages.planner.partition import pipeline_stages
@@ -25,7 +27,7 @@ NO_OVERHEAD = Efficiency(runtime_gib=0, communicator_gib=0, fragmentation=0)
 
 def kept(layout: Layout, software: Software = PAPER) -> float:
     """Return the activation bytes kept for a token and a layer, as multiples of the hidden size."""
-    return kept_bytes_per_token(GPT, "megatron", layout, WORK, software) / GPT.hidden_size
+    return kept_bytes_per_token(StepCase(GPT, COSTS["megatron"], layout, WORK, software)) / GPT.hidden_size
 
 
 def test_selective_recomputation_keeps_results_of_products():
@@ -41,7 +43,7 @@ def test_selective_recomputation_keeps_results_of_products():
     }
     for (software, compiles), numbers in expected.items():
         layout = Layout(recompute="selective", compile=compiles)
-        assert kept_bytes_per_token(LLAMA, "fsdp", layout, WORK, software) == 2 * numbers
+        assert kept_bytes_per_token(StepCase(LLAMA, COSTS["fsdp"], layout, WORK, software)) == 2 * numbers
 
 
 def test_what_selective_recomputation_drops_is_computed_again():
@@ -122,7 +124,7 @@ def test_adapters_have_the_only_gradients_and_optimizer():
     whole = memory(LLAMA, "megatron", Layout(), WORK).worst
     adapters = memory(LLAMA, "megatron", Layout(), replace(WORK, adapter=LowRank(16))).worst
     (stage,) = pipeline_stages(LLAMA.num_layers, 1)
-    factors = trained_parameters(LLAMA, LowRank(16), "megatron", stage, 1, 1)
+    factors = trained_parameters(LLAMA, LowRank(16), True, stage, 1, 1)
     masks = 32 * 16 * (3 * (4096 + 2 * 1024) + 2 * (2 * 14336))  # of joint rows, and the masked B
     assert adapters.weights * GIB == pytest.approx(whole.weights * GIB + 2 * factors + 2 * 2 * masks)
     assert adapters.gradients < whole.gradients / 50 and adapters.optimizer < whole.optimizer / 50
@@ -135,7 +137,7 @@ def test_tensor_parallelism_cuts_one_factor_of_each_pair():
     (stage,) = pipeline_stages(llama.num_layers, 1)
     for tp in (1, 8):
         expected = 16 * (whole + cut / tp)
-        assert trained_parameters(llama, adapter, "megatron", stage, tp, 1) == 80 * expected
+        assert trained_parameters(llama, adapter, True, stage, tp, 1) == 80 * expected
         workload = replace(WORK, adapter=adapter, precision="fp32")
         adapter_memory = memory(llama, "megatron", Layout(tp=tp), workload).worst
         assert adapter_memory.gradients * GIB == pytest.approx(80 * expected * 4)

@@ -8,6 +8,7 @@ from stages.core.errors import LayoutError
 from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
+from stages.planner.costs import SearchRequest
 from stages.planner.hardware import built_in
 from stages.planner.prediction import (
     alternatives,
@@ -17,7 +18,7 @@ from stages.planner.prediction import (
     predicted_metrics,
     teacher_memory_gib,
 )
-from stages.planner.search import UNCERTAINTY, SearchRequest, estimate
+from stages.planner.search import UNCERTAINTY, estimate
 
 SHAPE = ModelShape(
     num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14336, vocab_size=128256

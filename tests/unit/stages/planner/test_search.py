@@ -11,9 +11,10 @@ from stages.core.errors import LayoutError
 from stages.models.known_models import KNOWN
 from stages.parallel.layout import Layout
 from stages.parallel.legality import is_legal
+from stages.planner.costs import SearchRequest
 from stages.planner.explain import near_misses, what_limits
 from stages.planner.hardware import HARDWARE
-from stages.planner.search import SearchRequest, estimate, fitting_layouts, legal_layouts, search
+from stages.planner.search import estimate, fitting_layouts, legal_layouts, search
 from stages.planner.workload import Workload
 
 A100 = HARDWARE["a100-80gb"]

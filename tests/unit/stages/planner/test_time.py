@@ -11,11 +11,14 @@ from stages.parallel.layout import Layout
 from stages.planner import network
 from stages.planner.activations import kept_bytes_per_token
 from stages.planner.compute import LayerWork, head_time, layer_time, matmul_s, memory_rate
+from stages.planner.costs import StepCase
+from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import HARDWARE
 from stages.planner.memory import GIB, memory
 from stages.planner.time import step_time
-from stages.planner.workload import OURS, Passes, Workload
+from stages.planner.workload import Passes, Workload
 
+MEGATRON = COSTS["megatron"].software
 H100 = HARDWARE["h100-80gb"]
 LLAMA = KNOWN["llama3 8b"]
 WORK = Workload(sequence_length=4096, global_batch_size=64)
@@ -117,12 +120,8 @@ def test_keeping_gathered_parameters_saves_communication():
 
 def test_experts_products_run_at_their_own_rate():
     mixture, hardware = KNOWN["qwen3 30b"], replace(H100, efficiency=replace(H100.efficiency, grouped=0.31))
-    slow, usual = (
-        layer_time(LayerWork(mixture, 4, 4096, "bf16"), OURS["megatron"], one).products for one in (hardware, H100)
-    )
-    dense, same = (
-        layer_time(LayerWork(LLAMA, 4, 4096, "bf16"), OURS["megatron"], one).products for one in (hardware, H100)
-    )
+    slow, usual = (layer_time(LayerWork(mixture, 4, 4096, "bf16"), MEGATRON, one).products for one in (hardware, H100))
+    dense, same = (layer_time(LayerWork(LLAMA, 4, 4096, "bf16"), MEGATRON, one).products for one in (hardware, H100))
     assert 1.3 < slow.forward_s / usual.forward_s < 2 and dense == same
 
 
@@ -166,7 +165,7 @@ def test_preferences_need_a_forward_pass_for_their_reference():
 
 def test_torchao_casts_at_products_alone():
     """torchao's fp8 keeps activations in 16 bits, and computes gradients of frozen weights unless compiled."""
-    casts, whole = (replace(OURS["fsdp"], casts_at_products=one) for one in (True, False))
+    casts, whole = (replace(COSTS["fsdp"].software, casts_at_products=one) for one in (True, False))
     work = replace(LLAMA_WORK, precision="fp8", is_frozen=True)
     learning = layer_time(replace(work, is_frozen=False), casts, H100).products
     assert layer_time(work, casts, H100).products == learning
@@ -175,7 +174,9 @@ def test_torchao_casts_at_products_alone():
     mixture = LayerWork(KNOWN["qwen3 30b"], 4, 4096, "fp8")
     assert layer_time(mixture, casts, H100).products.forward_s > layer_time(mixture, whole, H100).products.forward_s
     kept = {
-        (software.casts_at_products, one.precision): kept_bytes_per_token(LLAMA, "fsdp", Layout(), one, software)
+        (software.casts_at_products, one.precision): kept_bytes_per_token(
+            StepCase(LLAMA, COSTS["fsdp"], Layout(), one, software)
+        )
         for software in (casts, whole)
         for one in (replace(WORK, precision="fp8"), WORK)
     }
@@ -216,7 +217,7 @@ def test_tokens_are_made_eight_bits_wide_before_they_are_gathered(sequence_paral
     """Each rank casts its share of the inputs of attention and MLP to 8 bits; other inputs are sharded in any case."""
     work = replace(LLAMA_WORK, tp=8, sequence_parallel=sequence_parallel)
     in_8, in_16 = (
-        layer_time(replace(work, precision=precision), OURS["megatron"], H100).elementwise.forward_s
+        layer_time(replace(work, precision=precision), MEGATRON, H100).elementwise.forward_s
         for precision in ("fp8", "bf16")
     )
     numbers = 4096 * (2 * share * LLAMA.hidden_size + LLAMA.ffn_size / 8)
@@ -224,8 +225,8 @@ def test_tokens_are_made_eight_bits_wide_before_they_are_gathered(sequence_paral
 
 
 def test_attention_in_eight_bits_is_quicker_by_what_its_constant_says():
-    in_16 = layer_time(LLAMA_WORK, OURS["megatron"], H100).attention_core
-    in_8 = layer_time(LLAMA_WORK, replace(OURS["megatron"], fp8_attention=True), H100).attention_core
+    in_16 = layer_time(LLAMA_WORK, MEGATRON, H100).attention_core
+    in_8 = layer_time(LLAMA_WORK, replace(MEGATRON, fp8_attention=True), H100).attention_core
     assert in_16.forward_s / in_8.forward_s == pytest.approx(H100.efficiency.attention_in_eight_bits)
 
 

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from stages.core.errors import ModelError
-from stages.engines.megatron.families import FAMILIES, check_supported
+from stages.engines.megatron.families import MAPPINGS
 from stages.models.facts import ModelFacts
+from stages.parallel.engines.megatron import FAMILIES, MegatronRules
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16,
@@ -17,14 +18,18 @@ LLAMA = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
+def test_every_family_has_a_mapping_of_its_weights():
+    assert tuple(MAPPINGS) == FAMILIES
+
+
 def test_every_family_is_supported_as_it_usually_is():
     for family in FAMILIES:
-        check_supported(ModelFacts({**LLAMA, "model_type": family, **EXPERTS}))
+        MegatronRules().shape_of(ModelFacts({**LLAMA, "model_type": family, **EXPERTS}))
 
 
 def test_another_family_is_refused_with_the_list_of_families_and_the_other_engine():
     with pytest.raises(ModelError) as raised:
-        check_supported(ModelFacts({**LLAMA, "model_type": "gemma3"}))
+        MegatronRules().shape_of(ModelFacts({**LLAMA, "model_type": "gemma3"}))
     message = str(raised.value)
     assert all(part in message for part in ("'gemma3'", *FAMILIES, "`engine: fsdp`", "any causal language model"))
 
@@ -42,4 +47,4 @@ def test_another_family_is_refused_with_the_list_of_families_and_the_other_engin
 )
 def test_what_the_mapping_would_leave_out_is_refused(peculiarity, named):
     with pytest.raises(ModelError, match=f"not one with .*{re.escape(named)}.*engine: fsdp"):
-        check_supported(ModelFacts({**LLAMA, **peculiarity}))
+        MegatronRules().shape_of(ModelFacts({**LLAMA, **peculiarity}))

@@ -4,8 +4,7 @@ import pytest
 
 from flows.recipe.recipe import load_stages
 from stages.core.errors import RecipeError
-from stages.data.config import DataConfig
-from stages.kinds.train.start import data_with_template
+from tests.train_stage import make_config
 
 TRAINING = {
     "kind": "train",
@@ -104,10 +103,10 @@ def test_either_engine_goes_on_with_it(tmp_path):
 
 
 def test_its_chat_template_is_gone_on_with_unless_the_recipe_names_one(tmp_path):
-    own, data = tmp_path / "adapter" / "chat_template.jinja", DataConfig(dataset="rows")
-    assert data_with_template(data, tmp_path) is data
+    own, config = tmp_path / "adapter" / "chat_template.jinja", make_config()
+    assert config.data_from(tmp_path) is config.data
     own.parent.mkdir()
     own.write_text("")
-    assert data_with_template(data, tmp_path).chat_template == own
-    named = data.model_copy(update={"chat_template": tmp_path / "named.jinja"})
-    assert data_with_template(named, tmp_path) is named
+    assert config.data_from(tmp_path).chat_template == own
+    named = config.data.model_copy(update={"chat_template": tmp_path / "named.jinja"})
+    assert config.model_copy(update={"data": named}).data_from(tmp_path) is named

@@ -1,0 +1,68 @@
+"""Registry of the training engines: how each is built. A new engine is a folder beside this file and a line here.
+
+What an engine supports is in `stages.parallel.engines`, what it costs in `stages.planner.engines`. Its own imports take
+seconds, and are made when it is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.core.contract import is_main_process
+from stages.engines.settings import EngineSettings
+from stages.models.facts import ModelFacts
+from stages.parallel.layout import EngineName
+
+if TYPE_CHECKING:
+    import torch
+
+    from stages.data.batch import Batch
+    from stages.engines.engine import Engine
+
+
+@dataclass(frozen=True)
+class EngineInputs:
+    """Everything that an engine is built from; the process group exists already."""
+
+    model: ModelFacts
+    settings: EngineSettings
+    device: torch.device
+    start: Path | None
+    """Folder of an adapter that training continues."""
+    first_batches: Callable[[int], Sequence[Batch]]
+    """Returns batches of training rows that each have at least so many learned tokens."""
+    scratch: Path
+    """Folder that an attempt which continues finds again."""
+    report: Callable[[str], None]
+    """Takes a sentence about how the model starts, for people."""
+
+
+def _build_fsdp(inputs: EngineInputs) -> Engine:
+    from stages.engines.fsdp.engine import FsdpEngine
+
+    rows, start, adapter = None, inputs.start, inputs.settings.adapter
+    if adapter and adapter.init == "eva":
+        from stages.engines.fsdp.eva import InputRows
+
+        rows, start = InputRows(inputs.first_batches(adapter.highest_rank), inputs.scratch / "eva.safetensors"), None
+    engine = FsdpEngine(inputs.model, inputs.settings, inputs.device, start, rows)
+    if is_main_process():
+        for note in (rows.described() if rows else None, engine.note):
+            if note:
+                inputs.report(note)
+    return engine
+
+
+def _build_megatron(inputs: EngineInputs) -> Engine:
+    from stages.engines.megatron.compat import prepare_megatron
+
+    prepare_megatron()
+    from stages.engines.megatron.engine import MegatronEngine
+
+    return MegatronEngine(inputs.model, inputs.settings, inputs.device, inputs.start)
+
+
+BUILDERS: dict[EngineName, Callable[[EngineInputs], Engine]] = {"fsdp": _build_fsdp, "megatron": _build_megatron}

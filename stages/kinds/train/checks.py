@@ -1,0 +1,374 @@
+"""Checks of a training stage's config: values that are each allowed, but not together, each with what to change.
+
+In the order of what they check: numbers, rows, completions, engine and layout, which hold when a recipe is read; then
+the other stages, the fields without effect, and the machine. Each function yields sentences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from stages.adapters.config import AdapterConfig
+from stages.adapters.legality import adapter_errors
+from stages.core.contract import StageConfig, base_of
+from stages.core.redaction import quoted
+from stages.data.any_rows import not_to_be_mixed
+from stages.data.config import METHODS_FOR, DataConfig
+from stages.data.formats import COLUMN_NAMES, FORMATS
+from stages.kinds.train.blocks import LOW_PRECISION, OptimizerConfig
+from stages.kinds.train.fields import TrainFields
+from stages.kinds.train.methods.method import Method
+from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
+from stages.parallel.engines.registry import RULES, engines_with, lacked_feature
+from stages.parallel.layout import AutoLayout
+from stages.parallel.legality import layout_errors
+from stages.planner.hardware import named_like
+from stages.serving.config import ServingConfig
+from stages.serving.registry import chosen_engine
+from stages.serving.served_models import NOT_PUT_ON_A_BASE
+
+NOT_HELD_OUT = "completions have no held-out loss; evaluate the trained model in a stage of `kind: evaluate`"
+NOT_PROMPTS = "the loss is over completions only, not over prompts"
+NAMED = "rows that are no prompts, or leave no room for a completion, are always an error"
+IDLE_DATA = {
+    "evaluation_split": NOT_HELD_OUT,
+    "evaluation_fraction": NOT_HELD_OUT,
+    "train_on": NOT_PROMPTS,
+    "turns": NOT_PROMPTS,
+    "format": "prompts are found in rows of any format",
+    "special_tokens_in_content": "special tokens within prompts are read as text",
+    "over_long": NAMED,
+    "on_bad_rows": NAMED,
+    "max_bad_row_fraction": NAMED,
+}
+"""Fields of `data:` without effect where completions are sampled, each with the reason."""
+OF_OWN_SERVERS = [field for field in ServingConfig.model_fields if field not in ("dtype", "max_model_len")]
+"""Fields of `serving:` that start a server; the others also describe a server that runs already."""
+SAME = ("rank", "alpha", "use_rslora", "use_dora", "modules_to_save")
+SAME_LAYERS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
+"""With `SAME`: fields of an adapter that must be equal where training continues one."""
+
+
+def config_errors(config: TrainFields) -> Iterator[list[str]]:
+    """Yield the errors of fields that do not go together, a list for each thing that is checked.
+
+    Lazily: a check is made where the ones before it have found nothing, and stands on them.
+    """
+    yield list(row_errors(config.learning, config.data))
+    yield list(number_errors(config))
+    yield list(completion_errors(config, config.sampling)) if config.sampling else []
+    yield list(engine_errors(config))
+
+
+def number_errors(config: TrainFields) -> Iterator[str]:
+    """Yield the problem of numbers and choices that are each allowed, but not together."""
+    steps, warmup_steps = config.steps, config.warmup_steps
+    if steps is not None and warmup_steps > steps:
+        yield (
+            f"`warmup_steps: {warmup_steps}` is more than `steps: {steps}`, so `learning_rate` would never be reached; "
+            "lower it"
+        )
+    elif config.weight_decay * config.learning_rate >= 1:
+        yield (
+            f"`weight_decay: {config.weight_decay:g}` × `learning_rate: {config.learning_rate:g}` is the fraction by "
+            "which a step shrinks each weight; expected less than 1"
+        )
+    elif config.keep == "best" and not (config.data.holds_out and config.execution.evaluate_every_steps):
+        yield (
+            "`keep: best` chooses by the held-out loss of several steps; name held-out rows "
+            "(`data.evaluation_split` or `data.evaluation_fraction`) and `execution.evaluate_every_steps`"
+        )
+
+
+def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
+    """Yield conflicts between the method's kind of rows and the options of `data`."""
+    if method.rows == "prompts" and data.datasets:
+        yield f"`data.datasets` does not go with `method: {method.name}`, which reads prompts; name one `data.dataset`"
+    stated = {name: part.format for name, part in zip(data.names, data.parts.values(), strict=True)}
+    stated = {name: form for name, form in stated.items() if form != "auto"}
+    if mixed := [*not_to_be_mixed(stated, method.rows)]:
+        yield from (f"`data.datasets`, `method: {method.name}`: {problem}" for problem in mixed)
+        return
+    for place, part in data.parts.items():
+        yield from _errors(method, part, place)
+
+
+def _errors(method: Method, data: DataConfig, place: str) -> Iterator[str]:
+    """Yield conflicts between the training method and one dataset of `data`."""
+    if method.rows not in ("examples", "prompts") and data.train_on == "all":
+        yield f"`{place}train_on: all` does not go with `method: {method.name}`, which compares answers; remove it"
+    if method.rows != "examples" and data.packing == "cut":
+        yield f"`data.packing: cut` does not go with `method: {method.name}`; remove it, or learn texts (`method: sft`)"
+    for theirs, ours in data.columns.items():
+        if ours not in COLUMN_NAMES:
+            yield (
+                f"`data.{place}columns`: {theirs} is to be read as {quoted(ours, 100)}, which no format has; expected "
+                f"{', '.join(sorted(COLUMN_NAMES))}"
+            )
+    if twice := [ours for ours, count in Counter(data.columns.values()).items() if count > 1]:
+        yield f"`data.{place}columns` reads several columns as {', '.join(twice)}; expected one each"
+    suitable = [name for name, form in FORMATS.items() if form.rows == method.rows]
+    if method.rows != "prompts" and data.format not in ("auto", *suitable):
+        yield (
+            f"`data.{place}format: {data.format}` has no rows for `method: {method.name}`; expected auto or "
+            f"{' or '.join(suitable)}, or another method: {METHODS_FOR[FORMATS[data.format].rows]}"
+        )
+
+
+def completion_errors(config: TrainFields, options: SamplingOptions) -> Iterator[str]:
+    """Yield unsupported options of a stage that samples completions."""
+    block = config.sampling_block
+    if isinstance(options, RolloutOptions):
+        yield from _judged(config, options)
+    else:
+        yield from _taught(config)
+    for field, most in (
+        ("data.sequence_length", config.data.sequence_length),
+        (f"{block}.serving.max_model_len", options.serving.max_model_len),
+    ):
+        if most and options.max_completion_length >= most:
+            yield (
+                f"{block}.max_completion_length: is {options.max_completion_length}, which leaves no room for a prompt "
+                f"in {field}, {most}; lower it, or raise that"
+            )
+    engine = chosen_engine(options.serving)
+    if not engine.capabilities.new_weights:
+        yield f"{block}.serving.engine: {engine.name} cannot load new weights while it runs; say `engine: vllm`"
+    if config.execution.nodes > 1:
+        yield "completions are sampled on one node; say `execution.nodes: 1`"
+    if config.adapter:
+        yield from _of_adapter(config.method, config.adapter)
+    if config.adapter and options.server:
+        yield (
+            f"{block}.server: takes whole weights only, and an adapter learns; remove it, so that the stage starts "
+            "a server that loads adapters, or remove `adapter`"
+        )
+
+
+def _of_adapter(method: str, adapter: AdapterConfig) -> Iterator[str]:
+    """Yield adapter options with which no server can sample."""
+    if unserved := [field for field in NOT_PUT_ON_A_BASE if getattr(adapter, field, None)]:
+        yield f"adapter.{unserved[0]}: no server samples from such an adapter; remove it"
+    if adapter.changes_base or adapter.base_precision or adapter.stack:
+        yield (
+            "adapter: `init` that changes the base, `base_precision` and `stack` make the frozen model different from "
+            f"the server's; remove them, or train whole weights with `method: {method}`"
+        )
+
+
+def _judged(config: TrainFields, options: RolloutOptions) -> Iterator[str]:
+    """Yield conflicts of completions that rewards judge (GRPO)."""
+    block, serving = config.sampling_block, options.serving
+    if not options.rewards:
+        yield f"`{block}.rewards` is missing, so that no completion is better than another; name at least one"
+    if config.global_batch_size * options.steps_per_generation % options.num_generations:
+        yield (
+            f"global_batch_size {config.global_batch_size} × {block}.steps_per_generation "
+            f"{options.steps_per_generation} completions do not divide into groups of {block}.num_generations "
+            f"{options.num_generations}; make it a multiple"
+        )
+    if serving.max_num_seqs and options.num_generations > serving.max_num_seqs:
+        yield (
+            f"{block}.num_generations: {options.num_generations} is more than the {serving.max_num_seqs} requests that "
+            f"the server takes at a time; raise {block}.serving.max_num_seqs, or lower it"
+        )
+    if config.needs_reference and not RULES[config.engine].has("second_model"):
+        yield (
+            f"`{block}.beta` needs a second model, the reference, which only `engine: {engines_with('second_model')}` "
+            "can hold; choose it, or say `beta: 0`"
+        )
+
+
+def _taught(config: TrainFields) -> Iterator[str]:
+    """Yield conflicts of completions about which a teacher is asked (on-policy distillation)."""
+    method = config.method
+    if config.data.train_on == "all":
+        yield f"`data.train_on: all` leaves no prompts for the completions of `{method}.lmbda`; remove one of them"
+    if config.teacher and not RULES[config.engine].has("second_model"):
+        yield (
+            f"`{method}.lmbda` needs a second model, the teacher, which only `engine: {engines_with('second_model')}` "
+            f"can hold; choose it, or name a server (`{method}.teacher_server`)"
+        )
+
+
+def engine_errors(config: TrainFields) -> Iterator[str]:
+    """Yield conflicts between engine, precision, optimizer, experts, adapter and the method's head."""
+    engine = config.engine
+    yield from adapter_errors(engine, config.adapter) if config.adapter else ()
+    yield from _adamw_errors(config) if config.optimizer.name == "adamw" else _other_optimizer_errors(config)
+    if config.moe.freeze_router and config.adapter:
+        yield (
+            "`moe.freeze_router` has no effect with `adapter`, whose base is frozen; remove it, and leave routers out "
+            "of the adapter by `adapter.exclude_modules`"
+        )
+    if config.fp8_recipe != "tensorwise":
+        yield from lacked_feature(engine, "rowwise_fp8", f"fp8_recipe: {config.fp8_recipe}")
+    if config.learning.needs_score_head:
+        yield from lacked_feature(engine, "score_head", f"method: {config.method}")
+        if config.adapter:
+            yield f"`method: {config.method}` trains whole models only; remove `adapter`"
+
+
+def _other_optimizer_errors(config: TrainFields) -> Iterator[str]:
+    """Yield conflicts of an optimizer of whole matrices with other options."""
+    optimizer = f"optimizer.name: {config.optimizer.name}"
+    yield from lacked_feature(config.engine, "muon", optimizer)
+    if config.adapter:
+        yield (
+            f"`{optimizer}` orthogonalises whole matrices, and an adapter has factors of them; remove `adapter`, or "
+            "say `optimizer.name: adamw`"
+        )
+    if config.layout.cpu_offload:
+        yield (
+            f"`{optimizer}` gathers matrices on the device, and `layout.cpu_offload` has them in host memory; change "
+            "either"
+        )
+
+
+def _adamw_errors(config: TrainFields) -> Iterator[str]:
+    """Yield conflicts of AdamW's low-precision options with other options."""
+    default = OptimizerConfig()
+    for name in LOW_PRECISION:
+        if getattr(config.optimizer, name) != getattr(default, name):
+            yield from lacked_feature(config.engine, "fewer_bits_adamw", f"optimizer.{name}")
+    if not config.optimizer.bf16_stochastic_round:
+        return
+    if config.precision != "bf16":
+        yield f"`optimizer.bf16_stochastic_round` needs `precision: bf16`, found {config.precision}; change either"
+    if config.adapter:
+        yield "`optimizer.bf16_stochastic_round` is for whole models, and an `adapter` learns in fp32; remove either"
+    if config.layout.accumulate == "sharded":
+        yield (
+            "`optimizer.bf16_stochastic_round` keeps sharded gradients in bf16, and `layout.accumulate: sharded` would "
+            "sum them in bf16; say `accumulate: whole`"
+        )
+
+
+def layout_problems(config: TrainFields) -> Iterator[str]:
+    """Yield why a given layout cannot work, whatever the model."""
+    if not isinstance(config.layout, AutoLayout):
+        yield from layout_errors(config.engine, config.layout, config.constraints)
+
+
+def input_problems(config: TrainFields, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+    """Yield problems with the stages that the training refers to."""
+    for field, name in config.references().items():
+        if stages[name].kind == "quantize":
+            yield (
+                f"{field}: {name} is quantized, and quantized weights cannot be trained; expected the model that "
+                f"it is made from, {stages[name].references()['model']}"
+            )
+    yield from start_problems(config.model, config.base, config.adapter, stages)
+    yield from config.data.problems_among(stages)
+
+
+def start_problems(
+    model: str, base: str | None, adapter: AdapterConfig | None, stages: Mapping[str, StageConfig]
+) -> Iterator[str]:
+    """Yield problems between a train stage's fields and the adapter that it starts from, if there is one."""
+    if stages[model].product != "adapter":
+        if base:
+            yield f"base: is {base}, but {model} is no adapter; remove it"
+        if adapter and adapter.stack:
+            yield f"adapter.stack: {model} is no adapter that could be merged; remove it"
+    elif base and base != base_of(model, stages):
+        yield f"base: is {base}, but the base of {model} is {base_of(model, stages)}; remove it: it is derived"
+    elif adapter is None:
+        yield (
+            f"adapter: missing, and {model} makes an adapter; add `adapter:` to continue it, or train the model that a "
+            "stage of `kind: merge` makes of it"
+        )
+    elif adapter.stack:
+        if adapter.use_dora or written_adapter(model, stages).get("use_dora"):
+            yield "adapter.stack: an adapter with `use_dora` cannot be stacked; merge it by a stage of `kind: merge`"
+    else:
+        yield from _differences(model, adapter, stages)
+
+
+def written_adapter(name: str, stages: Mapping[str, StageConfig]) -> dict[str, Any]:
+    """Return the adapter fields that a stage must have to continue the adapter that `name` writes.
+
+    Empty where the recipe does not say them.
+    """
+    config = stages[name]
+    adapter = getattr(config, "adapter", None)
+    if not isinstance(adapter, AdapterConfig):
+        return {}
+    written = adapter.model_dump(mode="json", include={*SAME, *SAME_LAYERS})
+    rank = adapter.rank * (2 if adapter.changes_base else 1)
+    if adapter.stack:
+        start = written_adapter(config.references()["model"], stages)
+        if not start:
+            return {}
+        rank += start["rank"]
+    times = rank / adapter.rank
+    return {**written, "rank": rank, "alpha": adapter.alpha * (math.sqrt(times) if adapter.use_rslora else times)}
+
+
+def _differences(model: str, adapter: AdapterConfig, stages: Mapping[str, StageConfig]) -> Iterator[str]:
+    written = written_adapter(model, stages)
+    fields = adapter.model_dump(mode="json")
+    for field in (*SAME, *SAME_LAYERS):
+        if field in written and fields[field] != written[field]:
+            yield (
+                f"adapter.{field}: is {fields[field]}, but training continues the adapter of {model}, which has "
+                f"{written[field]}; say the same, or `stack: merge` to put a new one on the merged model"
+            )
+    if adapter.init != "default":
+        yield f"adapter.init: is {adapter.init}, but training continues the adapter of {model}; remove it"
+
+
+def idle_fields(config: TrainFields) -> Iterator[tuple[str, str]]:
+    """Yield the dotted path of each field without effect, and why."""
+    for block in ("data", "optimizer"):
+        yield from ((f"{block}.{field}", why) for field, why in getattr(config, block).idle_fields())
+    yield from _idle_fields_of_sampling(config)
+    if config.learning.rows == "pairs":
+        yield "data.turns", f"`method: {config.method}` learns from single answers"
+    if config.precision != "fp8":
+        yield "fp8_recipe", f"`precision: {config.precision}` has no products in 8 bits"
+    if config.schedule == "constant":
+        yield "min_learning_rate_fraction", "`schedule: constant` ends where it began"
+    if not config.weight_decay:
+        yield "decay_norms_and_biases", "`weight_decay` is 0"
+    if config.adapter and config.adapter.init != "eva":
+        yield "adapter.eva_rho", f"`adapter.init: {config.adapter.init}` gives all layers the same rank"
+    if config.steps:
+        yield "epochs", f"`steps: {config.steps}` says how long to train"
+    if not config.data.holds_out:
+        yield (
+            "execution.evaluate_every_steps",
+            "no rows are held out (`data.evaluation_split` or `data.evaluation_fraction`)",
+        )
+
+
+def _idle_fields_of_sampling(config: TrainFields) -> Iterator[tuple[str, str]]:
+    """Yield the fields of rollouts and teachers without effect, and why."""
+    if config.rollouts:
+        yield from ((f"data.{field}", why) for field, why in IDLE_DATA.items())
+    sampling, block = config.sampling, config.sampling_block
+    if sampling and sampling.server:
+        why = f"`{block}.server` was started by others"
+        yield from ((f"{block}.serving.{field}", why) for field in OF_OWN_SERVERS)
+    if not sampling:
+        yield "execution.ready_timeout_s", f"`method: {config.method}` samples no completions"
+    if not (sampling or config.teacher_server):
+        for field in ("rollout_timeout_s", "concurrent_requests"):
+            yield f"execution.{field}", f"`method: {config.method}` asks no server"
+
+
+def machine_problems(config: TrainFields, gpus: Sequence[str]) -> Iterator[str]:
+    """Yield what the machine lacks for products in 8 bits; clusters are checked when the stage starts."""
+    if config.precision != "fp8" or not config.execution.is_local:
+        return
+    if not gpus:
+        yield "`precision: fp8` is for NVIDIA GPUs, and this machine has none; set `precision: bf16`"
+    for name in gpus:
+        hardware = named_like(name)
+        if hardware and hardware.fp8_tflops is None:
+            yield f"`precision: fp8`: {name} does not multiply in 8 bits; set `precision: bf16`"
+    if missing := RULES[config.engine].missing_package(config.precision):
+        yield missing

@@ -1,0 +1,199 @@
+"""Fields of a training stage, and what follows from them: its workload, its devices, its engine's settings.
+
+`TrainConfig` adds the checks to them. The options of a method are in the method's module.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from stages.adapters.config import AdapterConfig
+from stages.core.contract import ModelOrAdapterReference, ModelReference
+from stages.core.fields import AddedLater, NonNegativeFp32, Product
+from stages.data.config import DataConfig
+from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe
+from stages.kinds.train.blocks import (
+    BatchSize,
+    Denominator,
+    Epochs,
+    MoeConfig,
+    OptimizerConfig,
+    Rate,
+    Seed,
+    TrainExecution,
+    TrainingPrecision,
+)
+from stages.kinds.train.methods.options import MethodFields, MethodName
+from stages.parallel.layout import EngineName, Layout, LayoutOrAuto, RunConstraints
+from stages.planner.workload import Workload
+
+
+class TrainFields(MethodFields):
+    """Fields of a training stage."""
+
+    kind: Literal["train"]
+    method: MethodName = Field(description="Training method; its options are the field of its name.")
+    model: ModelOrAdapterReference
+    base: Annotated[ModelReference | None, AddedLater()] = Field(
+        None, description="Stage of the base model, where `model` is an adapter; default: found through `model`."
+    )
+    adapter: Annotated[AdapterConfig | None, AddedLater()] = Field(
+        None, description="Low-rank weights that learn beside the frozen model; default: the whole model learns."
+    )
+    data: DataConfig
+    engine: EngineName = Field("fsdp", description="Training engine: PyTorch FSDP2 or Megatron-core.")
+    layout: LayoutOrAuto = Field(
+        Layout(), description="Parallel degrees and memory choices; auto: the planner's best for this machine."
+    )
+
+    steps: PositiveInt | None = Field(None, description="Optimizer steps; default: as many as `epochs` takes.")
+    epochs: Epochs = Field(1.0, description="Passes over the training data.")
+    global_batch_size: BatchSize = Field(
+        description="Packed rows per optimizer step over all processes; with `method: grpo`, completions."
+    )
+    learning_rate: Rate = Field(description="Peak learning rate, reached after the warm-up.")
+    optimizer: Annotated[OptimizerConfig, AddedLater()] = OptimizerConfig()
+    moe: Annotated[MoeConfig, AddedLater()] = MoeConfig()
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="Learning rate as a function of the step, after the warm-up."
+    )
+    warmup_steps: NonNegativeInt = Field(
+        0,
+        description="Steps of linear warm-up: step k of n has k/n of the full learning rate. (Transformers has "
+        "(k - 1)/n, so that its first step learns nothing; later steps are equal.)",
+    )
+    min_learning_rate_fraction: NonNegativeFp32 = Field(
+        0.0, le=1, description="Fraction of the learning rate at which cosine and linear end."
+    )
+    adam_beta1: NonNegativeFp32 = Field(0.9, lt=1, description="Decay of Adam's running mean of gradients.")
+    adam_beta2: NonNegativeFp32 = Field(0.95, lt=1, description="Decay of Adam's running mean of squared gradients.")
+    adam_epsilon: Denominator = Field(1e-8, description="Number added to Adam's denominator.")
+    weight_decay: NonNegativeFp32 = Field(0.0, description="Decoupled weight decay, as in AdamW.")
+    decay_norms_and_biases: bool = Field(
+        False, description="Apply `weight_decay` to norms and biases too; Transformers and TRL do not."
+    )
+    max_grad_norm: Rate | None = Field(
+        1.0, description="Gradient norm above which gradients are clipped; null: no clipping."
+    )
+    precision: TrainingPrecision = Field(
+        "bf16",
+        description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: the "
+        "same, with matrix products in 8 bits, on GPUs, by torchao (fsdp) or Transformer Engine (megatron).",
+    )
+    fp8_recipe: Annotated[Fp8Recipe, AddedLater()] = Field(
+        "tensorwise", description="Granularity of the scales in `precision: fp8`; rowwise: fsdp only."
+    )
+    keep: Annotated[Literal["last", "best"], AddedLater()] = Field(
+        "last",
+        description="Choice of the written weights: those of the last step, or of the evaluated step with the "
+        "lowest held-out loss (`execution.evaluate_every_steps`, which is identity then).",
+    )
+    export_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="Dtype of the written weights."
+    )
+    trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
+    seed: Seed = Field(0, description="Seed of the order of rows and of dropout.")
+    execution: TrainExecution = TrainExecution()
+
+    @property
+    def product(self) -> Product:
+        if self.learning.needs_score_head:
+            return "reward_model"
+        return "adapter" if self.adapter else "model"
+
+    @property
+    def own_chat_template(self) -> Path | None:
+        return self.data.chat_template
+
+    @property
+    def processes(self) -> int:
+        return self.execution.processes or max(1, self.layout.world_size // self.execution.nodes)
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Number of forward passes of one process in one optimizer step (gradient accumulation)."""
+        return self.global_batch_size // (self.layout.micro_batch_size * self.layout.data_parallel_size)
+
+    @property
+    def has_even_steps(self) -> bool:
+        """True if all steps take about the same time, so that the watchdog may learn it.
+
+        Without packing, a step is as long as its longest row; a compiled one is slow whenever a new shape comes.
+        """
+        return self.data.packing and not self.layout.compile and not self.sampling
+
+    @property
+    def workload(self) -> Workload:
+        """Work of this training as the planner compares layouts; without `steps`, total tokens are unknown."""
+        workload = Workload(
+            self.data.sequence_length,
+            self._packed_rows,
+            self.precision,
+            self.learning.passes(self.method_options),
+            scores_documents=self.learning.needs_score_head,
+            adapter=self.adapter.for_planner if self.adapter else None,
+            optimizer=self.optimizer.name,
+            state_bytes=self.optimizer.for_planner,
+            freezes_routers=self.moe.freeze_router,
+        )
+        return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
+
+    @property
+    def _packed_rows(self) -> int:
+        """Packed rows of one optimizer step; for completions, their longest length counts and prompts do not."""
+        if self.rollouts is None:
+            return self.global_batch_size
+        tokens = self.global_batch_size * self.rollouts.max_completion_length
+        together = self.layout.micro_batch_size * self.layout.data_parallel_size
+        return math.ceil(tokens / self.data.sequence_length / together) * together
+
+    @property
+    def sampling_devices(self) -> int:
+        """Devices of the server that samples, after those that train; on a CPU both share the cores."""
+        return self.sampling.num_devices if self.sampling else 0
+
+    @property
+    def devices(self) -> int:
+        return self.processes + self.sampling_devices
+
+    @property
+    def constraints(self) -> RunConstraints:
+        """Constraints of batch and sequence that a layout must fit, besides the model's numbers."""
+        return RunConstraints(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
+
+    def data_from(self, start: Path) -> DataConfig:
+        """Return `data` with the chat template of the adapter in the artifact `start`, if the recipe names none."""
+        template = start / "adapter" / "chat_template.jinja"
+        if self.data.chat_template or not template.is_file():
+            return self.data
+        return self.data.model_copy(update={"chat_template": template})
+
+    @property
+    def engine_settings(self) -> EngineSettings:
+        """Settings that an engine is built with."""
+        return EngineSettings(
+            layout=self.layout,
+            precision=self.precision,
+            adam=AdamSettings(
+                learning_rate=self.learning_rate,
+                beta1=self.adam_beta1,
+                beta2=self.adam_beta2,
+                epsilon=self.adam_epsilon,
+                weight_decay=self.weight_decay,
+                decay_norms_and_biases=self.decay_norms_and_biases,
+            ),
+            seed=self.seed,
+            hang_timeout_s=self.execution.hang_timeout_s,
+            trust_remote_code=self.trust_remote_code,
+            adapter=self.adapter,
+            has_score_head=self.learning.needs_score_head,
+            muon=self.optimizer.muon,
+            moe=self.moe.settings,
+            low_precision=self.optimizer.low_precision,
+            fp8_recipe=self.fp8_recipe,
+        )

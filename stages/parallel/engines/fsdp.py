@@ -1,0 +1,25 @@
+"""Rules of the FSDP2 engine, which supports every option and model, over data-parallel processes."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from stages.parallel.engines.rules import EngineRules
+
+INSTALLATION = "pip install --no-deps -r deploy/requirements/fp8.in"
+
+
+class FsdpRules(EngineRules):
+    """PyTorch's FSDP2 around Transformers' own model."""
+
+    name = "fsdp"
+    factors = ("dp_replicate", "dp_shard")
+    own_fields = ("reshard_after_forward", "cpu_offload", "prefetch_layers", "compile", "accumulate")
+
+    def missing_package(self, precision: str) -> str | None:
+        if precision != "fp8" or importlib.util.find_spec("torchao"):
+            return None
+        return (
+            "`precision: fp8` with `engine: fsdp` multiplies by torchao, which is not installed here; install it "
+            f"(`{INSTALLATION}`), or say `precision: bf16`"
+        )

@@ -1,0 +1,30 @@
+"""Registry of the training engines: their rules by name. A new engine is a module beside this one, its name in
+`layout.py`, and a line here.
+
+Its costs are registered in `stages.planner.engines.registry`, the engine itself in `stages.engines.registry`.
+"""
+
+from __future__ import annotations
+
+from stages.parallel.engines.fsdp import FsdpRules
+from stages.parallel.engines.megatron import MegatronRules
+from stages.parallel.engines.rules import EngineRules, Feature
+from stages.parallel.layout import EngineName
+
+RULES: dict[EngineName, EngineRules] = {rules.name: rules for rules in (FsdpRules(), MegatronRules())}
+
+
+def engines_with(feature: Feature) -> str:
+    """Return the names of the engines that have a feature, for a sentence."""
+    return " or ".join(name for name, rules in RULES.items() if rules.has(feature))
+
+
+def lacked_feature(engine: EngineName, feature: Feature, option: str) -> list[str]:
+    """Return the sentence that refuses an option whose feature the engine lacks; empty where it has it."""
+    why = RULES[engine].lacks.get(feature)
+    return [] if why is None else [needs_other_engine(option, engine, engines_with(feature), why)]
+
+
+def needs_other_engine(option: str, engine: EngineName, engines: str, why: str = "") -> str:
+    """Return the sentence that refuses an option which only other engines support."""
+    return f"`{option}` needs `engine: {engines}`, found {engine}{why}; change either"
