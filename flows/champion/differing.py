@@ -152,7 +152,8 @@ def _compare_pair(old: Artifact, new: Artifact, kept: Path, lines: dict[str, lis
     own = [
         item for item in differences(old.record.identity, new.record.identity) if not item.field.startswith(UPSTREAM)
     ]
-    if new.record.product == "dataset" or "source" in new.record.tags:
+    is_fetched = "source" in new.record.tags or not new.record.upstream
+    if is_fetched or new.record.product == "dataset":
         lines["data"] += [f"{name}: {change}" for change in _content(old, new, own)]
     elif not own:
         lines["rebuilt"].append(name)
