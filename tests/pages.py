@@ -149,7 +149,8 @@ def own_fields(model: type[BaseModel]) -> list[str]:
     """Return a config's own fields: without `kind` and those common to all `execution` blocks; inherited ones last."""
     above = next((base.model_fields for base in model.__mro__[1:] if issubclass(base, Execution)), {})
     names = [name for name in model.model_fields if name not in {"kind", "execution", *above}]
-    return sorted(names, key=lambda name: name not in vars(model)["__annotations__"])
+    annotated = [vars(base).get("__annotations__", {}) for base in model.__mro__]
+    return sorted(names, key=lambda name: next(place for place, own in enumerate(annotated) if name in own))
 
 
 def block(path: str) -> type[BaseModel]:

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from peft.utils import merge_utils
 from safetensors import safe_open
 from torch import Tensor
 
@@ -240,6 +239,8 @@ def combine(adapters: Mapping[str, Adapter], config: MergeConfig, layers: Sequen
             f"combining adapters: {odd[0]} has DoRA or whole modules, which no sum has, or adapters of experts, which "
             "are not combined here; merge it alone"
         )
+    from peft.utils import merge_utils  # over a second, which a merge of one adapter does without
+
     density = config.density or 1.0
     sums: dict[str, Callable[..., Tensor]] = {
         "linear": merge_utils.task_arithmetic,
