@@ -73,7 +73,7 @@ RULES = [
     (r"stages\.kinds\.train(\..*)?", {*DATA, *SERVING}),
     (r"stages\.kinds\.quantize\.(run|check|samples|written)", set()),
     (r"stages\.kinds\.quantize(\..*)?", {*SERVING, "torch", "transformers", "numpy", "llmcompressor"}),
-    (r"stages\.kinds\.merge\.(combine|merging)", MODELS),
+    (r"stages\.kinds\.merge\.merging", MODELS - {"peft"}),
     (r"stages\.kinds\.(merge|check|look)\.run", {"transformers"}),
     (r"stages\.kinds\.download\.adapter", {"torch", "transformers"}),
     (r"stages\.kinds\.curate(\..*)?", {"numpy"}),
