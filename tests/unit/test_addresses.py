@@ -58,7 +58,7 @@ def texts():
     """Yield name and text of every file that may start a module by name."""
     for folder in ("flows", "stages", "deploy", "configs"):
         for file in sorted((ROOT / folder).rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".jsonl":
+            if file.is_file() and "__pycache__" not in file.parts and file.suffix not in (".jsonl", ".png"):
                 yield str(file.relative_to(ROOT)), file.read_text()
     for name in ("Makefile", "README.md", "pyproject.toml"):
         yield name, (ROOT / name).read_text()
