@@ -79,6 +79,10 @@ class StageFeed:
             self.metrics |= {name: logged.values[name] for name in SHOWN if name in logged.values}
         return messages
 
+    def close(self) -> None:
+        """Close the file of events."""
+        self._events.close()
+
     def _note_progress(self, row: dict[str, object]) -> None:
         done, total = row.get("done"), row.get("total")
         if not isinstance(done, int | float) or not isinstance(total, int | float):
@@ -128,6 +132,8 @@ class View(ABC):
         while not self._ended.wait(INTERVAL_S):
             self._look()
         self._look()
+        for feed in self._feeds.values():
+            feed.close()
 
     def _look(self) -> None:
         record = self._read()

@@ -7,7 +7,6 @@ hook again.
 
 from __future__ import annotations
 
-import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -42,7 +41,7 @@ def complete(
     store.make_folder(work)
     command = [sys.executable, "-m", PROGRAMS[planned.kind], "complete", str(artifact), str(work)]
     with store.explained(f"complete {planned.name}"), (work / LOG_FILE).open("ab") as log:
-        shutil.copy(artifact / "events.jsonl", work)  # observers continue to read at their position in the file
+        (work / "events.jsonl").touch()  # observers open it before it is removed
         process = Supervised(command, environment=environment(planned.config), output=log)
     added = watch(process, planned, work, tick, stop).tags
     store.remove_mark(artifact)

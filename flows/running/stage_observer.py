@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from flows.ledger.events import AnyEvent, AttemptBegan, Outcome, StageWaits
 from flows.ledger.machine import energy_j
@@ -79,6 +80,7 @@ class StageObserver:
         self._append(began)
         self._gpus = own_gpus(attempt.planned.config)
         self._energy_before_j = energy_j(self._gpus)
+        self._events.close()
         self._events = Tail(attempt.work / "events.jsonl", at_end=True)
         if attempt.resumed:
             self._log.info("resuming from an earlier attempt's checkpoint")
@@ -92,6 +94,7 @@ class StageObserver:
 
     def ended(self, end: AttemptEnd) -> None:
         assert self._attempt
+        self._events.close()
         result = end.result or StageResult()
         # First: an error that is not tried again may say why from then on.
         is_retried = end.error is not None and self._is_retried(end.error)
@@ -130,23 +133,50 @@ def describe(error: BaseException) -> str:
 
 
 class Tail:
-    """Reader of the complete lines of a JSON-lines file as they are appended. The file need not exist yet."""
+    """Reader of the complete lines of a JSON-lines file as they are appended. The file need not exist yet.
+
+    It keeps the file open, to read the last lines of one that was moved or removed since, as a stage's are at its end.
+    Then it goes on with the file that took the place, such as that of the program which registers a promoted model.
+    """
 
     def __init__(self, path: Path, at_end: bool = False):
         self.path = path
-        self._position = path.stat().st_size if at_end and path.exists() else 0
+        self._stream: BinaryIO | None = None
+        if at_end and path.exists():
+            self._stream = path.open("rb")
+            self._stream.seek(0, os.SEEK_END)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the JSON objects appended to the file since the last call; other lines are left out."""
-        try:
-            with self.path.open("rb") as stream:
-                stream.seek(self._position)
-                data = stream.read()
-        except OSError:
-            return []
+        rows = self._appended()
+        if self._stream and self._is_replaced(self._stream):
+            self.close()
+            rows += self._appended()
+        return rows
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._stream:
+            self._stream.close()
+            self._stream = None
+
+    def _appended(self) -> list[dict[str, Any]]:
+        if self._stream is None:
+            try:
+                self._stream = self.path.open("rb")
+            except OSError:
+                return []
+        begin = self._stream.tell()
+        data = self._stream.read()
         complete = data[: data.rfind(b"\n") + 1]
-        self._position += len(complete)
+        self._stream.seek(begin + len(complete))
         return [row for line in complete.splitlines() if (row := _parse(line)) is not None]
+
+    def _is_replaced(self, stream: BinaryIO) -> bool:
+        try:
+            return not os.path.samestat(os.fstat(stream.fileno()), self.path.stat())
+        except OSError:
+            return False
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import termios
 import threading
 from dataclasses import replace
@@ -219,6 +220,35 @@ def test_an_attempt_that_was_killed_and_is_tried_again_is_said_to_be(record, sho
         "killed after 3.0 s, tried again: StageCrashError: sft was killed",
         "running",
     ]
+
+
+def test_what_a_stage_and_the_program_after_its_commit_say_last_is_shown(record, shown, tmp_path):
+    """Both folders are moved or removed before the view looks again."""
+    work = tmp_path / "work"
+    running = after(record, AttemptBegan(stage="sft", number=2, work=work, first_byte=0, params={}, tags={}))
+
+    def begin():
+        work.mkdir()
+        (work / "events.jsonl").touch()
+        return running
+
+    def say(message):
+        with (work / "events.jsonl").open("a") as stream:
+            stream.write(json.dumps({"event": "milestone", "message": message}) + "\n")
+
+    def commit_and_begin():
+        say("promoted")
+        work.rename(tmp_path / "artifact")
+        return begin()
+
+    def complete():
+        if work.exists():  # the view looks at the last step until its end
+            say("version 1 is champion")
+            shutil.rmtree(work)
+        return running
+
+    lines = [line.split(maxsplit=1)[1] for line in shown(begin, commit_and_begin, complete)]
+    assert lines == ["running", "promoted", "version 1 is champion"]
 
 
 def test_what_two_stages_warn_of_is_shown_once_while_they_run(record, shown, tmp_path):
