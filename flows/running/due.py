@@ -20,7 +20,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId, FlowRunFilterExpectedStartTime
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import DeploymentResponse
-from prefect.events import emit_event
+from prefect.events import Event
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
@@ -69,22 +69,32 @@ def announce_schedule(client: SyncPrefectClient, flow_run: FlowRun) -> None:
 
 
 def announce_states(client: SyncPrefectClient, flow_run: FlowRun, states: Iterable[State[Any]]) -> None:
-    """Emit the events of states that a flow run had, or has, as Prefect's server does; a repeated event does no harm.
+    """Send the events of states that a flow run had, or has, as Prefect's server does; a repeated event does no harm.
 
     Prefect holds an event of a run back until the one of the state before, if that is less than 5 minutes old, has
     come, for 15 minutes at the longest, and with it the notification of how the run ended. What has come it keeps in
-    memory: a server that was started again waits for an event that came before.
+    memory: a server that was started again waits for an event that came before. Raises what the client raises when the
+    server does not answer.
     """
     flow = client.read_flow(flow_run.flow_id)
     # By these an automation knows which flow runs it is for.
     related = [_resource("flow", flow.id, flow.name)]
     if deployment := _deployment_of(client, flow_run):
         related.append(_resource("deployment", deployment.id, deployment.name))
-    for state in states:
-        resource = {"prefect.resource.id": f"prefect.flow-run.{flow_run.id}", "prefect.state-name": state.name or ""}
-        name = f"prefect.flow-run.{state.name}"
-        # The state's own number and time: an automation that has reacted to this state does not do so again.
-        emit_event(name, resource, occurred=state.timestamp, related=related, id=state.id)
+    events = [
+        Event(
+            event=f"prefect.flow-run.{state.name}",
+            resource={"prefect.resource.id": f"prefect.flow-run.{flow_run.id}", "prefect.state-name": state.name or ""},
+            related=related,
+            # The state's own number and time: an automation that has reacted to this state does not do so again.
+            id=state.id,
+            occurred=state.timestamp,
+        )
+        for state in states
+    ]
+    # Not by `emit_event`: its thread sends old events again whenever the server was restarted, to automations that no
+    # longer know that they have reacted to them.
+    client.request("POST", "/events", json=[event.model_dump(mode="json") for event in events])
 
 
 def _resource(role: str, number: UUID, name: str) -> dict[str, str]:

@@ -43,6 +43,9 @@ SERVICES = {
     # People are notified of late runs: not of a worker that is just started again. Prefect holds the event of such a
     # state back that follows another one within 5 minutes, since its scheduler emits no event of that.
     "PREFECT_SERVER_SERVICES_LATE_RUNS_AFTER_SECONDS": "300",
+    # While the disk is full, events wait in memory, at most 50,000. Those that are dropped, by default after 25 s, look
+    # like those that a killed server did not hand on, and people would be notified again.
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_MAX_FLUSH_RETRIES": "1000000",
 }
 """Settings of how often Prefect's server looks for work of its own."""
 _WORKER_COMMAND = [sys.executable, "-m", "flows.service.worker", DESCRIPTOR]

@@ -6,6 +6,7 @@ machine.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -25,6 +26,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.events.filters import EventFilter, EventIDFilter
 from prefect.states import Crashed, Scheduled
 
+from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, ledger_of
 from flows.running.due import announce_schedule, announce_states
@@ -41,6 +43,10 @@ NEVER_STARTED = "its process ended twice before the refresh began and could not 
 DUE_AGAIN = "the worker that took it ended before its process began; it is due again"
 ENDED_WITHIN = timedelta(minutes=10)
 """Age up to which ended refreshes are checked for a lost event; a restart of Prefect's server takes seconds."""
+STORED_WITHIN_S = 10.0
+"""Seconds within which Prefect's server stores an event if the disk has space: twice its interval."""
+FULL_BELOW_BYTES = 16 << 20
+"""Free space below which a disk counts as full; SQLite then cannot extend a database."""
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Variable in the environment of a process that a worker has started."""
 
@@ -55,6 +61,8 @@ class Reaper:
         self._began = datetime.now(UTC)
         self._announced: set[UUID] = set()
         self._missing_since_s: dict[UUID, float] = {}
+        self._unstored_since_s: dict[UUID, float] = {}
+        self._announced_ends: set[UUID] = set()
 
     def reap(self) -> list[str]:
         """Set in Prefect the end of refreshes that it shows as running; mark dead ones as failed here, return them.
@@ -78,9 +86,11 @@ class Reaper:
             for flow_run in self._never_begun(client):
                 announce_schedule(client, flow_run)
                 self._announced.add(flow_run.id)
-            for flow_run in _ended_without_event(client):
+            for flow_run in self._ended_without_event(client):
                 announce_states(client, flow_run, client.read_flow_run_states(flow_run.id))
-        self._seen, self._asks_at_s = running, time.monotonic() + ASK_INTERVAL_S
+                self._announced_ends.add(flow_run.state_id)
+        self._seen = running
+        self._asks_at_s = time.monotonic() + (0.0 if self._unstored_since_s else ASK_INTERVAL_S)
         return close_interrupted() if died else []
 
     def _never_started(self, client: SyncPrefectClient) -> list[UUID]:
@@ -111,6 +121,27 @@ class Reaper:
         )
         return (one for one in found if not one.run_count and one.id not in self._announced)
 
+    def _ended_without_event(self, client: SyncPrefectClient) -> list[FlowRun]:
+        """Return refreshes that ended lately, but the event of whose end was lost, and with it the notification.
+
+        Prefect's server commits a state first. It hands on the state's event in memory and stores it within 5 s, unless
+        the disk is full; a server that is killed in between never does. Each end is announced once: if the server had
+        handed on the event, that is one notification too many.
+        """
+        ended = client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),
+            flow_run_filter=FlowRunFilter(end_time=FlowRunFilterEndTime(after_=datetime.now(UTC) - ENDED_WITHIN)),
+        )
+        last = {run.state_id: run for run in ended if run.state_id and run.state_id not in self._announced_ends}
+        if last and shutil.disk_usage(home()).free >= FULL_BELOW_BYTES:
+            stored = client.read_events(EventFilter(id=EventIDFilter(id=list(last))), limit=len(last))
+            unstored = last.keys() - {event.id for event in stored.events}
+        else:
+            unstored = set()
+        now_s = time.monotonic()
+        self._unstored_since_s = {state: self._unstored_since_s.get(state, now_s) for state in unstored}
+        return [last[state] for state, since_s in self._unstored_since_s.items() if now_s - since_s >= STORED_WITHIN_S]
+
 
 def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
     """Yield the flow runs that Prefect shows as running and that are refreshes of this home."""
@@ -135,23 +166,6 @@ def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
         announce_states(client, flow_run, client.read_flow_run_states(flow_run.id))
         end = announce(str(flow_run.id), _end_of(record))
         client.set_flow_run_state(flow_run.id, end, force=True)
-
-
-def _ended_without_event(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return refreshes that ended lately, but the event of whose end was lost, and with it the notification.
-
-    Prefect's server commits a state first. It hands on the state's event in memory and stores it within 5 s; a server
-    that is killed in between never does.
-    """
-    ended = client.read_flow_runs(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),
-        flow_run_filter=FlowRunFilter(end_time=FlowRunFilterEndTime(after_=datetime.now(UTC) - ENDED_WITHIN)),
-    )
-    last = {run.state_id: run for run in ended if run.state_id}
-    if not last:
-        return []
-    stored = client.read_events(EventFilter(id=EventIDFilter(id=list(last))), limit=len(last))
-    return [run for state, run in last.items() if state not in {event.id for event in stored.events}]
 
 
 def _end_of(record: RefreshRecord) -> State[Any]:

@@ -36,9 +36,13 @@ def render(source):
 
 
 @pytest.fixture
-def small_limits(monkeypatch):
-    monkeypatch.setattr(templates, "MAX_CPU_SECONDS", 0.2)
+def little_memory(monkeypatch):
     monkeypatch.setattr(templates, "MEMORY_BYTES", 32 << 20)
+
+
+@pytest.fixture
+def small_limits(little_memory, monkeypatch):
+    monkeypatch.setattr(templates, "MAX_CPU_SECONDS", 0.2)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_what_does_not_end_is_ended(source, small_limits):
         DOUBLES.format("{% set ns.text = ns.text | indent(9999999, true) %}"),
     ],
 )
-def test_what_grows_without_end_is_ended(source, small_limits):
+def test_what_grows_without_end_is_ended(source, little_memory):
     with pytest.raises(TemplateLimitError, match="takes more than 32 MiB of memory"):
         render(source)
 
