@@ -108,7 +108,7 @@ class Follower:
         self._stopping: list[Future[None]] = []
         """Engines that died, and starts that were stopped; nothing starts before they are gone."""
         self._ending: list[Future[None]] = []
-        """Versions with their last requests; only the champion is started before they are gone."""
+        """Retired versions that still finish their last requests; meanwhile no engine but the champion's is started."""
         self._judging: Future[None] | None = None
         self._is_over = threading.Event()
         self._deaths_with: Counter[str] = Counter()

@@ -165,7 +165,7 @@ def _backend(server: Server, version: RegisteredVersion) -> Backend:
 
 
 def swapping_spec(version: RegisteredVersion, idle: Path) -> LaunchSpec:
-    """Return how to serve a version so that other adapters can replace it; of a whole model, as usual.
+    """Return the launch spec of a version whose server can swap adapters; a whole model's spec is unchanged.
 
     idle: path at which an adapter without effect is written.
     """

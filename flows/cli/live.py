@@ -38,7 +38,7 @@ STATE_STYLES = {
 }
 REFUSED = "not promoted"
 REFUSED_STYLE = "bold yellow"
-"""Style of a refusal, whether this refresh made it or found it cached."""
+"""Terminal style of a promotion that was refused, by this refresh or by the one that built the cached stage."""
 ENDED = ("built", "cached", "failed", "cancelled")
 SHOWN_METRICS = 3
 WIDE = 100

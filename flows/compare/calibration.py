@@ -38,7 +38,7 @@ class Observation:
 
     run_id: str
     request: SearchRequest
-    """Search request on the whole machine; a CPU is divided among the run's processes in `predict`."""
+    """Layout-search request for the whole machine; on a CPU, `predict` divides the cores among the run's processes."""
     engine: EngineName
     layout: Layout
     is_cpu: bool

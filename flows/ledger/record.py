@@ -82,7 +82,7 @@ class StageEntry:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the final metrics."""
+        """Return the final metrics of the stage."""
         return self.result.metrics
 
     @property
@@ -108,24 +108,24 @@ class AttemptRecord:
 
     @property
     def outcome(self) -> Outcome | None:
-        """Return how it ended; None while it runs."""
+        """Return the outcome of the attempt; None while it runs."""
         if self.ended and self.ended.error_class in STOPPED:
             return "cancelled"
         return self.ended.outcome if self.ended else None
 
     @property
     def folder(self) -> Path:
-        """Return the folder of its files: its work folder until it has ended."""
+        """Return the folder of the attempt's files: its work folder until it has ended."""
         return self.ended.folder if self.ended else self.began.work
 
     @property
     def last_byte(self) -> int | None:
-        """Return the end of its part of the stage's metrics; None while that grows."""
+        """Return the offset at which the attempt's part of the stage's metrics file ends; None while it grows."""
         return self.ended.last_byte if self.ended else None
 
     @property
     def seconds(self) -> float | None:
-        """Return the time between its beginning and its end; None while it runs."""
+        """Return the duration of the attempt; None while it runs."""
         return (self.ended.time_ms - self.began.time_ms) / 1000 if self.ended else None
 
     @property
@@ -137,7 +137,7 @@ class AttemptRecord:
 
     @property
     def tags(self) -> dict[str, str]:
-        """Return the tags of its beginning and of its end."""
+        """Return the attempt's tags, of its beginning and of its end."""
         return {**self.began.tags, **(self.ended.tags if self.ended else {})}
 
 

@@ -16,7 +16,7 @@ from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import ENGINES, EngineName
 
 LEFT_OUT = (1, False)
-"""Values that a degree may have under an engine that does not have it."""
+"""Values of a layout's degree that switch it off, and so are accepted by an engine that lacks the degree."""
 
 
 def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:

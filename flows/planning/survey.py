@@ -284,7 +284,7 @@ def _fraction(folder: Path, files: list[Path]) -> float:
 
 
 def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, str], split: str) -> Survey:
-    """Decide by the first rows the kind of all: by the table of formats, else by the names of their columns."""
+    """Decide the kind of all rows by the first ones: by the table of formats, else by the names of their columns."""
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
     objects = [row for row in rows if isinstance(row, dict)]
     if not objects:

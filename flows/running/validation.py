@@ -24,7 +24,7 @@ from stages.kinds.check.config import FINDINGS_FILE, CheckConfig, Findings
 TIMEOUT_S = 300.0
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 COMES_FROM = ("adapter", "adapters.0", "model", "base")
-"""Fields that name the stage a model is made from; the first one present is the last step."""
+"""Fields that name the stage a model is made from; of several, the first one present names the latest step."""
 
 
 def input_findings(

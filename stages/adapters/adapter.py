@@ -1,4 +1,4 @@
-"""LoRA adapter in memory: how it changes the weights of its base, and sums of several low-rank changes as one adapter.
+"""LoRA adapter in memory: its effect on the base's weights, and sums of several adapters as one.
 
 B A of rank r and D C of rank s add up to [B D] [A; C] of rank r + s. Its factors may be large where the sum is small
 (PiSSA: learned minus taken out), and what was learned would be lost when they are rounded to bf16; so they are made
@@ -40,8 +40,9 @@ class Adapter:
     saved: Mapping[str, Tensor] = field(default_factory=dict)
     """Name of a weight → the weight that replaces it, trained as a whole (PEFT's `modules_to_save`)."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Layer whose factors change a parameter and no linear layer → name of the parameter. All experts of a layer are
-    one parameter: then A is [experts, rank, in] and B [experts, out, rank].
+    """LoRA layer that changes a bare parameter instead of a linear layer → name of the parameter.
+
+    A parameter that stacks all experts of a layer has A [experts, rank, in] and B [experts, out, rank].
     """
     scalings: Mapping[str, float] = field(default_factory=dict)
     """LoRA layer → scaling of its own, where it differs from the adapter's."""

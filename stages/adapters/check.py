@@ -33,8 +33,11 @@ def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
 
 
 def loading_problem(folder: Path, base: Path, *, trust_remote_code: bool) -> ModelError | None:
-    """Return an error unless PEFT, putting the adapter in `folder` on the model in `base`, finds a place for each of
-    its tensors and a tensor for each place: it leaves out the others without an error."""
+    """Return an error unless every tensor of the adapter in `folder` has a place on the model in `base`, and vice
+    versa.
+
+    PEFT leaves out unmatched tensors and places without an error.
+    """
     causal_lm = model_without_weights(base, trust_remote_code=trust_remote_code)
     tensors = load_file(folder / WEIGHTS_FILE)
     try:

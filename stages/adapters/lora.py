@@ -173,7 +173,7 @@ def adapted_parameters(causal_lm: nn.Module) -> dict[str, str]:
 
 
 def num_experts_of_factors(causal_lm: nn.Module) -> dict[str, int]:
-    """Return name of an A or B for all experts of a layer → number of these experts."""
+    """Return the names of LoRA factors that hold all experts of a layer → number of these experts."""
     wrapped = {name: one for name, one in adapted_layers(causal_lm).items() if isinstance(one, ParamWrapper)}
     return {
         f"{name}.lora_{factor}.{ADAPTER_NAME}.weight": module.num_experts

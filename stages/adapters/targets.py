@@ -69,7 +69,7 @@ def targets_of_ranks(ranks: Mapping[str, int], config: AdapterConfig) -> PeftTar
 
 
 def former_names(causal_lm: Any) -> Mapping[str, str]:
-    """Return PEFT's names of former linear layers in the model, with the end of the parameter's name today."""
+    """Return PEFT's names of linear layers that this model stores as one parameter → end of that parameter's name."""
     return FORMER.get(FAMILIES.get(causal_lm.config.model_type, ""), {})
 
 
@@ -89,8 +89,10 @@ def _as_peft_knows_it(causal_lm: Any, config: AdapterConfig) -> LoraConfig:
 
 
 def _modules(causal_lm: Any, chosen: AdapterTargets, linear: list[str], known: LoraConfig) -> list[str] | str:
-    """Return `target_modules` of PEFT, which takes layer numbers beside names only: `all-linear` and patterns are names
-    then.
+    """Return the value of PEFT's `target_modules`; `all-linear` and patterns become names where layers are chosen by
+    number.
+
+    PEFT takes layer numbers beside names only.
 
     Patterns also become names where PEFT knows the mixture of experts: it would apply a match in one layer to all
     layers.

@@ -6,8 +6,9 @@ import atexit
 import gc
 
 OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""Threshold of allocations for a collection. Python's 700 suit small programs: looking through imported objects again
-and again takes a tenth of a start.
+"""Number of new objects after which Python's garbage collector runs; its default is 700.
+
+That suits small programs: looking through imported objects again and again takes a tenth of a start.
 """
 
 

@@ -58,7 +58,7 @@ class Silent:
 def data_problems(
     folder: Path, config: DataConfig, model: ModelFacts, *, rows: RowKind, cache: Path
 ) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield field of `config` and error for all that the first seconds of `prepare` show; or a note on unread rows."""
+    """Yield the problems that the first seconds of preparing the data show, as (field of `config`, error or note)."""
     problems = [*_missing_splits(folder, config), *_bad_template(config, model)]
     yield from problems
     if problems:
@@ -116,7 +116,7 @@ MAX_SHOWN_TOKENS = 4096
 NUM_BARS = 16
 NUM_REASONS = 20
 NAMES: dict[RowKind, tuple[str, ...]] = {"examples": ("",), "pairs": ("chosen", "rejected"), "labelled": ("",)}
-"""Names of the documents in a row's units."""
+"""Labels of a unit's documents by kind of row, such as the chosen and the rejected one of a pair."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from stages.data.dataset import Description, PackedDataset, Row, row_order
 
 WHEEL = 1 << 64
 STRIDE = 0x9E3779B97F4A7C15
-"""Stride between slots: the golden ratio's share of `WHEEL`, which spreads any number of slots evenly.
+"""Step from a slot of a mixture's order to the next, modulo `WHEEL`: by the golden ratio, so that slots spread evenly.
 
 Knuth 1998, The Art of Computer Programming, vol. 3, section 6.4, theorem S.
 """
@@ -149,12 +149,12 @@ class MixtureOrder:
 
     @property
     def _borders(self) -> list[int]:
-        """Ends of the datasets' stretches on the wheel."""
+        """Upper ends of the datasets' shares, scaled from [0, 1] to `WHEEL`."""
         return [min(WHEEL - 1, round(end * WHEEL)) for end in accumulate(self.shares)]
 
 
 def _num_below(border: int, num_slots: int, begin: int) -> int:
-    """Count the first slots that lie below `border` on the wheel: ⌊x⌋ - ⌊x - border⌋ is 1 for those, else 0."""
+    """Count the first slots whose position lies below `border`: ⌊x⌋ - ⌊x - border⌋ is 1 for those, else 0."""
     shifted = _floor_sum(num_slots, STRIDE, begin - border + WHEEL) - num_slots
     return _floor_sum(num_slots, STRIDE, begin) - shifted
 

@@ -156,7 +156,7 @@ class PieceSource:
                 yield one, content_key({**decided, "file": format_suffix(path), "content": one.digest})
 
     def _pieces_in_time(self, limit_s: float) -> Iterator[tuple[Part, Piece]]:
-        """Yield pieces until the time is over; of the last part, the rows read so far."""
+        """Yield tokenized pieces until the time limit is reached; of the part it cuts short, the rows read so far."""
         for data_part, key in self._parts():
             if key not in self._store:
                 found = list(self.tokenizer.pieces(data_part.part, self._watched(read_part(data_part.part), limit_s)))
@@ -168,7 +168,7 @@ class PieceSource:
             yield from ((data_part.part, piece) for piece in self._store.read(key))
 
     def _watched(self, rows: Iterable[Row | BadRow], limit_s: float) -> Iterator[Row | BadRow]:
-        """Yield the same rows until the time is over."""
+        """Yield rows unchanged, and stop at the time limit."""
         for row in rows:
             yield row
             cpu_s = time.process_time() + self.tokenizer.tokenizer.template_cpu_s

@@ -41,7 +41,7 @@ from stages.data.turns import Document, QuotingError, Turns, UnclearTurnsError, 
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
-"""Variables that come from the rest of the conversation, or from what is asked of the template."""
+"""Template variables that no row may set: the conversation or the caller provides them."""
 TOOL_TEMPLATES = "configs/templates/chatml-tools.jinja or turns-tools.jinja"
 """Templates of this project, for models whose own template has no place for tools."""
 PROBES = (("system", "user", "assistant", "user", "assistant"), ("user", "assistant", "user", "assistant"))

@@ -53,7 +53,7 @@ class RowDigests:
         """
         self.numbers = array("Q")
         self.remarkable: dict[str, tuple[int, int, str]] = {}
-        """Kind of remarkable content → number of rows, number of the first row, and its example."""
+        """Kind of suspicious content (control characters, media) → number of rows, number of the first, an example."""
 
     def add(self, number: int, documents: Sequence[Document], is_good: bool | None = None) -> None:
         """Note a row. is_good: the label of a labelled answer, which the last bit of its digest holds."""
@@ -210,7 +210,7 @@ def rows_in_any_order(folder: Path) -> tuple[int, ...]:
 
 
 def _mapped(path: Path) -> NDArray[np.uint64]:
-    """Map a file's digests; memory is used only while they are read."""
+    """Return the digests in a file as a memory-mapped array, which takes memory only while it is read."""
     return np.asarray(np.memmap(path, np.uint64, "r")) if path.stat().st_size else np.zeros(0, np.uint64)
 
 

@@ -24,9 +24,9 @@ from stages.data.turns import MAX_MESSAGES, QuotingError
 MAX_TEMPLATES = 16
 ANSWER_CHARACTERS = 1 << 22
 ANSWER_CPU_S = 5.0
-"""A question is answered in part once its answer is so long, or has taken so long; the rest is asked for again."""
+"""CPU time after which, as after `ANSWER_CHARACTERS`, an answer is cut short; the rest is requested again."""
 QUOTED_CHARACTERS = 1 << 17
-"""Longest text of a template or row within an error: more than is searched for secrets before a message is cut."""
+"""Most characters that an error quotes of a template or row, enough to find secrets that a message would cut in two."""
 BYTES_PER_CHARACTER = 64
 """Additional memory per character of a conversation: four bytes in the messages, in several renderings and the pieces
 that these are joined from, and in the answer.

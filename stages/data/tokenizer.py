@@ -37,8 +37,8 @@ from stages.models.recorded import ToolPrompt
 from stages.models.tokenizer_check import Growth
 
 EXAMPLES = "a0."
-"""Texts that show which special tokens are put around them; the first one that the normalizer does not make huge is
-used.
+"""Sample texts that reveal the special tokens that a tokenizer adds; of them the first one is used that the normalizer
+does not inflate.
 """
 PRIVATE_PLANE = 0x100000
 PRIVATE = re.compile(f"[{chr(PRIVATE_PLANE)}-{chr(PRIVATE_PLANE + 0xFFFD)}]+")

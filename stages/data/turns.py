@@ -134,7 +134,7 @@ class Turns:
         return documents
 
     def _as_last(self, number: int) -> _Turn:
-        """Return the assistant's turn in the text that ends with it.
+        """Return the span of the assistant's turn in a rendered text that ends with it.
 
         The text is as the template writes it by default, or when asked for thoughts, or for none, as the turn has some
         or not; or else the prompt, followed by the turn with its thoughts as models write them.

@@ -10,7 +10,9 @@ from stages.hubs.hub import Request, Source
 
 
 class FetchedConfig(StageConfig):
-    """Base config of stages whose product comes from a source outside; the field that names it is that of the product.
+    """Base config of stages that fetch their product, such as a model or a dataset, from outside the store.
+
+    The product is named by the field that names the source.
 
     Where such a stage ends a chain of references, plans look for the model's config, its rows and its files.
     """

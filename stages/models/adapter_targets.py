@@ -77,7 +77,9 @@ class AdapterTargets:
         return int(is_named(parameter, self.options.target_parameters))
 
     def _has_former(self, old: str, parameter: str) -> bool:
-        """Return whether `target_modules` names `old`, a former linear layer that the parameter replaced."""
+        """Return whether the recipe's `target_modules` names `old`, a linear layer that this model stores as
+        `parameter`.
+        """
         targets = self.options.target_modules
         if targets == "all-linear":
             return True

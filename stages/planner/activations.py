@@ -88,7 +88,7 @@ def merged_experts_bytes(case: StepCase) -> float:
 
 
 def merged_experts_workspace(case: StepCase) -> float:
-    """Return the bytes of that sum's gradient, and of the sum itself if recomputation makes it again."""
+    """Return the bytes of the largest merged experts' gradient, and of their merged weights if recomputed."""
     again = merged_experts_bytes(case) if case.layout.recompute != "none" else 0.0
     return case.workload.compute_bytes * max(_merged_experts(case), default=0) + again
 
@@ -99,7 +99,7 @@ def _merged_experts(case: StepCase) -> tuple[int, ...]:
 
 
 def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
-    """Return for each place the share of layers that keep its input; with dropout, adapters keep their own."""
+    """Return place of a linear layer → share of layers that keep its input; with dropout, adapters keep their own."""
     if workload.adapter is None:
         return dict.fromkeys(Place, 1.0)
     return dict.fromkeys(Place, 0.0) if workload.adapter.dropout else input_shares(shape, workload.adapter)

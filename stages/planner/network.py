@@ -28,17 +28,19 @@ class Group:
 
 
 def tensor_group(layout: Layout) -> Group:
-    """Return the group of tensor parallelism: adjacent ranks."""
+    """Return the group of ranks that share a tensor-parallel layer: adjacent ones."""
     return Group(layout.tp, 1)
 
 
 def context_group(layout: Layout) -> Group:
-    """Return the group of context parallelism, whose stride is `tp`."""
+    """Return the group of ranks that share a sequence by context parallelism; neighbours are `tp` ranks apart."""
     return Group(layout.cp, layout.tp)
 
 
 def shard_group(layout: Layout) -> Group:
-    """Return the ranks that shard optimizer state (under FSDP everything), context parallelism included."""
+    """Return the group of ranks that shard optimizer state, context parallelism included; FSDP also shards weights
+    there.
+    """
     return Group(layout.optimizer_shards, layout.tp)
 
 
@@ -48,12 +50,12 @@ def replica_group(layout: Layout) -> Group:
 
 
 def expert_group(layout: Layout) -> Group:
-    """Return the ranks that exchange tokens between experts; an expert's own tensor parallelism lies inside them."""
+    """Return the group of ranks that exchange tokens between experts; each expert's tensor parallelism lies inside it."""
     return Group(layout.ep, layout.etp)
 
 
 def expert_replica_group(layout: Layout) -> Group:
-    """Return the ranks that hold the same expert and reduce its gradients."""
+    """Return the group of ranks that hold the same expert and reduce its gradients."""
     return Group(expert_replicas(layout), layout.ep * layout.etp)
 
 

@@ -57,7 +57,7 @@ class TimeEstimate:
     """Model FLOPs (`stages.models.flops`) over the peak in bf16 (fp32 in fp32)."""
     bubble_fraction: float
     reference_pass_s: float
-    """Number of forward passes over a step's rows before training, such as a reference's; 0 without one."""
+    """Seconds of forward passes over a step's rows before training, such as a reference model's; 0 without any."""
 
     @property
     def step_time_s(self) -> float:

@@ -36,7 +36,7 @@ CPU_LIMIT_S = 600
 LEAST_S = 20
 """Remaining time below which no part is begun."""
 MOST_PLACES = 3
-"""Largest number of layouts tried for a part, each after one that ran out of memory."""
+"""Most layouts that are tried for one training run: the next one only after a layout ran out of memory."""
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def _blocks(
 
 
 def _offset(piece: Piece, row: int, column: int) -> tuple[int, int]:
-    """Return a parameter part's row and column as those of the weight."""
+    """Convert row and column within a piece of a Megatron parameter to those in the Hugging Face weight."""
     shift = piece.weight_start - piece.parameter_start
     return (row + shift, column) if piece.dim == 0 else (row, column + shift)
 

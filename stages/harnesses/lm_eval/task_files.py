@@ -226,7 +226,9 @@ def is_installed(name: str) -> bool:
 
 
 def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the task files whose task, group or tag has a name; for a template's tag, all files beside the template."""
+    """Yield the task files that define this name as a task, group or tag; for a template's tag, all files beside the
+    template.
+    """
     for file in _files_by_name().get(name, ()):
         config = _parsed(file)
         if name not in names_of(config):

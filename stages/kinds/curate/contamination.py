@@ -33,7 +33,7 @@ SHOWN_CHARACTERS = 100
 
 @dataclass(frozen=True)
 class _Table:
-    """Sorted runs of one length, each with the item that has it."""
+    """Runs of words of one length from all benchmark samples, sorted, with the sample of each."""
 
     runs: Hashes
     items: NDArray[np.int64]

@@ -61,7 +61,7 @@ def set_of(parts: tuple[tuple[str, ...], ...], label: bool | None, num_words: in
 
 
 class Sets:
-    """Sets of rows, in `FILES`: memory does not grow with the length of rows."""
+    """Sets of word runs, one for each row, in files, so that memory does not grow with the length of rows."""
 
     FILES = (RUNS, ENDS, SIGNATURES)
 
@@ -244,7 +244,7 @@ class _Groups:
         return other
 
     def _beyond(self, band: int, row: int) -> int:
-        """Return the nearest row before `row` that is not of its group; the next time the way there is shorter."""
+        """Return the nearest row before `row` in a band that is not of its group; the skipped links are shortened."""
         previous, group = self._beyond_group[band], self.find(row)
         other = int(previous[row])
         while other >= 0 and self.find(other) == group:

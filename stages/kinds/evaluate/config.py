@@ -62,7 +62,7 @@ class EvaluateConfig(AskedModelConfig):
         return {**super().resolve_outside(limit_s), **own}
 
     def to_install(self) -> str | None:
-        """Return the packages that an evaluation's harness installs first: minutes, network and space."""
+        """Return the packages that the harness installs before an evaluation, with their size; None if it has all."""
         return harness_of(self.evaluation).to_install()
 
     def hint_for(self, recipe_folder: Path) -> str | None:

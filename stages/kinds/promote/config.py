@@ -170,7 +170,7 @@ def _unmeasured_scores(gates: GatesConfig, evaluations: Sequence[Evaluation]) ->
 
 
 def _beyond_a_share(gates: GatesConfig, evaluations: Sequence[Evaluation]) -> Iterator[str]:
-    """Yield bounds of shares that are meant in percent, or that nothing misses.
+    """Yield gates whose bound on a score from 0 to 1 looks like a percentage, or is one that every score keeps.
 
     A person's own task code may give such scores in any range, so its tasks are not checked.
     """

@@ -62,7 +62,7 @@ RELATIONS = {"train": "finetune", "merge": "merge", "quantize": "quantized"}
 
 @dataclass(frozen=True)
 class Licence:
-    """A licence.
+    """Licence of a model or dataset.
 
     name: as hubs know it, such as `apache-2.0`, or `other`; then `own_name` and `link` describe it.
     """

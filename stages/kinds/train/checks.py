@@ -49,7 +49,7 @@ OF_OWN_SERVERS = [field for field in ServingConfig.model_fields if field not in 
 """Fields of `serving:` that start a server; the others also describe a server that runs already."""
 SAME = ("rank", "alpha", "use_rslora", "use_dora", "modules_to_save")
 SAME_LAYERS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
-"""With `SAME`: fields of an adapter that must be equal where training continues one."""
+"""Adapter fields that choose layers; like those in `SAME`, they must be equal where training continues an adapter."""
 
 
 def config_errors(config: TrainFields) -> Iterator[list[str]]:
@@ -160,7 +160,7 @@ def _of_adapter(method: str, adapter: AdapterConfig) -> Iterator[str]:
 
 
 def _judged(config: TrainFields, options: RolloutOptions) -> Iterator[str]:
-    """Yield conflicts of completions that rewards judge (GRPO)."""
+    """Yield conflicts between GRPO's options of sampling, grouping and rewards."""
     block, serving = config.sampling_block, options.serving
     if not options.rewards:
         yield f"`{block}.rewards` is missing, so that no completion is better than another; name at least one"
@@ -183,7 +183,7 @@ def _judged(config: TrainFields, options: RolloutOptions) -> Iterator[str]:
 
 
 def _taught(config: TrainFields) -> Iterator[str]:
-    """Yield conflicts of completions about which a teacher is asked (on-policy distillation)."""
+    """Yield conflicts of on-policy distillation's options, such as a missing teacher."""
     method = config.method
     if config.data.train_on == "all":
         yield f"`data.train_on: all` leaves no prompts for the completions of `{method}.lmbda`; remove one of them"

@@ -16,7 +16,7 @@ PROGRESS_EVERY_S = 0.5
 MUCH_COMMUNICATION = 0.3
 """Share of a step spent in collectives from which on a warning is given."""
 MUCH_REST = 0.03
-"""Mean teacher's probability beyond its top k tokens from which on a warning is given."""
+"""Probability that a teacher gives on average to tokens beyond its top k, from which on a warning is given."""
 PER_STEP = (
     "step_time_s",
     "tokens_per_s",

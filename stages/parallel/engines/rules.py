@@ -22,43 +22,44 @@ class EngineRules:
     factors: ClassVar[tuple[str, ...]]
     """Degrees whose product is the number of processes."""
     own_fields: ClassVar[tuple[str, ...]]
-    """Fields of a layout that it supports, and some other engine does not."""
+    """Layout fields that this engine supports and some other engine does not."""
     lacks: ClassVar[Mapping[Feature, str]] = {}
-    """Features that it lacks, each with what it has instead, as it ends a sentence; may be empty."""
+    """Features that the engine lacks, each with its substitute, as the end of a sentence; may be empty."""
     adapter_options: ClassVar[frozenset[str] | None] = None
-    """Options of `adapter:` that it supports; None: all, later ones too."""
+    """Options of `adapter:` that the engine supports; None: all, later ones too."""
     builds_from_shape: ClassVar[bool] = False
-    """True if it builds the model itself, so that it trains known shapes only; else it runs Transformers' code."""
+    """True if the engine builds the model itself and so trains known shapes only; else it runs Transformers' code."""
 
     def has(self, feature: Feature) -> bool:
-        """Return whether it has a feature."""
+        """Return whether the engine has a feature."""
         return feature not in self.lacks
 
     def supports_adapter_option(self, name: str) -> bool:
-        """Return whether it supports an option of `adapter:`."""
+        """Return whether the engine supports an option of `adapter:`."""
         return self.adapter_options is None or name in self.adapter_options
 
     def refuses_device(self, torch_type: str) -> str | None:
-        """Return why it does not train on this kind of device (`torch.device.type`); None where it does."""
+        """Return why the engine does not train on this kind of device (`torch.device.type`); None where it does."""
         return None
 
     def missing_package(self, precision: str) -> str | None:
-        """Return which package it lacks here for the precision, and how to install it; None where nothing is missing.
+        """Return the package that the engine lacks here for the precision, with how to install it; None if none is
+        missing.
 
         Packages that only the device's own machine can look for are left to the engine.
         """
         return None
 
     def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-        """Yield why its own degrees do not work with the batch, whatever the model."""
+        """Yield why the layout's own degrees do not fit the engine and the batch, whatever the model."""
         yield from ()
 
     def model_errors(self, layout: Layout, shape: ModelShape) -> Iterator[str]:
-        """Yield why it cannot run the layout with a model of this shape."""
+        """Yield why the engine cannot run the layout with a model of this shape."""
         yield from ()
 
     def layout_warnings(self, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> Iterator[str]:
-        """Yield why the layout is likely to be slow."""
+        """Yield why the layout is likely to be slow on the engine."""
         yield from ()
 
     def shape_of(self, facts: ModelFacts) -> ModelShape:

@@ -88,7 +88,9 @@ class MegatronCosts(EngineCosts):
         return 0.0
 
     def degrees(self, request: SearchRequest) -> Iterator[dict[str, Any]]:
-        """Yield fields without tensor parallelism across nodes, or without sequence parallelism, or uneven chunks."""
+        """Yield the layout fields to search, without tensor parallelism across nodes or over tp > 1 without sequence
+        parallelism.
+        """
         for tp in _divisors(min(request.num_gpus, request.hardware.gpus_per_node)):
             for pp in _divisors(request.num_gpus // tp, request.shape.num_layers):
                 for cp in _context_degrees(request, request.num_gpus // (tp * pp)):

@@ -61,7 +61,7 @@ class _Manifest(AnswerModel):
 
 
 class OciRegistry:
-    """A tag of a repository in a registry; each file of `held` is a layer of its manifest."""
+    """Publishing target: a tag of a repository in an OCI registry, whose manifest has a layer for each file."""
 
     def __init__(self, address: Address) -> None:
         match = PLACE.fullmatch(address.place)

@@ -52,7 +52,7 @@ class Held:
 
 
 LocalFiles = Mapping[str, LocalFile]
-"""Files by their names at the target."""
+"""Files to be published, by the names that they get at the target."""
 Names = Collection[str]
 Sent = Callable[[int], None]
 """Callback that gets numbers of bytes as they are sent."""

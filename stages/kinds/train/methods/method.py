@@ -94,7 +94,7 @@ class Method:
     is_likelihood: bool = False
     """True if the loss is the negative log-likelihood of the target tokens, in nats a token."""
     usual_learning_rates: tuple[tuple[float, float], ...] = ()
-    """(up to so many billion parameters, usual learning rate of AdamW over all weights).
+    """Usual peak learning rates of AdamW over all weights, by model size: (largest size in billions, learning rate).
 
     `lifecycle init` proposes the method that has them for its kind of rows.
     """

@@ -26,7 +26,7 @@ class TailWeights:
 
 
 def _places_of_targets(batch: Batch) -> torch.Tensor:
-    """Return the number of each target within its document, counted from 1: int64 [rows, sequence]."""
+    """Return each target's position among the targets of its document, counted from 1: int64 [rows, sequence]."""
     running = batch.signal.has_target.flatten().cumsum(0)  # [rows × sequence], over all documents
     starts = (batch.inputs.position_ids == 0).flatten()
     before = (running - batch.signal.has_target.flatten().long())[starts]
