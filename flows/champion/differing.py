@@ -35,7 +35,7 @@ class Side:
 
 
 class Differences(StrictModel):
-    """Differences from the old side to the new one, a sentence each.
+    """Differences between two compared versions, from the old one to the new, a sentence each.
 
     rebuilt: stages that were built again only because what they were built from differs.
     """
@@ -52,23 +52,23 @@ class Differences(StrictModel):
 
     @property
     def none(self) -> bool:
-        """Return whether two compared sides are the same."""
+        """Return whether the two compared versions have no difference."""
         return not (self.data or self.config or self.code or self.stages or self.scores or self.rebuilt)
 
     def by_heading(self) -> dict[str, tuple[str, ...]]:
-        """Return all differences of two sides by heading."""
+        """Return all differences between the two compared versions, by heading."""
         return {name: getattr(self, name) for name in ("data", "config", "code", "stages", "scores", "rebuilt")}
 
 
 def side_of_subject(subject: Subject, index: Index) -> Side:
-    """Return the side of an artifact, all that it was made from, and its evaluations."""
+    """Return one side of a comparison: an artifact, all that it was made from, and its evaluations."""
     found = {one.folder: one for root in (subject.root, *subject.evaluations) for one in closure(root, index)}
     name = f"{subject.name} ({subject.registered + ', ' if subject.registered else ''}{subject.root.folder.name})"
     return Side(name, tuple(found.values()), scores_of(subject.evaluations), subject.root)
 
 
 def side_of_refresh(record: RefreshRecord, index: Index) -> Side:
-    """Return the side of all stages of a refresh."""
+    """Return one side of a comparison: all stages of a refresh."""
     found = {name: index.find(entry.kind, entry.version) for name, entry in record.stages.items()}
     artifacts = tuple(one for name, one in found.items() if one and record.stages[name].artifact)
     unbuilt = {name: entry.state for name, entry in record.stages.items() if not entry.artifact}
@@ -77,7 +77,7 @@ def side_of_refresh(record: RefreshRecord, index: Index) -> Side:
 
 
 def compare(old: Side, new: Side, kept: Path) -> Differences:
-    """Compare two sides, and return their differences.
+    """Compare two models, artifacts or refreshes, and return their differences.
 
     kept: folder of the contents of files outside the store, by their hash (`flows/planning/changes.py`).
     """

@@ -35,7 +35,7 @@ from flows.tracking.shipper import only_shipper
 from stages.core.errors import LifecycleError, ServerError, StoreError
 
 VERSION = re.compile(r'"version":"([0-9a-f]{12})"')
-"""Version of an artifact in an event of a ledger."""
+"""Pattern of an artifact's version in an event of a ledger."""
 
 
 class Housekeeping:

@@ -24,7 +24,7 @@ COLUMNS = {
     "micro_batch_size": "mbs",
     "recompute": "recompute",
 }
-"""Headings of the table by field of the layout."""
+"""Columns of the table of layouts: the layout's field → its heading."""
 MEMORY_GROUPS = {
     "states": ("weights", "gradients", "optimizer"),
     "activ.": ("activations", "workspace"),

@@ -20,7 +20,7 @@ from stages.kinds.train.journal import PER_STEP
 PROFILED = "communication_fraction"
 """Metric of a step under a profiler, which makes that step slower."""
 SOMETIMES = (PROFILED, "pipeline_bubble_fraction")
-"""Metrics that only some steps have."""
+"""Training metrics that only some steps have."""
 PER_RUN = ("peak_memory_gib", "predicted_step_time_s", "predicted_memory_gib", "predicted_pipeline_bubble_fraction")
 """Final metrics of a run that are shown once per run."""
 RANK_PREFIX = "peak_memory_gib_rank_"
@@ -128,5 +128,5 @@ def _median_of_medians(name: str, rounds: Sequence[Sequence[LoggedStep]]) -> flo
 
 
 def first_line(message: str, most_characters: int = REASON_CHARACTERS) -> str:
-    """Return the beginning of a message."""
+    """Return the first line of a message, shortened."""
     return shortened(message.partition("\n")[0], most_characters)

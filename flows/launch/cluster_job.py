@@ -36,7 +36,7 @@ HEARTBEAT_PATIENCE_S = 60.0
 
 
 class JobOrder(LauncherBlocks):
-    """Contents of `order.json`: what a job starts on each node.
+    """Contents of `order.json`: what a cluster job starts on each node, and its resources.
 
     job: name of the job in the cluster, unique.
     home: folder that holds the store, which the nodes share.
@@ -121,7 +121,7 @@ class JobFolder:
         return cls(work / LAUNCH_FOLDER)
 
     def write(self, order: JobOrder, environment: Mapping[str, str]) -> None:
-        """Write the order and the environment for the job."""
+        """Write the job's order and environment to its folder."""
         self.path.mkdir(mode=0o700, exist_ok=True)
         self._environment.touch(mode=0o600)
         self._environment.write_text(json.dumps(dict(environment)), encoding="utf-8")

@@ -37,7 +37,7 @@ class Event(StrictModel):
 
 
 class PlannedEntry(StrictModel):
-    """Stage of the plan that a refresh follows.
+    """Stage in the plan that a refresh follows, as its ledger records it.
 
     reason: why the stage is built or not.
     upstream: stages that it refers to.
@@ -72,7 +72,7 @@ class RefreshBegan(Event):
 
 
 class FlowRunKnown(Event):
-    """Prefect flow run of the refresh.
+    """Event: Prefect's flow run of the refresh is known.
 
     prefect_run_count: number of times that Prefect has started the flow run so far.
     """
@@ -91,7 +91,7 @@ class StageWaits(Event):
 
 
 class AttemptBegan(Event):
-    """Start of an attempt at building a stage.
+    """Event: an attempt at building a stage began.
 
     first_byte: position in the `metrics.jsonl` of `work` at which the attempt's part begins.
     num_devices: devices that the attempt keeps busy, on all nodes together; None in old ledgers.
@@ -108,7 +108,7 @@ class AttemptBegan(Event):
 
 
 class AttemptEnded(Event):
-    """End of an attempt.
+    """Event: an attempt at building a stage ended.
 
     folder: where the attempt's files are now.
     last_byte: position in `metrics.jsonl` at which the attempt's part ends.
@@ -188,7 +188,7 @@ class CompareBegan(Event):
 
 
 class TrialEnded(Event):
-    """End of one round of one layout.
+    """Event: a comparison ended one round of one layout.
 
     layout: index of the layout in the comparison.
     round: counted from 1.
@@ -207,7 +207,7 @@ class TrialEnded(Event):
 
 
 class LayoutMeasured(Event):
-    """Metrics of a layout over all rounds, or why there are none."""
+    """Event: the metrics of a layout over all rounds of a comparison are known, or why there are none."""
 
     event: Literal["layout_measured"] = "layout_measured"
     layout: int

@@ -21,7 +21,7 @@ from stages.core.contract import StrictModel
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
 Standing = Literal["alive", "dead", "foreign"]
-"""State of a process as seen from here.
+"""State of a recorded process as this machine sees it: alive, dead, or foreign.
 
 foreign: it belongs to another boot, host or container, so its state cannot be seen.
 """

@@ -32,7 +32,7 @@ from stages.core.contract import StageResult
 StageState = Literal["waiting", "running", "built", "cached", "failed", "cancelled", "skipped"]
 StageEvent = AttemptBegan | AttemptEnded | StageWaits | StageCached | StageFailed
 STATES: dict[str, StageState] = {"stage_cached": "cached", "stage_failed": "failed"}
-"""State of a stage after an event of the ledger."""
+"""State of a stage after an event of the ledger that belongs to no attempt, by the event's name."""
 STOPPED = ("RefreshStoppedError", "KeyboardInterrupt")
 """Errors of attempts that were stopped on request; old versions recorded such attempts as killed."""
 ANOTHER_TRY = "another try"
@@ -143,7 +143,7 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class RefreshRecord:
-    """Refresh after the events of its ledger.
+    """State of a refresh, computed from the events of its ledger.
 
     num_tries: number of times that it was started; a retry continues in the same ledger.
     seconds: of the latest try.
@@ -174,7 +174,7 @@ class RefreshRecord:
     comparison: CompareBegan | None = None
     trials: tuple[TrialEnded, ...] = ()
     measured: dict[int, LayoutMeasured] = field(default_factory=dict)
-    """Results of a comparison's layouts by index."""
+    """Results of a comparison's layouts by the layout's index."""
 
     @property
     def is_copied(self) -> bool:

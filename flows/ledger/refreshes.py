@@ -37,7 +37,7 @@ REPORT_FILE, ROWS_FILE, NOTE_FILE = "report.html", "comparison.json", "note.md"
 LONGEST_END = 65_536
 """Bytes at the end of a ledger that are read first; a longer end only takes longer to read."""
 TORN = "json_invalid"
-"""pydantic's error type for a line that is no JSON: a torn line, since whole ones are written by us."""
+"""pydantic's error type for text that is no JSON, by which torn lines of a ledger are recognised."""
 
 
 class Ledger:

@@ -33,9 +33,9 @@ from stages.hubs.files import requested_files
 from stages.hubs.registry import HUBS
 
 ROW_FILES = (".jsonl", ".ndjson", ".csv")
-"""Suffixes of files whose rows are counted."""
+"""Suffixes of files whose rows are counted to describe a change."""
 TEXT_FILES = (".yaml", ".yml", ".jinja", ".jinja2", ".j2", ".json", ".txt", ".md")
-"""Suffixes of files whose lines are kept."""
+"""Suffixes of text files whose lines are kept to describe a change."""
 MAX_COUNTED_BYTES = 1 << 28
 """Largest file whose rows are counted, which takes about a second; of a larger one the size is shown."""
 MAX_KEPT_BYTES = 1 << 16
@@ -51,11 +51,11 @@ CONTENTS_CACHE = "contents"
 """Name of the store's cache for contents of files that recipes name."""
 MAX_NAMED = 5
 Hashed = dict[str, tuple[str, Path]]
-"""Name of a file → its sha256 and its path."""
+"""Hashed files of a folder: name → sha256 and path."""
 
 
 class Content(StrictModel):
-    """Contents of a file at one time.
+    """Content of a file at one time: its hash, its size in words and, of a short text, its lines.
 
     amount: rows or bytes, in words.
     text: its lines without keys; None of files of rows, which are only counted, and of code.
@@ -67,7 +67,7 @@ class Content(StrictModel):
 
 
 Contents = dict[str, Content]
-"""Name of a file → its contents."""
+"""Recorded contents of files, by name."""
 CONTENTS = TypeAdapter(Contents)
 
 

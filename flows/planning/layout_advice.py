@@ -53,7 +53,7 @@ class LayoutOptions:
 
 @dataclass(frozen=True)
 class Ranked:
-    """Ranked layouts: the best ones of a search."""
+    """Result of a layout search that `lifecycle layouts` shows: layouts, best first."""
 
     request: SearchRequest
     result: SearchResult
@@ -67,7 +67,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Explained:
-    """One layout, with warnings about it."""
+    """Prediction of a single layout in full, with warnings."""
 
     request: SearchRequest
     candidate: Candidate
@@ -100,7 +100,7 @@ def search_request(model: str, options: LayoutOptions) -> SearchRequest:
 
 
 def ranked(request: SearchRequest, top: int) -> Ranked:
-    """Search all legal layouts and rank them."""
+    """Search all legal layouts of a model and rank them by predicted step time."""
     return Ranked(request, search(request), top)
 
 

@@ -112,7 +112,7 @@ class Survey:
     held_out_fraction: float = 0.0
     num_rows: int = 0
     bad_rows: Counter[bool] = field(default_factory=Counter)
-    """Number of bad rows by whether they are held out."""
+    """Number of bad rows in training and held-out data; key: whether held out."""
     all_rows: Counter[bool] = field(default_factory=Counter)
     first_bad: str = ""
     num_tokens: int = 0
@@ -130,12 +130,14 @@ class Survey:
 
     @property
     def num_bad_rows(self) -> int:
-        """Return the bad rows of both portions."""
+        """Return the number of bad rows, in training and held-out data together."""
         return self.bad_rows.total()
 
     @property
     def bad_fraction(self) -> float:
-        """Return the larger share of bad rows of the two portions, rounded up to a percent."""
+        """Return the share of bad rows, of training or of held-out data, whichever is larger; rounded up to a
+        percent.
+        """
         shares = (self.bad_rows[held_out] / count for held_out, count in self.all_rows.items() if count)
         return math.ceil(100 * max(shares, default=0.0)) / 100
 
@@ -275,7 +277,9 @@ def _held_out_files(facts: Survey, folder: Path, files: Sequence[Path]) -> list[
 
 
 def _fraction(folder: Path, files: list[Path]) -> float:
-    """Return the held-out share: the smallest that is ten rows, or a fifth of fewer; 0 if none leaves both sides."""
+    """Return the held-out share: the smallest that holds out ten rows, or a fifth of fewer; 0 if it would leave no rows
+    to learn or to hold out.
+    """
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
     counts = {share: sum(is_held_out(row, share) for row in rows) for share in HELD_OUT_FRACTIONS}
     possible = [share for share, count in counts.items() if 0 < count < len(rows)]

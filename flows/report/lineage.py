@@ -18,7 +18,7 @@ from flows.tracking.cursor import run_id_of
 from stages.core.fields import Product, StrictModel
 
 COUNTS = ("num_rows", "num_documents", "num_tokens", "num_target_tokens")
-"""Metrics that count what a stage read or made."""
+"""Metrics that lineage shows of a stage: rows, documents and tokens that it read or made."""
 
 
 class ContentFile(StrictModel):

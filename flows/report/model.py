@@ -33,7 +33,7 @@ class StageReport(StrictModel):
 
 
 class Span(StrictModel):
-    """Attempt on the time line.
+    """Attempt at a stage as a bar on the report's time line.
 
     start_s: seconds after the first one that is shown.
     num_devices: None where unknown.
@@ -96,7 +96,7 @@ class Histogram(StrictModel):
 
 
 class Share(StrictModel):
-    """Share of a dataset in a mixture, from 0 to 1.
+    """Share of a dataset in a training's mixture, from 0 to 1.
 
     asked: as the recipe has it.
     seen: of what was learned, if that is known.
@@ -182,7 +182,7 @@ class Promotion(StrictModel):
 
 
 class Cost(StrictModel):
-    """Cost of a refresh.
+    """Cost of a refresh: device hours, their price, and energy.
 
     device_hours: of all attempts at stages, as far as their number of devices is known.
     energy_kwh: of the attempts whose GPUs were counted; None where none were.

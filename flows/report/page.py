@@ -83,7 +83,7 @@ def _moment(time_ms: int) -> str:
 
 
 def _drawn(training: TrainingCurves) -> dict[str, Any]:
-    """Return the data that the page's script draws."""
+    """Return the data of a report's charts, which the page's script draws."""
     return training.model_dump(mode="json")
 
 

@@ -78,7 +78,7 @@ def _run(config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop
 def input_of(
     stage: PlannedStage, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], store: Store, folder: Path
 ) -> StageInput | None:
-    """Return the stage's input as of now.
+    """Return the input that a stage would get now, with the nearest existing model where its own is not made yet.
 
     None while data that it needs is not made, nor a model that its own will be made from.
     """

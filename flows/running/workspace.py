@@ -44,7 +44,7 @@ class ResolvedInputs:
 
 
 class AttemptNote(StrictModel):
-    """Contents of `attempt.json`."""
+    """Contents of `attempt.json`: token of an attempt's processes, and digests of its inputs."""
 
     token: str | None
     digests: dict[str, str]

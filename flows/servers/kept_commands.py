@@ -63,7 +63,7 @@ def rotate(path: Path) -> None:
 
 
 def say(text: str) -> None:
-    """Write a line to the log; a full disk ends nothing."""
+    """Write a line to the supervisor's log; errors, such as a full disk, are ignored."""
     with contextlib.suppress(OSError):
         print(f"{now()} {text}", flush=True)
 

@@ -78,7 +78,7 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses of the Prefect and the MLflow server.
+    """Addresses of the Prefect and the MLflow server in use.
 
     local: those that run under LIFECYCLE_HOME, and require its key's `password`.
     """

@@ -56,7 +56,7 @@ class ServerRecord(StrictModel):
 
 
 class ServerRecords(StrictModel):
-    """Contents of `servers.json`.
+    """Contents of `servers.json`: the records of all servers of a home.
 
     home: where it was written; None in old files.
     is_copy: the home is a copy that was not settled yet: its schedules must be paused before a worker starts.

@@ -53,7 +53,7 @@ def keep(kept: Kept, public: socket.socket) -> NoReturn:
 
 
 def become(plan: Plan) -> NoReturn:
-    """Become the supervisor, in the same process."""
+    """Become the supervisor of a home's servers, in the same process."""
     sys.stdout.flush()
     plan_descriptor = plan.in_memory()
     for descriptor in (*plan.descriptors(), plan_descriptor):

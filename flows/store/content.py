@@ -26,7 +26,7 @@ NOT_OF_THE_ARTIFACT = frozenset(
     {RECORD_FILE, PENDING_RECORD_FILE, PENDING_HOOK_FILE, ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, LAUNCH_FOLDER}
 )
 SERIES = frozenset({METRICS_FILE, "events.jsonl"})
-"""Files to which every attempt at a stage appends."""
+"""Names of files to which every attempt at a stage appends, such as logs and metrics."""
 BOOKKEEPING = frozenset({"config.json", *SERIES, "result.json"})
 """Names of files that the contract puts beside an artifact's content; they differ with each build."""
 

@@ -64,7 +64,7 @@ class Keep(StrictModel):
 
 
 class Policy(StrictModel):
-    """Contents of `retention.yaml`."""
+    """Contents of `retention.yaml`: how many refreshes a home keeps."""
 
     keep: Keep
 

@@ -122,7 +122,7 @@ class Store:
 
     @contextmanager
     def lock(self, kind: str, resume_key: str, waiting: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock of a resume key.
+        """Hold the lock of a resume key, so that only one process builds the artifact.
 
         waiting: called every 0.2 s while another process holds it; may raise.
         """

@@ -27,7 +27,7 @@ class ShippedAttempt(StrictModel):
 
 
 class Shipped(StrictModel):
-    """Contents of `mlflow.json`.
+    """Contents of `mlflow.json`: how much of a refresh's ledger MLflow has, and the ids of its runs.
 
     done: MLflow has all of the ledger as it was when it had `ledger_bytes` bytes.
     """

@@ -335,7 +335,7 @@ class StageEvent(StrictModel):
 
 
 class StageResult(StrictModel):
-    """Content of `result.json`.
+    """Content of `result.json`: metrics, tags and findings of a stage that succeeded.
 
     Metrics and tags go to MLflow; `files` are uploaded there, with paths relative to the work folder. The first few
     metrics are shown to people. With a `lease` the artifact is complete although the process goes on, as a server,
@@ -364,7 +364,7 @@ def finding_of(tags: Mapping[str, str]) -> LifecycleError | None:
 
 
 class StageFailure(StrictModel):
-    """Content of `error.json`."""
+    """Content of `error.json`: class and message of the error that ended a stage."""
 
     error: str = Field(description="name of the error class")
     message: str

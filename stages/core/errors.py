@@ -185,5 +185,7 @@ def error_classes() -> dict[str, type[LifecycleError]]:
 
 
 def class_name(error: Exception) -> str:
-    """Return the name of an error's class for other processes, which know only the classes above."""
+    """Return the name of an error's class, or of its nearest base that has an exit code: other processes know only
+    these.
+    """
     return next((one.__name__ for one in type(error).__mro__ if "exit_code" in vars(one)), type(error).__name__)

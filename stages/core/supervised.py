@@ -35,7 +35,7 @@ def was_killed(exit_code: int) -> bool:
 
 
 class Supervised:
-    """Running command under the supervisor.
+    """Running command with its supervisor process.
 
     - token: marks its processes; keep it to find stragglers after this process has died
     - output: receives stdout and stderr; the caller may close it at once

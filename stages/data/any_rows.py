@@ -140,7 +140,7 @@ class ReadRow:
 
     @property
     def parts(self) -> tuple[tuple[str, ...], ...]:
-        """Texts of the first document, one per message; for a pair also those of the rejected answer."""
+        """Texts of a row's first document, one per message; for a preference pair also those of the rejected answer."""
         first, *others = self.documents
         return (tuple(_texts(first, 0)), *(tuple(_texts(other, _num_prompt_texts(other))) for other in others))
 

@@ -36,7 +36,7 @@ MARGINS = "margins"
 
 
 class Description(StrictModel):
-    """Content of `about.json`: what a folder of packed documents holds, and how much was left out of it.
+    """Content of `about.json`: description of a folder of packed documents, with counts of what was left out.
 
     - conversations: whether a chat template rendered the documents
     - num_good: number of labelled answers that are good; None for other rows
@@ -63,7 +63,7 @@ class Description(StrictModel):
 
 
 Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]
-"""Tokens, loss flags and document lengths of one row."""
+"""Row of packed documents before it is written: its tokens, loss flags and document lengths."""
 
 
 def is_complete(folder: Path) -> bool:

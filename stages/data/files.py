@@ -175,14 +175,17 @@ def num_places(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Portion:
-    """Portion of a split: all rows, or the `fraction` of them that is held out, or the rest."""
+    """Portion of a dataset's split: all rows, or the `fraction` of them that is held out, or the rest."""
 
     name: Literal["training", "evaluation"]
     split: str
     fraction: float | None = None
 
     def select(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
-        """Yield the rows of this portion. Equal rows are on the same side; unreadable rows count as training data."""
+        """Yield the rows of the split that belong to this portion; equal rows fall into the same portion.
+
+        Unreadable rows count as training data.
+        """
         if self.fraction is None:
             yield from rows
             return

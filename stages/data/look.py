@@ -110,7 +110,7 @@ def _bad_template(config: DataConfig, model: ModelFacts) -> Iterator[tuple[str, 
 
 
 LOOK_SECONDS = 10.0
-"""CPU time for preparing a portion that is not in the cache."""
+"""CPU time for preparing data that is not in the cache, when `lifecycle data` shows it."""
 MAX_SHOWN_TOKENS = 4096
 """Number of a row's tokens that are shown."""
 NUM_BARS = 16

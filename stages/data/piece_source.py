@@ -74,7 +74,7 @@ class Report(Protocol):
 
 
 class PieceSource:
-    """Source of the pieces of a dataset's files, in order."""
+    """Source of tokenized pieces (groups of rows) of a dataset's files, in order."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class PieceSource:
         report: Report,
         time_limit_s: float | None = None,
     ) -> None:
-        """Take the task, and load its tokenizer.
+        """Take the tokenization task, and load its tokenizer.
 
         - folder: the dataset's folder
         - kept: folder of stored pieces; it may not exist yet
@@ -108,7 +108,7 @@ class PieceSource:
         """Last row that was read, where the time limit was too short for all."""
 
     def pieces(self) -> Iterator[tuple[Part, Piece]]:
-        """Yield each piece with its part.
+        """Yield each tokenized piece with the part of a file that it comes from.
 
         Raises DataError for rows of no format, and for a file that cannot be read on or changes meanwhile.
         """
@@ -132,7 +132,7 @@ class PieceSource:
                 yield from ((part.part, piece) for piece in self._store.read(key))
 
     def _tokenized(self, missing: list[KeyedPart]) -> Generator[KeyedPart]:
-        """Tokenize the missing parts and yield each as soon as its pieces are stored."""
+        """Tokenize the parts of files that are not cached; yield each part as soon as its pieces are stored."""
         processes = min(num_processes(sum(part.num_bytes for part, _ in missing)), len(missing))
         if processes <= 1:
             for data_part, key in missing:
@@ -219,7 +219,8 @@ def num_processes(num_bytes: int) -> int:
 def tokenize(
     tokenizer: PartTokenizer, store: Path, parts: Sequence[KeyedPart], processes: int
 ) -> Generator[tuple[KeyedPart, int]]:
-    """Write the pieces of all parts by several processes; yield each part in order with its number of rows.
+    """Tokenize parts of files by several processes and store the pieces; yield each part, in order, with its number of
+    rows.
 
     Raises what tokenizing the first bad part raises, and ResourceError when a process is killed. When the iterator is
     closed, no process is left.
@@ -281,7 +282,7 @@ def _end_with(process: BaseProcess) -> None:
 
 
 def _tokenize(part: DataPart, key: str) -> int:
-    """Write the pieces of a part and return its number of rows."""
+    """Tokenize a part of a file and store the pieces; return the number of its rows."""
     num_rows = 0
 
     def counted() -> Iterator[Row | BadRow]:
@@ -405,4 +406,4 @@ def _digest(path: Path, metadata: pyarrow.parquet.FileMetaData, groups: range) -
 
 
 KeyedPart = tuple[DataPart, str]
-"""Part with the key of its pieces."""
+"""Part of a dataset's file with the cache key of its tokenized pieces."""

@@ -30,7 +30,7 @@ from stages.data.row_fields import (
 
 Columns = dict[str, Any]
 HUMAN, ASSISTANT = "Human:", "Assistant:"
-"""Beginnings of turns in a transcript."""
+"""Beginnings of a human's and of an assistant's turns in a transcript."""
 
 
 def read_preference(row: Columns) -> tuple[Document, ...]:

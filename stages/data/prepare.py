@@ -216,7 +216,7 @@ class Preprocessing:
 
 
 class _Run:
-    """One pass over the pieces, with the counts of what was found."""
+    """One pass over the tokenized pieces of a dataset, with the counts of what was found."""
 
     def __init__(self, task: Preprocessing, bad_rows: BadRows, writer: DatasetWriter, seen: SeenRows) -> None:
         config = task.config
@@ -274,7 +274,7 @@ class _Run:
         return pack(units, self._config.sequence_length) if self._config.packing else map(_alone, units)
 
     def _counted(self) -> Iterator[Piece]:
-        """Yield all pieces in order, and count what was found in their rows."""
+        """Yield all tokenized pieces in order, and count what was found in their rows."""
         for part, piece in self._source.pieces():
             notes = piece.notes
             self._num_source_rows += notes.num_source_rows
@@ -428,7 +428,9 @@ class DatasetWriter:
         self.write_rows(Units.of(units, is_labelled=self._is_labelled, has_margins=has_margins), [len(units)])
 
     def write_rows(self, units: Units, units_of_rows: Sequence[int]) -> None:
-        """Append rows of `units` in their order, so many in each row. Raises ResourceError on a full disk."""
+        """Append packed rows: `units` in their order, as many to each row as `units_of_rows` says. Raises ResourceError
+        on a full disk.
+        """
         rows = np.concatenate([[0], np.cumsum(units_of_rows)]).astype(np.int64)
         documents_before = np.concatenate([[0], np.cumsum(units.num_documents)])
         self._append("row_starts", self.num_documents + documents_before[rows[1:]])

@@ -70,7 +70,7 @@ class ProvedTemplate:
         self._sandbox = Sandbox(source, today)
 
     def forget_date(self) -> None:
-        """Reset `wrote_date`."""
+        """Forget whether a rendered text contained the date."""
         self._sandbox.wrote_date = False
 
     @property

@@ -214,7 +214,7 @@ class Unread:
             self.counts.update({f"tools[].{name}" for tool in listed_tools(row) for name in _unread_of_tool(tool)})
 
     def warning(self) -> str | None:
-        """Return one warning that lists all fields."""
+        """Return one warning that lists all fields of rows that nothing reads."""
         if not self.counts:
             return None
         fields = ", ".join(f"`{name}` ({counted(count, 'row')})" for name, count in sorted(self.counts.items()))

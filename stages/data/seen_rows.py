@@ -30,7 +30,7 @@ CONTROL_CHARACTER = re.compile(r"\\(?<!\\\\)(?:\\\\)*(u00[0189][0-9a-f]|u007f|u2
 JSON writes as `\\n` and `\\t`.
 """
 MEDIA = re.compile(r"<(?:image|video|audio)>")
-"""Placeholders of media in rows that had some."""
+"""Pattern of the placeholders `<image>`, `<video>` and `<audio>`, which show that rows had media."""
 SHARE_ROWS = 1 << 22
 """Number of rows that are compared at a time, with 160 MiB of memory."""
 REMARKABLE = {"control": CONTROL_CHARACTER, "media": MEDIA}
@@ -97,7 +97,7 @@ class SeenRows:
         numbers: NDArray[np.uint64],
         remarkable: Mapping[str, tuple[int, int, str]],
     ) -> None:
-        """Add the `RowDigests` of the next part."""
+        """Add the row digests of the next part of a dataset."""
         self._begins.append((self._num_rows, part))
         self._num_rows += len(digests)
         for path, values in ((self._digests, digests), (self._swapped, swapped), (self._numbers, numbers)):
@@ -129,7 +129,7 @@ class SeenRows:
                 yield f"{count} of {len(digests)} rows hold {sentence}: {place}"
 
     def close(self) -> None:
-        """Leave nothing but the digests in the folder."""
+        """Delete the temporary files beside the digests."""
         self._swapped.unlink()
         self._numbers.unlink()
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LENGTHS_FILE = "lengths.json"
 NUM_BINS = 40
-"""Largest number of bins."""
+"""Largest number of bins of a length histogram."""
 
 
 class Piece(StrictModel):
@@ -69,7 +69,7 @@ class Dropped(StrictModel):
 
 
 class ShownPortion(StrictModel):
-    """Counts of a portion, as far as its rows were read.
+    """Counts of the training or held-out rows that were read, for people.
 
     - unread_after: place of the last row read, where the time was too short for all
     - share: share of a mixture's dataset in all that the training learns from
@@ -98,7 +98,7 @@ class ShownPortion(StrictModel):
 
     @property
     def target_fraction(self) -> float:
-        """Share of the tokens that are learned."""
+        """Share of a document's tokens that are learned."""
         return self.num_target_tokens / max(1, self.num_tokens)
 
 
@@ -112,7 +112,7 @@ class DataLook(StrictModel):
 
 
 class Lengths(StrictModel):
-    """Content of `lengths.json`: a histogram of document lengths for each dataset.
+    """Content of `lengths.json`: histogram of document lengths by dataset.
 
     - bin_tokens: width of a bin; bin k holds lengths from `k × bin_tokens` (exclusive) to `(k + 1) × bin_tokens`
     - counts: dataset (of a mixture by name, else an empty name) → number of documents in each bin

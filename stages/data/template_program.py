@@ -51,7 +51,7 @@ class _LimitError(Exception):
 
 
 class _Templates:
-    """Compiled templates by their keys."""
+    """Cache of compiled chat templates by key."""
 
     def __init__(self) -> None:
         self._compiled: dict[str, ProvedTemplate] = {}

@@ -99,7 +99,7 @@ class ChatTemplate:
             self._check(answer)
 
     def forget(self) -> None:
-        """Reset `num_dropped_thoughts` and `wrote_date`."""
+        """Reset the counts of rendering: dropped thoughts, and whether the date was written."""
         self.num_dropped_thoughts = 0
         self.wrote_date = False
 

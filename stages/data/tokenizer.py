@@ -112,7 +112,7 @@ class DocumentTokenizer:
         return template.cpu_s if template else 0.0
 
     def render_rows(self, rows: Sequence[Sequence[Document]]) -> Iterator[list[tuple[Rendered, ...]] | RowError]:
-        """Yield the rendered texts of each row by unit: a pair is one unit, each text of a conversation another.
+        """Yield the rendered texts of each row: one list a training unit, which is a document or a preference pair.
 
         RowError: what is wrong with a row. Raises DataError for a missing or unsuitable chat template, at the row where
         it shows.
@@ -132,7 +132,7 @@ class DocumentTokenizer:
                 yield [tuple(text for (text,) in texts)] if len(row) > 1 else [(text,) for text in texts[0]]
 
     def render_units(self, documents: Sequence[Document]) -> list[tuple[Rendered, ...]]:
-        """Return the rendered texts of one row by unit. Raises RowError and DataError."""
+        """Return the rendered texts of one row by training unit (document or pair). Raises RowError and DataError."""
         (units,) = self.render_rows([documents])
         if isinstance(units, RowError):
             raise units
@@ -349,9 +349,9 @@ class Tokens:
     """Document as token ids with a loss mask."""
 
     ids: NDArray[np.int32]
-    """int32 [tokens]"""
+    """Token ids, int32 [tokens]."""
     loss: NDArray[np.bool_]
-    """bool [tokens]: whether the token is learned; never the first, which nothing predicts."""
+    """Loss mask, bool [tokens]: whether the token is learned; never the first, which nothing predicts."""
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -1,4 +1,4 @@
-"""Tokenization of one part of a dataset: read, check, render, tokenize, fit; the resulting pieces are stored on disk.
+"""Tokenization of one part of a dataset: read, check, render and tokenize rows; the results are stored in pieces.
 
 Every step is a generator over the one before it, so that memory does not grow with the number of rows. A piece is a
 safetensors file named by the digest of what was read. It does not know where its part lies: its row numbers count from
@@ -71,9 +71,9 @@ CHUNK_ROWS = 1024
 RENDERED_ROWS = 64
 """Number of rows that are sent to the template's process at once, to spread the cost of a question."""
 PIECE_TOKENS = 1 << 22
-"""Number of tokens after which a piece ends and another one begins."""
+"""Number of tokens after which a stored piece of tokenized data ends and another one begins."""
 RenderedRow = tuple[Place, list[tuple[Rendered, ...]], bool | None, float | None]
-"""Row rendered to text: its place in a file, its units, label and margin."""
+"""Row rendered to text: its place in a file, its training units (document or pair), label and margin."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class PartTokenizer:
         self.tokenizer.take_notes()
 
     def _rendered(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[RenderedRow]:
-        """Yield place and units, rendered to text, of each good row."""
+        """Yield each good row's place and its training units (document or pair), rendered to text."""
         selected = iter(self._task.portion.select(rows))
         while batch := list(islice(selected, RENDERED_ROWS)):
             read = [self._read(row) for row in batch]
@@ -208,7 +208,10 @@ class PartTokenizer:
         return self.tokenizer.tool_prompt(document.before(turns[-1]), learned.ids.tolist()) if turns else None
 
     def _fit(self, units: list[Unit], place: Place) -> None:
-        """Fit a row's units into packed rows and keep them. A unit that teaches nothing makes the row a bad one."""
+        """Make a row's training units (document or pair) fit into packed rows, and keep them.
+
+        A unit that teaches nothing makes the row a bad one.
+        """
         piece = self._found
         piece.num_tokenized_rows += 1
         kept = []
@@ -250,7 +253,7 @@ class PartTokenizer:
 
 @dataclass
 class _Found:
-    """Counts and units of the piece of tokenized data that is being filled."""
+    """Training units and counts of the piece of tokenized data that is being filled."""
 
     over_long: OverLong
     bad_rows: list[tuple[Place, str]] = field(default_factory=list)
@@ -265,7 +268,9 @@ class _Found:
 
 
 def over_long_of(config: DataConfig) -> OverLong:
-    """Return the policy for over-long units; texts that are cut into rows may have any length."""
+    """Return the policy for documents or pairs longer than a packed row; texts that are cut into rows may have any
+    length.
+    """
     return OverLong(config.over_long, sys.maxsize if config.packing == "cut" else config.sequence_length)
 
 
@@ -290,7 +295,7 @@ def _chunks(rendered: Iterator[RenderedRow]) -> Iterator[list[RenderedRow]]:
 
 
 class PieceNotes(StrictModel):
-    """Notes of a piece: everything but its arrays.
+    """Counts and warnings about a piece of tokenized data: everything but its arrays.
 
     - num_earlier: number of pieces of the same part before this one, if this is the last
     - num_source_rows: rows of the portion, bad ones included
@@ -335,7 +340,7 @@ class Piece:
         return (BadRow(part.place(number), reason) for number, reason in self.notes.bad_rows)
 
     def over_long(self, part: Part, over_long: OverLong) -> OverLong:
-        """Return the piece's counts as an `OverLong` of the same policy."""
+        """Return a piece's counts of over-long documents and pairs, as an `OverLong` of the same policy."""
         notes = self.notes
         named = [(part.place(number), tokens) for number, tokens in notes.over_long]
         counts = (notes.num_over_long, notes.longest_tokens, named, notes.num_kept)
@@ -343,7 +348,7 @@ class Piece:
 
 
 class PieceStore:
-    """Store of pieces in an existing folder. Several processes may write the same piece."""
+    """Store of tokenized pieces in an existing folder. Several processes may write the same piece."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -44,7 +44,7 @@ class Unit:
 
 @dataclass
 class OverLong:
-    """Policy for units of more than `sequence_length` tokens, with counts of what it did."""
+    """Policy for documents or pairs of more than `sequence_length` tokens, with counts of what it did."""
 
     policy: Literal["truncate", "drop", "fail"]
     sequence_length: int
@@ -56,7 +56,7 @@ class OverLong:
     _last_place: Place | None = None
 
     def fit(self, unit: Unit, place: Place) -> Unit | None:
-        """Return a unit that fits into a packed row: itself, its beginning, or None when it is left out."""
+        """Return a document or pair that fits into a packed row: itself, its beginning, or None when it is left out."""
         if len(unit) <= self.sequence_length:
             self.num_kept += 1
             return unit
@@ -69,7 +69,7 @@ class OverLong:
         return self._truncated(unit) if self.policy == "truncate" else None
 
     def add(self, other: OverLong) -> None:
-        """Add the counts of over-long units in later rows."""
+        """Add the counts of over-long documents and pairs of later rows."""
         self.num_over_long += other.num_over_long
         self.longest_tokens = max(self.longest_tokens, other.longest_tokens)
         self.named = [*self.named, *other.named][:NUM_NAMED]
@@ -94,7 +94,9 @@ class OverLong:
         return f"{problem}: {'their ends were cut off' if self.policy == 'truncate' else 'they were left out'}"
 
     def _truncated(self, unit: Unit) -> Unit:
-        """Return a unit cut at its end; of a pair first the longer document: each keeps at least half a row."""
+        """Return a document or pair cut at its end; of a pair first the longer document: each keeps at least half a
+        row.
+        """
         lengths = [len(document) for document in unit.documents]
         share = self.sequence_length // len(lengths)
         spare = sum(max(0, share - length) for length in lengths)
@@ -102,7 +104,7 @@ class OverLong:
 
 
 def check_learnable(unit: Unit, was_truncated: bool) -> None:
-    """Raise RowError for a unit without a token to learn, or with two equal answers."""
+    """Raise RowError for a document or pair without a token to learn, or a pair with two equal answers."""
     where = "in the part that sequence_length leaves" if was_truncated else "once it is rendered and tokenized"
     if not all(document.loss.any() for document in unit.documents):
         raise RowError(f"has nothing to learn from {where}: no token of an answer; expected at least one")
@@ -144,7 +146,7 @@ class AnswerCheck:
 
 @dataclass(frozen=True)
 class Units:
-    """Arrays of many units, one after the other; `len` counts units."""
+    """Many training units (documents or preference pairs) as arrays, one after the other; `len` counts units."""
 
     tokens: NDArray[np.int32]
     """Token ids of all documents, int32 [tokens]."""
@@ -164,13 +166,13 @@ class Units:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Number of tokens of each unit, int64 [units]."""
+        """Number of tokens of each training unit (document or pair), int64 [units]."""
         # Both are one longer than their counts: where each document ends in tokens, and each unit in documents.
         ends = np.concatenate([[0], np.cumsum(self.document_lengths)])
         return np.diff(ends[np.concatenate([[0], np.cumsum(self.num_documents)])])
 
     def take(self, numbers: Sequence[int] | NDArray[np.int64]) -> Units:
-        """Return the units with these numbers, in this order."""
+        """Return the training units with these numbers, in this order."""
         order = np.asarray(numbers, np.int64)
         documents = _ranges(self.num_documents, order)
         tokens = _ranges(self.lengths, order)
@@ -185,7 +187,7 @@ class Units:
 
     @classmethod
     def of(cls, units: Sequence[Unit], *, is_labelled: bool = False, has_margins: bool = False) -> Units:
-        """Return a list of units as arrays. is_labelled: each has a label. has_margins: each has a margin."""
+        """Return a list of training units as arrays. is_labelled: each has a label. has_margins: each has a margin."""
         documents = [document for unit in units for document in unit.documents]
         return cls(
             np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)]),
@@ -198,7 +200,9 @@ class Units:
 
     @classmethod
     def joined(cls, parts: Sequence[Units]) -> Units:
-        """Return several groups of units, at least one, joined. Either all have labels or margins, or none has."""
+        """Return several groups of training units, at least one, joined. Either all have labels or margins, or none
+        has.
+        """
 
         def whole(name: str) -> Any:
             return None if getattr(parts[0], name) is None else np.concatenate([getattr(one, name) for one in parts])
@@ -284,7 +288,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 
 
 def _first_beyond(batch: Units, begin: int, num_tokens: int) -> int:
-    """Return the end of the shortest run of units from `begin` on that has at least this many tokens."""
+    """Return the end of the shortest run of training units from `begin` on that has at least this many tokens."""
     ends = batch.lengths[begin:].cumsum()
     return begin + min(int(ends.searchsorted(num_tokens)) + 1, len(ends))
 

@@ -29,7 +29,7 @@ class Bucket:
 
     @property
     def end(self) -> int:
-        """Number of the slot after the bucket's last one."""
+        """Index of the slot after the bucket's last one."""
         return self.start + self.num_documents * self.length
 
 

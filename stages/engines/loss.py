@@ -28,7 +28,7 @@ Parts = tuple[Tensor, dict[str, Tensor]]
 
 
 class Loss(Protocol):
-    """Protocol of a loss function to minimise."""
+    """Protocol of a loss function of a training method."""
 
     @property
     def metric_names(self) -> tuple[str, ...]:

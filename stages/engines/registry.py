@@ -31,7 +31,7 @@ class EngineInputs:
     settings: EngineSettings
     device: torch.device
     start: Path | None
-    """Folder of an adapter that training continues."""
+    """Folder of an adapter that training continues; None for a new one."""
     first_batches: Callable[[int], Sequence[Batch]]
     """Returns batches of training rows that each have at least so many learned tokens."""
     scratch: Path

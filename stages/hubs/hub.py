@@ -51,7 +51,7 @@ class StreamingHub(Hub, Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """Request for a model's or dataset's files.
+    """Request for a model's or dataset's files: source, product and file patterns.
 
     - patterns: globs; None takes the usual files of a model or a dataset
     - limit_s: time limit of a single attempt, for questions that must be answered at once

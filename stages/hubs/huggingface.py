@@ -49,7 +49,7 @@ class _File(AnswerModel):
 
 
 class _Commit(AnswerModel):
-    """Commit that a hub's revision stands for."""
+    """Commit that a branch, tag or commit id of a hub repository stands for."""
 
     sha: Sha1
 

@@ -54,7 +54,7 @@ class ModelFacts:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Content of `config.json`."""
+        """Content of the model's `config.json`."""
         if not isinstance(self._source, Path):
             return self._source
         return read_json_object(self._source / CONFIG_FILE if self._source.is_dir() else self._source)

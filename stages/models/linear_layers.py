@@ -211,7 +211,7 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Projection:
-    """Linear layer of `output_size × input_size`, named as its module (without `.weight`)."""
+    """Linear layer of a model's files, of `output_size × input_size`, named as its module (without `.weight`)."""
 
     name: str
     output_size: int

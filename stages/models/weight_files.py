@@ -39,7 +39,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """First byte of a tensor in the file."""
+    """Offset in the file of the tensor's first byte."""
     end: int
 
     def sample(self) -> bytes:

@@ -43,7 +43,7 @@ class DeviceType:
 
     @property
     def backends(self) -> str:
-        """Backends for `init_process_group`.
+        """torch.distributed backends for this kind of device and the CPU, as `init_process_group` takes them.
 
         CPU tensors always have one: checkpoints and offloaded gradients need it.
         """

@@ -13,7 +13,7 @@ from stages.core.fields import AddedLater
 EngineName = Literal["fsdp", "megatron"]
 """Name of a training engine. Type checkers take no computed Literal: a test holds it equal to the registries' names."""
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-"""All names; the first is the default."""
+"""Names of all training engines; the first is the default."""
 
 
 class Layout(StrictModel):

@@ -83,7 +83,7 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer on one rank."""
+    """Seconds that one layer takes on one rank, by pass."""
 
     attention_core: Pass
     products: Pass

@@ -68,12 +68,12 @@ class StepCase:
 
 @dataclass(frozen=True)
 class TimedCase(StepCase):
-    """A step to predict on a cluster."""
+    """Optimizer step whose time is predicted: model, workload, layout and hardware."""
 
     hardware: Hardware
 
     def exposed_s(self, communication_s: float, compute_s: float) -> float:
-        """Return the seconds of communication that this much compute does not hide."""
+        """Return the seconds of communication that remain after hiding it behind this much compute."""
         return communication_s - self.hardware.efficiency.overlapped * min(communication_s, compute_s)
 
 

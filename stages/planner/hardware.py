@@ -58,7 +58,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A cluster of equal devices."""
+    """Cluster of equal devices as the planner sees it: rates, memory and links."""
 
     name: str
     bf16_tflops: float

@@ -50,7 +50,7 @@ def replica_group(layout: Layout) -> Group:
 
 
 def expert_group(layout: Layout) -> Group:
-    """Return the group of ranks that exchange tokens between experts; each expert's tensor parallelism lies inside it."""
+    """Return the ranks that exchange tokens between experts; each expert's own tensor parallelism lies inside them."""
     return Group(layout.ep, layout.etp)
 
 

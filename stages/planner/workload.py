@@ -34,7 +34,7 @@ class StateBytes:
     weight: int = 4
     """Bytes of a weight, and of its gradient once sharded."""
     moments: int = 8
-    """Bytes of both moments together."""
+    """Bytes of both of Adam's moments together, of one parameter."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Workload:
 
     @classmethod
     def from_json(cls, text: str) -> Workload:
-        """Read the line written by `to_json`."""
+        """Read a workload from the line written by `to_json`."""
         return TypeAdapter(cls).validate_json(text)
 
     def to_json(self) -> str:
-        """Return one line of JSON without default values."""
+        """Return the workload as one line of JSON, without default values."""
         return TypeAdapter(Workload).dump_json(self, exclude_defaults=True).decode()
 
     @property

@@ -19,7 +19,7 @@ from stages.core.fields import StrictModel
 
 SUFFIX = ".pointer"
 BUFFER_BYTES = 1 << 20
-"""Bytes per request for a remote file."""
+"""Bytes that each request for a remote file fetches."""
 MODULES = {
     "s3": "stages.remote.buckets",
     "gs": "stages.remote.buckets",
@@ -32,7 +32,7 @@ Opened = Callable[["Pointer"], AbstractContextManager[io.RawIOBase]]
 
 
 class Pointer(StrictModel):
-    """Pointer to a remote file.
+    """Pointer to a remote file: address, size and tag.
 
     - address: `s3://BUCKET/PATH`, or `hf://datasets/org/name@COMMIT/PATH`
     - tag: changes with the content: an ETag, the number of a generation, or the digest that a hub lists

@@ -36,7 +36,7 @@ FOLDER_BYTES = 64 * MIB
 WRITTEN_BYTES = 256 * MIB
 """Limit on all written bytes: of deleted files, of pipes and of discarded output as well."""
 NUM_FILES = 1000
-"""Limit on files in the code's folder."""
+"""Limit on the number of files in the folder of model-written code."""
 LOOK_EVERY_S = 0.05
 ANSWER_BYTES = 4096
 """Limit on the bytes of the sandbox child's answer."""

@@ -10,7 +10,7 @@ from stages.core.errors import DataError, LifecycleError
 from stages.rewards.reward import Completion, Reward, RewardContext, Scores
 
 Named = tuple[str, Completion]
-"""Completion with its name in errors."""
+"""Completion with the name by which errors mention it."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def check_room(prompts: Sequence[AskedPrompt], context_tokens: int, max_tokens: 
 
 
 class _Rows:
-    """Reader that makes prompts of rows."""
+    """Reader that makes prompts of a dataset's rows."""
 
     def __init__(
         self, options: PromptOptions, tokenizer: DocumentTokenizer, as_chat: bool, checks: Mapping[str, RowCheck]
@@ -103,7 +103,7 @@ class _Rows:
         self._reader = PromptReader(options.reference, options.reference_field, options.columns)
 
     def asked(self, place: Place, row: object) -> AskedPrompt:
-        """Return the prompt of a row. Raises RowError."""
+        """Return the prompt that a row asks. Raises RowError."""
         prompt = self._reader.read(row)
         for name, reward in self._options.rewards.items():
             if reward.NEEDS_REFERENCE and prompt.reference is None:

@@ -32,7 +32,7 @@ from stages.data.personal_data import KINDS, redacted
 from stages.serving.exchange import Exchange
 
 WHOLE = ("stop", "tool_calls")
-"""Finish reasons of complete answers."""
+"""Finish reasons of answers that are complete."""
 MAX_ROW_BYTES = 2**20
 MAX_WAITING = 32
 """Largest number of sampled conversations waiting to be written; further ones are left out."""

@@ -55,7 +55,7 @@ class LauncherFields(StrictModel):
 if TYPE_CHECKING:  # the blocks depend on the registry, which no type checker runs
 
     class LauncherBlocks(LauncherFields):
-        """`LauncherFields` with a block for each launcher."""
+        """Fields of `execution` that depend on the launcher: its name, and a block of options for each launcher."""
 else:
     LauncherBlocks = create_model(
         "LauncherBlocks",

@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 
 WHOLE = "forward-backward"
-"""Megatron's timer of a whole pipeline schedule."""
+"""Megatron's name of the timer of a whole pipeline schedule."""
 WORK = ("forward-compute", "backward-compute")
 REDUCTION = (
     "all-grads-sync",
@@ -20,7 +20,7 @@ REDUCTION = (
     "embedding-grads-all-reduce",
     "non-tensor-parallel-grads-all-reduce",
 )
-"""Megatron's timers of the reduction of gradients."""
+"""Megatron's names of the timers of gradient reduction."""
 
 
 class PipelineClock:

@@ -122,7 +122,9 @@ MAPPINGS: dict[str, tuple[Rule, ...]] = {
 
 
 def rules_of(family: str) -> tuple[Rule, ...]:
-    """Return the rules of a `model_type`, adapters on its layers included. Raises ModelError for an unknown one."""
+    """Return the weight-mapping rules of a `model_type`, those of LoRA factors included. Raises ModelError for an
+    unknown one.
+    """
     check_family(family)
     rules = MAPPINGS[family]
     return (*rules, *(factor for rule in rules for factor in _factors(rule)))

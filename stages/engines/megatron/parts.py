@@ -77,7 +77,9 @@ class Part:
         return [name.format(layer=self.key.layer) for name in self.rule.layers]
 
     def pieces(self, model: ModelShape) -> list[Piece]:
-        """Yield the pieces that a parameter shares with each weight; padding and left-out rows are in none."""
+        """Yield the rows or columns that a parameter shares with each weight, as pieces; padding and left-out rows are
+        in none.
+        """
         return [piece for piece in self._pieces(model) if piece.weight not in self.left_out]
 
     def _pieces(self, model: ModelShape) -> list[Piece]:

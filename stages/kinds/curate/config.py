@@ -49,7 +49,7 @@ STEPS = (
     "sample",
     "held_out",
 )
-"""Steps in the order in which they are done."""
+"""Curation steps in the order in which they are done."""
 
 
 class Length(StrictModel):
@@ -62,7 +62,7 @@ class Length(StrictModel):
 
     @property
     def counts_turns(self) -> bool:
-        """Return whether rows must be conversations."""
+        """Return whether a bound counts turns, so that rows must be conversations."""
         return bool(self.min_turns or self.max_turns)
 
     @model_validator(mode="after")
@@ -170,7 +170,7 @@ class NearDuplicates(StrictModel):
 
 
 class BenchmarkTasks(StrictModel):
-    """Tasks that an evaluation asks."""
+    """Benchmark tasks whose questions rows are compared with."""
 
     harness: Annotated[HarnessName, AddedLater()] = Field(
         DEFAULT_HARNESS, description="Harness of the tasks, as in `evaluate`."
@@ -183,7 +183,7 @@ class BenchmarkTasks(StrictModel):
 
     @property
     def evaluation(self) -> Evaluation:
-        """Request to the harness."""
+        """Request to the harness for the tasks' samples."""
         return Evaluation(self.harness, self.tasks, self.task_folder, trust_task_code=self.trust_task_code)
 
 

@@ -46,7 +46,7 @@ class _Table:
 
 
 class Benchmarks:
-    """Runs of words of all samples of tasks."""
+    """Runs of words of all samples of the benchmark tasks."""
 
     def __init__(self, config: Decontaminate, items: Iterable[TaskItem]) -> None:
         self._config = config

@@ -37,7 +37,7 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Repeats:
-    """Near-duplicates found among rows.
+    """Near-duplicates among rows: the earlier row that each one repeats, and the similarity of both.
 
     of: number of the earlier row that each row repeats; its own number if it repeats none.
     similarity: of the two.
@@ -264,5 +264,5 @@ def values_per_band(threshold: float) -> int:
 
 
 def _read(path: Path, kind: type) -> NDArray[Any]:
-    """Map a file's array into memory."""
+    """Return a file as a memory-mapped array."""
     return np.memmap(path, kind, mode="r") if path.stat().st_size else np.zeros(0, kind)

@@ -33,7 +33,7 @@ class Report:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Counts and examples of the report, as JSON."""
+        """Counts and examples of the curation so far, as JSON."""
         return {
             "read": self._read,
             "dropped": self._dropped,
@@ -42,7 +42,7 @@ class Report:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the `state` of an earlier attempt."""
+        """Continue the counts from the `state` of an earlier attempt."""
         self._read.update(state["read"])
         self._dropped.update(state["dropped"])
         self.redacted.update(state["redacted"])
@@ -57,11 +57,11 @@ class Report:
         return self.num_read - self._dropped.total()
 
     def read(self, dataset: str) -> None:
-        """Count a row that was read."""
+        """Count a row that curation has read."""
         self._read[dataset] += 1
 
     def drop(self, place: SourcePlace, step: str, reason: str, content: object = None) -> None:
-        """List a row that `step` leaves out."""
+        """List a row that a curation step leaves out."""
         self._dropped[step] += 1
         row = {**place.columns(), "step": step, "reason": reason}
         self._stream.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")

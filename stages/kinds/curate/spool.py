@@ -35,13 +35,16 @@ class SourcePlace:
         return f"{self.dataset} {self.place}"
 
     def columns(self) -> dict[str, object]:
-        """Return the columns that a list of rows has for a spooled row's place."""
+        """Return the columns that name a row's origin in a list of rows."""
         return {"dataset": self.dataset, "file": self.place.file, self.place.counts: self.place.number}
 
 
 @dataclass(frozen=True)
 class SpooledRow:
-    """A row on the disk. number: among the spooled ones, from 0."""
+    """Row between two curation steps, with its place in the temporary files and its origin.
+
+    number: in the order of the files, from 0.
+    """
 
     number: int
     place: SourcePlace
@@ -49,7 +52,7 @@ class SpooledRow:
 
 
 class KeptFiles:
-    """Files of a folder, open for appending.
+    """Files of a folder, open for appending, with checkpoints from which a killed process continues.
 
     state: what the last `keep` was given; None before the first.
     """
@@ -68,7 +71,7 @@ class KeptFiles:
         return self._streams[name]
 
     def keep(self, state: dict[str, Any]) -> None:
-        """Make a checkpoint of the spool: flush all files to the disk, with `state` (JSON)."""
+        """Make a checkpoint of the files: flush all to the disk, with `state` (JSON)."""
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -84,7 +87,7 @@ class KeptFiles:
 
 
 class SpoolWriter:
-    """Writer that appends rows to the files of a spool."""
+    """Writer of the rows that curation's row-by-row steps keep, to temporary files."""
 
     FILES = (ROWS, OFFSETS, DIGESTS)
 
@@ -92,7 +95,7 @@ class SpoolWriter:
         self._files = files
 
     def add(self, place: SourcePlace, content: dict[str, Any], canonical: str) -> None:
-        """Append a row to the spool. canonical: equal for rows from which the same is learned."""
+        """Append a row to the temporary files. canonical: equal for rows from which the same is learned."""
         self._files[OFFSETS].write(self._files[ROWS].tell().to_bytes(8, "little"))
         self._files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
         at = place.place
@@ -101,24 +104,24 @@ class SpoolWriter:
 
 
 class Spool:
-    """Rows that a `SpoolWriter` left."""
+    """Reader of the rows that a `SpoolWriter` wrote to temporary files."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ROWS
         self._offsets = np.fromfile(folder / OFFSETS, "<u8")
         self.digests: NDArray[np.uint64] = np.fromfile(folder / DIGESTS, "<u8")
-        """Digest of the content that each spooled row teaches."""
+        """Digest of what each row teaches, in the order of the rows."""
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def rows(self) -> Iterator[SpooledRow]:
-        """Yield all spooled rows in order."""
+        """Yield all rows of the temporary files in order."""
         with self._path.open("rb") as stream:
             yield from (_parsed(number, line) for number, line in enumerate(stream))
 
     def row(self, number: int) -> SpooledRow:
-        """Read one spooled row."""
+        """Read one row of the temporary files."""
         with self._path.open("rb") as stream:
             stream.seek(int(self._offsets[number]))
             return _parsed(number, stream.readline())

@@ -1,4 +1,4 @@
-"""Config of an evaluation."""
+"""Config of an evaluate stage."""
 
 from __future__ import annotations
 

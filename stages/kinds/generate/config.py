@@ -1,4 +1,4 @@
-"""Config of a stage that has a model answer prompts."""
+"""Config of a generate stage, which has a model answer prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look at the prompts that a model will be asked."""
+"""Preview of the prompts that a generate stage will ask."""
 
 from __future__ import annotations
 

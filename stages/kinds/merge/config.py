@@ -1,4 +1,4 @@
-"""Config of a merge."""
+"""Config of a merge stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Config of a promotion."""
+"""Config of a promote stage."""
 
 from __future__ import annotations
 

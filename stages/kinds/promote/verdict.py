@@ -20,7 +20,7 @@ CHAMPION_FILE = "champion.json"
 VERDICT_FILE = "verdict.json"
 TABLE_FILE = "verdict.md"
 Table = tuple[tuple[str, ...], ...]
-"""Table of a verdict: heading and rows."""
+"""Table of a promotion's verdict: heading and rows."""
 GATE_HEADING = ("gate", "found", "bound", "holds", "missed by")
 DIFFERENCE_HEADING = (
     "score",
@@ -137,13 +137,13 @@ class Champion(StrictModel):
 
 
 class Standing(StrictModel):
-    """Content of `champion.json`: the champion while the candidate is judged."""
+    """Content of `champion.json`: the champion with which the candidate is compared."""
 
     champion: Champion | None
 
 
 class Verdict(StrictModel):
-    """Content of `verdict.json`.
+    """Content of `verdict.json`: whether the candidate is promoted, with gates and comparison.
 
     against: name of what the candidate was compared with.
     warnings: about what no gate checks. gates, differences: None in older artifacts, whose `verdict.md` has them.

@@ -1,4 +1,4 @@
-"""Config of a publication."""
+"""Config of a publish stage."""
 
 from __future__ import annotations
 

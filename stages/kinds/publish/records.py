@@ -44,7 +44,7 @@ class FileEntry(_Recorded):
 
 
 class Record(_Recorded):
-    """Content of `record.json`."""
+    """Parts of an artifact's `record.json` that a publication reads."""
 
     recipe: str | None
     stage: str

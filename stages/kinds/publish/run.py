@@ -108,7 +108,7 @@ class PublishedFile(StrictModel):
 
 
 class Publication(StrictModel):
-    """Content of `publication.json`.
+    """Content of `publication.json`: where the model was published, and its files.
 
     revision: the target's name for this content; for files and buckets, the hash of the list.
     """

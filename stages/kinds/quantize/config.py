@@ -1,4 +1,4 @@
-"""Config of a quantization."""
+"""Config of a quantize stage."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class QuantizeConfig(StageConfig):
 
     @property
     def serving_engine(self) -> Engine:
-        """Engine that will serve the model."""
+        """Engine that will serve the quantized model."""
         return engine_of(METHODS[self.method].engine)
 
     @property

@@ -47,7 +47,7 @@ class Scaling:
 
 @dataclass
 class _Calls:
-    """Record of one forward pass: arguments, outputs and order of the modules, by module name.
+    """Record of one forward pass by module name: arguments, outputs and order of the modules.
 
     Tensors are kept, so that an address in memory identifies one of them.
     """

@@ -1,4 +1,4 @@
-"""Config of a serve stage."""
+"""Config of a serve stage: a server of a model or an adapter."""
 
 from __future__ import annotations
 

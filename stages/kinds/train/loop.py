@@ -246,7 +246,7 @@ class LossByDataset:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Names of the loss's own metrics, then of each dataset's."""
+        """Return the names of the loss's own metrics, then of each dataset's."""
         own = self.loss.metric_names
         return (*own, *(f"{metric}.{name}" for name in self.names for metric in ("loss", *own)))
 

@@ -161,7 +161,7 @@ class Taught:
 
 
 class Teacher(Protocol):
-    """A teacher before it is loaded.
+    """Teacher of distillation before its model is loaded or its server asked.
 
     identity: everything that decides its answers, except the documents.
     """

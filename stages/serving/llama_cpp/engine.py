@@ -50,7 +50,7 @@ BLOCK_SIZE = 32
 
 
 ERROR = re.compile(r"^[\d.]+ E (.+)$", re.MULTILINE)
-"""Error line of llama.cpp's log.
+"""Pattern of an error line in llama.cpp's log.
 
 Such as `0.00.567.051 E llama_model_load: error loading model: tensor … not within the file bounds`.
 """

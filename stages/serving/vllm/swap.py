@@ -32,7 +32,7 @@ ANSWER_BYTES = 2**20
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs"
 SAID_OF_ITSELF = "/server_info?config_format=json"
 SAMPLED_AS_ASKED = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
-"""Settings of a server to learn from.
+"""vLLM's settings of a server whose samples are learned from.
 
 Else the model's own generation_config.json changes what is sampled, and log-probabilities are not those of the
 distribution that was sampled from.

@@ -77,7 +77,7 @@ class DpoConfig(StrictModel):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Loss type → weight."""
+        """DPO loss type → its weight in the sum."""
         weights: dict[str, float] = dict(
             zip(self.loss_types, self.loss_weights or [1.0] * len(self.loss_types), strict=True)
         )

@@ -31,12 +31,12 @@ class Pairs:
 
     @property
     def c(self) -> Tensor:
-        """Log-ratio log π/π_ref of the chosen answers."""
+        """Log-ratio log π/π_ref of the chosen answers, float32 [pairs]."""
         return self.chosen - self.reference_chosen
 
     @property
     def r(self) -> Tensor:
-        """Log-ratio log π/π_ref of the rejected answers."""
+        """Log-ratio log π/π_ref of the rejected answers, float32 [pairs]."""
         return self.rejected - self.reference_rejected
 
     @property

@@ -67,7 +67,7 @@ class Method:
     name: str
     """Name of the method in `method:` of a recipe, and the field that holds its `options`."""
     rows: RowKind
-    """Kind of rows that the method learns from."""
+    """Kind of rows that the training method learns from."""
     build_loss: Callable[[Any], Loss]
     options: type[StrictModel] | None = None
     """Config class of the method's options, all of which have defaults; None: no options."""
@@ -88,7 +88,7 @@ class Method:
     reads_margins: bool = False
     """True if the method uses the `margin` that rows of pairs may have."""
     metrics: Mapping[str, str] = field(default_factory=dict)
-    """Metrics of the loss: name → meaning."""
+    """Metrics of the method's loss: name → meaning."""
     averaged_over: str = "target tokens"
     """Things that a method's loss is a mean over, such as pairs or tokens."""
     is_likelihood: bool = False
@@ -99,7 +99,7 @@ class Method:
     `lifecycle init` proposes the method that has them for its kind of rows.
     """
     headline: tuple[str, ...] = ()
-    """Names of `metrics` that are shown first."""
+    """Names of the method's metrics that are shown first."""
     is_null_in_identity: bool = False
     """True if other methods' stages have `NAME: null` in their identity, for this method's options.
 

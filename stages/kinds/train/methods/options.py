@@ -42,7 +42,7 @@ class MethodFields(MethodBlocks):
 
     @property
     def learning(self) -> Method:
-        """Training method with its needs."""
+        """Chosen training method, with its options and needs."""
         return METHODS[self.method]
 
     @property

@@ -57,7 +57,7 @@ class OnPolicyBatches:
     """File to which rank 0 writes the answers and from which every process reads them."""
     watchdog: Watchdog
     samples: SampleFile | None
-    """Readable answers, on rank 0 only."""
+    """Readable answers for people, on rank 0 only."""
     decode: Callable[[Sequence[int]], str]
     """Function from token ids to text."""
     measured: dict[str, float] = field(default_factory=dict)

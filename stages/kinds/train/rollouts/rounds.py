@@ -55,7 +55,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one prompt.
+    """Sampled completions of one prompt, whose rewards are compared with each other.
 
     prompt: its number.
     """
@@ -126,7 +126,9 @@ class RoundPlan:
         return order.global_batch((first_step - 1) // self.steps_per_round + 1)
 
     def others(self, first_step: int, draw: int, count: int) -> list[int]:
-        """Return `count` prompts that replace groups without signal; draw: the number of the redraw, from 1 on."""
+        """Return `count` prompts that replace groups whose rewards are all equal; draw: the number of the redraw, from
+        1 on.
+        """
         random = np.random.default_rng([self.seed, first_step, draw])
         return random.choice(self.num_prompts, count, replace=count > self.num_prompts).tolist()
 

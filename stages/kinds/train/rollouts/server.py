@@ -45,7 +45,7 @@ from stages.serving.server import Server, started_server
 MOST_RESTARTS = 3
 """Largest number of restarts of a sampling server in a row, without a completed round between them."""
 POLICY = "policy"
-"""Name of the trained model on the server."""
+"""Name under which the sampling server serves the trained model."""
 
 
 class SamplingServer(Protocol):
@@ -264,7 +264,7 @@ def not_trained_on(variable: str, environment: Mapping[str, str], num_devices: i
 
 
 NUM_DOCUMENTS = 16
-"""Completions that a probe holds at most."""
+"""Largest number of completions in a probe, by which server and engine are compared."""
 BOUNDS_NATS = {"float32": 1e-3, "bfloat16": 0.1}
 """Bounds of the mean |Δ log-probability| of a token, by the dtype of the computation.
 
