@@ -230,7 +230,7 @@ def _summed(lines: Sequence[str]) -> dict[str, Counter[str]]:
 
 
 def table() -> str:
-    """Return the matrix as a table of Markdown."""
+    """Return the support matrix as a Markdown table."""
     runs = recorded()
     rows = ["| capability | proved on a CPU | proved on a GPU | written, not run |", "| --- | --- | --- | --- |"]
     for one in CAPABILITIES:

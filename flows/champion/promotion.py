@@ -119,7 +119,7 @@ def data_of(store: Store, model: UpstreamEntry) -> list[str]:
 
 
 def describe(promotion: Record, base: UpstreamEntry | None, scores: dict[str, float], data: Iterable[str]) -> str:
-    """Return Markdown for the page of the version. base: of an adapter."""
+    """Return Markdown for a registered version's page in MLflow. base: the model that an adapter belongs to."""
     model = promotion.upstream["model"]
     beside = f", an adapter of `{base.stage}-{base.version}`" if base else ""
     scores_text = ", ".join(f"{name} {value:.4g}" for name, value in scores.items()) or "none"

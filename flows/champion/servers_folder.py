@@ -28,10 +28,12 @@ from stages.core.files import write_atomically
 from stages.core.process_tree import working_directories
 
 IDENTITIES = ("process", "home")
-"""Fields of a note; those of earlier versions have no `home`."""
+"""Fields of a server's note that identify the server; notes by earlier versions of this program have no `home`."""
 HEADING = ("version", "requests", "errors", "p50 s", "p95 s", "prompt tokens", "tokens", "ended by")
 PREFIX = "serving-"
-"""Folders of earlier versions have the label of an engine instead, and no lock."""
+"""Beginning of the name of a server's folder; earlier versions of this program appended an engine's label, without a
+lock.
+"""
 LOCK = "lock"
 
 
@@ -61,7 +63,7 @@ def served_canaries(name: str) -> list[dict[str, Any]]:
 
 
 def left_notes() -> Iterator[Path]:
-    """Yield the notes of servers that were killed, and in a copied home those of the original's servers."""
+    """Yield the notes of killed servers; in a copied home also those of the original's servers."""
     for file in sorted(_folder().glob("canary-*.json")):
         with suppress(FileNotFoundError):
             if _standing(json.loads(file.read_bytes())) == "dead":
@@ -69,14 +71,16 @@ def left_notes() -> Iterator[Path]:
 
 
 def _standing(noted: Mapping[str, Any]) -> Standing:
-    """Return the state of a note's server; `dead` for one of the home of which this one is a copy."""
+    """Return the state of the server that left a note; `dead` for a server of the home that this one is a copy of."""
     if "home" in noted and not HomeIdentity.model_validate(noted["home"]).is_here():
         return "dead"
     return ProcessIdentity.model_validate(noted["process"]).standing()
 
 
 def as_lines(canary: Mapping[str, Any]) -> list[str]:
-    """Return a record of tallies for people: a line, and a table with a row for each version."""
+    """Return the request counts of champion and challenger for people: a line, and a table with a row for each
+    version.
+    """
     age_s = max(0.0, time.time() - canary["time_s"])
     versions = (canary["champion"], canary["challenger"])
     rows = [HEADING, *(_row(one, canary) for one in canary["versions"] if one["version"] in versions)]
@@ -111,7 +115,7 @@ def _file(name: str) -> Path:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """Make the folder of this process, and remove it in the end."""
+    """Make a folder for the server that this process runs, and remove it in the end."""
     servers = home() / "servers"
     servers.mkdir(parents=True, exist_ok=True)
     with (servers / "serving.lock").open("w") as makers:

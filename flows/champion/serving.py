@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Serving:
-    """Version and its engine, which ends when `stack` is closed.
+    """Served version with its engine, which ends when `stack` is closed.
 
     backend: the proxy's view of it.
     died: set once the engine has ended by itself.

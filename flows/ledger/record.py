@@ -233,7 +233,7 @@ class RefreshRecord:
         return [attempt for attempt in self.attempts.values() if attempt.began.stage == stage]
 
     def trials_of(self, layout: int) -> list[TrialEnded]:
-        """Return all rounds of a layout, in order."""
+        """Return the trials of a layout in all rounds of a comparison, in order."""
         return [trial for trial in self.trials if trial.layout == layout]
 
     def key_of(self, stage: str, number: int) -> str:

@@ -48,7 +48,7 @@ class Ledger:
         self.file = folder / LEDGER_FILE
 
     def exists(self) -> bool:
-        """Return whether the refresh was begun."""
+        """Return whether the ledger exists, so that the refresh was begun."""
         return self.file.exists()
 
     def size(self) -> int:

@@ -97,7 +97,7 @@ def _paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
 
 
 def _walked(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """Return the parts of a location that a recipe has too, and the models that may be there.
+    """Return the path in the recipe that a pydantic error's location stands for, and the models that may be there.
 
     A location of pydantic also contains which model of a union it is (by `type` or class); those parts are left out.
     """

@@ -68,7 +68,7 @@ class ServerRecords(StrictModel):
 
 
 def read_records() -> dict[str, ServerRecord]:
-    """Return all records of this home. Raises `StoreError` when the file is damaged."""
+    """Return the records of all servers of this home. Raises `StoreError` when the file is damaged."""
     return dict(_read().servers)
 
 
@@ -78,7 +78,7 @@ def is_unsettled_copy() -> bool:
 
 
 def write_records(records: Mapping[str, ServerRecord], *, settled: bool = False) -> None:
-    """Replace all records. Raises what `read_records` raises.
+    """Replace the records of all servers of this home. Raises what `read_records` raises.
 
     settled: this home is no copy any more.
     """

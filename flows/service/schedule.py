@@ -188,7 +188,10 @@ def _planned(client: SyncPrefectClient, deployment_id: UUID) -> Schedule:
 
 
 def _runs_in(client: SyncPrefectClient, deployment_id: UUID, state: StateType) -> list[FlowRun]:
-    """Return runs in a state, the next one first. SCHEDULED: no worker has taken it; PENDING: it has not begun."""
+    """Return a schedule's flow runs in a state, the next one first.
+
+    SCHEDULED: no worker has taken the run; PENDING: it has not begun.
+    """
     return client.read_flow_runs(
         flow_run_filter=filters.FlowRunFilter(
             deployment_id=filters.FlowRunFilterDeploymentId(any_=[deployment_id]),

@@ -26,7 +26,7 @@ from stages.core.files import write_atomically
 KEY_CHARACTERS = 32
 SEAL = ".sha256"
 FOLDERS_BELOW_ROOM = {"datasets": 2, "evalscope": 0}
-"""Room → levels of folders down to its entries, for rooms with another program's layout; otherwise 1.
+"""Cache's top folder ("room") → levels of folders down to its entries, for layouts of other programs; otherwise 1.
 
 In the room of Hugging Face's `datasets` an entry is a configuration (`json/default-<hash>`); EvalScope's entries are
 one together.
@@ -40,14 +40,16 @@ def note_use(entry: Path) -> None:
 
 
 def note_use_of_file(room: Path, file: Path) -> None:
-    """Note the use of the entry that a file belongs to; nothing for a file outside the room."""
+    """Record a use of the cache entry that a file belongs to; do nothing for a file outside the cache folder `room`."""
     if file.is_relative_to(room):
         depth = FOLDERS_BELOW_ROOM.get(room.name, 1)
         note_use(room.joinpath(*file.relative_to(room).parts[:depth]))
 
 
 def entries_of(room: Path) -> Iterator[Path]:
-    """Yield cache entries of a room, also what another program keeps beside them; the room itself if it is one file."""
+    """Yield the entries in a cache folder, also what another program keeps beside them; the folder itself if it is a
+    file.
+    """
     depth = FOLDERS_BELOW_ROOM.get(room.name, 1)
     level = [room]
     for _ in range(depth):

@@ -34,7 +34,7 @@ DataFormat = Literal[
 ]
 
 OF_MIXTURE = ("weight", "max_epochs")
-"""Fields of a mixture's part that do not describe its rows."""
+"""Fields of a mixture's dataset that set its share in the mixture."""
 
 
 class MixturePart(StrictModel):

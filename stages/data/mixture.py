@@ -149,7 +149,7 @@ class MixtureOrder:
 
     @property
     def _borders(self) -> list[int]:
-        """Upper ends of the datasets' shares, scaled from [0, 1] to `WHEEL`."""
+        """Cumulative shares of the mixture's datasets, scaled from [0, 1] to `WHEEL`."""
         return [min(WHEEL - 1, round(end * WHEEL)) for end in accumulate(self.shares)]
 
 

@@ -146,6 +146,6 @@ def _visible(text: str) -> list[str]:
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Count the equal elements at the beginning of both."""
+    """Count the equal elements at the beginning of two lists."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

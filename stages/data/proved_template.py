@@ -204,7 +204,8 @@ class ProvedTemplate:
 
     @cached_property
     def _form(self) -> tuple[bool, bool]:
-        """Form of tool calls that this template wants: arguments as JSON text or not, null content without text or not.
+        """Form in which the template takes tool calls: whether arguments are JSON text, and whether missing text is
+        null.
 
         Found by rendering a probe call: some templates put the arguments into a string and fail, or write Python.
         """

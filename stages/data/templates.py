@@ -58,7 +58,7 @@ class Rendered:
     is_plain: bool = False
     """True if no template rendered it, so that the tokenizer's own special tokens go around it."""
     is_shielded: bool = False
-    """True if `SpecialTokens` shields special tokens within it."""
+    """True if special tokens within the text were shielded by `SpecialTokens`: moved to private characters."""
 
 
 class ChatTemplate:

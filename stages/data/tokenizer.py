@@ -43,7 +43,7 @@ does not inflate.
 PRIVATE_PLANE = 0x100000
 PRIVATE = re.compile(f"[{chr(PRIVATE_PLANE)}-{chr(PRIVATE_PLANE + 0xFFFD)}]+")
 THOUGHT_TAGS = ("<think>", "</think>", "[THINK]", "[/THINK]")
-"""Tags that templates look for in a text themselves, so they are not shielded."""
+"""Tags around thoughts, which chat templates search texts for, so that they are not shielded like special tokens."""
 BATCH_CHARACTERS = 1 << 20
 """Size of texts that are tokenized together: each token takes some 100 bytes until its id and offset are copied."""
 MAX_SHOWN = 40
@@ -296,7 +296,7 @@ class DocumentTokenizer:
         return replace(rendered, is_shielded=True) if is_shielded else rendered
 
     def _shielded(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with special tokens shielded; unchanged if there are none."""
+        """Return the conversation with the special tokens in its texts shielded; unchanged if there are none."""
         parts = [conversation.messages, conversation.tools, conversation.variables]
         messages, tools, variables = found = self._content.shield(parts)
         if found is parts:
@@ -394,7 +394,7 @@ class TokenizerError(DataError):
 
 @dataclass(frozen=True)
 class _Asked:
-    """Conversation to render, with special tokens shielded."""
+    """Request to render a conversation, whose special tokens are shielded."""
 
     work: Work
     conversation: Conversation
@@ -419,7 +419,9 @@ def _end(offset: Span) -> int:
 
 
 class SpecialTokens:
-    """Special tokens of one tokenizer, as texts may contain them."""
+    """Special tokens that texts of rows contain: shielded (moved to private characters), so that they become no
+    tokens.
+    """
 
     def __init__(self, backend: Tokenizer, policy: SpecialTokensPolicy) -> None:
         self._backend = backend
@@ -432,7 +434,8 @@ class SpecialTokens:
         """Number of documents that have each special token in their texts."""
 
     def shield(self, value: Any) -> Any:
-        """Return a value with special tokens shielded in its strings, at any depth; `value` itself if there are none.
+        """Return a value with special tokens in its strings, at any depth, moved to private characters; `value` if
+        there are none.
 
         Raises RowError when the policy refuses special tokens.
         """
@@ -452,11 +455,11 @@ class SpecialTokens:
         return self._shielded(value)
 
     def is_shielded(self, text: str) -> bool:
-        """Return whether a text contains shielded special tokens; for texts without a note of it."""
+        """Return whether a text, of which no record says it, contains shielded special tokens."""
         return bool(self.counts and PRIVATE.search(text))
 
     def encode(self, text: str) -> tuple[list[int], list[Span]]:
-        """Return token ids and offsets; shielded special tokens are encoded as text, others as such."""
+        """Return token ids and offsets: special tokens that were shielded are encoded as text, others as such."""
         backend, numbers = self._swapped_backend
         encoding = backend.encode(self._real_or_shielded.sub(_swap, text), add_special_tokens=False)
         return [numbers.get(number, number) for number in encoding.ids], encoding.offsets
@@ -479,7 +482,7 @@ class SpecialTokens:
 
     @cached_property
     def _swapped_backend(self) -> tuple[Tokenizer, dict[int | None, int]]:
-        """Tokenizer that knows special tokens by their shielded forms only, and its ids for these → the real ones."""
+        """Tokenizer that knows special tokens by their shielded forms only, and its token ids → the real ones."""
         backend = Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         numbers = {}
@@ -502,7 +505,7 @@ def _any_of(contents: list[str]) -> re.Pattern[str]:
 
 
 def _swap(match: re.Match[str]) -> str:
-    """Return a special token shielded, or shielded text restored."""
+    """Return a matched special token shielded, or shielded text restored."""
     return _moved(match[0], -PRIVATE_PLANE if ord(match[0][0]) >= PRIVATE_PLANE else PRIVATE_PLANE)
 
 

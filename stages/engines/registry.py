@@ -35,7 +35,7 @@ class EngineInputs:
     first_batches: Callable[[int], Sequence[Batch]]
     """Returns batches of training rows that each have at least so many learned tokens."""
     scratch: Path
-    """Folder that an attempt which continues finds again."""
+    """Scratch folder of the stage, which a resumed attempt finds again."""
     report: Callable[[str], None]
     """Takes a sentence about how the model starts, for people."""
 

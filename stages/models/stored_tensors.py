@@ -54,7 +54,9 @@ class CheckpointReader(FileSystemReader):
     """Reader of a checkpoint's folder that unpickles nothing but descriptions of tensors."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read a checkpoint's index. Raises ModelError for a damaged one, and for classes that ours do not name."""
+        """Read a checkpoint's index. Raises ModelError if it is damaged, or names classes that no checkpoint of ours
+        has.
+        """
         index = Path(self.path) / INDEX_FILE
         try:
             with index.open("rb") as file:

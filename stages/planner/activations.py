@@ -64,7 +64,7 @@ def workspace_per_token(case: StepCase) -> float:
 
 
 def _without_recomputation(case: StepCase) -> StepCase:
-    """Return the case under its layout with `recompute: none`."""
+    """Return the case with a layout that recomputes nothing."""
     if case.layout.recompute == "none":
         return case
     return replace(case, layout=case.layout.model_copy(update={"recompute": "none"}))

@@ -93,7 +93,7 @@ class Hardware:
     """Habits of this hardware's training program (`Software`) that differ from our engines'."""
 
     def habits(self, software: Software) -> Software:
-        """Return a training program of ours as it is on this hardware."""
+        """Return the habits of one of our training programs, with this hardware's differences."""
         changes: dict[str, Any] = dict(self.software)
         return replace(software, **changes)
 

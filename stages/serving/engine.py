@@ -316,7 +316,9 @@ class Engine(Protocol):
         """
 
     def caveats(self, quantization: Quantization) -> list[str]:
-        """Return warnings about a quantized model that would be served, but not as its KL or its size promise."""
+        """Return warnings about a quantized model that can be served, but with larger errors or more memory than
+        promised.
+        """
 
 
 def problems_by_parser(

@@ -98,7 +98,7 @@ class MegatronState:
         return set(mine) - before
 
     def _described(self, shard: Shard, take: Callable[[Tensor, Block], Tensor]) -> Iterator[ShardedTensor]:
-        """Yield master weights and moments of a shard, block by block, as `take` makes them, and its step count."""
+        """Yield the checkpoint entries of a shard: its master weights and moments by block, and its step count."""
         moments = shard.moments
         for block in shard.blocks(self._model):
             kept = {f"model.{block.weight}": shard.master}

@@ -143,7 +143,9 @@ def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple
 
 
 def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int, int]:
-    """Return the number of a parameter's rule, and of its expert in the whole model (0 without experts)."""
+    """Return the number of the mapping rule for a parameter, and the number of its expert in the whole model (else
+    0).
+    """
     found = ((number, match) for number, rule in enumerate(rules) if (match := re.fullmatch(rule.parameter, name)))
     number, match = next(found)
     if rules[number].weights == (HEAD,) and model.tied_embeddings:

@@ -90,7 +90,7 @@ class Sets:
 
 
 class Comparison:
-    """Comparison of the rows of `Sets` with one another."""
+    """Comparison of rows by their sets of word runs."""
 
     def __init__(self, folder: Path, threshold: float) -> None:
         self._ends = _read(folder / ENDS, np.uint64).astype(np.int64)

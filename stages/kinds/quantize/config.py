@@ -172,7 +172,9 @@ class QuantizeConfig(StageConfig):
             yield "seed", "`method: gguf` draws no random numbers"
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return the outside facts, with the version of llama.cpp where its library makes the blocks."""
+        """Return the inputs from outside the store, with llama.cpp's version if its library makes the K-quant
+        blocks.
+        """
         made_by = installed_version(self.serving_engine) if is_k_quant(self._weights) else {}
         return {**super().resolve_outside(limit_s), **made_by}
 

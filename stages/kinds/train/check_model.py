@@ -32,7 +32,7 @@ class InputModels:
 
     @classmethod
     def of(cls, config: TrainConfig, inputs: Mapping[str, Path]) -> InputModels:
-        """Return those that the config names. inputs: artifacts by stage."""
+        """Return the models that a training's config names. inputs: artifacts by stage."""
         start, teacher = inputs[config.base or config.model], config.teacher and inputs[config.teacher]
         return cls(ModelFacts(start / "model"), ModelFacts(teacher / "model") if teacher else None)
 

@@ -94,7 +94,9 @@ def check_servable(
 
 
 def caveats(quantization: Quantization, device: Device, cpu_flags: set[str]) -> list[str]:
-    """Return warnings about a quantized model that would be served, but not as its KL or its size promise."""
+    """Return warnings about a quantized model that can be served, but with larger errors or more memory than
+    promised.
+    """
     if device == "cuda" or not cpu_flags:
         return []
     if quantization.weights == "int8" and not cpu_flags & {"avx512_vnni", "avx_vnni"}:

@@ -536,7 +536,9 @@ class SyncedServer:
             self._probe.write(self._probe_path)
 
     def recorded(self) -> RecordedBatch:
-        """Return the probe's batch and log-probabilities."""
+        """Return the probe's completions, with their log-probabilities before training, to be recorded beside the
+        model.
+        """
         assert self._probe, "completions were learned from"
         return RecordedBatch(self._probe.batch, self._probe.untrained)
 
