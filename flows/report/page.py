@@ -1,17 +1,18 @@
-"""HTML pages of reports, which load nothing from elsewhere."""
+"""HTML pages of reports, which load nothing from elsewhere, with a drawing of the refresh's DAG."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import REPORT_FILE, ledger_of
 from flows.report import tables
-from flows.report.graph import draw
-from flows.report.model import Curve, RefreshReport, TrainingCurves
+from flows.report.model import Curve, RefreshReport, StageReport, TrainingCurves
 from flows.report.reading import read_report
 from flows.store.record import Index
 from stages.core.files import write_atomically
@@ -24,6 +25,10 @@ STYLES = ("vendor/uPlot.min.css", "report.css")
 SCRIPTS = ("vendor/uPlot.iife.min.js", "report.js")
 TABLE_POINTS = 12
 """Points of a curve in the table for readers who cannot see the chart."""
+WIDTH, HEIGHT = 148, 42
+GAP_X, GAP_Y = 36, 16
+MARGIN = 4
+"""Pixels of a box in the drawing of the DAG, between boxes, and around them."""
 
 
 def write_report(record: RefreshRecord, index: Index) -> Path:
@@ -108,3 +113,49 @@ def _side_by_side(old: RefreshReport, new: RefreshReport) -> list[TrainingCurves
                 curve.model_copy(update={"name": f"{curve.name}, {report.refresh}", "behind": behind}) for curve in own
             )
     return [TrainingCurves(stage=stage, chart=chart, curves=tuple(curves)) for (stage, chart), curves in charts.items()]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Stage in the drawing. x, y: its upper left corner, in pixels."""
+
+    stage: StageReport
+    x: int
+    y: int
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Boxes and arrows. arrows: SVG paths from the right side of a box to the left side of another."""
+
+    boxes: tuple[Box, ...]
+    arrows: tuple[str, ...]
+    width: int
+    height: int
+    box_width: int = WIDTH
+    box_height: int = HEIGHT
+
+
+def draw(stages: Sequence[StageReport]) -> Drawing:
+    """Place the stages from left to right, each one column after the last that it refers to. stages: upstream first."""
+    columns: dict[str, int] = {}
+    filled: Counter[int] = Counter()
+    boxes: dict[str, Box] = {}
+    for stage in stages:
+        column = 1 + max((columns[name] for name in stage.upstream if name in columns), default=-1)
+        x, y = MARGIN + column * (WIDTH + GAP_X), MARGIN + filled[column] * (HEIGHT + GAP_Y)
+        columns[stage.name], boxes[stage.name] = column, Box(stage, x, y)
+        filled[column] += 1
+    arrows = [_arrow(boxes[name], box) for box in boxes.values() for name in box.stage.upstream if name in boxes]
+    return Drawing(
+        boxes=tuple(boxes.values()),
+        arrows=tuple(arrows),
+        width=2 * MARGIN + (len(filled) or 1) * (WIDTH + GAP_X) - GAP_X,
+        height=2 * MARGIN + max(filled.values(), default=1) * (HEIGHT + GAP_Y) - GAP_Y,
+    )
+
+
+def _arrow(start: Box, end: Box) -> str:
+    x1, y1, x2, y2 = start.x + WIDTH, start.y + HEIGHT // 2, end.x, end.y + HEIGHT // 2
+    bend = max(18, (x2 - x1) // 2)
+    return f"M{x1} {y1} C{x1 + bend} {y1} {x2 - bend} {y2} {x2 - 3} {y2}"
