@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from stages.engines.fsdp.muon import COEFFICIENTS, MuonAndAdamW, orthogonalized
+from stages.engines.fsdp.optimizer import COEFFICIENTS, MuonAndAdamW, orthogonalized
 from stages.engines.settings import MuonSettings
 from tests.parity.plain_adam import trainer_parameter_groups
 from tests.parity.ranks import started_ranks

@@ -1,22 +1,211 @@
-"""Optimizer over a model's parameters: groups by weight decay, learning rate and Muon, and the choice of the class."""
+"""Optimizers over a model's parameters: groups by weight decay, learning rate and Muon; the classes and their choice.
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves matrices by orthogonalised momentum. A
+sharded matrix is gathered, one at a time, and orthogonalised whole by every process, each of which keeps its shard;
+`torch.optim.Muon` on shards would round differently with every number of processes.
+
+AdamW (Loshchilov and Hutter 2019) is also there with moments, and perhaps weights, in bf16 with stochastic rounding. A
+number between two bf16 values becomes the upper one with a probability in proportion to its nearness (Gupta et al.
+2015), so that updates of less than half a bf16 step are not lost but right on average: 0.999 times a second moment,
+rounded to nearest, would stay that moment. The random bits are a function of the seed, the step, the parameter's name
+and the place in the parameter: a resumed run rounds as the uninterrupted one, and so does any number of processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable, Mapping
+from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.trainer_pt_utils import get_parameter_names
 
 from stages.adapters.config import AdapterConfig
-from stages.engines.fsdp.adamw import LowPrecisionAdamW
-from stages.engines.fsdp.muon import MuonAndAdamW, matrices_of_layers
-from stages.engines.settings import EngineSettings, LowPrecisionSettings
+from stages.engines.settings import EngineSettings, LowPrecisionSettings, MuonSettings
 from stages.models.loaded_weights import modules_kept_in_fp32
 
+CHUNK = 2**20
+"""Elements that the optimizer updates at a time, each with some 100 bytes of intermediate results."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients of X, X Xᵀ X and (X Xᵀ)² X, which bring singular values near 1 in few iterations."""
+LEAST_NORM = 1e-7
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Patterns of parameters without weight decay, as in `Trainer.get_decay_parameter_names`; a test compares both."""
+
+
+class LowPrecisionAdamW(torch.optim.AdamW):
+    """AdamW that computes in fp32 and stores moments in the given dtypes and weights in their own."""
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        names: Mapping[nn.Parameter, str],
+        settings: LowPrecisionSettings,
+        seed: int,
+        **adamw: Any,
+    ) -> None:
+        """Build the AdamW optimizer; names: of all parameters; adamw: arguments of `torch.optim.AdamW`."""
+        super().__init__(groups, **adamw)
+        self._names = names
+        self._dtypes = {
+            "exp_avg": DTYPES[settings.exp_avg_dtype],
+            "exp_avg_sq": DTYPES[settings.exp_avg_sq_dtype],
+        }
+        self._seed = seed
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state, and keep the moments' dtypes, which torch casts to their weight's dtype."""
+        super().load_state_dict(state_dict)
+        loaded = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(loaded, own, strict=True):
+            for moment in self._dtypes.keys() & state_dict["state"].get(key, {}).keys():
+                self.state[parameter][moment] = state_dict["state"][key][moment]
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state.update({name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in self._dtypes.items()})
+        state["step"] += 1
+        step = int(state["step"])
+        kept = {"weight": parameter, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        first = first_element(parameter)
+        keys = {name: _key(self._seed, step, self._names[parameter], name) for name in kept}
+        flat = {name: _local(one).view(-1).split(CHUNK) for name, one in kept.items()}
+        chunks = zip(_local(gradient).reshape(-1).split(CHUNK), *flat.values(), strict=True)
+        for number, (of_gradient, *old) in enumerate(chunks):
+            new = _moved(of_gradient.float(), *[one.float() for one in old], step=step, group=group)
+            places = torch.arange(len(of_gradient), device=of_gradient.device) + (first + number * CHUNK)
+            for target, value, key in zip(old, new, keys.values(), strict=True):
+                if target.dtype == torch.bfloat16:
+                    value = rounded_at_random(value, random_bits(places, key))
+                target.copy_(value)
+
+
+def _moved(
+    gradient: Tensor, weight: Tensor, mean: Tensor, mean_square: Tensor, *, step: int, group: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight and moments after a step of AdamW, all fp32 [elements]."""
+    (beta1, beta2), rate = group["betas"], group["lr"]
+    mean = mean.lerp(gradient, 1 - beta1)
+    mean_square = mean_square.mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
+    denominator = (mean_square / (1 - beta2**step)).sqrt() + group["eps"]
+    weight = weight * (1 - rate * group["weight_decay"]) - (rate / (1 - beta1**step)) * (mean / denominator)
+    return weight, mean, mean_square
+
+
+def rounded_at_random(values: Tensor, bits: Tensor) -> Tensor:
+    """Round fp32 stochastically to bf16: down, or up where adding 16 random bits carries.
+
+    Values that bf16 can hold stay.
+    """
+    return ((values.view(torch.int32) + bits) & -65536).view(torch.float32)
+
+
+def random_bits(places: Tensor, key: int) -> Tensor:
+    """Return random int32 [elements], 16 bits each, for stochastic rounding.
+
+    They are a hash of places (int64) and a 32-bit key (Wellons's `lowbias32`).
+    """
+    mask = 0xFFFFFFFF
+    mixed = (places ^ (places >> 32) ^ key) & mask
+    mixed = ((mixed ^ (mixed >> 16)) * 0x7FEB352D) & mask
+    mixed = ((mixed ^ (mixed >> 15)) * 0x846CA68B) & mask
+    return (mixed >> 16).int()
+
+
+def first_element(parameter: Tensor) -> int:
+    """Return the index, in the flattened parameter, of the first row that this process's shard has."""
+    if not isinstance(parameter, DTensor) or not parameter.numel():
+        return 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0] * (parameter.numel() // len(parameter)) if parameter.ndim else 0
+
+
+def _key(*parts: object) -> int:
+    return int.from_bytes(sha256(repr(parts).encode()).digest()[:4])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class MuonAndAdamW(torch.optim.AdamW):
+    """Muon for groups with `is_muon`, AdamW for the others.
+
+    Muon's groups hold matrices [rows, columns] or stacks of them [experts, rows, columns].
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], muon: MuonSettings, dtype: torch.dtype, **adamw: Any) -> None:
+        """Build Muon and AdamW; dtype: of the iterations; adamw: arguments of `torch.optim.AdamW` for other groups."""
+        super().__init__(groups, **adamw)
+        self._muon = muon
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Make Muon's step, then AdamW's, which skips parameters without a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"] if group["is_muon"] else []:
+                if parameter.grad is not None:
+                    self._move(parameter, parameter.grad, group["lr"], group["weight_decay"])
+                    parameter.grad = None
+        super().step(closure)
+
+    def _move(self, parameter: nn.Parameter, gradient: Tensor, learning_rate: float, weight_decay: float) -> None:
+        muon, state = self._muon, self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+            state["step"] = torch.zeros(())  # which AdamW asks of every state that it restores
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - muon.momentum)
+        update = gradient.lerp(momentum, muon.momentum) if muon.nesterov else momentum
+        rows, columns = parameter.shape[-2:]
+        ratio = math.sqrt(max(1, rows / columns))
+        if muon.adjust_lr_fn == "match_rms_adamw":
+            ratio = 0.2 * math.sqrt(max(rows, columns))  # Liu et al. 2025, equation 4
+        whole = update.full_tensor() if isinstance(update, DTensor) else update
+        change = orthogonalized(whole.to(self._dtype), muon.ns_steps).to(parameter.dtype)
+        if isinstance(update, DTensor):
+            change = distribute_tensor(change, update.device_mesh, update.placements, src_data_rank=None)
+        parameter.mul_(1 - learning_rate * weight_decay).add_(change, alpha=-learning_rate * ratio)
+
+
+def orthogonalized(matrices: Tensor, num_iterations: int) -> Tensor:
+    """Return […, rows, columns] with the same singular vectors and singular values near 1 (Newton-Schulz)."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    wide = matrices.mT if is_tall else matrices
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)
+    for _ in range(num_iterations):
+        gram = wide @ wide.mT
+        wide = a * wide + (b * gram + c * gram @ gram) @ wide
+    return wide.mT if is_tall else wide
+
+
+def matrices_of_layers(causal_lm: Any) -> set[str]:
+    """Return the names of matrices and stacks of experts' matrices, without embeddings and the head."""
+    looked_up = {id(module.weight) for module in causal_lm.modules() if isinstance(module, nn.Embedding)}
+    looked_up.add(id(causal_lm.get_output_embeddings().weight))
+    return {
+        name
+        for name, one in causal_lm.named_parameters()
+        if id(one) not in looked_up and (one.ndim == 2 or (one.ndim == 3 and ".experts." in name))
+    }
 
 
 def decayed_parameters(causal_lm: nn.Module) -> set[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stages.engines.fsdp.adamw import LowPrecisionAdamW, random_bits, rounded_at_random
+from stages.engines.fsdp.optimizer import LowPrecisionAdamW, random_bits, rounded_at_random
 from stages.engines.settings import LowPrecisionSettings
 
 BF16 = LowPrecisionSettings("bf16", "bf16", bf16_stochastic_round=True)
