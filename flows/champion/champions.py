@@ -11,7 +11,7 @@ from flows.champion.registry import RegisteredVersion, Registry
 from flows.ledger.home import store_root
 from flows.report.lineage import Subject
 from flows.servers import local as servers
-from flows.servers.key import client_settings, key_file, read_key
+from flows.servers.keyed import client_settings, key_file, read_key
 from flows.store.record import Artifact, Index
 from flows.store.store import Store
 from stages.adapters.headers import ADAPTER_FOLDER

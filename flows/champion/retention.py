@@ -22,7 +22,7 @@ from flows.champion.servers_folder import left_folders, left_notes
 from flows.ledger.home import home, store_root
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import RunningRefreshes, ledger_of, ledgers
-from flows.servers.key import client_settings, read_key
+from flows.servers.keyed import client_settings, read_key
 from flows.servers.programs import MLFLOW, PREFECT, ServerProgram
 from flows.servers.records import address_of
 from flows.store import collect

@@ -56,7 +56,7 @@ def _exit_codes() -> str:
 def cli() -> None:
     """Refresh language models: one recipe from download to evaluation, every stage cached and tracked."""
     from flows.ledger.home import home_above
-    from flows.servers.key import named_settings
+    from flows.servers.keyed import named_settings
 
     os.environ |= home_above()
     os.environ |= named_settings()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flows.servers.key import USER
+from flows.servers.keyed import USER
 from stages.core.errors import ServerError
 from stages.remote.http import Answer, AnswerModel, Expected, ask_httpx, httpx_client
 

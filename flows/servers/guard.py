@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMa
 from contextlib import suppress
 from typing import Any
 
-from flows.servers.key import USER
+from flows.servers.keyed import USER
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -30,7 +30,7 @@ from starlette.routing import Mount
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flows.servers.guard import Guard, origins
-from flows.servers.key import KEY_FILE_VARIABLE, USER, read_named_key
+from flows.servers.keyed import KEY_FILE_VARIABLE, USER, read_named_key
 from flows.servers.programs import BACKLOG, KEY_VARIABLE, LOOPBACK, MLFLOW_ARTIFACTS, MLFLOW_DATABASE, PREFECT_DATABASE
 from flows.servers.records import server_heartbeat
 from stages.core.errors import LifecycleError, ServerError

@@ -28,7 +28,7 @@ from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import RunningRefreshes
 from flows.servers import copied, supervisor
 from flows.servers.kept_commands import Kept, Plan
-from flows.servers.key import KEY_FILE_VARIABLE, USER, client_settings, key_file, make_key
+from flows.servers.keyed import KEY_FILE_VARIABLE, USER, client_settings, key_file, make_key
 from flows.servers.lock import Lock
 from flows.servers.programs import (
     KEY_VARIABLE,

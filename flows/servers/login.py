@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from flows.ledger.home import home
 from flows.servers.guard import LOGIN_PATH
-from flows.servers.key import USER, key_file, open_private, read_key
+from flows.servers.keyed import USER, key_file, open_private, read_key
 from flows.servers.local import status
 from stages.core.errors import ServerError
 
