@@ -29,7 +29,6 @@ from stages.kinds.train.journal import Journal
 from stages.kinds.train.methods.method import Method
 from stages.kinds.train.metrics import Positions, Share, communication_fraction, measure_share, throughput
 from stages.kinds.train.order import even_micro_batches
-from stages.kinds.train.schedule import learning_rate
 from stages.kinds.train.watchdog import Watchdog
 from stages.parallel.devices import Peak
 
@@ -101,6 +100,21 @@ def evaluate(run: TrainingRun) -> LossMeans | None:
     """Return loss and metrics over the held-out rows; None when there are none."""
     source = run.batches.held_out
     return evaluate_held_out(run.engine, source, run.loss, run.config.learning) if source else None
+
+
+def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 1, of `num_steps`.
+
+    Warm-up reaches the full rate at step `warmup_steps`; cosine and linear would reach
+    `min_learning_rate_fraction` of it one step after the last, so no step is wasted at zero. (Transformers begins its
+    warm-up at zero; after it, both are equal at every step.)
+    """
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    done = (step - 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    decayed = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[config.schedule]
+    floor = 0.0 if config.schedule == "constant" else config.min_learning_rate_fraction
+    return config.learning_rate * (floor + (1 - floor) * decayed)
 
 
 def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share], is_profiled: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import get_scheduler
 
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.schedule import learning_rate
+from stages.kinds.train.loop import learning_rate
 
 NUM_STEPS = 110
 WARMUP = 10
