@@ -6,13 +6,13 @@ the other stages, the fields without effect, and the machine. Each function yiel
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stages.adapters.config import AdapterConfig
-from stages.adapters.legality import adapter_errors
 from stages.core.contract import StageConfig, base_of
 from stages.core.redaction import quoted
 from stages.data.any_rows import not_to_be_mixed
@@ -22,8 +22,8 @@ from stages.kinds.train.blocks import LOW_PRECISION, OptimizerConfig
 from stages.kinds.train.fields import TrainFields
 from stages.kinds.train.methods.method import Method
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
-from stages.parallel.engines.registry import RULES, engines_with, lacked_feature
-from stages.parallel.layout import AutoLayout
+from stages.parallel.engines.registry import RULES, engines_with, lacked_feature, needs_other_engine
+from stages.parallel.layout import AutoLayout, EngineName
 from stages.parallel.legality import layout_errors
 from stages.planner.hardware import named_like
 from stages.serving.config import ServingConfig
@@ -210,6 +210,15 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
         yield from lacked_feature(engine, "score_head", f"method: {config.method}")
         if config.adapter:
             yield f"`method: {config.method}` trains whole models only; remove `adapter`"
+
+
+def adapter_errors(engine: EngineName, adapter: AdapterConfig) -> Iterator[str]:
+    """Yield a sentence for each option that the engine does not support: it is refused, never silently left out."""
+    default = type(adapter)()
+    for name, value in adapter:
+        if value != getattr(default, name) and not RULES[engine].supports_adapter_option(name):
+            supporting = (other for other, rules in RULES.items() if rules.supports_adapter_option(name))
+            yield needs_other_engine(f"adapter.{name}: {json.dumps(value)}", engine, " or ".join(supporting))
 
 
 def _other_optimizer_errors(config: TrainFields) -> Iterator[str]:

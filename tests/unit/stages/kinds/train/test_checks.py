@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from stages.adapters.config import AdapterConfig
-from stages.adapters.legality import adapter_errors
+from stages.kinds.train.checks import adapter_errors
 from stages.kinds.train.config import TrainConfig
 from stages.parallel.engines.megatron import MegatronRules
 
