@@ -14,9 +14,10 @@ and the place in the parameter: a resumed run rounds as the uninterrupted one, a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ from stages.adapters.config import AdapterConfig
 from stages.engines.settings import EngineSettings, LowPrecisionSettings, MuonSettings
 from stages.models.loaded_weights import modules_kept_in_fp32
 
-CHUNK = 2**20
-"""Elements that the optimizer updates at a time, each with some 100 bytes of intermediate results."""
+HOST_BUCKET, DEVICE_BUCKET = 2**20, 2**25
+"""Elements that the optimizer updates at a time, on the host and on an accelerator, with 44 bytes of temporary memory
+each: 44 MiB that stay in a CPU's cache, and 1.4 GiB in 37 kernels, so that no kernel is shorter than its launch."""
+KEPT = ("weight", "exp_avg", "exp_avg_sq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of X, X Xᵀ X and (X Xᵀ)² X, which bring singular values near 1 in few iterations."""
@@ -61,11 +64,17 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient."""
+        """Update all parameters that have a gradient; those with the same settings and step count go together."""
         for group in self.param_groups:
+            together: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+                    kind = self._count_step(parameter), parameter.dtype, parameter.device
+                    together.setdefault(kind, []).append(parameter)
+            for (step, _, device), parameters in together.items():
+                pieces = [self._whole(parameter) for parameter in parameters]
+                for bucket in _buckets(pieces, HOST_BUCKET if device.type == "cpu" else DEVICE_BUCKET):
+                    self._update(bucket, step, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer's state, and keep the moments' dtypes, which torch casts to their weight's dtype."""
@@ -76,57 +85,120 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             for moment in self._dtypes.keys() & state_dict["state"].get(key, {}).keys():
                 self.state[parameter][moment] = state_dict["state"][key][moment]
 
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _count_step(self, parameter: nn.Parameter) -> int:
+        """Return the number of the parameter's step that begins; make its state before the first."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
             state.update({name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in self._dtypes.items()})
         state["step"] += 1
-        step = int(state["step"])
+        return int(state["step"])
+
+    def _whole(self, parameter: nn.Parameter) -> _Piece:
+        state = self.state[parameter]
         kept = {"weight": parameter, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-        first = first_element(parameter)
-        keys = {name: _key(self._seed, step, self._names[parameter], name) for name in kept}
-        flat = {name: _local(one).view(-1).split(CHUNK) for name, one in kept.items()}
-        chunks = zip(_local(gradient).reshape(-1).split(CHUNK), *flat.values(), strict=True)
-        for number, (of_gradient, *old) in enumerate(chunks):
-            new = _moved(of_gradient.float(), *[one.float() for one in old], step=step, group=group)
-            places = torch.arange(len(of_gradient), device=of_gradient.device) + (first + number * CHUNK)
-            for target, value, key in zip(old, new, keys.values(), strict=True):
-                if target.dtype == torch.bfloat16:
-                    value = rounded_at_random(value, random_bits(places, key))
-                target.copy_(value)
+        flat = {name: _local(one).view(-1) for name, one in kept.items()}
+        assert parameter.grad is not None
+        gradient = _local(parameter.grad).reshape(-1)
+        return _Piece(self._names[parameter], first_element(parameter), gradient, flat)
+
+    def _update(self, pieces: list[_Piece], step: int, group: dict[str, Any]) -> None:
+        """Update pieces of parameters of one dtype, side by side in fp32 [elements]: one kernel for all of them."""
+        sizes = [len(piece.gradient) for piece in pieces]
+        device = pieces[0].gradient.device
+        rounded = [name for name in KEPT if pieces[0].kept[name].dtype == torch.bfloat16]
+        rows = [*rounded, *(name for name in KEPT if name not in rounded)]
+        # Before the values, so that intermediate results of both are never there at a time.
+        bits = self._bits(pieces, sizes, rounded, step) if rounded else None
+        values = torch.empty(len(rows), sum(sizes), dtype=torch.float32, device=device)
+        gradient = torch.empty_like(values[0])
+        torch._foreach_copy_(gradient.split(sizes), [piece.gradient for piece in pieces])
+        for name, row in zip(rows, values, strict=True):
+            torch._foreach_copy_(row.split(sizes), [piece.kept[name] for piece in pieces])
+        _move(gradient, **dict(zip(rows, values, strict=True)), step=step, group=group)
+        if bits is not None:
+            round_at_random_(values[: len(rounded)], bits)
+        for name, row in zip(rows, values, strict=True):
+            torch._foreach_copy_([piece.kept[name] for piece in pieces], row.split(sizes))
+
+    def _bits(self, pieces: list[_Piece], sizes: list[int], rounded: list[str], step: int) -> Tensor:
+        """Return random bits for the rounded ones of KEPT, int32 [rounded, elements]."""
+        device, starts = pieces[0].gradient.device, accumulate(sizes, initial=0)
+        places = torch.arange(sum(sizes), device=device)
+        shifts = [piece.first - start for piece, start in zip(pieces, starts, strict=False)]
+        torch._foreach_add_(places.split(sizes), shifts)
+        keys = torch.zeros(len(rounded), sum(sizes), dtype=torch.int32, device=device)
+        numbers = [_key(self._seed, step, piece.name, name) for name in rounded for piece in pieces]
+        torch._foreach_add_([one for row in keys for one in row.split(sizes)], numbers)
+        return random_bits(places, keys)
 
 
-def _moved(
-    gradient: Tensor, weight: Tensor, mean: Tensor, mean_square: Tensor, *, step: int, group: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weight and moments after a step of AdamW, all fp32 [elements]."""
+@dataclass(frozen=True)
+class _Piece:
+    """Consecutive elements of a parameter's shard, with their gradient and state: flat views.
+
+    first: index of the first element in the whole parameter, flattened.
+    """
+
+    name: str
+    first: int
+    gradient: Tensor
+    kept: dict[str, Tensor]
+
+
+def _buckets(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
+    """Yield the pieces' elements, in their order, `size` at a time; the last bucket may have fewer."""
+    bucket: list[_Piece] = []
+    free = size
+    for whole in pieces:
+        start, end = 0, len(whole.gradient)
+        while start < end:
+            taken = slice(start, min(end, start + free))
+            kept = {name: one[taken] for name, one in whole.kept.items()}
+            bucket.append(_Piece(whole.name, whole.first + start, whole.gradient[taken], kept))
+            free -= taken.stop - start
+            start = taken.stop
+            if not free:
+                yield bucket
+                bucket, free = [], size
+    if bucket:
+        yield bucket
+
+
+def _move(
+    gradient: Tensor, *, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: dict[str, Any]
+) -> None:
+    """Move weight and moments by a step of AdamW, in place; all fp32 [elements]. Overwrites the gradient."""
     (beta1, beta2), rate = group["betas"], group["lr"]
-    mean = mean.lerp(gradient, 1 - beta1)
-    mean_square = mean_square.mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
-    denominator = (mean_square / (1 - beta2**step)).sqrt() + group["eps"]
-    weight = weight * (1 - rate * group["weight_decay"]) - (rate / (1 - beta1**step)) * (mean / denominator)
-    return weight, mean, mean_square
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = torch.div(exp_avg_sq, 1 - beta2**step, out=gradient).sqrt_().add_(group["eps"])
+    change = torch.div(exp_avg, denominator, out=denominator).mul_(rate / (1 - beta1**step))
+    weight.mul_(1 - rate * group["weight_decay"]).sub_(change)
 
 
-def rounded_at_random(values: Tensor, bits: Tensor) -> Tensor:
-    """Round fp32 stochastically to bf16: down, or up where adding 16 random bits carries.
+def round_at_random_(values: Tensor, bits: Tensor) -> Tensor:
+    """Round fp32 stochastically to bf16, in place: down, or up where adding 16 random bits carries.
 
     Values that bf16 can hold stay.
     """
-    return ((values.view(torch.int32) + bits) & -65536).view(torch.float32)
+    values.view(torch.int32).add_(bits).bitwise_and_(-65536)
+    return values
 
 
-def random_bits(places: Tensor, key: int) -> Tensor:
-    """Return random int32 [elements], 16 bits each, for stochastic rounding.
+def random_bits(places: Tensor, key: Tensor | int) -> Tensor:
+    """Return random int32, 16 bits each, for stochastic rounding: of the shape to which both arguments broadcast.
 
-    They are a hash of places (int64) and a 32-bit key (Wellons's `lowbias32`).
+    They are a hash of places (int64) and a 32-bit key (int32, or one for all): Wellons's `lowbias32`. It is unsigned;
+    products and additions wrap around as in int32, and the masks make right shifts those of unsigned numbers.
     """
-    mask = 0xFFFFFFFF
-    mixed = (places ^ (places >> 32) ^ key) & mask
-    mixed = ((mixed ^ (mixed >> 16)) * 0x7FEB352D) & mask
-    mixed = ((mixed ^ (mixed >> 15)) * 0x846CA68B) & mask
-    return (mixed >> 16).int()
+    mixed = (places ^ (places >> 32)).int() ^ key
+    mixed ^= (mixed >> 16).bitwise_and_(0xFFFF)
+    mixed *= 0x7FEB352D
+    mixed ^= (mixed >> 15).bitwise_and_(0x1FFFF)
+    mixed *= 0x846CA68B - 2**32
+    mixed >>= 16
+    return mixed.bitwise_and_(0xFFFF)
 
 
 def first_element(parameter: Tensor) -> int:
@@ -138,7 +210,8 @@ def first_element(parameter: Tensor) -> int:
 
 
 def _key(*parts: object) -> int:
-    return int.from_bytes(sha256(repr(parts).encode()).digest()[:4])
+    """Return the hash of the parts as a signed 32-bit number."""
+    return int.from_bytes(sha256(repr(parts).encode()).digest()[:4], signed=True)
 
 
 def _local(tensor: Tensor) -> Tensor:

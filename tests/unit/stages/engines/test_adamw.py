@@ -1,12 +1,25 @@
-"""AdamW in low precision: equal to torch's without rounding, and unbiased with stochastic rounding."""
+"""AdamW in low precision: equal to torch's without rounding, unbiased with stochastic rounding, in few kernels."""
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from stages.engines.fsdp.optimizer import LowPrecisionAdamW, random_bits, rounded_at_random
+from stages.engines.fsdp import optimizer as module
+from stages.engines.fsdp.optimizer import DEVICE_BUCKET, LowPrecisionAdamW, random_bits, round_at_random_
 from stages.engines.settings import LowPrecisionSettings
 
 BF16 = LowPrecisionSettings("bf16", "bf16", bf16_stochastic_round=True)
@@ -37,11 +50,11 @@ def test_each_neighbour_comes_as_often_as_it_is_near() -> None:
     bits = torch.arange(2**16, dtype=torch.int32)
     for sign in (1, -1):
         value = sign * (1 + 2**-7 * 0.3)
-        found = rounded_at_random(torch.full((2**16,), value), bits)
+        found = round_at_random_(torch.full((2**16,), value), bits)
         assert set(found.tolist()) == {sign * 1.0, sign * (1 + 2**-7)}
         assert found.double().mean().item() == pytest.approx(value, abs=2**-7 * 2**-15)
     held = torch.randn(2**16).bfloat16().float()
-    assert torch.equal(rounded_at_random(held, bits), held)
+    assert torch.equal(round_at_random_(held.clone(), bits), held)
 
 
 def test_bits_are_even_and_depend_on_the_place_alone() -> None:
@@ -96,3 +109,150 @@ def test_a_restored_optimizer_has_moments_in_their_own_dtypes() -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             assert second.state[weight][name].dtype == of_moments
             assert torch.equal(second.state[weight][name], first.state[weight][name])
+
+
+ALL_SETTINGS = [LowPrecisionSettings(*case) for case in itertools.product(("fp32", "bf16"), ("fp32", "bf16"), (0, 1))]
+SHAPES = ((7,), (), (130, 33), (3, 5, 17), (64, 64), (10007,), (0, 4))
+KEPT_IN_FP32, WITHOUT_GRADIENT_AT_TIMES = 3, 4
+DECAYS = (0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BETAS, EPSILON, RATE, SEED = (0.9, 0.95), 1e-8, 1e-2, 3
+
+
+def by_definition(kept: dict[str, Tensor], gradient: Tensor, name: str, step: int, decay: float) -> dict[str, Tensor]:
+    """Return weight and moments after a step, computed for one parameter alone; random bits in 64-bit numbers."""
+    weight, mean, square = (one.float() for one in kept.values())
+    mean = mean.lerp(gradient.float(), 1 - BETAS[0])
+    square = square.mul(BETAS[1]).addcmul(gradient.float(), gradient.float(), value=1 - BETAS[1])
+    denominator = (square / (1 - BETAS[1] ** step)).sqrt() + EPSILON
+    weight = weight * (1 - RATE * decay) - (RATE / (1 - BETAS[0] ** step)) * (mean / denominator)
+    moved = {}
+    for (key, old), new in zip(kept.items(), (weight, mean, square), strict=True):
+        if old.dtype == torch.bfloat16:
+            mask, hashed = 0xFFFFFFFF, sha256(repr((SEED, step, name, key)).encode()).digest()
+            mixed = torch.arange(new.numel()).view(new.shape) ^ int.from_bytes(hashed[:4])
+            mixed = ((mixed ^ (mixed >> 16)) * 0x7FEB352D) & mask
+            mixed = ((mixed ^ (mixed >> 15)) * 0x846CA68B) & mask
+            new = ((new.view(torch.int32) + (mixed >> 16).int()) & -65536).view(torch.float32)
+        moved[key] = new.to(old.dtype)
+    return moved
+
+
+@pytest.mark.parametrize("bucket", [1000, 2**20])
+@pytest.mark.parametrize("settings", ALL_SETTINGS, ids=str)
+def test_parameters_side_by_side_get_the_bits_of_each_alone(
+    settings: LowPrecisionSettings, bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Odd sizes, buckets that cut parameters, one weight kept in fp32, one without a gradient in two steps."""
+    monkeypatch.setattr(module, "HOST_BUCKET", bucket)
+    generator = torch.Generator().manual_seed(1)
+    moments = {"exp_avg": DTYPES[settings.exp_avg_dtype], "exp_avg_sq": DTYPES[settings.exp_avg_sq_dtype]}
+    weights, expected = [], []
+    for number, shape in enumerate(SHAPES):
+        in_bf16 = settings.bf16_stochastic_round and number != KEPT_IN_FP32
+        start = torch.randn(shape, generator=generator).to(torch.bfloat16 if in_bf16 else torch.float32)
+        weights.append(nn.Parameter(start.clone()))
+        expected.append({"weight": start} | {name: start.new_zeros(shape, dtype=one) for name, one in moments.items()})
+    names = {weight: f"w{number}" for number, weight in enumerate(weights)}
+    groups = [{"params": weights[:4], "weight_decay": 0.1}, {"params": weights[4:], "weight_decay": 0.0}]
+    adamw = LowPrecisionAdamW(groups, names, settings, SEED, lr=RATE, betas=BETAS, eps=EPSILON)
+    num_steps = [0] * len(weights)
+    for step in range(6):
+        for number, weight in enumerate(weights):
+            weight.grad = None
+            if number != WITHOUT_GRADIENT_AT_TIMES or step not in (1, 2):
+                weight.grad = 10.0**-step * torch.randn(weight.shape, generator=generator).to(weight.dtype)
+                num_steps[number] += 1
+                of_step = names[weight], num_steps[number], DECAYS[number]
+                expected[number] = by_definition(expected[number], weight.grad, *of_step)
+        adamw.step()
+    for weight, wanted in zip(weights, expected, strict=True):
+        for name, found in {"weight": weight.detach(), **{one: adamw.state[weight][one] for one in moments}}.items():
+            assert found.dtype == wanted[name].dtype
+            assert torch.equal(found, wanted[name])
+
+
+RANK, NUM_PROCESSES = 2, 3
+"""One rank for all tests here: DTensor caches the shards of a mesh, though a test may be another rank of it."""
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=NUM_PROCESSES)
+    try:
+        yield init_device_mesh("cpu", (NUM_PROCESSES,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_shards_get_the_bits_that_they_have_in_the_whole(mesh: DeviceMesh) -> None:
+    """The last process's shards: three rows, one element, none."""
+    generator = torch.Generator().manual_seed(2)
+    start = [torch.randn(shape, generator=generator).bfloat16() for shape in ((11, 5), (7,), (2, 3))]
+    gradients = [[torch.randn(one.shape, generator=generator).bfloat16() for one in start] for _ in range(4)]
+
+    def train(kept: Callable[[Tensor], Tensor]) -> list[nn.Parameter]:
+        weights = [nn.Parameter(kept(one.clone())) for one in start]
+        names = {weight: f"w{number}" for number, weight in enumerate(weights)}
+        adamw = LowPrecisionAdamW([{"params": weights}], names, BF16, SEED, lr=RATE)
+        for of_step in gradients:
+            for weight, gradient in zip(weights, of_step, strict=True):
+                weight.grad = kept(gradient)
+            adamw.step()
+        return weights
+
+    def shard(tensor: Tensor) -> Tensor:
+        rows = tensor.chunk(NUM_PROCESSES)
+        own = rows[RANK] if len(rows) > RANK else tensor[:0]
+        options: dict[str, Any] = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+        return DTensor.from_local(own.clone(), mesh, [Shard(0)], **options)
+
+    for mine, whole in zip(train(shard), train(lambda tensor: tensor), strict=True):
+        assert torch.equal(mine.to_local(), shard(whole.detach()).to_local())
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute on `meta`, and the most bytes that their new results have at a time."""
+
+    VIEWS = ("view", "split", "slice", "detach", "select", "alias", "unbind", "empty")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = self.most_bytes = self._live_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before = {one.untyped_storage()._cdata for one in _on_meta((args, kwargs))}
+        new = [one.untyped_storage() for one in _on_meta(result) if one.untyped_storage()._cdata not in before]
+        if (before or new) and not str(func).split(".")[1].startswith(self.VIEWS):
+            self.number += 1
+        for storage in new:
+            self._live_bytes += storage.nbytes()
+            weakref.finalize(storage, self._free, storage.nbytes())
+        self.most_bytes = max(self.most_bytes, self._live_bytes)
+        return result
+
+    def _free(self, num_bytes: int) -> None:
+        self._live_bytes -= num_bytes
+
+
+def _on_meta(tree: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.is_meta]
+
+
+def test_kernels_and_memory_of_a_step_are_bounded() -> None:
+    """An 8B model (Qwen3) on 8 accelerators: fewer than 3 kernels a parameter, 44 bytes an element of a bucket."""
+    hidden, ffn, of_keys, head, vocabulary = 4096, 12288, 1024, 128, 151936
+    matrices = [hidden * hidden] * 2 + [of_keys * hidden] * 2 + [ffn * hidden] * 3
+    layer = [*matrices, head, head, hidden, hidden]
+    sizes = [size // 8 for size in [*layer * 36, hidden, vocabulary * hidden, vocabulary * hidden]]
+    weights = [nn.Parameter(torch.empty(size, dtype=torch.bfloat16, device="meta")) for size in sizes]
+    names = {weight: f"w{number}" for number, weight in enumerate(weights)}
+    adamw = LowPrecisionAdamW([{"params": weights}], names, BF16, SEED, lr=RATE)
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
+    adamw.step()
+    with Launches() as launches:
+        adamw.step()
+    assert launches.number < 3 * len(weights), f"{launches.number} for {len(weights)} parameters"
+    assert launches.most_bytes <= 44 * DEVICE_BUCKET
