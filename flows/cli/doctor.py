@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -12,8 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flows.launch.cluster import CLUSTERS
+from flows.launch.local import code_folder
 from flows.ledger.home import home
 from flows.ledger.machine import gpus, memory_gib, num_cores
+from flows.planning.devices import VISIBLE_DEVICES
 from flows.servers import local as servers
 from flows.servers.programs import NAMED_BY
 from stages.core.errors import LifecycleError
@@ -21,6 +25,15 @@ from stages.core.errors import LifecycleError
 PYTHONS = ((3, 11), (3, 12))
 PIPELINE_PACKAGES = ("torch", "transformers", "datasets", "prefect", "mlflow", "lm_eval", "llmcompressor")
 OPTIONAL_PACKAGES = ("megatron-core",)
+ASK_TORCH = """
+import json, sys, torch
+from stages.parallel.accelerator import unseen_devices
+print(json.dumps([torch.accelerator.device_count(), unseen_devices(int(sys.argv[1]))]))
+"""
+"""Program that prints how many devices torch sees and, if it sees none of those listed, what was found and what to do.
+
+Its argument: the number of GPUs that the driver lists.
+"""
 SMALLEST_MEMORY_GIB = 4.0
 SMALLEST_DISK_GIB = 5.0
 SMALLEST_SHARED_MEMORY_GIB = 0.25
@@ -126,8 +139,21 @@ def _shared_memory() -> list[Finding]:
 
 
 def _gpus() -> list[Finding]:
+    """Compare the GPUs that the driver lists with those that torch sees."""
     names = gpus()
-    found = ", ".join(names) if names else "none: everything runs on the CPU"
+    if not names:
+        return [Finding("GPUs", "ok", "none: everything runs on the CPU")]
+    asked = [sys.executable, "-c", ASK_TORCH, str(len(names))]
+    done = subprocess.run(asked, cwd=code_folder(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        problem = f"{', '.join(names)}; asking torch for them failed: {(done.stderr.strip() or '-').splitlines()[-1]}"
+        return [Finding("GPUs", "missing", problem, "make environments")]
+    number, unseen = json.loads(done.stdout.splitlines()[-1])
+    if unseen:
+        return [Finding("GPUs", "missing", *unseen)]
+    found = f"{', '.join(names)}; torch sees {number}"
+    if number < len(names):
+        return [Finding("GPUs", "warning", found, f"unset {VISIBLE_DEVICES} if refreshes may use all")]
     return [Finding("GPUs", "ok", found)]
 
 

@@ -9,24 +9,63 @@ import importlib
 import importlib.util
 import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from stages.core.errors import ResourceError
-from stages.parallel.device_types import DEVICE_TYPES, DeviceType, check_capability, device_type
+from stages.parallel.device_types import (
+    DEVICE_TYPES,
+    DeviceType,
+    are_hidden,
+    built_without,
+    check_capability,
+    device_type,
+    num_listed,
+    unseen,
+)
+
+ROOT = Path("/")
+"""Folder below which drivers list their devices."""
 
 
 def type_at_hand() -> DeviceType:
     """Return the kind of accelerator that this process sees; the CPU's where it sees none.
 
-    Raises ResourceError for an accelerator of an unknown kind.
+    Raises ResourceError for an accelerator of an unknown kind, and where torch sees none of those that a driver lists.
     """
     for kind in DEVICE_TYPES:  # torch knows the devices of a plugin once it is imported
         if kind.plugin and importlib.util.find_spec(kind.plugin):
             importlib.import_module(kind.plugin)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None and (problem := unseen_devices()):
+        raise ResourceError("; ".join(problem))
     return of_device(accelerator or torch.device("cpu"))
+
+
+def unseen_devices(num_gpus: int = 0) -> tuple[str, str] | None:
+    """Return what was found and what to do where a driver lists devices that torch does not see; None where it does.
+
+    None also where the environment hides them. num_gpus: NVIDIA GPUs that the caller has found listed.
+    """
+    if torch.accelerator.is_available():
+        return None
+    for kind in DEVICE_TYPES:
+        number = num_listed(kind, ROOT) or (num_gpus if kind.listed_in else 0)
+        if number and not are_hidden(kind, os.environ):
+            return unseen(kind, number, _why_unseen(kind))
+    return None
+
+
+def _why_unseen(kind: DeviceType) -> str:
+    if problem := built_without(kind):
+        return problem
+    try:
+        torch.get_device_module(kind.torch_type).init()
+    except (RuntimeError, AssertionError) as error:  # a driver that is too old, or lists devices of the host
+        return f"torch {torch.__version__} cannot use them ({str(error).splitlines()[0]})"
+    return f"torch {torch.__version__} sees none"
 
 
 @cache

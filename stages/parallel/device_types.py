@@ -1,14 +1,16 @@
 """Kinds of devices that training may run on, a row each; the only place that names one of them.
 
-Everything else asks a row: the backend of collectives, the variable that chooses devices, what is missing. Pure; calls
-of torch are in `accelerator.py`. Tried so far: CPUs. The other rows are written from the documentation of torch and of
-the vendors' plugins.
+Everything else asks a row: the backend of collectives, the variable that chooses devices, what is missing. Imports no
+torch: calls of it are in `accelerator.py`. Tried so far: CPUs. The other rows are written from the documentation of
+torch and of the vendors' plugins.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from stages.core.errors import ResourceError
@@ -30,6 +32,8 @@ class DeviceType:
     """Backend of `torch.distributed` for tensors on this kind of device."""
     visible_devices: str | None = None
     """Environment variable that limits the devices that a process sees."""
+    listed_in: tuple[str, ...] = ()
+    """Patterns of files below the root of which the driver has one a device, whatever torch was built for."""
     plugin: str | None = None
     """Package without which torch does not know this kind of device."""
     pins_host_memory: bool = True
@@ -52,7 +56,16 @@ class DeviceType:
 
 _EIGHT_BITS = "products in 8 bits are for NVIDIA's GPUs here; say `precision: bf16`"
 DEVICE_TYPES = (
-    DeviceType("cuda", "NVIDIA GPUs", "cuda", "nccl", "CUDA_VISIBLE_DEVICES", has_flash_kernel=True, fp8_from=(8, 9)),
+    DeviceType(
+        "cuda",
+        "NVIDIA GPUs",
+        "cuda",
+        "nccl",
+        "CUDA_VISIBLE_DEVICES",
+        listed_in=("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*"),
+        has_flash_kernel=True,
+        fp8_from=(8, 9),
+    ),
     DeviceType(
         "rocm",
         "AMD GPUs (ROCm)",
@@ -102,6 +115,48 @@ DEVICE_TYPES = (
 def device_type(name: str) -> DeviceType:
     """Return the device type of a name."""
     return next(row for row in DEVICE_TYPES if row.name == name)
+
+
+def num_listed(device: DeviceType, root: Path) -> int:
+    """Return how many devices of this kind the driver lists below the root folder; 0 for a kind without such a list."""
+    return max((len(list(root.glob(pattern))) for pattern in device.listed_in), default=0)
+
+
+def are_hidden(device: DeviceType, environment: Mapping[str, str]) -> bool:
+    """Return whether the environment hides all devices of this kind from a process."""
+    return device.visible_devices is not None and environment.get(device.visible_devices) in ("", "-1")
+
+
+def unseen(device: DeviceType, number: int, problem: str) -> tuple[str, str]:
+    """Return what was found and what to do where the driver lists devices that torch does not see."""
+    return (
+        f"choosing the device to train on: the driver lists {number} {device.title}, but {problem}, so training would "
+        "silently run on the CPU; expected torch to see the devices of the driver",
+        f"install torch's build for them (`make environments DEVICE={device.name}`) and a driver that is new enough, "
+        f'give a container its devices, or set {device.visible_devices} to "" (for one stage in its '
+        "execution.environment) to train on the CPU",
+    )
+
+
+def built_without(device: DeviceType) -> str | None:
+    """Return, as part of a sentence, that the installed torch was built without this kind of device; None if not."""
+    try:
+        torch = importlib.metadata.distribution("torch")
+        lines = Path(str(torch.locate_file("torch/version.py"))).read_text().splitlines()
+    except (importlib.metadata.PackageNotFoundError, OSError):
+        return None
+    values = {line.partition(":")[0]: line.rpartition("=")[2].strip() for line in lines}
+    return f"torch {torch.version} was built without them" if values.get(device.name) == "None" else None
+
+
+def unusable_gpus(number: int, environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return what was found and what to do where torch was built without the NVIDIA GPUs that the driver lists.
+
+    environment: the process's that would train; None is returned where it hides the GPUs.
+    """
+    gpu = device_type("cuda")
+    problem = None if are_hidden(gpu, environment) else built_without(gpu)
+    return unseen(gpu, number, problem) if problem else None
 
 
 def check_device(device: DeviceType, engine: EngineName, layout: Layout, precision: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from stages.kinds.train.blocks import LOW_PRECISION, OptimizerConfig
 from stages.kinds.train.fields import TrainFields
 from stages.kinds.train.methods.method import Method
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
+from stages.parallel.device_types import unusable_gpus
 from stages.parallel.engines.registry import RULES, engines_with, lacked_feature, needs_other_engine
 from stages.parallel.layout import AutoLayout, EngineName
 from stages.parallel.legality import layout_errors
@@ -370,8 +372,15 @@ def _idle_fields_of_sampling(config: TrainFields) -> Iterator[tuple[str, str]]:
 
 
 def machine_problems(config: TrainFields, gpus: Sequence[str]) -> Iterator[str]:
-    """Yield what the machine lacks for products in 8 bits; clusters are checked when the stage starts."""
-    if config.precision != "fp8" or not config.execution.is_local:
+    """Yield what this machine lacks: a torch that sees its GPUs, and what products in 8 bits need.
+
+    Clusters are checked when the stage starts.
+    """
+    if not config.execution.is_local:
+        return
+    if gpus and (problem := unusable_gpus(len(gpus), {**os.environ, **config.execution.environment})):
+        yield "; ".join(problem)
+    if config.precision != "fp8":
         return
     if not gpus:
         yield "`precision: fp8` is for NVIDIA GPUs, and this machine has none; set `precision: bf16`"

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli import doctor
 from flows.cli.main import main
+from flows.ledger import machine
 from stages.core.errors import RecipeError, StoreError, error_classes
 
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
@@ -179,6 +181,18 @@ def test_doctor_names_a_vllm_that_is_missing_and_what_to_do(lifecycle, monkeypat
     assert findings["vllm"]["state"] == "missing"
     assert "make environments" in findings["vllm"]["remedy"]
     assert findings["pipeline"]["state"] == "ok"
+
+
+@pytest.mark.parametrize(("visible", "state"), [("99", "missing"), ("", "warning")])
+def test_doctor_compares_the_gpus_of_the_driver_with_those_of_torch(tmp_path, monkeypatch, visible, state):
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\n")
+    monkeypatch.setattr(machine, "GPUS", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (finding,) = doctor._gpus()
+    assert finding.state == state
+    assert ("NVIDIA GPUs, but torch" if visible else "H100 80GB HBM3; torch sees 0") in finding.found
+    assert "CUDA_VISIBLE_DEVICES" in finding.remedy
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -23,9 +23,19 @@ from stages.parallel.engines import fsdp
 RECIPE = Path(__file__).parents[4] / "configs" / "qwen3-8b-grpo-8gpu.yaml"
 
 
+def install_torch_for(folder: Path, monkeypatch: pytest.MonkeyPatch, cuda: str) -> None:
+    """Put metadata and version file of a torch before those of the installed one; its code is imported as before."""
+    (folder / "site" / "torch").mkdir(parents=True, exist_ok=True)
+    (folder / "site" / "torch" / "version.py").write_text(f"cuda: Optional[str] = {cuda}\nhip: Optional[str] = None\n")
+    (folder / "site" / "torch-2.13.0.dist-info").mkdir(exist_ok=True)
+    (folder / "site" / "torch-2.13.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.13.0\n")
+    monkeypatch.syspath_prepend(folder / "site")
+
+
 @pytest.fixture
 def eight_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake the driver's list of eight H100 GPUs."""
+    """Fake the driver's list of eight H100 GPUs, and the version of a torch that was built for them."""
+    install_torch_for(tmp_path, monkeypatch, "'13.0'")
     monkeypatch.setattr(machine, "GPUS", tmp_path)
     for number in range(8):
         (tmp_path / f"0000:{number:02x}:00.0").mkdir()
@@ -110,6 +120,22 @@ def test_an_automatic_layout_leaves_the_server_its_gpus(eight_gpus: None) -> Non
 
 def test_a_stage_that_is_to_see_no_gpus_may_run_beside_them(eight_gpus: None) -> None:
     check_devices(planned(loaded("layout.dp_shard=8", visible="")))
+
+
+def test_gpus_that_torch_was_built_without_are_not_silently_left_alone(
+    eight_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_torch_for(tmp_path, monkeypatch, "None")
+    message = (
+        r"stage grpo: choosing the device to train on: the driver lists 8 NVIDIA GPUs, but torch 2\.13\.0 was built "
+        r"without them, .*`make environments DEVICE=cuda`.* CUDA_VISIBLE_DEVICES to .* to train on the CPU"
+    )
+    with pytest.raises(ResourceError, match=message):
+        check_devices(planned(loaded()))
+    check_devices(planned(loaded(visible="")))
+    check_devices(planned(loaded("execution.launcher=slurm", "execution.slurm.gpus_per_node=8")))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    check_devices(planned(loaded()))
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,26 @@ def test_a_device_without_a_row_is_refused_by_name() -> None:
         accelerator.of_device(torch.device("meta"))
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines where torch sees no accelerator")
+@pytest.mark.parametrize("listed", ["proc/driver/nvidia/gpus/0000:01:00.0", "dev/nvidia0"])
+def test_devices_that_torch_does_not_see_are_not_silently_replaced_by_the_cpu(
+    listed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "ROOT", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert accelerator.type_at_hand().name == "cpu"
+    (tmp_path / listed).mkdir(parents=True)
+    (tmp_path / "dev").mkdir(exist_ok=True)
+    (tmp_path / "dev" / "nvidiactl").touch()  # which is no device
+    with pytest.raises(ResourceError, match=r"the driver lists 1 NVIDIA GPUs, but torch .* to train on the CPU"):
+        accelerator.type_at_hand()
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert accelerator.type_at_hand().name == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert accelerator.unseen_devices()
+
+
 def test_no_other_file_names_a_kind_of_accelerator() -> None:
     done = subprocess.run(
         ["git", "grep", "-lE", r"\bcuda\b|CUDA_|torch_npu|\bxpu\b|nccl:", "--", "stages/*.py", "flows/*.py"],
