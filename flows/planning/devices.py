@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -10,9 +11,10 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.recipe.recipe import Recipe
 from stages.core.contract import StageConfig
 from stages.core.errors import ResourceError
-from stages.parallel.device_types import device_type
+from stages.parallel.device_types import are_hidden, device_type
 
-VISIBLE_DEVICES = device_type("cuda").visible_devices or ""
+GPU = device_type("cuda")
+VISIBLE_DEVICES = GPU.visible_devices or ""
 """Variable that limits a process to some of the GPUs that `gpus` finds."""
 
 
@@ -37,6 +39,12 @@ def own_gpus(config: StageConfig) -> list[int]:
     """Return the numbers of the GPUs of this machine that a stage was limited to (`on_devices`), if it was."""
     named = config.execution.environment.get("CUDA_VISIBLE_DEVICES", "") if gpus() else ""
     return [int(number) for number in named.split(",") if number.isdecimal()]
+
+
+def sees_gpus(config: StageConfig) -> bool:
+    """Return whether a stage runs on GPUs of this machine, which neither the recipe nor the environment hides."""
+    environment = {**os.environ, **config.execution.environment}
+    return bool(gpus()) and config.execution.is_local and not are_hidden(GPU, environment)
 
 
 def check_devices(planned: Plan) -> None:

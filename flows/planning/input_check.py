@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from flows.planning.devices import GPU, sees_gpus
 from flows.planning.model_shape import download_of, read_known_facts
 from flows.planning.outside import Outside
 from flows.recipe.recipe import Recipe
@@ -75,8 +76,11 @@ def _check(recipe: Recipe, name: str, config: TrainConfig, outside: Outside, ind
     rules = RULES[config.engine]
     if rules.builds_from_shape:
         shape = rules.shape_of(facts)
-        if errors := "; ".join(rules.model_errors(config.layout, shape)):
-            raise LayoutError(errors)
+        errors = [*rules.model_errors(config.layout, shape)]
+        if sees_gpus(config):
+            errors += rules.device_errors(GPU.torch_type, config.layout, config.precision, shape)
+        if errors:
+            raise LayoutError("; ".join(errors))
         yield from rules.layout_warnings(config.layout, config.constraints, shape)
     limit = facts.max_positions
     if limit is not None and config.data.sequence_length > limit:

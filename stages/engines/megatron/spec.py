@@ -27,6 +27,7 @@ from stages.core.errors import ResourceError
 from stages.engines.megatron.attention import LocalAttention, transformer_engine_attention
 from stages.engines.megatron.kernels import RootMeanSquareNorm, SwiGLU
 from stages.models.shape import ModelShape
+from stages.parallel.engines.megatron import has_transformer_engine
 from stages.planner.workload import Precision
 
 
@@ -52,8 +53,7 @@ class RMSNorm(nn.Module):
 @cache
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
     """Return whether layers are Transformer Engine's, whose attention takes packed rows in 16 bits only."""
-    installed = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    return installed and dtype == torch.bfloat16
+    return torch.cuda.is_available() and has_transformer_engine() and dtype == torch.bfloat16
 
 
 def check_precision(precision: Precision) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stages.core.contract import StageContext
-from stages.core.errors import LayoutError, ModelError
+from stages.core.errors import LayoutError, ModelError, ResourceError
 from stages.kinds.train.blocks import MoeConfig
 from stages.kinds.train.config import TrainConfig
 from stages.models.facts import LEARNED_POSITIONS, ModelFacts
@@ -78,3 +78,10 @@ def check_model(config: TrainConfig, context: StageContext, facts: ModelFacts) -
     for warning in rules.layout_warnings(config.layout, config.constraints, shape):
         context.warn(warning)
     return shape
+
+
+def check_layout_on_device(config: TrainConfig, torch_type: str, shape: ModelShape) -> None:
+    """Raise ResourceError for a layout that the engine cannot run on devices of this kind, as this machine has them."""
+    errors = RULES[config.engine].device_errors(torch_type, config.layout, config.precision, shape)
+    if problems := "; ".join(errors):
+        raise ResourceError(problems)

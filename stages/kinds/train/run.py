@@ -25,7 +25,7 @@ from stages.engines.engine import Engine, LossMeans
 from stages.engines.recorded import record_log_probabilities
 from stages.engines.registry import BUILDERS, EngineInputs
 from stages.kinds.train.batches import TrainingData
-from stages.kinds.train.check_model import InputModels, check_lengths, check_model
+from stages.kinds.train.check_model import InputModels, check_layout_on_device, check_lengths, check_model
 from stages.kinds.train.checkpoints import Checkpoints, check_free_disk
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.journal import Journal, plot_loss
@@ -42,7 +42,7 @@ from stages.models.model_folder import check_model_folder
 from stages.models.recorded import note_trained_on
 from stages.models.start_up import start_training_quickly
 from stages.parallel.accelerator import check_precision, type_at_hand
-from stages.parallel.device_types import check_device
+from stages.parallel.device_types import DeviceType, check_device
 from stages.parallel.devices import device_peak
 from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import describe_layout
@@ -64,10 +64,12 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     """
     models = InputModels.of(config, context.inputs)
     config = config.model_copy(update={"data": config.data_from(context.inputs[config.model])})
-    _check_machine(config)
+    device_type = _check_machine(config)
     for unusual in [*check_model_folder(models.start), *check_tokenizer(models.start)]:
         context.warn(unusual)
     shape = check_model(config, context, models.start)
+    if shape:
+        check_layout_on_device(config, device_type.torch_type, shape)
     for problem in check_teacher(config, models):
         raise problem
     if config.sampling and config.sampling.server:
@@ -109,8 +111,11 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     return _result(training_run, data, evaluation, measured_at_end, prediction)
 
 
-def _check_machine(config: TrainConfig) -> None:
-    """Check that the layout's number of processes was started and that the device supports the precision."""
+def _check_machine(config: TrainConfig) -> DeviceType:
+    """Check that the layout's number of processes was started and that the device supports the precision.
+
+    Returns the kind of device.
+    """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.layout.world_size:
         layout = describe_layout(config.engine, config.layout)
@@ -123,6 +128,7 @@ def _check_machine(config: TrainConfig) -> None:
     check_precision(found, config.precision)
     if missing := RULES[config.engine].missing_package(config.precision):
         raise ResourceError(missing)
+    return found
 
 
 def _read_data(config: TrainConfig, context: StageContext, models: InputModels) -> TrainingData:

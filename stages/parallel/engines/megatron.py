@@ -6,6 +6,7 @@ Errors are layouts that it cannot run, warnings those that are rarely wise. What
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from stages.parallel.layout import Layout, RunConstraints
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Each `model_type` whose weights are mapped to Megatron's parameters."""
+INSTALLATION = "pip install --no-build-isolation -r deploy/requirements/transformer-engine.in"
 USUAL_LIMITS: dict[str, tuple[int, str]] = {
     "tp": (8, "every layer waits for collectives over tp, which only the links within one node are fast enough for"),
     "pp": (16, "the bubble grows with the stages, and needs ever more micro-batches to hide in"),
@@ -68,6 +70,22 @@ class MegatronRules(EngineRules):
         yield from _layers(layout, shape)
         yield from _experts(layout, shape)
 
+    def device_errors(self, torch_type: str, layout: Layout, precision: str, shape: ModelShape) -> Iterator[str]:
+        if torch_type == "cpu" or (has_transformer_engine() and precision != "fp32"):
+            return
+        found = "is not installed here" if not has_transformer_engine() else "does not compute in fp32"
+        remedy = f"install it ({INSTALLATION}) and train in bf16 or fp8, or use engine: fsdp"
+        if layout.cp > 1:
+            yield (
+                f"layout: cp {layout.cp} on GPUs needs Transformer Engine, which {found}: without it attention holds a "
+                f"mask of all pairs of positions, and no context parallelism saves that memory; {remedy}, or set cp 1"
+            )
+        if shape.num_experts:
+            yield (
+                f"layout: {shape.family} on GPUs needs Transformer Engine, which {found}: without it the model's "
+                f"{shape.num_experts} experts are computed one by one; {remedy}"
+            )
+
     def layout_warnings(self, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> Iterator[str]:
         for name, (limit, reason) in USUAL_LIMITS.items():
             if (degree := getattr(layout, name)) > limit:
@@ -91,6 +109,11 @@ class MegatronRules(EngineRules):
                 "which takes any causal language model of Transformers"
             )
         return facts.shape
+
+
+def has_transformer_engine() -> bool:
+    """Return whether Transformer Engine is installed, whose kernels Megatron-core uses on GPUs."""
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def check_family(family: str) -> None:

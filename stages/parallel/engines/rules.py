@@ -58,6 +58,13 @@ class EngineRules:
         """Yield why the engine cannot run the layout with a model of this shape."""
         yield from ()
 
+    def device_errors(self, torch_type: str, layout: Layout, precision: str, shape: ModelShape) -> Iterator[str]:
+        """Yield why it cannot run the layout on devices of this kind with the packages that are installed here.
+
+        torch_type: `torch.device.type`.
+        """
+        yield from ()
+
     def layout_warnings(self, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> Iterator[str]:
         """Yield why the layout is likely to be slow on the engine."""
         yield from ()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from flows.ledger import machine
 from flows.planning.input_check import check_models
 from flows.planning.outside import resolve_outside
 from flows.recipe.recipe import Recipe
@@ -71,6 +72,20 @@ def test_a_layout_that_the_model_does_not_allow(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         check(of_folder(recipe, model, **MEGATRON, layout=layout), store)
+
+
+def test_a_layout_that_needs_transformer_engine_is_refused_where_there_are_gpus_and_it_is_missing(
+    recipe: MakeRecipe, store: Store, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = of_folder(recipe, model, **MEGATRON, layout={"cp": 2})
+    check(wanted, store)
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    (tmp_path / "gpus" / "0000:01:00.0" / "information").write_text("Model: NVIDIA H100 80GB HBM3\n")
+    monkeypatch.setattr(machine, "GPUS", tmp_path / "gpus")
+    with pytest.raises(RecipeError, match=r"stages\.sft\.layout: .*cp 2 on GPUs needs Transformer Engine"):
+        check(wanted, store)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check(wanted, store)
 
 
 def test_a_builtin_model_is_known_before_it_is_made(recipe: MakeRecipe, store: Store) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import Layout, RunConstraints
 from stages.parallel.legality import is_legal, layout_errors
 
+ROOT = Path(__file__).parents[4]
 DENSE = ModelShape(
     num_layers=12, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=768, vocab_size=1000
 )
@@ -122,3 +125,26 @@ def test_the_bubble_is_that_of_a_schedule_laid_out_by_hand():
     assert bubble_fraction(4, 1, 1) == 3 / 4
     assert bubble_fraction(1, 1, 8) == 0
     assert bubble_fraction(4, 5, 8) == 3 / 43
+
+
+def test_megatron_on_gpus_needs_transformer_engine_for_experts_and_context_parallelism(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def errors(torch_type: str, precision: str = "bf16", shape: ModelShape = DENSE, cp: int = 1) -> list[str]:
+        rules = RULES["megatron"]
+        return list(rules.device_errors(torch_type, Layout(cp=cp), precision, shape))
+
+    assert errors("cuda") == errors("cpu", shape=MIXTURE, cp=2) == []
+    for_cp, for_experts = errors("cuda", shape=MIXTURE, cp=2)
+    assert "cp 2 on GPUs needs Transformer Engine, which is not installed here" in for_cp and "set cp 1" in for_cp
+    assert "qwen3_moe on GPUs needs Transformer Engine" in for_experts
+    assert "6 experts are computed one by one" in for_experts
+    file = re.search(r"pip install --no-build-isolation -r (\S+)\)", for_experts)[1]
+    assert "transformer-engine" in (ROOT / file).read_text()
+
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert errors("cuda", shape=MIXTURE, cp=2) == errors("cuda", "fp8", MIXTURE, 2) == []
+    assert "does not compute in fp32" in errors("cuda", "fp32", cp=2)[0]
+    assert list(RULES["fsdp"].device_errors("cuda", Layout(), "bf16", MIXTURE)) == []
