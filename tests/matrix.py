@@ -75,7 +75,7 @@ CAPABILITIES = (
             "tests/pipeline/test_megatron.py",
         ),
         ("tests/gpu/test_megatron_on_gpu.py",),
-        "NCCL, Transformer Engine",
+        "NCCL, Transformer Engine and its image",
     ),
     Capability(
         "methods: SFT, DPO and relatives, KTO, reward, distill",

@@ -2,13 +2,36 @@
 #   docker build --file deploy/docker/pipeline.Dockerfile --build-arg TORCH_BACKEND=cpu --tag llm-lifecycle-pipeline .
 # TORCH_BACKEND: cpu, or a build of torch for CUDA (cu130, …), which brings CUDA's libraries along; the host needs the
 # driver and the NVIDIA container toolkit.
-# PYTHON_DIGEST: of Python's image (sha256:…), for builds that start from the same bytes every time; without it, from what
-# the tag means on that day.
+# TRANSFORMER_ENGINE: yes for Megatron-core's mixtures of experts, context parallelism and fp8 on GPUs, with a build for
+# CUDA 13, against which its part for torch is compiled. Written, not run.
+# PYTHON_DIGEST, CUDA_DIGEST: of Python's and of NVIDIA's image (sha256:…), for builds that start from the same bytes every
+# time; without them, from what the tags mean on that day.
+ARG TRANSFORMER_ENGINE=no
 ARG PYTHON_DIGEST=
+ARG CUDA_DIGEST=
 
-FROM python:3.11-slim-bookworm${PYTHON_DIGEST:+@${PYTHON_DIGEST}} AS build
+FROM python:3.11-slim-bookworm${PYTHON_DIGEST:+@${PYTHON_DIGEST}} AS base
+RUN pip install --no-cache-dir uv==0.13.8 && mkdir /wheels
+
+FROM base AS wheels-no
+
+# Ubuntu 22.04, whose C library is older than that of the image where the wheels are used.
+FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu22.04${CUDA_DIGEST:+@${CUDA_DIGEST}} AS wheels-yes
+ARG TORCH_BACKEND=cu130
+COPY --from=base /usr/local/bin/uv /usr/local/bin/uv
+WORKDIR /build
+COPY deploy/requirements/pipeline.txt deploy/requirements/transformer-engine.in deploy/requirements/
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* && \
+    uv venv --seed --python 3.11 /opt/builder && \
+    uv pip install --no-cache --torch-backend=${TORCH_BACKEND} --python /opt/builder/bin/python \
+        --constraints deploy/requirements/pipeline.txt torch setuptools wheel pybind11 ninja packaging && \
+    /opt/builder/bin/python -m pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels \
+        --requirement deploy/requirements/transformer-engine.in
+
+FROM wheels-${TRANSFORMER_ENGINE} AS wheels
+
+FROM base AS build
 ARG TORCH_BACKEND=cpu
-RUN pip install --no-cache-dir uv==0.13.8
 WORKDIR /build
 COPY deploy/requirements/pipeline.in deploy/requirements/pipeline.txt deploy/requirements/fp8.in deploy/requirements/
 RUN uv venv /opt/pipeline && \
@@ -18,12 +41,19 @@ RUN uv venv /opt/pipeline && \
         uv pip install --no-cache --compile-bytecode --no-deps --python /opt/pipeline/bin/python \
             --requirement deploy/requirements/fp8.in; \
     fi
+COPY --from=wheels /wheels /wheels
+RUN for wheel in /wheels/*.whl; do \
+        [ ! -e "${wheel}" ] || uv pip install --no-cache --python /opt/pipeline/bin/python \
+            --constraints deploy/requirements/pipeline.txt --find-links /wheels "${wheel}"; \
+    done
 COPY pyproject.toml README.md LICENSE ./
 COPY flows flows
 COPY stages stages
 RUN uv pip install --no-cache --compile-bytecode --no-deps --python /opt/pipeline/bin/python .
 
 FROM python:3.11-slim-bookworm${PYTHON_DIGEST:+@${PYTHON_DIGEST}}
+# `compile: true` and Triton's kernels are compiled where they run.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/pipeline /opt/pipeline
 COPY configs /opt/configs
 ENV PATH=/opt/pipeline/bin:$PATH LIFECYCLE_HOME=/lifecycle \

@@ -2,9 +2,11 @@
 
 import re
 from fnmatch import fnmatch
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
 IMAGES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
@@ -71,6 +73,34 @@ def test_what_an_image_starts_from_takes_a_digest(image):
     first = next(number for number, (name, _) in enumerate(steps) if name == "FROM")
     assert ("ARG", ["PYTHON_DIGEST="]) in steps[:first]
     own = {words[-1] for name, words in steps if name == "FROM" and "AS" in words}
-    outside = [words[0] for name, words in steps if name == "FROM" and words[0] not in own | {"${DEVICE}"}]
-    assert outside
-    assert all(name.endswith(":3.11-slim-bookworm${PYTHON_DIGEST:+@${PYTHON_DIGEST}}") for name in outside)
+    chosen = {"${DEVICE}", "wheels-${TRANSFORMER_ENGINE}"}
+    outside = {words[0] for name, words in steps if name == "FROM" and words[0] not in own | chosen}
+    assert "python:3.11-slim-bookworm${PYTHON_DIGEST:+@${PYTHON_DIGEST}}" in outside
+    others = outside - {"python:3.11-slim-bookworm${PYTHON_DIGEST:+@${PYTHON_DIGEST}}"}
+    assert all(re.fullmatch(r"nvidia/cuda:13\.[\w.-]+\$\{CUDA_DIGEST:\+@\$\{CUDA_DIGEST\}\}", name) for name in others)
+    assert not others or ("ARG", ["CUDA_DIGEST="]) in steps[:first]
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
+def test_what_compiles_as_it_runs_has_a_compiler(image):
+    """`compile: true`, Triton and vLLM compile kernels in the process that uses them."""
+    steps = instructions(image)
+    last = max(number for number, (name, _) in enumerate(steps) if name == "FROM")
+    installed = [words for name, words in steps[last:] if name == "RUN" and words[:2] == ["apt-get", "update"]]
+    assert any({"apt-get", "install", "g++"} <= set(words) for words in installed)
+
+
+def test_transformer_engine_is_compiled_where_cuda_and_the_torch_of_the_image_are():
+    steps = instructions(ROOT / "deploy" / "docker" / "pipeline.Dockerfile")
+    begins = [number for number, (name, _) in enumerate(steps) if name == "FROM"]
+    stages = {steps[at][1][-1]: steps[at:after] for at, after in zip(begins, [*begins[1:], None], strict=True)}
+    compiling = stages["wheels-yes"]
+    assert "cudnn-devel" in compiling[0][1][0]
+    (words,) = [words for name, words in compiling if name == "RUN"]
+    assert {"torch", "--no-build-isolation", "deploy/requirements/transformer-engine.in", "g++"} <= set(words)
+    assert ("ARG", ["TRANSFORMER_ENGINE=no"]) in steps[: begins[0]]
+    assert "wheels-no" in stages
+    pins = (ROOT / "deploy" / "requirements" / "transformer-engine.in").read_text()
+    (version,) = set(re.findall(r"^transformer-engine[\w-]*==(\S+)$", pins, re.MULTILINE))
+    asked = [one for one in requires("megatron-core") or [] if one.startswith("transformer-engine[")]
+    assert asked and all(version in Requirement(one).specifier for one in asked)
