@@ -54,6 +54,8 @@ DatasetReference = Annotated[str, Reference(("dataset",))]
 ServableReference = Annotated[str, Reference(("model", "adapter", "server"))]
 ServerReference = Annotated[str, Reference(("server",))]
 ScoresReference = Annotated[str, Reference(("scores",))]
+Relation = Literal["finetune", "merge", "quantized"]
+"""Relation of a model to the one that it is made from, in the words of model cards on the Hugging Face hub."""
 NetworkInterface = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$")]
 """Name of a network interface as Linux allows it."""
 T = TypeVar("T")
@@ -138,6 +140,8 @@ class StageConfig(StrictModel, ABC):
     """Products that stages of a kind may have, such as a model or a dataset."""
     REPORTED: ClassVar[Reported] = Reported()
     """Metrics and charts that reports show of the kind's stages."""
+    RELATION: ClassVar[Relation | None] = None
+    """Relation of the stage's model to the one that it is made from; None if it makes no model of another."""
     LEARNS: ClassVar[bool] = False
     """True if the stage's model learns from the datasets that the stage refers to."""
     SPANS_NODES: ClassVar[bool] = False

@@ -1,13 +1,16 @@
-"""Comparisons of stage kinds in `flows/` are few, each with a reason; otherwise a config's method decides."""
+"""Comparisons of stage kinds are few, each with a reason; otherwise a config's method or attribute decides."""
 
 import ast
 from collections import Counter
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
 from stages.core.contract import StageConfig
 from stages.harnesses.registry import HARNESSES
 from stages.hubs.registry import HUBS
+from stages.kinds.publish.card import RELATIONS
 from stages.kinds.publish.targets.registry import TARGETS
 from stages.kinds.quantize.registry import METHODS as QUANTIZERS
 from stages.kinds.registry import KINDS, kind_of, makes
@@ -30,6 +33,12 @@ COMPARISONS = {
     "tracking/labels.py": (1, "a source is logged, although its path is no identity"),
 }
 """Files of `flows/` that may compare kinds: number of comparisons, and the reason."""
+COMPARISONS_OF_STAGES = {
+    "kinds/curate/run.py": (1, "`train` is the name of a split there"),
+    "kinds/publish/card.py": (1, "a record holds the name of a kind, and a kind imports no other"),
+    "kinds/registry.py": (1, "the registry"),
+}
+"""Files of `stages/` that may name kinds, as `COMPARISONS`."""
 IMPORTS = 27
 """Imports of kinds' modules in `flows/`, except of the registry; may only fall."""
 
@@ -74,16 +83,21 @@ def is_comparison(node):
     return False
 
 
-def trees():
-    """Yield the name and the syntax tree of each module of `flows/`."""
-    for file in sorted((ROOT / "flows").rglob("*.py")):
-        yield file.relative_to(ROOT / "flows").as_posix(), ast.parse(file.read_text())
+def trees(folder="flows"):
+    """Yield the name and the syntax tree of each module of `flows/`, or of another folder."""
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        yield file.relative_to(ROOT / folder).as_posix(), ast.parse(file.read_text())
 
 
-def test_flows_compare_kinds_in_few_places():
-    found = Counter(name for name, tree in trees() for node in ast.walk(tree) if is_comparison(node))
-    assert found == {name: number for name, (number, _) in COMPARISONS.items()}
+@pytest.mark.parametrize(("folder", "allowed"), [("flows", COMPARISONS), ("stages", COMPARISONS_OF_STAGES)])
+def test_kinds_are_compared_in_few_places(folder, allowed):
+    found = Counter(name for name, tree in trees(folder) for node in ast.walk(tree) if is_comparison(node))
+    assert found == {name: number for name, (number, _) in allowed.items()}
     assert found.total() <= MOST_COMPARISONS
+
+
+def test_a_card_knows_how_each_kind_changes_a_model():
+    assert {kind: config.RELATION for kind, config in KINDS.items() if config.RELATION} == RELATIONS
 
 
 def test_flows_import_few_modules_of_kinds():

@@ -20,6 +20,7 @@ class MergeConfig(StageConfig):
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("model",)
+    RELATION = "merge"
 
     kind: Literal["merge"]
     model: ModelReference

@@ -117,7 +117,7 @@ class PromoteConfig(StageConfig):
             )
         if self.gates.min_win_rate is not None and not self.pairs:
             yield "gates.min_win_rate: nothing measures it; say in `pairs` which judge compares the answers"
-        if self.gates.max_kl_nats_per_token and stages[self.model].kind not in ("quantize", "merge"):
+        if self.gates.max_kl_nats_per_token and stages[self.model].RELATION not in ("quantized", "merge"):
             yield f"gates.max_kl_nats_per_token: {self.model} is not quantized, so there is nothing to compare it with"
         if self.gates.max_abs_logprob_difference and not self._is_compared_with_training(stages):
             yield (
@@ -146,10 +146,10 @@ class PromoteConfig(StageConfig):
     def _is_compared_with_training(self, stages: Mapping[str, StageConfig]) -> bool:
         """Return whether a stage after training compares log-probabilities with the training's record."""
         made_by = stages[self.model]
-        is_compared = self.server is not None or made_by.kind in ("quantize", "merge")
-        while made_by.kind == "quantize":
+        is_compared = self.server is not None or made_by.RELATION in ("quantized", "merge")
+        while made_by.RELATION == "quantized":
             made_by = stages[made_by.references()["model"]]
-        return is_compared and (made_by.kind in ("merge", "train") or made_by.product == "adapter")
+        return is_compared and (made_by.RELATION in ("merge", "finetune") or made_by.product == "adapter")
 
     def _problems_of_bounds(self) -> Iterator[str]:
         for name, least in self.gates.min_scores.items():

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
+from stages.core.contract import Relation
 from stages.core.errors import RecipeError
 from stages.core.intervals import score_interval
 from stages.core.yaml_bounds import check_bounds
@@ -57,7 +58,8 @@ LOSSES = (
     "max_abs_logprob_difference",
     "mean_abs_logprob_difference",
 )
-RELATIONS = {"train": "finetune", "merge": "merge", "quantize": "quantized"}
+RELATIONS: dict[str, Relation] = {"train": "finetune", "merge": "merge", "quantize": "quantized"}
+"""Kind of a stage → its `RELATION`, for records, which hold the name of a kind and not its config class."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Score:
 def model_card(promoted: Promoted, licence: str | None) -> str:
     """Return the text of a model card. licence: from the recipe; None for the base's own."""
     stated = stated_licence(promoted, licence)
-    sources = [_source(made, promoted) for made in promoted.lineage if made.record.kind == "download"]
+    sources = [_source(made, promoted) for made in promoted.lineage if made.is_source]
     scores = [score for evaluation in promoted.evaluations for score in _scores(evaluation)]
     return _render(
         metadata=_metadata(promoted, stated, scores),
@@ -142,7 +144,7 @@ def model_card(promoted: Promoted, licence: str | None) -> str:
         promoted_on=promoted.promotion.record.finished.date().isoformat(),
         sources=sources,
         datasets=[source for source in sources if source.product == "dataset"],
-        steps=[_step(made) for made in promoted.lineage if made.record.kind != "download"],
+        steps=[_step(made) for made in promoted.lineage if not made.is_source],
         git_commit=promoted.model.record.git_commit,
         losses=[loss for made in promoted.lineage for loss in _losses(made)],
         scores=scores,
@@ -184,8 +186,12 @@ def _metadata(promoted: Promoted, licence: Licence | None, scores: list[Score]) 
         eval_results=[_evaluation(score) for score in scores] or None,
     )
     if bases and promoted.bases:
-        data["base_model_relation"] = "adapter" if is_adapter else RELATIONS.get(promoted.model.record.kind)
+        data["base_model_relation"] = "adapter" if is_adapter else _relation(promoted.model)
     return data.to_yaml()
+
+
+def _relation(made: Made) -> Relation | None:
+    return RELATIONS.get(made.record.kind)
 
 
 def _evaluation(score: Score) -> EvalResult:
@@ -203,7 +209,7 @@ def _evaluation(score: Score) -> EvalResult:
 def repository_of(made: Made) -> str | None:
     """Return `owner/name` of what was downloaded from the Hugging Face hub; None for other artifacts."""
     match = re.fullmatch(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(@.*)?", made.result.tags.get("source", ""))
-    return match[1] if match and made.record.kind == "download" else None
+    return match[1] if match and made.is_source else None
 
 
 def _source(made: Made, promoted: Promoted) -> SourceRow:
@@ -244,7 +250,7 @@ def _step(made: Made) -> StepRow:
 
 
 def _losses(made: Made) -> Iterator[LossRow]:
-    if made.record.kind in ("quantize", "merge"):
+    if _relation(made) in ("quantized", "merge"):
         found = made.result.metrics
         yield from (LossRow(made.label, name, found[name]) for name in LOSSES if name in found)
 
@@ -266,10 +272,10 @@ def _limits(
         yield "Its licence is not stated: neither the recipe nor the card of its base says one."
     if unstated := [f"`{source.label}`" for source in sources if not source.licence]:
         yield f"The licence of {', '.join(unstated)} is not known; ask its authors before you use this."
-    blocks = [made.config["data"] for made in promoted.lineage if made.record.kind == "train"]
+    blocks = [made.config["data"] for made in promoted.lineage if "data" in made.config]
     if lengths := [data["sequence_length"] for data in blocks if data.get("sequence_length")]:
         yield f"It was trained on rows of at most {max(lengths)} tokens."
-    if any(made.record.kind == "quantize" for made in promoted.lineage):
+    if any(_relation(made) == "quantized" for made in promoted.lineage):
         yield "It is quantized: its answers are not those of the model before, see above."
     if promoted.model.record.product == "adapter" and not repository_of(promoted.bases[0]):
         yield f"It is of use on its base `{promoted.bases[0].label}` alone, which is not published with it."

@@ -78,6 +78,11 @@ class Made:
         return config if isinstance(config, dict) else {}
 
     @property
+    def is_source(self) -> bool:
+        """True if the artifact came from outside: it was made from no other."""
+        return not self.record.upstream
+
+    @property
     def content(self) -> Path:
         """Folder of the model, adapter or dataset."""
         return self.folder / FOLDERS[self.record.product]

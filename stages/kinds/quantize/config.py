@@ -62,6 +62,7 @@ class QuantizeConfig(StageConfig):
 
     STAGE_VERSION: ClassVar[int] = 2
     PRODUCTS = ("model",)
+    RELATION = "quantized"
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["quantize"]
@@ -144,7 +145,7 @@ class QuantizeConfig(StageConfig):
         return self
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        if stages[self.model].kind == "quantize":
+        if stages[self.model].RELATION == "quantized":
             yield (
                 f"model: {self.model} is quantized already; expected the model that it is made from, "
                 f"{stages[self.model].references()['model']}"

@@ -267,7 +267,7 @@ def layout_problems(config: TrainFields) -> Iterator[str]:
 def input_problems(config: TrainFields, stages: Mapping[str, StageConfig]) -> Iterator[str]:
     """Yield problems with the stages that the training refers to."""
     for field, name in config.references().items():
-        if stages[name].kind == "quantize":
+        if stages[name].RELATION == "quantized":
             yield (
                 f"{field}: {name} is quantized, and quantized weights cannot be trained; expected the model that "
                 f"it is made from, {stages[name].references()['model']}"

@@ -41,6 +41,7 @@ class TrainConfig(TrainFields):
         not_data=("data_wait_fraction", "communication_fraction", "pipeline_bubble_fraction"),
         curves=True,
     )
+    RELATION = "finetune"
     LEARNS = True
     SPANS_NODES = True
     GPU_FOR_EACH_PROCESS = True
