@@ -26,6 +26,7 @@ from stages.kinds.train.rollouts.documents import checked_prompts
 from stages.kinds.train.rollouts.rounds import Round
 from stages.kinds.train.rollouts.server import NamedServer, named_server_problems
 from stages.kinds.train.run import run
+from stages.models.facts import ModelFacts
 from stages.models.recorded import read_record
 from stages.serving.client import Client
 from stages.serving.config import ServingConfig
@@ -195,9 +196,9 @@ def test_a_named_server_is_refused_where_it_does_not_do(
 ) -> None:
     """The server must see the same weights folder: /proc/self/cwd is another one in each process."""
     config = make(2, data={**TEXTS, "sequence_length": 128}, grpo={**UNSERVED, "server": named_server})
-    (problem,) = named_server_problems(config, artifacts["base"] / "model")
+    (problem,) = named_server_problems(config, ModelFacts(artifacts["base"] / "model"))
     assert "takes 64 tokens of prompt and completion together, where there may be 128" in str(problem)
-    named = NamedServer.of(make(2, grpo={**UNSERVED, "server": named_server}), artifacts["base"] / "model")
+    named = NamedServer.of(make(2, grpo={**UNSERVED, "server": named_server}), ModelFacts(artifacts["base"] / "model"))
     named.check(tmp_path / "seen")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ServerError, match="must have the same one under the same path"):
@@ -245,7 +246,7 @@ def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, sampled: Rou
     """Check sampled tokens with Transformers: each is within `top_p`, with the server's probability."""
     folder = artifacts["base"] / "model"
     assert config.rollouts
-    prompts = checked_prompts(config, config.rollouts, artifacts["problems"] / "data", folder)
+    prompts = checked_prompts(config, config.rollouts, artifacts["problems"] / "data", ModelFacts(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for group in sampled.groups:
         prompt = prompts[group.prompt].token_ids

@@ -41,9 +41,9 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
         )
 
         field = f"{config.sampling_block}.server"
-        yield from ((field, error) for error in named_server_problems(config, model_folder))
+        yield from ((field, error) for error in named_server_problems(config, models.start))
     if config.rollouts:
-        yield from rollout_problems(config, config.rollouts, stage_input, model_folder)
+        yield from rollout_problems(config, config.rollouts, stage_input, models.start)
         return
     data = config.data_from(stage_input.inputs[config.model])
     try:
@@ -90,7 +90,7 @@ def prepared_problems(
 
 
 def rollout_problems(
-    config: TrainConfig, options: RolloutOptions, stage_input: StageInput, model_folder: Path
+    config: TrainConfig, options: RolloutOptions, stage_input: StageInput, model: ModelFacts
 ) -> Iterator[tuple[str, LifecycleError]]:
     """Yield the problems of the rewards and of every prompt."""
     from stages.kinds.train.rollouts.documents import checked_prompts  # and torch, with what lies beneath it
@@ -101,7 +101,7 @@ def rollout_problems(
     data = config.data_from(stage_input.inputs[config.model])
     try:
         folder = stage_input.inputs[data.dataset_stage] / "data"
-        checked_prompts(config.model_copy(update={"data": data}), options, folder, model_folder)
+        checked_prompts(config.model_copy(update={"data": data}), options, folder, model)
     except LifecycleError as error:
         yield "data", error
 

@@ -24,7 +24,7 @@ def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
     model = InputModels.of(config, stage_input.inputs).start
     if config.rollouts:
         folder = stage_input.inputs[config.data.dataset_stage] / "data"
-        return look_at_prompts(checked_prompts(config, config.rollouts, folder, model.folder), model.folder, num_rows)
+        return look_at_prompts(checked_prompts(config, config.rollouts, folder, model), model.folder, num_rows)
 
     def visits(training: PackedDataset) -> Visits:
         slots = slots_of(config.data, training, config.seed)

@@ -171,7 +171,9 @@ class RowData:
             return batches
         from stages.kinds.train.rollouts.on_policy import on_policy_batches
 
-        return on_policy_batches(config, context, engine=engine, watchdog=watchdog, texts=batches, taught=self.teaching)
+        return on_policy_batches(
+            config, context, self.models.start, engine=engine, watchdog=watchdog, texts=batches, taught=self.teaching
+        )
 
     @property
     def _held_out(self) -> PackedDataset | None:

@@ -75,7 +75,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     if config.sampling and config.sampling.server:
         from stages.kinds.train.rollouts.server import named_server_problems  # and aiohttp
 
-        for problem in named_server_problems(config, models.start.folder, context):
+        for problem in named_server_problems(config, models.start, context):
             raise problem
     data = _read_data(config, context, models)
     check_lengths(data.longest_document, context, models.start)
@@ -137,7 +137,7 @@ def _read_data(config: TrainConfig, context: StageContext, models: InputModels) 
     from stages.kinds.train.rollouts.batches import RolloutData
 
     build_reference = partial(_build_engine, config, context, models.start)
-    return RolloutData.read(config, context, config.rollouts, models.start.folder, build_reference)
+    return RolloutData.read(config, context, config.rollouts, models.start, build_reference)
 
 
 def _build_engine(

@@ -37,6 +37,7 @@ from stages.kinds.train.rollouts.rounds import Round, RoundPlan, Sampler
 from stages.kinds.train.rollouts.server import BOUNDS_NATS, RolloutServer, SyncedServer, check_difference
 from stages.kinds.train.teacher import BuildEngine
 from stages.kinds.train.watchdog import Watchdog
+from stages.models.facts import ModelFacts
 from stages.models.recorded import ToolPrompt
 from stages.parallel.processes import gathered
 from stages.rewards.judging import Judge, judging
@@ -205,7 +206,7 @@ class RolloutData:
     config: TrainConfig
     context: StageContext
     options: RolloutOptions
-    model_folder: Path
+    model: ModelFacts
     prompts: Sequence[AskedPrompt]
     build_reference: Callable[[torch.device, RolloutData], Engine]
     """Function that builds a second engine with the model that training starts from."""
@@ -216,12 +217,12 @@ class RolloutData:
         config: TrainConfig,
         context: StageContext,
         options: RolloutOptions,
-        model_folder: Path,
+        model: ModelFacts,
         build_reference: Callable[[torch.device, RolloutData], Engine],
     ) -> RolloutData:
         """Read and check the prompts. Raises DataError for rows that are no prompts or too long, or ModelError."""
-        prompts = checked_prompts(config, options, context.inputs[config.data.dataset_stage] / "data", model_folder)
-        return cls(config, context, options, model_folder, prompts, build_reference)
+        prompts = checked_prompts(config, options, context.inputs[config.data.dataset_stage] / "data", model)
+        return cls(config, context, options, model, prompts, build_reference)
 
     @property
     def longest_document(self) -> int:
@@ -237,7 +238,7 @@ class RolloutData:
         with_tools = [(chat, ids) for chat, ids in documents if isinstance(chat, Conversation) and chat.tools]
         if not with_tools:
             return ()
-        tokenizer = DocumentTokenizer(self.model_folder, self.config.data.chat_template, "assistant")
+        tokenizer = DocumentTokenizer(self.model.folder, self.config.data.chat_template, "assistant")
         prompts = (tokenizer.tool_prompt(chat, ids) for chat, ids in with_tools)
         return tuple(islice(filter(None, prompts), 1))
 
@@ -261,7 +262,7 @@ class RolloutData:
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:
         """Return the batches of completions; the sampling server opens with the first of them."""
         config = self.config
-        server = SyncedServer(config, self.context, self.options, engine, watchdog)
+        server = SyncedServer(config, self.context, self.options, self.model, engine, watchdog)
         reference = self.build_reference(engine.device, self) if config.needs_reference else None
         return RolloutBatches(self, engine, watchdog, server, reference)
 

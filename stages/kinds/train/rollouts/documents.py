@@ -110,9 +110,7 @@ def _row(documents: Sequence[AnsweredPrompt]) -> tuple[np.ndarray, np.ndarray, n
 NUM_NAMED = 5
 
 
-def checked_prompts(
-    config: TrainConfig, options: RolloutOptions, folder: Path, model_folder: Path
-) -> list[AskedPrompt]:
+def checked_prompts(config: TrainConfig, options: RolloutOptions, folder: Path, model: ModelFacts) -> list[AskedPrompt]:
     """Read and check the prompts in the dataset's `folder`.
 
     Raises DataError for bad rows, and for prompts that leave too little room for their completions.
@@ -130,8 +128,8 @@ def checked_prompts(
         columns=data.columns,
         template_date=None if data.template_date == DEFAULT_DATE else data.template_date,
     )
-    prompts = read_prompts(folder, asked, model_folder)
-    most = most_tokens(config, options, model_folder)
+    prompts = read_prompts(folder, asked, model.folder)
+    most = most_tokens(config, options, model)
     room = most - options.max_completion_length
     if too_long := [one for one in prompts if len(one.token_ids) > room]:
         named = ", ".join(f"{one.place} ({len(one.token_ids)} tokens)" for one in too_long[:NUM_NAMED])
@@ -143,19 +141,19 @@ def checked_prompts(
     return prompts
 
 
-def completion_packing(config: TrainConfig, options: SamplingOptions, model_folder: Path) -> Packing:
+def completion_packing(config: TrainConfig, options: SamplingOptions, model: ModelFacts) -> Packing:
     """Return the sizes by which completions are packed."""
     return Packing(
         config.data.sequence_length,
-        most_tokens(config, options, model_folder),
+        most_tokens(config, options, model),
         bool(config.data.packing),
         config.layout.micro_batch_size,
-        DocumentTokenizer(model_folder, None, "assistant").padding_token,
+        DocumentTokenizer(model.folder, None, "assistant").padding_token,
         options.temperature,
     )
 
 
-def most_tokens(config: TrainConfig, options: SamplingOptions, model_folder: Path) -> int:
+def most_tokens(config: TrainConfig, options: SamplingOptions, model: ModelFacts) -> int:
     """Return the largest number of tokens of a prompt and its completion together."""
-    limits = (config.data.sequence_length, options.serving.max_model_len, ModelFacts(model_folder).max_positions)
+    limits = (config.data.sequence_length, options.serving.max_model_len, model.max_positions)
     return min(limit for limit in limits if limit)

@@ -34,6 +34,7 @@ from stages.kinds.train.rollouts.rounds import Asked, request_seed, sample_compl
 from stages.kinds.train.rollouts.server import RolloutServer, SyncedServer
 from stages.kinds.train.teacher import Taught, with_candidates
 from stages.kinds.train.watchdog import Watchdog
+from stages.models.facts import ModelFacts
 
 DOCUMENTS = TypeAdapter(list[AnsweredPrompt])
 
@@ -132,6 +133,7 @@ class OnPolicyBatches:
 def on_policy_batches(
     config: TrainConfig,
     context: StageContext,
+    model: ModelFacts,
     *,
     engine: Engine,
     watchdog: Watchdog,
@@ -145,19 +147,18 @@ def on_policy_batches(
     asked, steps = config.teacher_tokens, config.on_policy
     assert asked and steps
     check_prompts(texts.training.dataset)
-    model_folder = context.inputs[config.base or config.model] / "model"
     return OnPolicyBatches(
         texts=texts,
         steps=steps,
         asked=asked,
         taught=taught,
         engine=engine,
-        server=SyncedServer(config, context, steps.sampling, engine, watchdog),
+        server=SyncedServer(config, context, steps.sampling, model, engine, watchdog),
         seed=config.seed,
         file=context.scratch / "rollouts" / "answers.json",
         watchdog=watchdog,
         samples=SampleFile(context) if is_main_process() else None,
-        decode=DocumentTokenizer(model_folder, None, "assistant").decode,
+        decode=DocumentTokenizer(model.folder, None, "assistant").decode,
     )
 
 

@@ -30,6 +30,7 @@ from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import SamplingOptions
 from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing, completion_packing, most_tokens
 from stages.kinds.train.watchdog import Watchdog
+from stages.models.facts import ModelFacts
 from stages.models.recorded import Predicted
 from stages.parallel.accelerator import type_at_hand
 from stages.remote.http import key_in
@@ -368,7 +369,7 @@ class NamedServer:
     ready_timeout_s: float
 
     @classmethod
-    def of(cls, config: TrainConfig, model_folder: Path) -> Self:
+    def of(cls, config: TrainConfig, model: ModelFacts) -> Self:
         """Return the sampling server that the recipe names. Raises RecipeError for an unset environment variable."""
         sampling = config.sampling
         assert sampling and sampling.server
@@ -376,7 +377,7 @@ class NamedServer:
         key = key_in(named.key_variable, f"{config.sampling_block}.server.key_variable")
         url = named.url.rstrip("/").removesuffix("/v1")
         client = Client(url, key, named.served_model, execution.rollout_timeout_s)
-        num_tokens = most_tokens(config, sampling, model_folder)
+        num_tokens = most_tokens(config, sampling, model)
         return cls(client, num_tokens, sampling.dtype(config.precision), execution.ready_timeout_s)
 
     @property
@@ -428,7 +429,7 @@ class NamedServer:
 
 
 def named_server_problems(
-    config: TrainConfig, model_folder: Path, context: StageContext | None = None
+    config: TrainConfig, model: ModelFacts, context: StageContext | None = None
 ) -> Iterator[LifecycleError]:
     """Yield what is wrong with the server that the recipe names for sampling.
 
@@ -437,7 +438,7 @@ def named_server_problems(
     if not (config.sampling and config.sampling.server and is_main_process()):
         return
     try:
-        NamedServer.of(config, model_folder).check(context.scratch / WEIGHTS / "none" if context else None)
+        NamedServer.of(config, model).check(context.scratch / WEIGHTS / "none" if context else None)
     except TransientError as error:
         yield TransientError(f"{error}; start the server that samples, or correct `{config.sampling_block}.server.url`")
     except LifecycleError as error:
@@ -456,23 +457,23 @@ class SyncedServer:
         config: TrainConfig,
         context: StageContext,
         options: SamplingOptions,
+        model: ModelFacts,
         engine: Engine,
         watchdog: Watchdog,
     ) -> None:
         """Choose the server's host; the server opens with the first weights that it is given."""
-        model_folder = context.inputs[config.base or config.model] / "model"
         self._engine = engine
         self._watchdog = watchdog
-        self.packing = completion_packing(config, options, model_folder)
+        self.packing = completion_packing(config, options, model)
         self._dtype = "float32" if config.precision == "fp32" else "bfloat16"
         dtype = options.dtype(config.precision)
         self.bound_dtype = self._dtype if dtype == self._dtype else "bfloat16"
         host: Host
         if options.server:
-            host = NamedServer.of(config, model_folder)
+            host = NamedServer.of(config, model)
         else:
             serving = options.serving.model_copy(update={"max_model_len": self.packing.most_tokens, "dtype": dtype})
-            host = OwnServer(context, serving, config.execution, model_folder if config.adapter else None)
+            host = OwnServer(context, serving, config.execution, model.folder if config.adapter else None)
         self._server = RolloutServer(host, config.execution, context.warn, is_adapter=config.adapter is not None)
         # Not in memory (tmpfs): after a kill no one would remove the files there, and fresh files on disk are read
         # from the page cache anyway.

@@ -3,22 +3,34 @@
 import shutil
 import sys
 from collections import Counter
+from dataclasses import replace
 
-from stages.kinds.train.run import run
+import pytest
+
+from stages.core.contract import Trial
+from stages.kinds.train import run as training
 from tests.train_stage import make_artifacts, make_config, make_context
 
 DIGEST = "file_digest"
 """Function that hashes files, for the keys of caches: it asks for no fact."""
+DATA = {"dataset": "problems", "evaluation_split": "validation", "sequence_length": 64}
+SAMPLING = {"num_generations": 2, "max_completion_length": 8, "rewards": {"like": {"type": "regex", "pattern": "e"}}}
 
 
-def test_each_config_is_read_once_in_a_training(tmp_path):
-    """By our own code: Transformers reads it too, whenever it makes a tokenizer or a model."""
+@pytest.fixture
+def inputs(tmp_path):
     artifacts = make_artifacts(tmp_path)
     shutil.copytree(artifacts["base"], tmp_path / "teacher")
-    inputs = {**artifacts, "teacher": tmp_path / "teacher"}
-    data = {"dataset": "problems", "evaluation_split": "validation", "sequence_length": 64}
-    config = make_config("distill", teacher="teacher", data=data, steps=1, distill={"loss_top_k": 4})
-    opened, is_counted = Counter(), True
+    return {**artifacts, "teacher": tmp_path / "teacher"}
+
+
+@pytest.fixture
+def opened():
+    """Return the number of times that our own code opened each model's config.
+
+    Transformers reads it too, whenever it makes a tokenizer or a model.
+    """
+    counts, is_counted = Counter(), True
 
     def count(event, arguments):
         if not is_counted or event != "open" or not str(arguments[0]).endswith("/model/config.json"):
@@ -27,11 +39,42 @@ def test_each_config_is_read_once_in_a_training(tmp_path):
         while frame and frame.f_globals.get("__name__") in ("pathlib", "io"):
             frame = frame.f_back
         if frame and frame.f_globals["__name__"].startswith("stages.") and frame.f_code.co_name != DIGEST:
-            opened[str(arguments[0])] += 1
+            counts[str(arguments[0])] += 1
 
     sys.addaudithook(count)
-    try:
-        run(config, make_context(tmp_path / "work", inputs, config))
-    finally:
-        is_counted = False
-    assert opened == {str(inputs[name] / "model" / "config.json"): 1 for name in ("base", "teacher")}
+    yield counts
+    is_counted = False
+
+
+def once(inputs, *names):
+    """Return the counts of configs that were each opened once."""
+    return {str(inputs[name] / "model" / "config.json"): 1 for name in names}
+
+
+def test_each_config_is_read_once_in_a_training(tmp_path, inputs, opened):
+    config = make_config("distill", teacher="teacher", data=DATA, steps=1, distill={"loss_top_k": 4})
+    training.run(config, make_context(tmp_path / "work", inputs, config))
+    assert opened == once(inputs, "base", "teacher")
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "models"),
+    [
+        ("grpo", {"grpo": {**SAMPLING, "beta": 0.1}}, ["base"]),
+        (
+            "distill",
+            {
+                "teacher": "teacher",
+                "distill": {"loss_top_k": 4, "lmbda": 0.5, "sampling": {"max_completion_length": 8}},
+            },
+            ["base", "teacher"],
+        ),
+    ],
+)
+def test_each_config_is_read_once_before_a_model_samples(tmp_path, inputs, opened, monkeypatch, method, fields, models):
+    """Up to the first step, which needs a serving engine."""
+    monkeypatch.setattr(training, "train", lambda training_run: None)
+    config = make_config(method, data=DATA if method == "distill" else {**DATA, "evaluation_split": None}, **fields)
+    context = make_context(tmp_path / "work", inputs, config)
+    training.run(config, replace(context, trial=Trial(steps=1)))
+    assert opened == once(inputs, *models)
