@@ -5,7 +5,7 @@ Independent of files and parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -31,10 +31,6 @@ class Rollouts:
     reference_log_probabilities: torch.Tensor | None = None
     """Log-probabilities by the reference model, if the loss uses it: float32 [rows, sequence]."""
 
-    def to(self, device: torch.device | str) -> Rollouts:
-        """Return a copy of the batch's tensors on `device`."""
-        return _moved(self, device)
-
     def without_documents(self) -> Rollouts:
         """Return a copy of the rollout data for a batch without documents."""
         return replace(self, advantages=self.advantages[:0])
@@ -50,10 +46,6 @@ class Candidates:
     """Teacher's log-probabilities of the k candidate tokens: float32 [rows, sequence, k], in nats."""
     is_whole_vocabulary: bool = False
     """True if the candidates are the whole vocabulary."""
-
-    def to(self, device: torch.device | str) -> Candidates:
-        """Return a copy of the batch's tensors on `device`."""
-        return _moved(self, device)
 
 
 @dataclass(frozen=True)
@@ -192,18 +184,26 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy of the batch's tensors on `device`."""
-        documents = _moved(self.documents, device)  # once for both groups
-        inputs, signal = _moved(self.inputs, device), _moved(self.signal, device)
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Batch:
+        """Return a copy in page-locked memory of the host, from which an accelerator copies while it computes."""
+        return self._with_tensors(torch.Tensor.pin_memory)
+
+    def _with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        documents = _with_tensors(self.documents, change)  # once for both groups
+        inputs, signal = _with_tensors(self.inputs, change), _with_tensors(self.signal, change)
         return Batch(replace(inputs, documents=documents), replace(signal, documents=documents))
 
 
-Movable = TypeVar("Movable", Documents, ModelInputs, Signal, Rollouts, Candidates)
+Part = TypeVar("Part", bound=Documents | ModelInputs | Signal | Rollouts | Candidates)
 
 
-def _moved(movable: Movable, device: torch.device | str) -> Movable:
-    moved: dict[str, Any] = {
-        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value.to(device)
-        for name, value in vars(movable).items()
+def _with_tensors(part: Part, change: Callable[[torch.Tensor], torch.Tensor]) -> Part:
+    """Return a copy of a part of a batch with its tensors changed; its documents and other batches stay."""
+    changed: dict[str, Any] = {
+        name: change(value) if isinstance(value, torch.Tensor) else _with_tensors(value, change)
+        for name, value in vars(part).items()
         if isinstance(value, torch.Tensor | Rollouts | Candidates)
     }
-    return replace(movable, **moved)
+    return replace(part, **changed)

@@ -30,6 +30,7 @@ from stages.kinds.train.methods.method import Method
 from stages.kinds.train.metrics import Positions, Share, communication_fraction, measure_share, throughput
 from stages.kinds.train.order import even_micro_batches
 from stages.kinds.train.watchdog import Watchdog
+from stages.parallel.accelerator import of_device
 from stages.parallel.devices import Peak
 
 PROFILED_STEP = 3
@@ -152,10 +153,20 @@ def _update(
 
 
 def _shares(run: TrainingRun, steps: range) -> Generator[Share]:
+    """Yield the micro-batches of every step; the next step's are made ahead where that needs no other process.
+
+    Those are in pinned memory where the device copies from it, so that their copies overlap with the computation.
+    """
+    pins = of_device(run.engine.device).pins_host_memory
+
     def load(step: int) -> Share:
         return measure_share(run.batches.micro_batches(step), run.engine.flops)
 
-    return prefetched(load, steps) if run.batches.made_ahead else (load(step) for step in steps)
+    def load_ahead(step: int) -> Share:
+        share = load(step)
+        return replace(share, micro_batches=[one.pinned() for one in share.micro_batches]) if pins else share
+
+    return prefetched(load_ahead, steps) if run.batches.made_ahead else (load(step) for step in steps)
 
 
 def _stop_if_diverged(run: TrainingRun, step: int, outcome: StepOutcome) -> None:

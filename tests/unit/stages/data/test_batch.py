@@ -6,9 +6,10 @@ import ast
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import torch
 
-from stages.data.batch import IGNORED, Batch, Documents, Rollouts
+from stages.data.batch import IGNORED, Batch, Candidates, Documents, Rollouts
 
 ROOT = Path(__file__).parents[4]
 METHODS = ROOT / "stages" / "kinds" / "train" / "methods"
@@ -30,6 +31,27 @@ def test_both_groups_go_to_a_device_with_the_same_documents() -> None:
     tensors = (moved.inputs.input_ids, moved.inputs.position_ids, moved.documents.ids, moved.signal.targets)
     assert all(one.is_meta for one in (*tensors, moved.signal.rollouts.advantages))
     assert (moved.documents.count, moved.signal.temperature) == (2, 0.5)
+
+
+def test_all_tensors_are_pinned_and_documents_stay_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch pins memory only where there is an accelerator: each tensor is marked instead."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.as_subclass(Pinned))
+    batch = make_batch().with_signal(
+        candidates=Candidates(torch.zeros(1, 4, 3, dtype=torch.int64), torch.zeros(1, 4, 3))
+    )
+    pinned = batch.pinned()
+    assert pinned.inputs.documents is pinned.signal.documents
+    inputs, signal = pinned.inputs, pinned.signal
+    assert signal.rollouts and signal.candidates
+    tensors = [inputs.input_ids, inputs.position_ids, signal.documents.ids, signal.targets]
+    tensors += [signal.rollouts.advantages, signal.rollouts.old_log_probabilities]
+    tensors += [signal.candidates.tokens, signal.candidates.log_probabilities]
+    assert all(isinstance(one, Pinned) for one in tensors)
+    assert torch.equal(inputs.input_ids, batch.inputs.input_ids) and signal.temperature == 0.5
+
+
+class Pinned(torch.Tensor):
+    """Tensor that was asked to be pinned."""
 
 
 def test_a_loss_takes_the_signal_and_forward_the_inputs() -> None:
