@@ -16,7 +16,7 @@ from stages.adapters.files import INNER
 from stages.adapters.quantized import QuantizedLinear
 from stages.core.errors import ModelError
 from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities, transformer_layers
-from stages.engines.fsdp.parallelize import apply_fsdp
+from stages.engines.fsdp.parallelize import apply_fsdp, fsdp_modules
 from stages.engines.fsdp.sources import ModelFiles
 from stages.models.loaded_weights import check_all_finite
 from stages.parallel.layout import Layout
@@ -64,6 +64,8 @@ def check_sharded(
         for name, weight in _own_weights(model.get_submodule(prefix)):
             setattr(module, name, weight)
     check_log_probabilities(twin, device)
+    for module in fsdp_modules(twin):
+        module.reshard()  # the root keeps the head gathered, in fp32, and cycles would keep the twin until a collection
 
 
 def keep_kinds_of_layers(causal_lm: Any) -> None:
