@@ -262,7 +262,7 @@ class RolloutData:
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:
         """Return the batches of completions; the sampling server opens with the first of them."""
         config = self.config
-        server = SyncedServer(config, self.context, self.options, self.model, engine, watchdog)
+        server = SyncedServer(config, self.context, self.options, self.model, engine=engine, watchdog=watchdog)
         reference = self.build_reference(engine.device, self) if config.needs_reference else None
         return RolloutBatches(self, engine, watchdog, server, reference)
 

@@ -153,7 +153,7 @@ def on_policy_batches(
         asked=asked,
         taught=taught,
         engine=engine,
-        server=SyncedServer(config, context, steps.sampling, model, engine, watchdog),
+        server=SyncedServer(config, context, steps.sampling, model, engine=engine, watchdog=watchdog),
         seed=config.seed,
         file=context.scratch / "rollouts" / "answers.json",
         watchdog=watchdog,

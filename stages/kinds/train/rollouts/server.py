@@ -458,6 +458,7 @@ class SyncedServer:
         context: StageContext,
         options: SamplingOptions,
         model: ModelFacts,
+        *,
         engine: Engine,
         watchdog: Watchdog,
     ) -> None:
