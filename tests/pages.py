@@ -33,17 +33,17 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from flows.cli.main import cli  # noqa: E402
-from flows.compare.names import markdown_table  # noqa: E402
 from flows.recipe.problems import models_in  # noqa: E402
 from flows.recipe.recipe import load_recipe  # noqa: E402
 from stages.core.contract import Execution  # noqa: E402
 from stages.core.errors import error_classes  # noqa: E402
 from stages.core.fields import OutsideInput, Reference, find_marker  # noqa: E402
-from stages.data.formats import format_table  # noqa: E402
+from stages.data.formats import FORMATS  # noqa: E402
 from stages.kinds.registry import KINDS  # noqa: E402
 from stages.rewards.registry import REWARDS  # noqa: E402
 from stages.rewards.reward import Reward  # noqa: E402
 from tests import matrix  # noqa: E402
+from tests.metric_names import markdown_table  # noqa: E402
 from tests.nightly.parts import table  # noqa: E402
 
 FOLDERS = ("configs", "flows", "stages", "deploy", "tests")
@@ -63,6 +63,12 @@ ENGINES_ON = {
     "llama-3-70b": [64, 128],
     "llama-3.1-405b": [512],
 }
+LEARNERS = {
+    "examples": "SFT, distill",
+    "pairs": "DPO, SimPO, ORPO, CPO, reward",
+    "labelled": "KTO",
+}
+"""Kind of rows → the methods that learn from them, for the table of formats."""
 
 
 def shown_in(page: Path) -> list[re.Match[str]]:
@@ -250,6 +256,13 @@ def _best_of(model: str, num_gpus: int, engine: str) -> str:
     return f"{best['tokens_per_s_per_gpu']:,.0f}: {layout}" if best["fits"] else "does not fit"
 
 
+def _formats(_: str) -> str:
+    """Return the table of formats in Markdown."""
+    rows = ["| `format` | learned from by | columns |", "| --- | --- | --- |"]
+    rows += [f"| `{name}` | {LEARNERS[form.rows]} | {form.described} |" for name, form in FORMATS.items()]
+    return "\n".join(rows)
+
+
 WRITERS = {
     "fields": _fields,
     "rewards": _rewards,
@@ -257,7 +270,7 @@ WRITERS = {
     "names": lambda _: markdown_table(),
     "graph": _graph,
     "engines": _engines,
-    "formats": lambda _: format_table(),
+    "formats": _formats,
     "matrix": lambda _: f"{matrix.table()}\n| {matrix.source()} | | | |",
     "nightly": lambda _: table(),
 }

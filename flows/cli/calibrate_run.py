@@ -19,7 +19,7 @@ from flows.compare.calibration import (
     rank_correlation,
     why_left_out,
 )
-from flows.compare.names import HARDWARE
+from flows.compare.logged import HARDWARE
 from flows.ledger.home import hardware_file
 from flows.ledger.machine import hardware, memory_gib, num_cores
 from flows.tracking.logged_runs import LoggedRun, find_runs, measured_runs

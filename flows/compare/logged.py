@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 
 from flows.compare.layouts import BATCH_FIELD
 from flows.compare.metrics import Row, first_line, with_differences
-from flows.compare.names import GIT_COMMIT, HARDWARE
 from flows.tracking.logged_runs import LoggedRun
 from flows.tracking.rows import COMPARISON_IDENTITY
 from stages.core.errors import RecipeError
 from stages.parallel.layout import Layout
 
+HARDWARE = "hardware"
+"""Tag of MLflow with the machine: `8 × NVIDIA H100 80GB HBM3`."""
+GIT_COMMIT = "git_commit"
 EQUAL_TAGS = (HARDWARE, GIT_COMMIT, "upstream.model", "upstream.data.dataset")
 SAME_WORK_PARAMS = ("method", "precision", "data.sequence_length", "data.packing")
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")

@@ -50,7 +50,7 @@ def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0, about_
     log_begin: byte of the log at which this attempt's output begins.
     about_memory: said of a SIGKILL, which is also how the kernel ends a process for lack of memory.
     """
-    failure = _left_behind(work)
+    failure = StageFailure.read_or_none(work / "error.json")
     known = error_classes()
     if failure and failure.error in known:
         return known[failure.error](failure.message, died=failure.died)
@@ -83,13 +83,6 @@ def read_result(work: Path, name: str) -> StageResult:
     except (OSError, ValidationError) as error:
         reason = f"{name} exited with 0, but left no readable result.json ({error})"
         raise StageCrashError(f"{reason}\n{_excerpt(work, _log_tail(work))}") from error
-
-
-def _left_behind(work: Path) -> StageFailure | None:
-    try:
-        return StageFailure.model_validate_json((work / "error.json").read_bytes())
-    except (OSError, ValidationError):
-        return None
 
 
 def _how_it_ended(log: str, exit_code: int, about_memory: str) -> tuple[str, int]:

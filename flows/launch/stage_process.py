@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import ValidationError
-
 from flows.launch import cluster, local
 from flows.launch.failures import MemoryKills, failure_of, out_of_memory_message, read_result
 from flows.planning.plan import PlannedStage
@@ -95,19 +93,13 @@ def _result_while_running(
         if now_s - ticked_s >= TICK_INTERVAL_S:
             ticked_s = now_s
             tick()
-        if planned.config.product == "server" and (result := _leased(work)):
-            return result
+        if planned.config.product == "server":
+            result = StageResult.read_or_none(work / "result.json")
+            if result and result.lease:
+                return result
         if timeout_s is not None and now_s - started_s > timeout_s:
             remedy = f"raise stages.{planned.name}.execution.timeout_s, or see {work / 'log.txt'}"
             raise StageTimeoutError(f"{planned.name} ran for more than {timeout_s:g} s and was stopped; {remedy}")
         if stop.wait(POLL_INTERVAL_S):
             raise RefreshStoppedError(f"{planned.name} was stopped, because the refresh was stopped")
     return None
-
-
-def _leased(work: Path) -> StageResult | None:
-    try:
-        result = StageResult.model_validate_json((work / "result.json").read_bytes())
-    except (OSError, ValidationError):
-        return None
-    return result if result.lease else None

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from flows.launch.cluster import cancel_left_over
 from flows.ledger.provenance import git_commit, package_versions
 from flows.planning.contamination import contamination_warnings
@@ -57,7 +55,7 @@ def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs
     other content. Call it under the lock.
     """
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
-    note = _read_note(work)
+    note = AttemptNote.read_or_none(work / ATTEMPT_FILE)
     if note and note.token:
         token = note.token
         end_processes(lambda: marked_processes(token))
@@ -132,13 +130,6 @@ def stage_input(
         warnings=tuple(contamination_warnings(planned.identity, resolved_inputs.upstream, store.find)),
         cache=store.make_folder(store.cache_folder(planned.kind)),
     )
-
-
-def _read_note(work: Path) -> AttemptNote | None:
-    try:
-        return AttemptNote.model_validate_json((work / ATTEMPT_FILE).read_bytes())
-    except (OSError, ValidationError):
-        return None
 
 
 def _remove_all_but(work: Path, kept: frozenset[str]) -> None:

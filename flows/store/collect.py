@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR
 
-from pydantic import ValidationError
-
 from flows.store.content import RECORD_FILE, files_in, hash_files
 from flows.store.record import Artifact, Index
 from flows.store.store import TRASH, Store
@@ -93,7 +91,8 @@ def find_garbage(
     work = [*store.root.glob(".work/*/*")]
     locked = {folder for folder in work if store.is_locked(folder.parent.name, folder.name[-RESUME_KEY_LENGTH:])}
     abandoned = {folder for folder in work if used_s(folder) <= before_s and folder not in locked}
-    in_use = {path for folder in work if folder not in abandoned for path in _inputs(folder)}
+    inputs = [StageInput.read_or_none(folder / "config.json") for folder in work if folder not in abandoned]
+    in_use = {path for continued in inputs if continued for path in continued.inputs.values()}
     kept = needed(index, protected, in_use)  # inputs of work that may be continued are needed, too
     superseded = [artifact for artifact in index.artifacts if artifact not in kept]
     rooms = (*store.root.glob(".cache/*/*"), *rooms)
@@ -143,13 +142,6 @@ def collect(store: Store, garbage: Iterable[Garbage]) -> Collected:
         except (StoreError, ResourceError) as error:
             failures.append(str(error))
     return Collected(tuple(removed), tuple(failures))
-
-
-def _inputs(work: Path) -> Collection[Path]:
-    try:
-        return StageInput.model_validate_json((work / "config.json").read_bytes()).inputs.values()
-    except (OSError, ValidationError):
-        return ()
 
 
 def used_s(path: Path) -> float:

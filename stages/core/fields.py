@@ -11,9 +11,10 @@ import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 
 class StrictModel(BaseModel):
@@ -21,6 +22,14 @@ class StrictModel(BaseModel):
 
     # A diverged loss is NaN, and must come back as such from `result.json`.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+
+    @classmethod
+    def read_or_none(cls, path: Path) -> Self | None:
+        """Read a model from a file of JSON; None for a file that is missing, torn, or of another form."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            return None
 
 
 SMALLEST = 2.0**-126

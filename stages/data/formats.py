@@ -51,11 +51,6 @@ WORDS_FOR: dict[RowKind, str] = {
     "labelled": "labelled answers",
     "prompts": "prompts",
 }
-LEARNERS: dict[RowKind, str] = {
-    "examples": "SFT, distill",
-    "pairs": "DPO, SimPO, ORPO, CPO, reward",
-    "labelled": "KTO",
-}
 OTHER_FORMATS = {
     frozenset({"prompt", "completions", "labels"}): "stepwise supervision (TRL), which no method here learns from",
     frozenset({"input_ids"}): "tokens; give the text, which is tokenized here",
@@ -502,11 +497,3 @@ COLUMN_NAMES = frozenset(
     | {"answer", "solution", "ground_truth"}  # the right answer of a prompt alone
 )
 """Names that a column may be renamed to."""
-
-
-def format_table() -> str:
-    """Return the table of formats in Markdown, for the page on recipes."""
-    rows = ["| `format` | learned from by | columns |", "| --- | --- | --- |"]
-    for name, form in FORMATS.items():
-        rows.append(f"| `{name}` | {LEARNERS[form.rows]} | {form.described} |")
-    return "\n".join(rows)

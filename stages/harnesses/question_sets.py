@@ -9,15 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from pydantic import JsonValue
+
+from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.data.any_rows import Prompt, PromptReader
 from stages.data.files import BadRow, find_files, read_rows
 from stages.data.messages import Document, PlainText, RowError
-from stages.harnesses.harness import Evaluation, TaskItem
+from stages.harnesses.harness import Evaluation, Harness, TaskItem
 
 
 def read_questions(evaluation: Evaluation, task: str) -> Iterator[Prompt]:
@@ -50,13 +54,28 @@ def question_sets(evaluation: Evaluation) -> list[str]:
     return [task for task in evaluation.tasks if folder and (folder / f"{task}.jsonl").is_file()]
 
 
-def items_of(evaluation: Evaluation) -> Iterator[TaskItem]:
-    """Yield the samples of the question sets, as texts that no training row should hold."""
-    for task in evaluation.tasks:
-        for number, prompt in enumerate(read_questions(evaluation, task)):
-            asked = question_text(prompt.document)
-            answers = [] if prompt.reference is None else [prompt.reference]
-            yield TaskItem(task, number, (asked, *(f"{asked} {answer}" for answer in answers)), (asked, *answers))
+class QuestionSetHarness(Harness, Protocol):
+    """Harness whose tasks are question sets: they have no code, no log-likelihoods and nothing to resolve outside."""
+
+    def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
+        return {}
+
+    def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
+        return ()
+
+    def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
+        return []
+
+    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
+        self.prepare(evaluation, cache)
+        return None
+
+    def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
+        for task in evaluation.tasks:
+            for number, prompt in enumerate(read_questions(replace(evaluation, limit=None), task)):
+                asked = question_text(prompt.document)
+                answers = [] if prompt.reference is None else [prompt.reference]
+                yield TaskItem(task, number, (asked, *(f"{asked} {answer}" for answer in answers)), (asked, *answers))
 
 
 def question_text(document: Document) -> str:

@@ -310,7 +310,7 @@ def _read(expected: Expected, status: int, headers: Mapping[str, str], chunks: I
 
 @contextmanager
 def opened_directly(
-    expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None = None, read_s: float | None = None
+    expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None, read_s: float | None = None
 ) -> Iterator[http.client.HTTPResponse]:
     """Open an HTTP answer by the standard library, without proxies: POST with a body, else GET. read_s: per read.
 
@@ -330,14 +330,8 @@ def opened_directly(
             yield response
 
 
-def ask_directly(expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None = None) -> Answer:
-    """Send an HTTP request by the standard library. Raises `Expected.error` for an answer out of bounds."""
-    with opened_directly(expected, url, headers, body) as response:
-        return read_directly(expected, response)
-
-
 def read_directly(expected: Expected, response: http.client.HTTPResponse) -> Answer:
-    """Read an HTTP answer of `opened_directly`. Raises as `ask_directly` does."""
+    """Read an HTTP answer of `opened_directly`. Raises `Expected.error` for an answer out of bounds."""
     return _read(expected, response.status, dict(response.getheaders()), direct_chunks(response))
 
 

@@ -101,7 +101,7 @@ def test_mlflow_has_a_run_a_layout_under_one_parent(compared, rows, runs):
 
 
 def test_every_name_in_mlflow_is_in_the_table_of_names(runs):
-    from flows.compare.names import METRICS
+    from tests.metric_names import METRICS
 
     for run in runs.values():
         for name in values(run, "metrics"):

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-
-from pydantic import JsonValue
 
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.harnesses.evalscope import environment
 from stages.harnesses.evalscope.environment import find_evalscope, is_missing
 from stages.harnesses.harness import Evaluation, Results, TaskItem
-from stages.harnesses.question_sets import items_of, question_sets
+from stages.harnesses.question_sets import QuestionSetHarness, question_sets
 from stages.serving.served_models import ServedModel
 
 METRIC = "exact_match"
 
 
-class EvalScope:
+class EvalScope(QuestionSetHarness):
     """EvalScope as a harness (protocol `Harness`)."""
 
     name = "evalscope"
@@ -50,20 +47,11 @@ class EvalScope:
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
         return iter(())
 
-    def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
-        return {}
-
-    def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
-        return ()
-
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
         """Return whether a task may give a score; metrics of EvalScope's own benchmarks are not known before."""
         sets = question_sets(evaluation)
         own = (task for task in evaluation.tasks if task not in sets)
         return score in [f"{task}.{METRIC}" for task in sets] or any(score.startswith(f"{task}.") for task in own)
-
-    def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
-        return []
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         from stages.harnesses.evalscope.running import read_answered
@@ -81,10 +69,6 @@ class EvalScope:
                 where = f"neither {folder} nor EvalScope has" if folder else "EvalScope does not have"
                 raise EvaluationError(f"{where} a task {task!r}; {meant}")
 
-    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
-        self.prepare(evaluation, cache)
-        return None
-
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
         sets = question_sets(evaluation)
         if own := [task for task in evaluation.tasks if task not in sets]:
@@ -92,7 +76,7 @@ class EvalScope:
                 f"rows cannot be compared with EvalScope's own {', '.join(own)}, whose samples only it reads; name in "
                 "`benchmarks` what they are to be compared with, such as lm-eval's tasks of the same name"
             )
-        return items_of(replace(evaluation, limit=None))
+        return super().items(evaluation, context)
 
     def evaluate(
         self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]

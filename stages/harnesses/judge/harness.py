@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pydantic import JsonValue
-
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
-from stages.harnesses.harness import Evaluation, Results, TaskItem
-from stages.harnesses.question_sets import items_of, read_questions
+from stages.harnesses.harness import Evaluation, Results
+from stages.harnesses.question_sets import QuestionSetHarness, read_questions
 from stages.serving.served_models import ServedModel
 
 VERSION = "1"
@@ -20,7 +17,7 @@ VERSION = "1"
 METRIC = "rating"
 
 
-class Judge:
+class Judge(QuestionSetHarness):
     """Judge as a harness (protocol `Harness`)."""
 
     name = "judge"
@@ -44,17 +41,8 @@ class Judge:
         if evaluation.judge is None:
             yield "judge: is missing; with `harness: judge` say which model of which server rates the answers"
 
-    def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
-        return {}
-
-    def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
-        return ()
-
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
         return score in [f"{task}.{METRIC}" for task in evaluation.tasks]
-
-    def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
-        return []
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         from stages.harnesses.judge.rating import try_out
@@ -63,13 +51,6 @@ class Judge:
             if not sum(1 for _ in read_questions(evaluation, task)):  # each is read
                 raise EvaluationError(f"the task {task} has no questions")
         try_out(evaluation, cache)
-
-    def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
-        self.prepare(evaluation, cache)
-        return None
-
-    def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
-        return items_of(replace(evaluation, limit=None))
 
     def evaluate(
         self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]

@@ -18,15 +18,6 @@ METHODS: dict[str, Method] = {
 }
 
 
-def loss_meaning() -> str:
-    """Return the meaning of the metric `loss`, with the methods that differ."""
-    names: dict[str, list[str]] = {}
-    for method in METHODS.values():
-        names.setdefault(method.averaged_over, []).append(method.name.upper())
-    exceptions = "; ".join(f"{', '.join(names[what])}: over {what}" for what in names if what != SFT.averaged_over)
-    return f"mean over the {SFT.averaged_over} of a global batch, in nats ({exceptions})"
-
-
 def metric_meanings() -> dict[str, str]:
     """Return the metrics that only some methods have, with meaning and methods: `DPO: mean reward of …`."""
     meanings = {name: meaning for method in METHODS.values() for name, meaning in method.metrics.items()}

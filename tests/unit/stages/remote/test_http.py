@@ -20,10 +20,11 @@ from stages.remote.http import (
     EventReader,
     Expected,
     ask_aiohttp,
-    ask_directly,
     ask_httpx,
     busy_from_status,
     httpx_client,
+    opened_directly,
+    read_directly,
 )
 from tests.lying_server import head, lying_server, whole
 
@@ -50,7 +51,8 @@ def by_aiohttp(expected: Expected, url: str) -> Answer:
 
 
 def directly(expected: Expected, url: str) -> Answer:
-    return ask_directly(expected, url, {"Authorization": f"Bearer {KEY}"}, b"{}")
+    with opened_directly(expected, url, {"Authorization": f"Bearer {KEY}"}, b"{}") as response:
+        return read_directly(expected, response)
 
 
 @pytest.fixture(params=[by_httpx, by_aiohttp, directly])

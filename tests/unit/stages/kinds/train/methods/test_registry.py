@@ -23,7 +23,7 @@ TRAINING = {
 WITH_ANOTHER_METHOD = """
 import json, sys
 import tests.margin_method
-from flows.compare.names import METRICS
+from tests.metric_names import METRICS
 from flows.recipe.recipe import json_schema
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.registry import METHODS

@@ -5,11 +5,19 @@
 
 from __future__ import annotations
 
-from stages.kinds.train.methods.registry import loss_meaning, metric_meanings
+from stages.kinds.train.methods.registry import METHODS, metric_meanings
 from stages.parallel.layout import ENGINES
 
-HARDWARE = "hardware"
-GIT_COMMIT = "git_commit"
+
+def loss_meaning() -> str:
+    """Return the meaning of the metric `loss`, with the methods that differ."""
+    names: dict[str, list[str]] = {}
+    for method in METHODS.values():
+        names.setdefault(method.averaged_over, []).append(method.name.upper())
+    usual = METHODS["sft"].averaged_over
+    exceptions = "; ".join(f"{', '.join(names[what])}: over {what}" for what in names if what != usual)
+    return f"mean over the {usual} of a global batch, in nats ({exceptions})"
+
 
 STEP_METRICS = {
     "loss": loss_meaning(),
@@ -59,8 +67,8 @@ PARAMS = {
     "measured_rounds": "comparison: how often each layout was run",
 }
 TAGS = {
-    HARDWARE: "the machine: `8 × NVIDIA H100 80GB HBM3`",
-    GIT_COMMIT: "of this code",
+    "hardware": "the machine: `8 × NVIDIA H100 80GB HBM3`",
+    "git_commit": "of this code",
     "stage": "name of the stage in the recipe",
     "version": "of the artifact that the stage builds, or would build",
     "layout": "the layout in one line",

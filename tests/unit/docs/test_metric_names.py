@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from flows.compare.names import markdown_table
+from tests.metric_names import markdown_table
 
-PAGE = Path(__file__).parents[4] / "flows/compare/README.md"
+PAGE = Path(__file__).parents[3] / "flows/compare/README.md"
 
 
 def test_the_page_shows_the_table_of_names():
