@@ -22,7 +22,7 @@ from stages.core.errors import (
     error_classes,
     full_disk_message,
 )
-from stages.core.files import write_atomically
+from stages.core.files import read_end, write_atomically
 from stages.core.supervised import signal_of, was_killed
 
 LOG_TAIL_LINES = 15
@@ -54,7 +54,7 @@ def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0, about_
     known = error_classes()
     if failure and failure.error in known:
         return known[failure.error](failure.message, died=failure.died)
-    log = _log_tail(work, log_begin)
+    log = read_end(work / LOG_FILE, LOG_TAIL_BYTES, log_begin)
     excerpt = _excerpt(work, log)
     killed = _killed_rank(log, about_memory)
     if failure and killed:  # the error that other ranks left is only a consequence
@@ -82,7 +82,7 @@ def read_result(work: Path, name: str) -> StageResult:
         return StageResult.model_validate_json((work / "result.json").read_bytes())
     except (OSError, ValidationError) as error:
         reason = f"{name} exited with 0, but left no readable result.json ({error})"
-        raise StageCrashError(f"{reason}\n{_excerpt(work, _log_tail(work))}") from error
+        raise StageCrashError(f"{reason}\n{_excerpt(work, read_end(work / LOG_FILE, LOG_TAIL_BYTES))}") from error
 
 
 def _how_it_ended(log: str, exit_code: int, about_memory: str) -> tuple[str, int]:
@@ -124,15 +124,6 @@ def _signal_name(number: int) -> str:
 def _excerpt(work: Path, log: str) -> str:
     lines = log.splitlines()[-LOG_TAIL_LINES:]
     return "\n".join([f"its log, {work / LOG_FILE}, ends with:", *(f"  {line}" for line in lines)])
-
-
-def _log_tail(work: Path, log_begin: int = 0) -> str:
-    try:
-        with (work / LOG_FILE).open("rb") as stream:
-            stream.seek(max(log_begin, (work / LOG_FILE).stat().st_size - LOG_TAIL_BYTES))
-            return stream.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)

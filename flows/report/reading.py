@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from flows.ledger.home import hardware_file
 from flows.ledger.record import RefreshRecord, StageEntry
@@ -15,6 +14,7 @@ from flows.report.trainings import data_of_trainings, training_curves
 from flows.store.content import LOG_FILE
 from flows.store.record import Index
 from flows.tracking.pages import page_of
+from stages.core.files import read_end
 from stages.core.redaction import redact
 from stages.planner.hardware import from_yaml
 
@@ -65,6 +65,7 @@ def _stage(record: RefreshRecord, name: str, entry: StageEntry) -> StageReport:
     builder = entry.attempt.partition("/")[0] if entry.attempt else None
     attempts = record.attempts_at(name)
     folder = entry.work or (attempts[-1].folder if attempts else None)
+    log = read_end(folder / LOG_FILE, LOG_BYTES) if entry.error and folder else ""
     return StageReport(
         name=name,
         kind=entry.kind,
@@ -77,17 +78,8 @@ def _stage(record: RefreshRecord, name: str, entry: StageEntry) -> StageReport:
         metrics=entry.metrics,
         error=entry.error,
         error_class=entry.error_class,
-        log_tail=_log_tail(folder / LOG_FILE) if entry.error and folder else (),
+        log_tail=tuple(redact(log).splitlines()[-LOG_LINES:]),
     )
-
-
-def _log_tail(file: Path) -> tuple[str, ...]:
-    if not file.is_file():
-        return ()
-    with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - LOG_BYTES))
-        text = stream.read().decode("utf-8", "replace")
-    return tuple(redact(text).splitlines()[-LOG_LINES:])
 
 
 def _spans(record: RefreshRecord) -> Iterator[Span]:

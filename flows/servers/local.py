@@ -18,7 +18,6 @@ import urllib.request
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NoReturn
 
 from filelock import FileLock, Timeout
@@ -43,6 +42,7 @@ from flows.servers.programs import (
 )
 from flows.servers.records import ServerRecord, host_of, is_unsettled_copy, read_records, write_records
 from stages.core.errors import ServerError
+from stages.core.files import read_end
 from stages.core.lines import say
 from stages.core.process_tree import TOKEN_VARIABLE, end_processes, marked_processes, send, started_ticks, wait_for_end
 from stages.core.redaction import quoted
@@ -229,7 +229,7 @@ def _trouble(program: ServerProgram, record: ServerRecord) -> str:
     """Return a problem of a server that its health check does not show."""
     log = home() / program.name / "server.log"
     if record.deaths >= MANY_DEATHS:
-        last = quoted(_last_lines(log, 1)[0], 200)
+        last = quoted("".join(read_end(log, LOG_END_BYTES).splitlines()[-1:]), 200)
         return f"it has died {record.deaths} times in a row and is started again; {log} ends with: {last}"
     if program is WORKER and Lock(home()).holder() is None:
         return "no supervisor runs, so that nothing starts again what dies; `lifecycle up` starts it"
@@ -443,18 +443,12 @@ def _await(program: ServerProgram, record: ServerRecord) -> None:
     while not answers(record.address + program.health_path, timeout_s=1.0):
         if not record.process.alive() or time.monotonic() > end:
             log = home() / program.name / "server.log"
-            lines = "\n".join(_last_lines(log, 8))
+            lines = "\n".join(read_end(log, LOG_END_BYTES).splitlines()[-8:])
             raise ServerError(
                 f"starting the {program.name} server on port {record.port}: it does not answer; see {log}, which "
                 f"ends with:\n{lines}"
             )
         time.sleep(0.1)
-
-
-def _last_lines(log: Path, count: int) -> list[str]:
-    with log.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, os.SEEK_END) - LOG_END_BYTES))
-        return stream.read().decode(errors="replace").splitlines()[-count:]
 
 
 def _stop_refreshes(worker: ServerRecord) -> None:

@@ -32,6 +32,16 @@ def read_json_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
+def read_end(path: Path, num_bytes: int, begin: int = 0) -> str:
+    """Return the text of a file's last bytes, but none before `begin`; empty for a file that cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(begin, stream.seek(0, os.SEEK_END) - num_bytes))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def remove_cut_off_line(path: Path) -> None:
     """Remove an unfinished last line from a file of lines: a killed process left it; it would spoil the next one."""
     if path.is_file():
