@@ -1,4 +1,4 @@
-"""Answers of commands: text, or with `--json` one JSON object on stdout and nothing else there."""
+"""Answers of commands: text, or with `--json` one JSON object on stdout and nothing else there; shared options."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from typing import Any
 import click
 
 JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
+SET_OPTION = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override of the recipe, as in stages.sft.learning_rate=1e-4.",
+)
 
 
 def print_json(value: Any) -> None:

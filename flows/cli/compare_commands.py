@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from flows.cli.answers import JSON_OPTION, print_json, terminal_width
+from flows.cli.answers import JSON_OPTION, SET_OPTION, print_json, terminal_width
 
 
 class ManyValues(click.Command):
@@ -41,9 +41,7 @@ class ManyValues(click.Command):
     metavar="FILE|LAYOUT…",
     help='Layouts such as "fsdp dp_shard=2" "megatron tp=2", or a file.',
 )
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override of the recipe, as in stages.sft.steps=100."
-)
+@SET_OPTION
 @click.option(
     "--steps", type=click.IntRange(1), default=20, show_default=True, help="Number of measured steps in a round."
 )

@@ -59,16 +59,12 @@ class StageLog:
         while True:
             growing = self.is_growing()
             try:
-                return (self._folder_now() / LOG_FILE).open("rb")
+                folder = self.ledger.read().attempts[self.attempt].folder if self.ledger else self.folder
+                return (folder / LOG_FILE).open("rb")
             except FileNotFoundError:
                 if not growing:
                     raise
             time.sleep(POLL_INTERVAL_S)
-
-    def _folder_now(self) -> Path:
-        if not self.ledger:
-            return self.folder
-        return self.ledger.read().attempts[self.attempt].folder
 
 
 def find_log(name: str, refresh: str | None) -> StageLog:

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from flows.cli.answers import JSON_OPTION, print_json, warn_of_missing_worker
+from flows.cli.answers import JSON_OPTION, SET_OPTION, print_json, warn_of_missing_worker
 from flows.cli.compare_commands import calibrate, compare
 from flows.cli.lineage_commands import diff, lineage
 from flows.cli.model_commands import canary, champion, rollback
@@ -33,13 +33,6 @@ from stages.core.lines import VisibleStream, say
 from stages.core.redaction import redact
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
-SET_OPTION = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override of the recipe, as in stages.sft.learning_rate=1e-4.",
-)
 UNTIL_OPTION = click.option("--until", metavar="STAGE", help="Run only this stage and the stages that it depends on.")
 FORCE_OPTION = click.option("--force", multiple=True, metavar="STAGE", help="Build this stage although it is cached.")
 

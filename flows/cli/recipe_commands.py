@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from flows.cli.answers import JSON_OPTION, print_json
+from flows.cli.answers import JSON_OPTION, SET_OPTION, print_json
 from stages.core.errors import RecipeError
 
 
@@ -81,9 +81,7 @@ def _renamed(options: Sequence[str]) -> dict[str, str]:
 @click.option(
     "--rows", "num_rows", type=click.IntRange(1, 1000), default=5, show_default=True, help="Number of rows to show."
 )
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override of the recipe, as in `lifecycle run`."
-)
+@SET_OPTION
 @click.option("--download", is_flag=True, help="Fetch the data and the model from elsewhere, if they are not here yet.")
 @click.option(
     "--html", "page", type=click.Path(path_type=Path), help="File for the HTML page; default: below the home."
@@ -162,9 +160,7 @@ def layouts(
 @click.option(
     "--stage", required=True, metavar="NAME", help="Name of the stage to show; a serve stage becomes a Deployment."
 )
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override of the recipe, as in `lifecycle run`."
-)
+@SET_OPTION
 @click.option("--replicas", nargs=2, type=click.IntRange(1), default=(1, 4), show_default=True, metavar="LEAST MOST")
 def render(recipe: Path, stage: str, overrides: Sequence[str], replicas: tuple[int, int]) -> None:
     """Print a stage as manifests, for `kubectl apply --filename -`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from flows.cli.answers import JSON_OPTION, print_json, warn_of_missing_worker
+from flows.cli.answers import JSON_OPTION, SET_OPTION, print_json, warn_of_missing_worker
 
 NAME = click.argument("name", metavar="RECIPE_NAME")
 
@@ -25,7 +25,7 @@ NAME = click.argument("name", metavar="RECIPE_NAME")
 @click.option(
     "--timezone", default="UTC", show_default=True, help="Time zone of the cron expression, as in Europe/Berlin."
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override of the recipe, as with `run`.")
+@SET_OPTION
 @JSON_OPTION
 def schedule(recipe: Path, cron: str, timezone: str, overrides: Sequence[str], as_json: bool) -> None:
     """Refresh a recipe at fixed times; the worker, which this starts, runs it. One schedule a recipe."""

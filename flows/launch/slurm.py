@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,12 +66,23 @@ class SlurmJobs:
         self.order = order
 
     def submit(self) -> str:
-        """Submit a job and return its id. Raises what `_submit` raises."""
-        return _submit(sbatch_arguments(self.order, self.folder))
+        """Submit a batch script and return the id of the job.
+
+        Raises `RecipeError` when Slurm refuses it, `TransientError` when Slurm does not answer.
+        """
+        try:
+            output = _run("sbatch", "--parsable", *sbatch_arguments(self.order, self.folder))
+        except _RefusedError as error:
+            remedy = "see execution.slurm of the stage, and `sinfo` for what there is"
+            raise RecipeError(f"Slurm refused the job: {error}; {remedy}") from error
+        return output.strip().partition(";")[0]
 
     def look(self, job_id: str) -> JobOutcome | Waiting | Running:
         """Return the job's state. Raises `TransientError` when Slurm does not answer."""
-        view = _look(job_id)
+        try:
+            view = parse_job(_run("scontrol", "show", "job", job_id, "--oneliner"))
+        except _RefusedError:  # Slurm forgets a job some minutes after its end
+            view = None
         if view is None or view.state in OVER:
             return outcome(view, self.folder.end(job_id), self.order, job_id)
         if view.state in ("PENDING", "REQUEUED") and view.reason != "None":
@@ -84,7 +95,13 @@ class SlurmJobs:
 
     def cancel(self) -> bool:
         """Cancel the jobs; return whether none is left. Raises `TransientError` when Slurm does not answer."""
-        return _cancel(self.order.job, CANCEL_PATIENCE_S)
+        end_s = time.monotonic() + CANCEL_PATIENCE_S
+        while jobs := _run("squeue", "--noheader", f"--name={self.order.job}", "--format=%i").split():
+            _run("scancel", "--quiet", *jobs)
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(POLL_INTERVAL_S)
+        return True
 
 
 def sbatch_arguments(order: JobOrder, folder: JobFolder) -> list[str]:
@@ -167,27 +184,6 @@ class JobView:
     exit_code: str
 
 
-def _submit(arguments: Sequence[str]) -> str:
-    """Submit a batch script and return the id of the job.
-
-    Raises `RecipeError` when Slurm refuses it, `TransientError` when Slurm does not answer.
-    """
-    try:
-        output = _run("sbatch", "--parsable", *arguments)
-    except _RefusedError as error:
-        remedy = "see execution.slurm of the stage, and `sinfo` for what there is"
-        raise RecipeError(f"Slurm refused the job: {error}; {remedy}") from error
-    return output.strip().partition(";")[0]
-
-
-def _look(job_id: str) -> JobView | None:
-    """Return the job, or None when Slurm has forgotten it, which happens some minutes after its end."""
-    try:
-        return parse_job(_run("scontrol", "show", "job", job_id, "--oneliner"))
-    except _RefusedError:
-        return None
-
-
 def parse_job(line: str) -> JobView:
     """Parse the output of `scontrol show job --oneliner`."""
     fields = {name: match[1] for name in FIELDS if (match := re.search(rf"(?:^| ){name}=(\S*)", line))}
@@ -200,23 +196,15 @@ def parse_job(line: str) -> JobView:
     )
 
 
-def _cancel(job_name: str, patience_s: float) -> bool:
-    """Cancel all jobs of a name; return whether none is left after at most `patience_s`."""
-    end_s = time.monotonic() + patience_s
-    while jobs := _run("squeue", "--noheader", f"--name={job_name}", "--format=%i").split():
-        _run("scancel", "--quiet", *jobs)
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(POLL_INTERVAL_S)
-    return True
-
-
 class _RefusedError(Exception):
     """Slurm answered, and refused the request."""
 
 
 def _run(program: str, *arguments: str) -> str:
-    """Return the output of a program of Slurm. Raises `_RefusedError` with its complaint, or what `_submit` raises."""
+    """Return the output of a program of Slurm.
+
+    Raises `_RefusedError` with its complaint, `ResourceError` without the program, `TransientError` without an answer.
+    """
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     try:
         ended = subprocess.run(

@@ -232,7 +232,8 @@ def main() -> None:
     with only_shipper(ledger):
         shipper = Shipper(ledger, client)
         pause_s = INTERVAL_S
-        while not _stdin_ended(pause_s):
+        # The refresh holds the other end of stdin and writes nothing there: it can be read when the refresh has ended.
+        while not select.select([sys.stdin], [], [], pause_s)[0]:
             pause_s = INTERVAL_S if _try_to_ship(shipper) else RETRY_INTERVAL_S
         complete = _try_to_ship(shipper)
     if complete:
@@ -271,12 +272,6 @@ def _try_to_ship(shipper: Shipper) -> bool:
         shipper.note_trouble(error)
         return False
     return True
-
-
-def _stdin_ended(timeout_s: float) -> bool:
-    """Wait for the end of stdin. The refresh holds the other end of the pipe, and writes nothing."""
-    readable, _, _ = select.select([sys.stdin], [], [], timeout_s)
-    return bool(readable)
 
 
 def experiment_id(client: MlflowClient) -> str:
