@@ -135,7 +135,7 @@ def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple
             layer = chunk.decoder.layers[int(in_layer[1])].layer_number - 1 if in_layer else 0
             number, expert = _find_rule(in_layer[2] if in_layer else name, rules, model)
             rule = rules[number]
-            key = Key(_section(rule, in_layer is not None), layer, expert, number)
+            key = Key(1 if in_layer else 2 * (rule.weights != (EMBEDDING,)), layer, expert, number)
             is_copy = rule.weights == (EMBEDDING,) and not chunk.pre_process
             left_out: frozenset[str] = getattr(parameter, "left_out", frozenset())
             place = _place_among_processes(rule)
@@ -155,10 +155,6 @@ def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int
     assert match.lastindex is not None
     num_local = model.num_experts // parallel_state.get_expert_model_parallel_world_size()
     return number, parallel_state.get_expert_model_parallel_rank() * num_local + int(match[match.lastindex])
-
-
-def _section(rule: Rule, is_in_layer: bool) -> int:
-    return 1 if is_in_layer else 2 * (rule.weights != (EMBEDDING,))
 
 
 def _place_among_processes(rule: Rule) -> tuple[int, int]:

@@ -26,7 +26,7 @@ def explained_out_of_memory(config: TrainConfig, predicted_gib: float | None) ->
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_ALLOCATOR in str(error)):
             raise
         predicted = f"; predicted {predicted_gib:.1f} GiB a process" if predicted_gib is not None else ""
         reason = str(error).partition("\n")[0] or "the host refused more"  # Python's own MemoryError is mute
@@ -35,10 +35,6 @@ def explained_out_of_memory(config: TrainConfig, predicted_gib: float | None) ->
             f"{describe_layout(config.engine, config.layout)}{predicted}: {reason}. "
             f"To need less: {', '.join(_settings(config))}"
         ) from error
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_ALLOCATOR in str(error)
 
 
 def _settings(config: TrainConfig) -> Iterator[str]:
