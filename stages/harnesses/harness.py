@@ -95,14 +95,10 @@ class Harness(Protocol):
     unused: field of an evaluation, as recipes name it → why the harness does not use it.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def title(self) -> str: ...
-    @property
-    def asks_in_texts(self) -> bool: ...
-    @property
-    def unused(self) -> Mapping[str, str]: ...
+    name: str
+    title: str
+    asks_in_texts: bool
+    unused: Mapping[str, str]
 
     def version(self) -> str:
         """Return the version of the harness that is installed, or will be. Raises ResourceError where it is unknown."""

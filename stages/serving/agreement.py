@@ -42,15 +42,12 @@ SHOWN_TOKENS, SHOWN_CHARACTERS = 24, 100
 class Agreement:
     """Agreement of one served model with what its training recorded.
 
-    from_base: mean distance of an adapter's log-probabilities from its base's, in nats per target token; None for a
-    model.
     differing_tool_prompts: number of prompts with tools that the server renders to other tokens than training did; None
     if none was compared.
     """
 
     num_documents: int
     from_training: Differences
-    from_base: float | None = None
     differing_tool_prompts: int | None = None
 
     def metrics(self) -> dict[str, float]:
@@ -131,7 +128,7 @@ def _compare(
             f"{from_training.mean:.3g} from those that training recorded; see the server's log for layers that it left "
             "out, or serve what a stage of `kind: merge` makes of it"
         )
-    return Agreement(len(documents), from_training, from_base)
+    return Agreement(len(documents), from_training)
 
 
 def _differing_tool_prompts(

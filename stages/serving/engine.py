@@ -214,21 +214,15 @@ class Engine(Protocol):
     listens_on_sockets: whether it can listen on a Unix socket; if not, it gets a port of the loopback.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def title(self) -> str: ...
-    @property
-    def installation(self) -> str: ...
-    @property
-    def settings(self) -> Mapping[str, str]: ...
-    @property
-    def waiting_requests_metric(self) -> str: ...
+    name: str
+    title: str
+    settings: Mapping[str, str]
+    waiting_requests_metric: str
+    listens_on_sockets: bool
+    capabilities: Capabilities
 
     @property
-    def listens_on_sockets(self) -> bool: ...
-    @property
-    def capabilities(self) -> Capabilities: ...
+    def installation(self) -> str: ...
 
     def find_program(self) -> Program:
         """Return the engine's installed program. Raises ResourceError, with how to install it, if there is none."""

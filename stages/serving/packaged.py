@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # their HTTP imports would slow every plan
 
 CHECK = "--check-options"
 """Argument of a program that asks the engine's own parser instead of starting a server."""
-QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+QUIET: Mapping[str, str] = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 CHAT = "/v1/chat/completions"
 SHARED_OPTIONS = {"dtype": "--dtype", "tool_call_parser": "--tool-call-parser"}
 
@@ -226,7 +226,7 @@ class Lmdeploy(PackagedEngine):
 
     name = "lmdeploy"
     title = "LMDeploy"
-    settings = {**QUIET, "RAY_USAGE_STATS_ENABLED": "0", "UVICORN_LOG_LEVEL": "warning"}  # noqa: RUF012 (never written)
+    settings: Mapping[str, str] = {**QUIET, "RAY_USAGE_STATS_ENABLED": "0", "UVICORN_LOG_LEVEL": "warning"}
     waiting_requests_metric = "lmdeploy:num_requests_waiting"
     capabilities = Capabilities(
         "safetensors",

@@ -112,7 +112,7 @@ class LlamaCpp(FixedWeights):
     name = "llama_cpp"
     title = "llama.cpp"
     installation = "make llama-cpp, or set LIFECYCLE_LLAMA_CPP to the python of an environment with xllamacpp"
-    settings: dict[str, str] = {}  # noqa: RUF012 (never written)
+    settings: Mapping[str, str] = {}
     waiting_requests_metric = "llamacpp:requests_deferred"
     listens_on_sockets = True
     capabilities = Capabilities(

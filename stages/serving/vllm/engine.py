@@ -211,7 +211,7 @@ class Vllm:
     name = "vllm"
     title = "vLLM"
     installation = "make environments, or set LIFECYCLE_VLLM to the vllm program"
-    settings = SETTINGS
+    settings: Mapping[str, str] = SETTINGS
     waiting_requests_metric = "vllm:num_requests_waiting"
     listens_on_sockets = True
     capabilities = Capabilities(
