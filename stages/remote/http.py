@@ -391,16 +391,11 @@ async def ask_aiohttp(
 ) -> Answer:
     """Send an HTTP request by aiohttp. Raises `Expected.error` for an answer out of bounds."""
     async with opened_aiohttp(session, expected, method, url, **request) as response:
-        return await read_aiohttp(expected, response)
-
-
-async def read_aiohttp(expected: Expected, response: aiohttp.ClientResponse) -> Answer:
-    """Read an HTTP answer that nothing has decompressed. Raises as `ask_aiohttp` does."""
-    parts = _Parts(expected, response.status, response.headers)
-    async for chunk in response.content.iter_any():
-        if not parts.add(chunk):
-            break
-    return parts.answer()
+        parts = _Parts(expected, response.status, response.headers)
+        async for chunk in response.content.iter_any():
+            if not parts.add(chunk):
+                break
+        return parts.answer()
 
 
 def check_status(status: int, headers: Mapping[str, str], doing: str, token_variable: str) -> None:
