@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BOUNDS = {
-    "flows": {"riddles": 0, "worn phrases": 0, "long files": 0, "import lines a thousand": 100},
-    "stages": {"riddles": 0, "worn phrases": 1, "long files": 0, "import lines a thousand": 86},
+    "flows": {"riddles": 0, "worn phrases": 0, "long files": 0, "import lines a thousand": 99},
+    "stages": {"riddles": 0, "worn phrases": 0, "long files": 0, "import lines a thousand": 86},
     "tests": {"riddles": 0, "worn phrases": 18, "long files": 0, "import lines a thousand": 85},
 }
 SLACK = {"riddles": 30, "worn phrases": 30, "long files": 3, "import lines a thousand": 5}
