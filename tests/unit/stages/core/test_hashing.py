@@ -98,7 +98,7 @@ def test_it_ends_at_once_when_it_is_asked_to(tmp_path, number):
         time.sleep(0.5)
         process.send_signal(number)
         try:
-            output, errors = process.communicate(timeout=10)
+            output, errors = process.communicate(timeout=60)
         finally:
             process.kill()
     assert output == b"" and b"KeyboardInterrupt" in errors

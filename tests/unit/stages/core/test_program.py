@@ -100,7 +100,7 @@ def test_the_deadline_is_that_of_a_whole_line(question):
         began_s = time.monotonic()
         with pytest.raises(TimeoutError):
             program.ask(question, 0.3)
-        assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s < 60
         assert not process.is_running()
         assert program.ask("again", 60) == "again"
 

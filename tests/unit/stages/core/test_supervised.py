@@ -30,8 +30,11 @@ def start(tmp_path):
         one.stop()
 
 
+PATIENCE_S = 120.0
+
+
 def end_of(supervised: Supervised) -> int:
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while supervised.poll() is None:
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -54,7 +57,7 @@ def test_a_command_that_does_not_exist_is_named(start, tmp_path):
 
 
 def test_descendants_of_a_command_that_ended_are_ended(start):
-    supervised = start("sh", "-c", "setsid sleep 60 & sleep 61 & exit 3")
+    supervised = start("sh", "-c", "setsid sleep 600 & sleep 601 & exit 3")
     assert end_of(supervised) == 3
     assert marked_processes(supervised.token) == []
 
@@ -69,7 +72,7 @@ def test_stop_kills_what_is_deaf_to_sigterm(start):
 
 def test_a_command_may_end_in_order_when_it_is_stopped(start, tmp_path):
     supervised = start("sh", "-c", "trap 'echo in order; exit 0' TERM; echo ready; while true; do sleep 0.05; done")
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while "ready" not in (tmp_path / "log.txt").read_text():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -78,7 +81,7 @@ def test_a_command_may_end_in_order_when_it_is_stopped(start, tmp_path):
 
 
 def test_descendants_of_a_killed_supervisor_are_ended(start):
-    supervised = start("sh", "-c", "setsid sleep 60 & sleep 61")
+    supervised = start("sh", "-c", "setsid sleep 600 & sleep 601")
     time.sleep(0.3)
     os.kill(supervised.pid, signal.SIGKILL)
     assert end_of(supervised) == -signal.SIGKILL
@@ -87,12 +90,12 @@ def test_descendants_of_a_killed_supervisor_are_ended(start):
 
 def test_a_supervised_command_within_another_is_found_by_either_token(start, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "outer-token")
-    supervised = start("sleep", "60")
-    end = time.monotonic() + 20
-    while len(found := marked_processes(supervised.token)) < 2:  # the supervisor and the command
+    supervised = start("sleep", "600")
+    end = time.monotonic() + PATIENCE_S
+    # The supervisor and the command, whose environment cannot be read while the kernel starts its program.
+    while len(found := marked_processes(supervised.token)) < 2 or marked_processes("outer-token") != found:
         assert time.monotonic() < end
         time.sleep(0.02)
-    assert marked_processes("outer-token") == found
 
 
 def test_it_costs_little(start):
@@ -132,11 +135,11 @@ def test_a_killed_supervisor_leaves_no_semaphore(start, tmp_path):
     code = (
         "import multiprocessing, os, sys, time; from pathlib import Path\n"
         "lock = multiprocessing.get_context('spawn').Lock(); Path(sys.argv[1]).write_text(lock._semlock.name)\n"
-        "time.sleep(60)"
+        "time.sleep(600)"
     )
     name_file = tmp_path / "name"
     supervised = start(sys.executable, "-c", code, str(name_file))
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while not name_file.is_file() or not name_file.read_text():
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -41,8 +41,13 @@ def little_memory(monkeypatch):
 
 
 @pytest.fixture
-def small_limits(little_memory, monkeypatch):
+def little_time(monkeypatch):
     monkeypatch.setattr(templates, "MAX_CPU_SECONDS", 0.2)
+
+
+@pytest.fixture
+def small_limits(little_memory, little_time):
+    """Lower both limits, for tests in which either may be reached first."""
 
 
 @pytest.mark.parametrize(
@@ -52,7 +57,7 @@ def small_limits(little_memory, monkeypatch):
         "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(60) }}",
     ],
 )
-def test_what_does_not_end_is_ended(source, small_limits):
+def test_what_does_not_end_is_ended(source, little_time):
     with pytest.raises(TemplateLimitError, match=r"the model's chat template does not end: it ran for 0\.2 s"):
         render(source)
 
@@ -134,13 +139,13 @@ def test_limits_that_a_user_has_set_are_kept():
     assert done.stdout == "['a', 'b']\n"
 
 
-def test_the_error_names_the_template(small_limits):
+def test_the_error_names_the_template(little_time):
     template = ChatTemplate(ENDLESS, {}, [], "the chat template loop.jinja")
     with pytest.raises(DataError, match=r"the chat template loop\.jinja does not end: it ran for"):
         template.render_text(QUESTION)
 
 
-def test_a_template_that_cannot_be_compiled_in_its_limits_is_refused_when_it_is_read(small_limits, tmp_path):
+def test_a_template_that_cannot_be_compiled_in_its_limits_is_refused_when_it_is_read(little_time, tmp_path):
     (tmp_path / "long.jinja").write_text("{% if a %}{% endif %}" * 40_000)
     with pytest.raises(DataError, match=r"the chat template .*long\.jinja does not end"):
         read_template(tmp_path / "long.jinja")

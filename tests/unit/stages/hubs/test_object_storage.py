@@ -190,8 +190,8 @@ def test_a_server_that_is_away_may_be_back_later(s3: S3Server, monkeypatch: pyte
     with pytest.raises(TransientError, match=r"s3://lake/nights.*try again later"):
         revision(dataset="s3://lake/nights")
     with pytest.raises(TransientError, match=r"s3://lake/nights: 127\.0\.0\.1 does not answer at port"):
-        revision(0.6, dataset="s3://lake/nights")
+        revision(60.0, dataset="s3://lake/nights")
 
 
 def test_a_plan_asks_a_server_that_answers(s3: S3Server) -> None:
-    assert revision(5.0, dataset="s3://lake/nights") == revision(dataset="s3://lake/nights")
+    assert revision(60.0, dataset="s3://lake/nights") == revision(dataset="s3://lake/nights")

@@ -67,6 +67,12 @@ class Engine:
             connection.sendall(ANSWER)
 
 
+@pytest.fixture(autouse=True)
+def _kept_for_long(monkeypatch):
+    """Keep idle connections for longer than a busy machine takes between two requests."""
+    monkeypatch.setattr(engine_connections, "KEEP_ALIVE_S", 600.0)
+
+
 @contextmanager
 def in_front(engine: Engine) -> Iterator[Callable[[], httpx.Response]]:
     """Provide a function that asks the engine through a proxy."""

@@ -33,7 +33,7 @@ def sampled(client: Client) -> None:
 
 
 def loaded(client: Client) -> None:
-    reload_weights(EngineAddress(named=client.url), client.api_key, Path("weights"), 5.0)
+    reload_weights(EngineAddress(named=client.url), client.api_key, Path("weights"), 60.0)
 
 
 def tokenized(client: Client) -> object:
@@ -61,7 +61,7 @@ def answered(ask: Ask, sent: bytes) -> str:
     """Return the error that a malicious answer leads to."""
     with lying_server(lambda send, _: send(sent)) as server:
         with pytest.raises(ServerError) as caught:
-            ask(Client(server.url, KEY, "m", timeout_s=5.0))
+            ask(Client(server.url, KEY, "m", timeout_s=60.0))
         return str(caught.value).replace(server.url, "URL")
 
 
@@ -115,7 +115,7 @@ def test_an_error_shows_what_the_server_says_without_the_key(name: str) -> None:
 def test_what_is_no_http_is_no_answer(name: str, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     with lying_server(lambda send, _: send(sent)) as server, pytest.raises((TransientError, ServerError)) as caught:
-        {**ASKED, "reload": loaded}[name](Client(server.url, KEY, "m", timeout_s=5.0))
+        {**ASKED, "reload": loaded}[name](Client(server.url, KEY, "m", timeout_s=60.0))
     assert len(str(caught.value)) < 900
 
 

@@ -122,7 +122,7 @@ def in_front_of_two(tmp_path) -> Callable[[Trial], None]:
             url = f"http://127.0.0.1:{public.getsockname()[1]}"
             with ExitStack() as stack:
                 stack.enter_context(listening(proxy, public))
-                async with httpx.AsyncClient(base_url=url, headers=headers) as client:
+                async with httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S) as client:
                     await asyncio.wait_for(trial(old, new, next_behind, proxy, client), PATIENCE_S)
 
     return lambda trial: asyncio.run(run(trial))
@@ -171,7 +171,8 @@ def test_a_nesting_is_no_error_of_the_server(tmp_path, depth):
             public = socket.create_server(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{public.getsockname()[1]}"
             with listening(Proxy(Backend(behind, naming, ServedVersion("adder", "1")), KEY), public):
-                async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {KEY}"}) as client:
+                headers = {"authorization": f"Bearer {KEY}"}
+                async with httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S) as client:
                     answer = await client.post(COMPLETIONS, content=nested)
                     return answer.status_code, answer.json()
 

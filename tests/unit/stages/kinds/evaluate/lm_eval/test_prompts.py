@@ -111,11 +111,6 @@ def test_a_prompt_has_the_date_that_was_trained_with(with_template) -> None:
 @pytest.mark.parametrize(
     ("template", "error", "words"),
     [
-        (
-            "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
-            DataError,
-            "the model's chat template does not end: it ran for 0.2 s on one conversation",
-        ),
         ("{{ 'x' * 9999999999 }}", DataError, "the model's chat template takes more than 512 MiB of memory"),
         (
             "{{ raise_exception('no system here') }}",
@@ -126,8 +121,16 @@ def test_a_prompt_has_the_date_that_was_trained_with(with_template) -> None:
         ("{{ messages[1].content }}", EvaluationError, "leaves out what `system` says in message 1"),
     ],
 )
-def test_a_chat_template_is_held_to_its_limits(with_template, monkeypatch, template, error, words) -> None:
-    monkeypatch.setattr("stages.data.templates.MAX_CPU_SECONDS", 0.2)
+def test_a_chat_template_is_held_to_its_limits(with_template, template, error, words) -> None:
     ours = asking(with_template(template))
     with pytest.raises(error, match=words):
+        ours.apply_chat_template(CHAT)
+
+
+def test_a_chat_template_that_does_not_end_is_ended(with_template, monkeypatch) -> None:
+    monkeypatch.setattr("stages.data.templates.MAX_CPU_SECONDS", 0.2)
+    ours = asking(with_template("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"))
+    with pytest.raises(
+        DataError, match=r"the model's chat template does not end: it ran for 0\.2 s on one conversation"
+    ):
         ours.apply_chat_template(CHAT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def config_of(url: str, method: str = "grpo", /, **changed: Any) -> TrainConfig:
     """Return a train config whose sampling server is at `url`; `changed` replaces fields of the server."""
     server = {"url": f"{url}/v1", "served_model": MODEL, "key_variable": "SAMPLER_KEY", **changed}
     data = {"dataset": "problems", "sequence_length": 64}
-    execution = {"ready_timeout_s": 0.2, "rollout_timeout_s": 5}
+    execution = {"ready_timeout_s": 60, "rollout_timeout_s": 60}
     if method == "grpo":
         return make_config("grpo", data=data, grpo={**OPTIONS, "server": server}, execution=execution)
     distill = {"loss_top_k": 8, "lmbda": 0.5, "sampling": {"max_completion_length": 8, "server": server}}
@@ -261,6 +261,7 @@ def test_a_server_that_does_not_come_back_is_transient(
     server, _ = rollouts
     server.take(weights(tmp_path, "first"))
     served.num_failing = {"completions": 1, "health": 1000}
+    server._host = replace(server._host, ready_timeout_s=0.2)
     with pytest.raises(TransientError, match=r"has not answered for 0\.2 s \(execution.ready_timeout_s\); start it ag"):
         server.ask([(0, {"prompt": [1]})], lambda *_: None)
 
