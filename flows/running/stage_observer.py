@@ -147,7 +147,7 @@ class Tail:
             self._stream.seek(0, os.SEEK_END)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the JSON objects appended to the file since the last call; other lines are left out."""
+        """Return the JSON objects appended to the file since the last call, without lines that a crash has torn."""
         rows = self._appended()
         if self._stream and self._is_replaced(self._stream):
             self.close()
@@ -181,7 +181,7 @@ class Tail:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except ValueError:
+        row: dict[str, Any] = json.loads(line)
+    except ValueError:  # a crash has torn it
         return None
-    return row if isinstance(row, dict) else None
+    return row

@@ -70,10 +70,10 @@ def _parse(line: bytes) -> LoggedStep | None:
     """Return what a line says; None for one that a crash has torn."""
     try:
         row = json.loads(line)
-        values = {name: float(value) for name, value in row.items() if name not in NOT_METRICS}
-        return LoggedStep(int(row["step"]), int(row["time_ms"]), values)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except ValueError:
         return None
+    values = {name: float(value) for name, value in row.items() if name not in NOT_METRICS}
+    return LoggedStep(int(row["step"]), int(row["time_ms"]), values)
 
 
 def last_steps(folder: Path, last_byte: int) -> dict[str, int]:

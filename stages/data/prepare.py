@@ -25,7 +25,7 @@ from stages.core.files import write_atomically
 from stages.data.any_rows import check_formats
 from stages.data.bad_rows import BadRows, write_list
 from stages.data.config import DataConfig, RowKind
-from stages.data.dataset import ABOUT, ARRAYS, LABELS, MARGINS, Description, PackedDataset, is_complete
+from stages.data.dataset import ABOUT, ARRAYS, LABELS, MARGINS, Description, PackedDataset, is_described
 from stages.data.files import Place, Portion, find_files, name_of, portions
 from stages.data.formats import RowReader
 from stages.data.mixture import joined
@@ -159,7 +159,7 @@ def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
     damaged: set[Path] = set()
 
     def is_usable(folder: Path) -> bool:
-        if is_complete(folder) and is_intact(folder):
+        if is_described(folder) and is_intact(folder):
             return True
         if is_sealed(folder):
             damaged.add(folder)

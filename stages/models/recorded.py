@@ -93,7 +93,7 @@ def read_record(artifact: Path) -> list[RecordedDocument]:
     try:
         documents = json.loads((artifact / RECORD).read_text(encoding="utf-8"))["documents"]
         return [RecordedDocument(**one) for one in documents]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"reading {artifact / RECORD}: {error}; train the stage again with --force") from error
 
 
@@ -103,7 +103,7 @@ def read_tool_prompts(artifact: Path) -> list[ToolPrompt]:
     try:
         prompts = json.loads((artifact / RECORD).read_text(encoding="utf-8")).get("tool_prompts", [])
         return [ToolPrompt.model_validate(one) for one in prompts]
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"reading {artifact / RECORD}: {error}; train the stage again with --force") from error
 
 

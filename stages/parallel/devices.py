@@ -107,7 +107,7 @@ def best_matmul_rate(dtype: torch.dtype) -> float:
         try:
             rates = json.loads(kept_file.read_bytes())
             rate = max(rate, float(rates.get(key, 0.0)))
-        except (OSError, ValueError, TypeError, AttributeError):  # not there yet, or damaged: it is written again
+        except (OSError, ValueError):  # not there yet, or the disk has damaged it: it is written again
             rates = {}
         if rates.get(key) != rate:
             write_atomically(kept_file, json.dumps({**rates, key: rate}, indent=1))

@@ -59,7 +59,7 @@ def test_a_diverged_loss_is_nan(tmp_path):
     assert math.isnan(first) and second == math.inf
 
 
-@pytest.mark.parametrize("torn", ['{"step": 1, "time_ms": 1, "lo', '{"step": 1, "loss": 1.0}', "7", "[1]", "\0\0"])
+@pytest.mark.parametrize("torn", ['{"step": 1, "time_ms": 1, "lo', '{"step": 1, "ti{"step": 2}', "\0\0"])
 def test_a_line_that_a_crash_has_torn_is_left_out(tmp_path, torn):
     write(tmp_path, torn, row(2, loss=2.0))
     assert read(MetricSeries(tmp_path)) == [(2, 2.0)]

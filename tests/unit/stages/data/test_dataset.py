@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stages.core.errors import ResourceError, full_disk_named
 from stages.data.batch import IGNORED
-from stages.data.dataset import Description, PackedDataset, is_complete, row_order
+from stages.data.dataset import Description, PackedDataset, is_described, row_order
 from stages.data.prepare import DatasetWriter
 from stages.data.tokenizer import Tokens
 from stages.data.units import Unit
@@ -139,17 +139,10 @@ def test_a_batch_is_made_in_less_than_a_millisecond_of_cpu(tmp_path):
     assert (time.process_time() - begin_s) / 200 < 1e-3
 
 
-def test_a_folder_with_a_cut_or_missing_file_is_not_complete(dataset):
-    assert is_complete(dataset.folder)
-    tokens = dataset.folder / "tokens.bin"
-    content = tokens.read_bytes()
-    tokens.write_bytes(content[:-4])
-    assert not is_complete(dataset.folder)
-    tokens.unlink()
-    assert not is_complete(dataset.folder)
-    tokens.write_bytes(content)
+def test_a_folder_of_a_version_that_says_other_things_of_it_is_not_described(dataset):
+    assert is_described(dataset.folder)
     (dataset.folder / "about.json").write_text("{}")
-    assert not is_complete(dataset.folder)
+    assert not is_described(dataset.folder)
 
 
 def test_a_full_disk_is_told_as_such(tmp_path):

@@ -8,7 +8,6 @@ import torch
 from stages.core.errors import DataError
 from stages.data.batch import IGNORED
 from stages.data.config import DataConfig
-from stages.data.dataset import is_complete
 from stages.data.prepare import prepare
 from stages.models.facts import ModelFacts
 
@@ -97,10 +96,3 @@ def test_answers_of_one_label_are_refused(run, label):
 def test_a_label_that_is_none_is_a_bad_row(run, label):
     with pytest.raises(DataError, match="as `label`; expected true, for a good answer, or false"):
         run(lines([*ROWS, {**ROWS[0], "label": label}]))
-
-
-def test_a_folder_without_its_labels_is_made_again(run):
-    dataset = run(lines(ROWS))
-    assert is_complete(dataset.folder)
-    (dataset.folder / "labels.bin").unlink()
-    assert not is_complete(dataset.folder)

@@ -7,7 +7,6 @@ import pytest
 from stages.core.contract import StageContext
 from stages.core.errors import DataError
 from stages.data.batch import IGNORED
-from stages.data.dataset import is_complete
 from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.rows import RowData
@@ -78,10 +77,3 @@ def test_what_is_no_margin_is_a_bad_row(read, margin, message):
 def test_a_method_without_use_for_it_says_so(read, capsys):
     read(lines(ROWS), method="dpo")
     assert "warning: the rows have a `margin`, which `method: dpo` does not use" in capsys.readouterr().out
-
-
-def test_a_folder_that_lacks_margins_is_not_whole(read):
-    folder = read(lines(ROWS)).training.folder
-    assert is_complete(folder)
-    (folder / "margins.bin").write_bytes(b"")
-    assert not is_complete(folder)

@@ -53,7 +53,7 @@ def test_the_rate_of_a_cpu_is_measured_and_says_so() -> None:
     assert peak.flops_per_s > 0.1 * rate_of_one_product
 
 
-@pytest.mark.parametrize("damage", [None, "{", "[1]"])
+@pytest.mark.parametrize("damage", [None, "{"])
 def test_the_best_rate_of_a_machine_is_kept(tmp_path, monkeypatch, damage) -> None:
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     first = best_matmul_rate(torch.float32)
