@@ -129,7 +129,6 @@ def _rotary(family: str, fields: Mapping[str, Any]) -> ModelShape:
         qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=fields.get("sliding_window") if windowed else None,
         max_positions=_optional(fields, "max_positions"),
-        rope_theta=_rope_theta(fields),
         norm_epsilon=fields.get("rms_norm_eps", 1e-6),
         **_mixture(family, fields),
     )
@@ -209,10 +208,3 @@ def _head_dim(hidden_size: int, num_heads: int) -> int:
             "and no head_dim is given"
         )
     return hidden_size // num_heads
-
-
-def _rope_theta(fields: Mapping[str, Any]) -> float:
-    """Return the base of rotary frequencies, which Transformers 5 keeps in `rope_parameters`."""
-    parameters = fields.get("rope_parameters")
-    inner = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
-    return float(inner or fields.get("rope_theta") or 10_000.0)

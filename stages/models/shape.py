@@ -67,7 +67,6 @@ class ModelShape:
     """Number of tokens that a position attends to, in every layer; None: all before it."""
     latent: LatentAttention | None = None
     max_positions: int | None = None
-    rope_theta: float | None = None
     norm_epsilon: float = 1e-5
 
     @classmethod

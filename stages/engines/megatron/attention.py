@@ -54,37 +54,20 @@ class PackedTokens(PackedSeqParams):
 class LocalAttention(nn.Module):
     """Core attention over packed documents on torch's own kernels."""
 
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-    ) -> None:
+    def __init__(self, config: Any, softmax_scale: float | None = None, **unused: Any) -> None:
+        """Build the attention of a layer. unused: what Megatron gives its own kernels beside, all by keyword."""
         super().__init__()
         self.softmax_scale = softmax_scale
         self.window_tokens = window_tokens(config)
         self.context_group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None = None,
-        attn_mask_type: Any = None,
-        attention_bias: None = None,
-        packed_seq_params: PackedTokens | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, mask: None, *, packed_seq_params: PackedTokens, **unused: Any
     ) -> Tensor:
         """Compute attention over packed documents: [tokens, 1, heads × head width]; differentiable.
 
-        `query` is [tokens, 1, heads, head width], keys and values have fewer heads.
+        `query` is [tokens, 1, heads, head width], keys and values have fewer heads. Masks come with the documents.
         """
-        assert packed_seq_params is not None
         tokens = packed_seq_params
         query, key = rotate(query, key, tokens)
         if self.context_group.size() > 1:
