@@ -127,6 +127,20 @@ class Reported:
     curves: bool = False
 
 
+@dataclass(frozen=True)
+class ModelAtHand:
+    """Model whose config a plan finds on this machine.
+
+    - source: address that it is downloaded from
+    - config: content of its `config.json`
+    - folder: its files at their source, where all of them are downloaded from this machine
+    """
+
+    source: str
+    config: Mapping[str, Any]
+    folder: Path | None
+
+
 class StageConfig(StrictModel, ABC):
     """Config of a stage. All of it is identity, except `execution`."""
 
@@ -226,6 +240,27 @@ class StageConfig(StrictModel, ABC):
 
         read_config: returns the model's `config.json`, empty where it cannot be known yet; it may ask a hub. Raises
         LifecycleError for a config that the download, or the check of its files, will refuse.
+        """
+        return iter(())
+
+    def model_findings(
+        self, find_model: Callable[[], ModelAtHand | None], gpu_type: str | None
+    ) -> Iterator[tuple[str, LifecycleError | str]]:
+        """Yield dotted field and error of each problem with files on this machine, as a plan is made; a text is a note.
+
+        - find_model: returns the model that the stage starts from; None where its config is not here. Raises
+          LifecycleError for a config that cannot be read
+        - gpu_type: torch's name of this machine's GPUs, such as cuda; None for a stage that does not run on them
+        """
+        return iter(())
+
+    def first_problems(
+        self, find_model: Callable[[], Path | None], find_dataset: Callable[[str], Path | None]
+    ) -> Iterator[str]:
+        """Yield problems that headers and first rows on this machine show before a run, as `FIELD: PROBLEM`.
+
+        - find_model: returns the folder of the model that the stage starts from; None where it is not here
+        - find_dataset: returns the folder, or the only file, of the dataset of a stage
         """
         return iter(())
 

@@ -18,13 +18,12 @@ from stages.kinds.train.methods.registry import METHODS
 from stages.serving.config import EngineName
 
 ROOT = Path(__file__).parents[2]
-MOST_COMPARISONS = 12
+MOST_COMPARISONS = 10
 COMPARISONS = {
     "cli/render.py": (1, "manifests are of servers"),
     "compare/plan.py": (1, "layouts are compared of trainings"),
     "launch/local.py": (1, "promotions run in a program that speaks to MLflow, which stages do not"),
     "planning/changes.py": (1, "only a source has files that change"),
-    "planning/input_check.py": (2, "first rows and configs on this machine are read for trainings alone"),
     "planning/layout_advice.py": (1, "layouts are of trainings"),
     "planning/layout_choice.py": (1, "layouts are of trainings"),
     "planning/starter.py": (1, "a starter's recipe trains"),
@@ -39,7 +38,7 @@ COMPARISONS_OF_STAGES = {
     "kinds/registry.py": (1, "the registry"),
 }
 """Files of `stages/` that may name kinds, as `COMPARISONS`."""
-IMPORTS = 26
+IMPORTS = 25
 """Imports of kinds' modules in `flows/`, except of the registry; may only fall."""
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from stages.core.contract import Reported, StageConfig, base_of
+from stages.core.contract import ModelAtHand, Reported, StageConfig, base_of
+from stages.core.errors import LifecycleError
 from stages.core.fields import without
-from stages.kinds.train import checks
+from stages.kinds.train import at_hand, checks
 from stages.kinds.train.fields import TrainFields
 
 LAYOUT_PROBLEM = "layout"
@@ -74,6 +75,16 @@ class TrainConfig(TrainFields):
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         yield from checks.input_problems(self, stages)
+
+    def model_findings(
+        self, find_model: Callable[[], ModelAtHand | None], gpu_type: str | None
+    ) -> Iterator[tuple[str, LifecycleError | str]]:
+        yield from at_hand.model_findings(self, find_model, gpu_type)
+
+    def first_problems(
+        self, find_model: Callable[[], Path | None], find_dataset: Callable[[str], Path | None]
+    ) -> Iterator[str]:
+        yield from at_hand.first_problems(self, find_model, find_dataset)
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()

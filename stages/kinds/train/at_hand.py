@@ -1,0 +1,106 @@
+"""Checks of a training against what is on this machine as a plan is made: seconds at most, before anything is copied.
+
+They read its chat template, its model's config and headers, and first rows. What is only on a hub is checked after its
+download, by the same functions; the check of inputs then reads every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from stages.adapters.named_layers import missing_layers
+from stages.core.contract import ModelAtHand
+from stages.core.errors import DataError, LayoutError, LifecycleError
+from stages.data.any_rows import PromptReader
+from stages.data.bad_rows import check_first_rows
+from stages.data.config import DataConfig
+from stages.data.files import find_files
+from stages.data.templates import read_template
+from stages.kinds.train.fields import TrainFields
+from stages.models.facts import CONFIG_FILE, ModelFacts
+from stages.models.model_folder import check_config, check_model_folder, check_unquantized, code_not_run
+from stages.parallel.engines.registry import RULES
+
+
+def model_findings(
+    config: TrainFields, find_model: Callable[[], ModelAtHand | None], gpu_type: str | None
+) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Yield the findings of `StageConfig.model_findings`: a bad chat template, model or layout, and notes."""
+    try:
+        _ = config.data.chat_template and read_template(config.data.chat_template)
+    except LifecycleError as error:
+        yield "data.chat_template", error
+    try:
+        yield from (("model", note) for note in _notes(config, find_model(), gpu_type))
+    except LayoutError as error:
+        yield "layout", error
+    except LifecycleError as error:
+        yield "model", error
+
+
+def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None) -> Iterator[str]:
+    """Yield notes on what is unusual about the model. Raises LayoutError, or ModelError for a model of no use."""
+    if model is None:
+        return
+    facts = ModelFacts(model.config)
+    check_config(facts, f"the config of {model.source}")
+    check_unquantized(facts, model.source)
+    if note := code_not_run(facts, trusted=config.trust_remote_code):
+        yield note
+    if model.folder:
+        yield from check_model_folder(ModelFacts(model.folder))
+    rules = RULES[config.engine]
+    if rules.builds_from_shape:
+        shape = rules.shape_of(facts)
+        errors = [*rules.model_errors(config.layout, shape)]
+        if gpu_type:
+            errors += rules.device_errors(gpu_type, config.layout, config.precision, shape)
+        if errors:
+            raise LayoutError("; ".join(errors))
+        yield from rules.layout_warnings(config.layout, config.constraints, shape)
+    limit = facts.max_positions
+    if limit is not None and config.data.sequence_length > limit:
+        yield (
+            f"data.sequence_length {config.data.sequence_length} is beyond the {limit} positions of {model.source}; "
+            "documents of that length are refused or badly learned"
+        )
+
+
+def first_problems(
+    config: TrainFields, find_model: Callable[[], Path | None], find_dataset: Callable[[str], Path | None]
+) -> Iterator[str]:
+    """Yield the problems of `StageConfig.first_problems`: of the adapter's layers and of the datasets' first rows."""
+    if config.adapter and (folder := find_model()):
+        try:
+            if (folder / CONFIG_FILE).is_file():
+                yield from missing_layers(config.adapter, ModelFacts(folder))
+        except (LifecycleError, SafetensorError, OSError):  # `model_findings` has it
+            pass
+    for place, part in config.data.parts.items():
+        folder = find_dataset(part.dataset_stage)
+        for field, split in (("dataset", part.split), ("evaluation_split", part.evaluation_split)):
+            if folder and split:
+                try:
+                    root, files = _files(folder, split)
+                    check_first_rows(root, files, part, config.learning.rows, _reader(config, part))
+                except DataError as error:
+                    yield f"data.{place}{field}: {error}"
+                except LifecycleError:  # the download reports it
+                    return
+
+
+def _reader(config: TrainFields, part: DataConfig) -> Callable[[object], object] | None:
+    """Return the reader of a sampling method's prompts, or None for rows that are learned from."""
+    if not config.rollouts:
+        return None
+    return PromptReader(config.rollouts.reference, f"{config.method}.reference", part.columns).read
+
+
+def _files(dataset: Path, split: str) -> tuple[Path, list[Path]]:
+    """Return the folder and the files of a split. A single file is the training split; other splits it lacks."""
+    if dataset.is_file():
+        return dataset.parent, [dataset] if split == "train" else []
+    return dataset, find_files(dataset, split)
