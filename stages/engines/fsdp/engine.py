@@ -27,7 +27,7 @@ from stages.engines.balance import METRIC, num_tokens
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.export import ScoreHead, check_exportable, export_model
 from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits
-from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, load_model
+from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, freeze_unused, load_model
 from stages.engines.fsdp.moe import check_mixture, freeze_routers
 from stages.engines.fsdp.optimizer import build_optimizer, decayed_parameters, hold_in_bf16
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
@@ -83,6 +83,7 @@ class FsdpEngine:
         read_later = list(self._model.parameters()) if files else []
         check_mixture(self._model.causal_lm, settings.moe)
         # Before the adapter, which freezes the base and then lets its own factors learn, those of routers too.
+        freeze_unused(self._model.causal_lm)
         if settings.moe.freeze_router:
             freeze_routers(self._model.causal_lm)
         self._adapter = self._add_adapter(settings, rows) if settings.adapter else None

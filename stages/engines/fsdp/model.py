@@ -148,6 +148,21 @@ def decoder_of(causal_lm: Any) -> Any:
     return next(child for child in causal_lm.children() if any(module is embedding for module in child.modules()))
 
 
+def freeze_unused(causal_lm: Any) -> None:
+    """Stop training what text does not run through in a model of several modalities, such as a vision tower.
+
+    Its gradient is zero, and weight decay alone would change it.
+    """
+    if causal_lm.config.get_text_config() is causal_lm.config:
+        return
+    used = {
+        id(one) for part in (causal_lm.get_decoder(), causal_lm.get_output_embeddings()) for one in part.parameters()
+    }
+    for parameter in causal_lm.parameters():
+        if id(parameter) not in used:
+            parameter.requires_grad_(False)
+
+
 def transformer_layers(causal_lm: nn.Module) -> list[nn.Module]:
     """Return the model's transformer layers in order, which are gathered, recomputed and compiled one at a time."""
     layers: list[nn.Module] = []

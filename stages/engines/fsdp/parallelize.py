@@ -117,8 +117,12 @@ def apply_fsdp(
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     embedding = model.causal_lm.get_input_embeddings()
     separate = [] if embedding.weight is model.causal_lm.get_output_embeddings().weight else [embedding]
+    # A vision tower that text leaves alone is never gathered. With a dtype of reductions, accumulating whole gradients
+    # would ask for its gathered weights (torch 2.13: `FSDPParam` has no `_unsharded_param`).
+    frozen = {**options, "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype)}
     for module in [*separate, *layers]:
-        fully_shard(module, reshard_after_forward=layout.reshard_after_forward, **options)
+        learns = any(one.requires_grad for one in module.parameters())
+        fully_shard(module, reshard_after_forward=layout.reshard_after_forward, **(options if learns else frozen))
     fully_shard(model, reshard_after_forward=False, **options)
     for module in fsdp_modules(model):
         # Losses come divided by the count of the global batch: gradients add up, they are not averaged.
