@@ -16,6 +16,8 @@ from pathlib import Path
 
 NUM_STEPS = 8
 STEP_S = 0.1
+HELD = "CHAIN_HELD"
+"""Environment variable STAGE=FILE: the stage waits after half of its steps until there is the file."""
 FULL_DISK = 8  # the exit code of ResourceError
 STAGES = ("base", "rows", "sft", "awq", "scores")
 
@@ -37,8 +39,11 @@ def run_stage_process(work: Path) -> None:
     state = json.loads(checkpoint.read_text()) if checkpoint.exists() else start
     first_step = state["step"]
     checkpoint.parent.mkdir(exist_ok=True)
+    held, _, release = os.environ.get(HELD, "").partition("=")
     while state["step"] < NUM_STEPS:
         time.sleep(STEP_S)
+        while state["step"] == NUM_STEPS // 2 and held == stage_input["name"] and not Path(release).exists():
+            time.sleep(STEP_S)
         state = {"step": state["step"] + 1, "hash": hashlib.sha256(state["hash"].encode()).hexdigest()}
         with (work / "metrics.jsonl").open("a") as stream:
             stream.write(json.dumps({"step": state["step"], "time_ms": 0, "loss": 1.0}) + "\n")
@@ -105,10 +110,11 @@ def run_refresh(root: Path, ranks: int) -> dict[str, dict[str, object]]:
     }
 
 
-def start(root: Path, ranks: int = 1) -> subprocess.Popen[str]:
-    """Start a refresh in a process of its own."""
+def start(root: Path, ranks: int = 1, held: str = "", release: Path = Path("/nonexistent")) -> subprocess.Popen[str]:
+    """Start a refresh in a process of its own. held: stage that waits halfway until there is the file `release`."""
     command = [sys.executable, __file__, str(root), str(ranks)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, HELD: f"{held}={release}"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(refresh: subprocess.Popen[str]) -> dict[str, dict[str, object]]:

@@ -43,7 +43,7 @@ def find(victim: str, refresh: subprocess.Popen[str], store: Path) -> int:
 def disturb(store, stage, victim, number, ranks, fault) -> str:
     """Send a signal to a process of a refresh once its stage has done some steps; returns its error output."""
     fault.name, fault.stage = f"{number.name} of {victim}", stage
-    refresh = chain.start(store, ranks)
+    refresh = chain.start(store, ranks, held=stage)
     tiny.eventually(lambda: chain.step_of(store, stage) >= 2 or refresh.poll() is not None, f"{stage} made no steps")
     with fault.timed("detected"):
         os.kill(find(victim, refresh, store), number)

@@ -72,12 +72,12 @@ def test_a_stage_that_is_stopped_takes_its_job_along(store):
     stop = threading.Event()
     threading.Thread(target=lambda: (wait_for_step(store), stop.set())).start()
     with pytest.raises(tiny.RefreshStoppedError):
-        build(store, "steps", stop=stop)
+        build(store, "pause", stop=stop)
 
 
 def test_a_job_that_somebody_deletes_is_an_error_that_says_so(cluster, store, fault):
     fault.name, fault.stage = "Kubernetes job deleted", "download"
-    outcome, thread = in_the_background(store, "steps")
+    outcome, thread = in_the_background(store, "pause")
     wait_for_step(store)
     (name,) = cluster.jobs()
     with fault.timed("detected"):
@@ -89,7 +89,7 @@ def test_a_job_that_somebody_deletes_is_an_error_that_says_so(cluster, store, fa
 
 def test_a_pod_that_is_evicted_is_replaced_and_the_stage_goes_on(cluster: Cluster, store, fault):
     fault.name, fault.stage = "pod evicted", "download"
-    outcome, thread = in_the_background(store, "steps")
+    outcome, thread = in_the_background(store, "linger")
     wait_for_step(store)
     (pod,) = cluster.processes
     cluster.conditions[pod] = [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}]

@@ -76,6 +76,7 @@ def signalled_after_a_checkpoint(work, artifacts, config, number):
     """Signal a run's last rank after its first checkpoint; returns the exit code and the error raised for it."""
     process = start(work, artifacts, config)
     tiny.eventually((work / "scratch" / "checkpoints" / f"step-{SAVE_EVERY}").exists, "no checkpoint")
+    os.kill(rank_of(process, 1), signal.SIGSTOP)  # or all steps might be done before it is signalled
     ranks = {rank_of(process, rank) for rank in (0, 1)}
     assert not reachable_from_elsewhere(marked_processes(process.token))
     os.kill(rank_of(process, 1), number)

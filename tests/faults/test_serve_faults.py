@@ -94,7 +94,7 @@ def has_died(work: Path) -> bool:
 
 
 def assert_nothing_left(folder: Path, port: int | None = None) -> None:
-    wait_for(lambda: not served_processes(folder), 20, "the end of all processes")
+    wait_for(lambda: not served_processes(folder), 120, "the end of all processes")
     if port:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
@@ -110,7 +110,7 @@ def assert_refused(model: Path, error: type[Exception], match: str, **execution:
         started_server(spec, ServeExecution(**execution), model.parent / "log", folder),
     ):
         pytest.fail("the server was started")
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 15, "vLLM was started"
     assert not folder.exists()
     assert not served_processes(folder)
 

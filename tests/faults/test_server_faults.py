@@ -171,10 +171,9 @@ def test_down_leaves_no_process_no_port_and_no_supervisor(restarted):
 
 def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home, fault):
     fault.name, fault.stage = "SIGKILL of the whole refresh", "download"
-    recipe = home.recipe("killed", steps3=stage("steps", "killed"))
+    recipe = home.recipe("killed", steps3=stage("linger", "killed"))
     refresh = home.start(recipe)
-    checkpoint = home.work("steps3", "scratch/step")
-    eventually(lambda: int(checkpoint.read_text() or 0) >= 3)
+    home.work("steps3", "scratch/ready")
     with fault.timed("detected"):
         refresh.kill()
         refresh.communicate()
@@ -183,7 +182,7 @@ def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home,
     with fault.timed("recovered"):
         code, again = home.run(recipe)
     assert code == 0
-    assert again["stages"]["steps3"]["metrics"]["first_step"] >= 3
+    assert again["stages"]["steps3"]["metrics"]["first_step"] == 5
     killed, finished = home.attempts("steps3")
     assert [killed["info"]["status"], finished["info"]["status"]] == ["KILLED", "FINISHED"]
     eventually(lambda: home.losses(killed) + home.losses(finished) == list(range(10)))
@@ -214,7 +213,7 @@ def test_a_server_that_the_user_named_and_that_does_not_answer_is_said_before_an
     command = [LIFECYCLE, "run", home.recipe("nowhere", rows=stage("ok", variable)), "--json"]
     with fault.timed("detected"):
         done = subprocess.run(command, env={**home.environment, variable: NOWHERE}, text=True, capture_output=True)
-    assert time.monotonic() - began_s < 30
+    assert time.monotonic() - began_s < 120
     assert done.returncode == ServerError.exit_code
     assert variable in json.loads(done.stdout)["error"]
 
@@ -250,7 +249,7 @@ def test_a_disk_that_is_full_while_a_refresh_is_recorded_is_named_and_costs_noth
     with small_disk(tmp_path / "disk", 200):
         home.folder.mkdir()
         assert home.lifecycle("up").returncode == 0
-        recipe = home.recipe("full", rows=stage("steps", TINY_STEP_SECONDS="0.5", PYTHONPATH=str(STAND_IN)))
+        recipe = home.recipe("full", rows=stage("steps", TINY_STEP_SECONDS="2", PYTHONPATH=str(STAND_IN)))
         refresh = home.lifecycle_beside("run", str(recipe))
         checkpoint = home.work("rows", "scratch/step")
         eventually(lambda: int(checkpoint.read_text() or 0) >= 2)
@@ -261,6 +260,7 @@ def test_a_disk_that_is_full_while_a_refresh_is_recorded_is_named_and_costs_noth
         assert refresh.returncode == ResourceError.exit_code
         assert f"the disk of {home.folder}" in errors
         assert "Traceback" not in errors
+        home.recipe("full", rows=stage("steps", PYTHONPATH=str(STAND_IN)))
         with fault.timed("recovered"):
             again = json.loads(home.lifecycle_beside("run", str(recipe), "--json").communicate()[0])
         assert states(again) == {"rows": "built"}

@@ -75,7 +75,7 @@ def test_a_corrupted_file_of_a_model_is_named_and_rebuilt_on_request(tmp_path, u
 @pytest.mark.parametrize("time_s", [FAR_FUTURE_S, LONG_AGO_S], ids=["future", "past"])
 def test_a_clock_that_jumps_costs_nothing(tmp_path, undisturbed, fault, time_s):
     fault.name, fault.stage = f"clock jumps to {'2100' if time_s == FAR_FUTURE_S else '1971'} and back", "sft"
-    process = chain.start(tmp_path)
+    process = chain.start(tmp_path, held="sft")
     tiny.eventually(lambda: chain.step_of(tmp_path, "sft") >= 2, "no steps")
     process.kill()
     process.communicate()
@@ -126,9 +126,10 @@ def test_a_disk_that_is_full_while_a_stage_writes_is_named_and_costs_nothing(tmp
     fault.name, fault.stage = "disk full", stage
     disk = tmp_path / "disk"
     with small_disk(disk, 4):
-        process = chain.start(disk / "store")
+        process = chain.start(disk / "store", held=stage, release=tmp_path / "release")
         tiny.eventually(lambda: chain.step_of(disk / "store", stage) >= 2, "no steps")
         with fault.timed("detected"), filled(disk):
+            (tmp_path / "release").touch()
             _, errors = process.communicate(timeout=tiny.PATIENCE_S)
         assert process.returncode != 0
         is_told = r"ResourceError: .*: the disk of \S+ is full \(\d\.\d MiB are free now.*\); .*`lifecycle gc`"

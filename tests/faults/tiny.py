@@ -1,6 +1,6 @@
 """Helpers for refreshes of one stage run by `tiny_stage.py`, without Prefect and MLflow.
 
-python tiny.py STORE MODE   runs it to the end, and prints how it ended
+python tiny.py STORE MODE   runs it to the end, and prints whether it waits and how it ended
 """
 
 import os
@@ -63,7 +63,7 @@ class Interrupter(Notes):
 
 
 def interrupt(planned: PlannedStage, upstream: Mapping[str, Built], store: Store, *, attempt: int = 1) -> Attempt:
-    """Run a `steps` stage to its first checkpoint, and stop it there."""
+    """Run a `pause` stage to its first checkpoint, and stop it there."""
     notes = Interrupter()
     try:
         run_stage(planned, upstream, store, notes, attempt=attempt, stop=notes.stop, launch=launch)
@@ -129,7 +129,15 @@ def processes_of(store: Store) -> list[int]:
     return sorted(found - {os.getpid()})
 
 
+class Speaker(Notes):
+    """Observer that says at once that its stage waits for another refresh."""
+
+    def waiting(self) -> None:
+        super().waiting()
+        print("waits", flush=True)
+
+
 if __name__ == "__main__":
-    observed = Notes()
+    observed = Speaker()
     built = build(Store(Path(sys.argv[1])), sys.argv[2], notes=observed)
-    print(built.state, "waited" if "waiting" in observed.said else "")
+    print(built.state)
