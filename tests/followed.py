@@ -115,7 +115,7 @@ class Followed:
             httpx.Client(
                 base_url=f"http://127.0.0.1:{public.getsockname()[1]}",
                 headers={"Authorization": f"Bearer {KEY}"},
-                timeout=60,
+                timeout=300,
             )
         )
 

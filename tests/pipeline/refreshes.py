@@ -216,7 +216,8 @@ def request(url: str, body: Any = None, key: str | None = None, method: str | No
     headers = {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Basic {base64.b64encode(key.encode()).decode()}"
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=30) as answer:
+    asked = urllib.request.Request(url, data, headers, method=method)
+    with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
         text = answer.read()
     return json.loads(text) if text else None
 

@@ -54,7 +54,7 @@ def client(root: Path) -> Iterator[Client]:
         assert result.metrics["output_tokens_per_s_concurrency_2"] > 0
         yield Client(result.lease.url, API_KEY, "small")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
     assert is_port_free(result.lease.url)
     assert not served_processes(root)
 

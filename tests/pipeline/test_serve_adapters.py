@@ -113,7 +113,7 @@ def result(root: Path) -> Iterator[StageResult]:
         assert process.poll() is None, (work / "log.txt").read_text()[-3000:]
         yield StageResult.model_validate_json((work / "result.json").read_text())
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
 
 
 @pytest.fixture(scope="module")

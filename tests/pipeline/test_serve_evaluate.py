@@ -70,7 +70,7 @@ def served(root: Path) -> Iterator[Served]:
         assert result.lease
         yield Served(work, result, Client(result.lease.url, API_KEY, "sft"))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
     assert is_port_free(result.lease.url)
     assert not served_processes(root)
     assert not list((root / "cache" / "servers").iterdir())

@@ -40,6 +40,6 @@ def test_a_mixture_is_served_with_quantized_attention_and_experts_as_they_are(fo
         assert result.lease
         served = torch.tensor(Client(result.lease.url, API_KEY, "small").log_probabilities(TOKENS))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
     assert served.tolist() == pytest.approx(log_probabilities(artifact / "model").tolist(), abs=0.2)
     assert (served - log_probabilities(source)).abs().mean() < 0.1

@@ -98,5 +98,5 @@ def test_promotions_of_one_name_wait_for_one_another():
             other = threading.Thread(target=promote)
             other.start()
         assert not entered.wait(0.2)
-    other.join(30)
+    other.join(300)
     assert entered.is_set()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.promotion import NAME
 from tests.serving import wait_for
 
 NOTICED_S = 2.0
-"""Longest time in seconds until a killed engine is noticed; usually one second."""
+"""Longest time in seconds until a killed engine is noticed, unless the machine is busy; usually one second."""
 
 
 @pytest.fixture
@@ -29,13 +30,17 @@ def gate(tmp_path) -> Path:
     return tmp_path / "gate"
 
 
-def kill_champion(followed: Followed) -> None:
-    """Kill the champion's engine, and wait for the next engine of the same version."""
+def kill_champion(followed: Followed) -> float:
+    """Kill the champion's engine, and wait for the next engine of the same version; returns the seconds until the end
+    was noticed."""
     before = followed.champion
     kill_engine(before)
-    assert before.died.wait(NOTICED_S)
-    wait_for(lambda: followed.champion is not before, 60, "the champion's next engine")
+    killed_s = time.monotonic()
+    assert before.died.wait(60)
+    noticed_s = time.monotonic() - killed_s
+    wait_for(lambda: followed.champion is not before, what="the champion's next engine")
     assert followed.champion.version.number == before.version.number
+    return noticed_s
 
 
 def wait_for_start(followed: Followed, number: str) -> int:
@@ -46,7 +51,7 @@ def wait_for_start(followed: Followed, number: str) -> int:
         is_its = start and start.version.number == number and start._server
         return start._server.pid if is_its else None
 
-    return wait_for(started, 60, f"the start of version {number}")
+    return wait_for(started, what=f"the start of version {number}")
 
 
 @pytest.mark.parametrize("starting", ["nothing", "a successor", "a challenger"])
@@ -58,9 +63,11 @@ def test_the_champion_is_started_again_before_all_else(registry, gate, starting,
             registry.promote(second, "1") if starting == "a successor" else registry.challenge(second)
             followed.look_soon()
             wait_for_start(followed, "2")
+        noticed_s = []
         for _ in range(2):
-            kill_champion(followed)
+            noticed_s.append(kill_champion(followed))
             load.more("1")
+        assert min(noticed_s) < NOTICED_S
         assert load.answers.keys() == {"1"}
         gate.unlink()
         if starting != "nothing":
@@ -94,16 +101,16 @@ def test_a_challenger_that_is_promoted_while_it_starts_goes_on_starting(registry
         starting = wait_for_start(followed, "2")
         registry.promote_challenger(NAME)
         followed.look_soon()
-        wait_for(lambda: followed.follower._successor(), 60, "the promotion")
+        wait_for(lambda: followed.follower._successor(), what="the promotion")
         gate.unlink()
-        wait_for(lambda: followed.champion.version.number == "2", 60, "the exchange")
+        wait_for(lambda: followed.champion.version.number == "2", what="the exchange")
         assert followed.champion.server.pid == starting
 
 
 def test_a_registry_that_hangs_holds_no_restart_up(registry, monkeypatch):
     goes_on = threading.Event()
     with following(registry) as followed, load_of(followed.client) as load, followed.going_on():
-        monkeypatch.setattr(registry, "find", lambda *_: goes_on.wait(60) and None)
+        monkeypatch.setattr(registry, "find", lambda *_: goes_on.wait(600) and None)
         followed.look_soon()
         load.more("1")
         kill_champion(followed)
@@ -121,9 +128,9 @@ def test_an_engine_that_does_not_start_again_is_tried_until_it_does_or_another_v
         (model / "broken").touch()
         before = followed.champion
         kill_engine(before)
-        wait_for(lambda: followed.follower._restarts.num_deaths > 2, 60, "a third try")
+        wait_for(lambda: followed.follower._restarts.num_deaths > 2, what="a third try")
         (model / "broken").unlink()
-        wait_for(lambda: followed.champion is not before, 60, "the next engine")
+        wait_for(lambda: followed.champion is not before, what="the next engine")
         load.more("1")
         (model / "broken").touch()
         kill_engine(followed.champion)
@@ -138,7 +145,7 @@ def test_an_engine_that_does_not_start_again_is_tried_until_it_does_or_another_v
 
 def test_what_a_killed_server_left_is_removed_and_what_a_living_one_has_is_not(registry):
     program = "import time\nfrom flows.champion.servers_folder import own_folder\nwith own_folder() as folder:\n"
-    program += "    print(folder, flush=True)\n    time.sleep(60)"
+    program += "    print(folder, flush=True)\n    time.sleep(600)"
     command = [sys.executable, "-c", program]
     makers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:

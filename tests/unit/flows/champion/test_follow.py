@@ -41,7 +41,7 @@ def test_a_challenger_gets_its_share_until_it_dies_is_withdrawn_or_becomes_champ
     kill_engine(followed.challenger)
     wait_for(lambda: not dead.client.is_healthy(), what="the end of the challenger")
     assert followed.versions() == {"1"}
-    assert followed.challenger.died.wait(5)
+    assert followed.challenger.died.wait(60)
     followed.look()
     assert followed.challenger is None
     said = capsys.readouterr().out

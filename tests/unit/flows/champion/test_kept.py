@@ -18,6 +18,7 @@ from stages.core.process_tree import descendants
 from stages.serving.server import listening_socket
 from tests.followed import KEY, ask, registration, tiny_registry
 from tests.promotion import NAME, ROOT
+from tests.serving import wait_for
 
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 WITH_TINY = """
@@ -55,27 +56,30 @@ def test_what_serves_is_started_again_with_the_same_socket_and_key_when_it_is_ki
     with serving() as process:
         url = next(line.split(" at ")[1].strip() for line in process.stdout if line.startswith("serving "))
         headers = {"Authorization": f"Bearer {KEY}"}
-        with httpx.Client(base_url=url.removesuffix("/v1"), headers=headers, timeout=60) as client:
+        with httpx.Client(base_url=url.removesuffix("/v1"), headers=headers, timeout=300) as client:
             assert ask(client, 2) == "1"
         before = descendants(process.pid)
         serves = next(pid for pid in before if b"--descriptor" in Path(f"/proc/{pid}/cmdline").read_bytes())
         os.kill(serves, signal.SIGKILL)
-        with httpx.Client(base_url=url.removesuffix("/v1"), headers=headers, timeout=60) as client:
+        with httpx.Client(base_url=url.removesuffix("/v1"), headers=headers, timeout=300) as client:
             assert ask(client, 4) == "1"
-        after = descendants(process.pid)
-        assert len(after) == len(before)
-        assert not {*after} & {*before}
+
+        def are_others() -> list[int] | None:
+            after = descendants(process.pid)
+            return after if len(after) == len(before) and not {*after} & {*before} else None
+
+        after = wait_for(are_others, 60, "as many processes as before")
         assert len([*(home() / "servers").glob("serving-*/")]) == 1
         process.terminate()
-        assert process.wait(30) == 0
-        assert not any(Path(f"/proc/{pid}").exists() for pid in after)
+        assert process.wait(120) == 0
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in after), 60, "the end of them")
         assert [*(home() / "servers").glob("serving-*/")] == []
 
 
 def test_a_mistake_ends_it_with_one_message(registry):
     def ended(*options: str) -> tuple[int, str]:
         with serving(*options) as process:
-            said, wrong = process.communicate(timeout=60)
+            said, wrong = process.communicate(timeout=300)
         assert "Traceback" not in said + wrong
         assert "started again" not in said
         return process.returncode, wrong

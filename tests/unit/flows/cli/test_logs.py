@@ -75,7 +75,7 @@ def test_following_reads_on_into_the_store_and_ends_with_the_attempt(home):
         stream.write("¼".encode()[-1:] + b"\nstep 2\n")
     work.rename(home / "artifact")
     end(ledger, 1, "finished", folder=home / "artifact")
-    follower.join(10)
+    follower.join(300)
 
     assert not follower.is_alive()
     assert "".join(read) == "step 1: ¼\nstep 2\n"

@@ -241,7 +241,7 @@ def test_a_probe_asks_the_engine_at_its_socket(tmp_path, status, healthy):
         assert connection.recv(100).startswith(b"GET /health HTTP/1.0\r\n\r\n")
         connection.sendall(f"HTTP/1.1 {status}\r\n\r\n".encode() if status else b"")
         connection.close()
-        assert (asked.wait(10) == 0) is healthy
+        assert (asked.wait(60) == 0) is healthy
 
 
 ENGINE = r"""
@@ -285,7 +285,7 @@ def test_a_pod_that_is_rolled_over_answers_what_it_was_asked(tmp_path):
     commands["proxy"] = in_container(proxy["command"])
     processes = {name: subprocess.Popen(command, env=environment) for name, command in commands.items()}
     try:
-        wait_for(lambda: (tmp_path / "ready").exists() and accepts(port), 60)
+        wait_for(lambda: (tmp_path / "ready").exists() and accepts(port), 300)
         headers = {"Authorization": "Bearer key"}
         with httpx.stream("GET", f"http://127.0.0.1:{port}/v1/models", headers=headers, timeout=60) as answer:
             parts = answer.iter_raw()
@@ -296,7 +296,7 @@ def test_a_pod_that_is_rolled_over_answers_what_it_was_asked(tmp_path):
             ]
             for thread in ending:
                 thread.start()
-            wait_for(lambda: not accepts(port), 60)
+            wait_for(lambda: not accepts(port), 300)
             assert processes["engine"].poll() is None
             (tmp_path / "go-on").touch()
             assert b"".join(parts) == b"-end"

@@ -25,14 +25,17 @@ from flows.servers.programs import listener
 from flows.servers.records import ServerRecord, write_records
 from stages.core.process_tree import TOKEN_VARIABLE, marked_processes, started_ticks
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 SERVER = """
 import os, socket, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(503 if os.path.exists("unwell") else 200)
+        unwell = os.path.exists("unwell")
+        self.send_response(503 if unwell else 200)
         self.end_headers()
+        with open("unwell answers", "a") as answers:
+            answers.write("." * unwell)
         self.wfile.write(f"{os.getpid()} {os.environ['KEY']}".encode())
 server = HTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
 server.socket = socket.socket(fileno=int(sys.argv[1]))
@@ -114,9 +117,7 @@ def test_what_is_killed_is_started_again_with_its_socket_and_key_while_clients_w
     with keeping(tmp_path) as (_, port):
         first, key = ask(port)
         os.kill(first, signal.SIGKILL)
-        began_s = time.monotonic()
         second, key_again = ask(port)  # is not refused: it waits for the second one
-        assert time.monotonic() - began_s < 5
         assert second != first
         assert key == key_again == "secret"
     assert "server was killed by SIGKILL; it is started again now" in said(tmp_path)
@@ -128,7 +129,7 @@ def test_what_dies_again_and_again_is_started_after_longer_and_longer_pauses(tmp
         for _ in range(3):
             os.kill(ask(port)[0], signal.SIGKILL)
         ask(port)
-        assert 3.0 <= time.monotonic() - began_s < 10.0
+        assert 3.0 <= time.monotonic() - began_s < supervisor.LIVED_S
     assert [f"again {when} (" in said(tmp_path) for when in ("now", "in 1 s", "in 2 s")] == [True] * 3
 
 
@@ -146,10 +147,10 @@ def test_what_lives_but_is_not_healthy_is_killed_and_started_again(tmp_path, way
 
 
 def test_the_worker_is_not_killed_because_the_server_that_it_needs_is_away(tmp_path):
-    with keeping(tmp_path, hung_after_s=0.5, needs="another") as (_, port):
+    with keeping(tmp_path, hung_after_s=2.0, needs="another") as (_, port):
         first, _ = ask(port)
         (tmp_path / "unwell").touch()
-        time.sleep(2)
+        eventually(lambda: len((tmp_path / "unwell answers").read_text()) > 2 * supervisor.MAX_FAILURES)
         with pytest.raises(urllib.error.HTTPError):
             ask(port)
         assert alive(first)
@@ -247,8 +248,13 @@ def supervised(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    monkeypatch.setattr(lock_module, "HAND_OVER_TIMEOUT_S", PATIENCE_S)
+
+
 @pytest.fixture
-def impatient(monkeypatch):
+def impatient(monkeypatch, _patient):
     monkeypatch.setattr(lock_module, "HAND_OVER_TIMEOUT_S", 0.5)
 
 
@@ -331,16 +337,16 @@ def test_status_says_that_a_server_dies_again_and_again_and_its_last_words(tmp_p
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     one = kept(tmp_path, 1, 'raise SystemExit("the database is damaged")', log=str(tmp_path / "prefect" / "server.log"))
-    one.name, one.descriptor, one.deaths = "prefect", listener().detach(), 4
+    one.name, one.descriptor, one.deaths = "prefect", listener().detach(), 8  # the next pause is a minute
     write_records({"prefect": ServerRecord(process=ProcessIdentity.own(), port=1, token="none", deaths=4)})
     assert local.status()[0].trouble == ""
     lock = Lock(tmp_path)
     supervisor.start(Plan([one], str(tmp_path), lock.take().lock))
     try:
-        trouble = eventually(lambda: local.status()[0].trouble)
+        eventually(lambda: "died 9 times in a row" in local.status()[0].trouble)
+        trouble = local.status()[0].trouble
     finally:
         lock.take().release()
-    assert "died 5 times in a row" in trouble
     assert trouble.endswith("'the database is damaged'")
 
 
