@@ -96,7 +96,7 @@ class StageObserver:
         assert self._attempt
         self._events.close()
         result = end.result or StageResult()
-        # First: an error that is not tried again may say why from then on.
+        # Decided before the end is recorded: the decision may add to the error's message why it is not tried again.
         is_retried = end.error is not None and self._is_retried(end.error)
         self._append(
             end_of(

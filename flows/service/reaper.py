@@ -159,7 +159,7 @@ def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
         record = ledger_of(flow_run.name).read()
     except StoreError:  # `RunningRefreshes` has named it
         return
-    if record.is_copied:  # what Prefect says of it here was put right when the servers of the copy first started
+    if record.is_copied:  # the first start of the copy's servers has set its end in Prefect
         return
     if record.standing == "dead" and record.prefect_run_count in (None, flow_run.run_count):
         # A server that was started again has forgotten them.

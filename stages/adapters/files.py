@@ -196,12 +196,12 @@ def check_weights(adapter: Adapter, base: Path) -> None:
     for path in weight_paths(base):
         with safe_open(path, framework="pt") as file:
             shapes |= {name: file.get_slice(name).get_shape() for name in adapter.weights & set(file.keys())}
-    found = {name: shapes.get(name) for name in sorted(adapter.weights)}
-    odd = [f"{name} ({shape or 'missing'})" for name, shape in found.items() if shape != adapter.shape_of(name)]
+    stored = {name: shapes.get(name) for name in sorted(adapter.weights)}
+    odd = [f"{name} ({shape or 'missing'})" for name, shape in stored.items() if shape != adapter.shape_of(name)]
     if odd:
         raise ModelError(
-            f"an adapter that changes {len(found)} weights does not belong to {base}, where {len(odd)} of these are "
-            f"missing or have another size: {', '.join(odd[:NUM_NAMED])}, expected {adapter.shape_of(min(found))} and "
+            f"an adapter that changes {len(stored)} weights does not belong to {base}, where {len(odd)} of these are "
+            f"missing or have another size: {', '.join(odd[:NUM_NAMED])}, expected {adapter.shape_of(min(stored))} and "
             "the like; name the model that it was trained on"
         )
 

@@ -75,15 +75,15 @@ class _Job:
 
     def hash(self, path: Path) -> str:
         """Return a file's hex digest; meaningless once the hashing was stopped."""
-        found = path.stat()
-        if found.st_size < MIN_CACHED_BYTES:
+        status = path.stat()
+        if status.st_size < MIN_CACHED_BYTES:
             return self._read(path)
-        key = f"{str(path.resolve())!r}|{found.st_size}|{found.st_mtime_ns}|{found.st_ctime_ns}|{found.st_ino}"
+        key = f"{str(path.resolve())!r}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}|{status.st_ino}"
         known = _lookup(key)
         if known:
-            self._count(found.st_size)
+            self._count(status.st_size)
             return known
-        settled = time.time() - max(found.st_mtime, found.st_ctime) > SETTLED_S
+        settled = time.time() - max(status.st_mtime, status.st_ctime) > SETTLED_S
         digest = self._read(path)
         if settled and not self._stopped.is_set():
             _keep(key, digest)

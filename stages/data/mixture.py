@@ -121,12 +121,12 @@ class MixtureOrder:
         places = slots * np.uint64(STRIDE) + np.uint64(self._begin)  # modulo WHEEL
         numbers = np.searchsorted(np.array(self._borders[:-1], np.uint64), places, side="right")
         taken, first_rows = self.taken(first), [0, *accumulate(self.sizes)]
-        found = []
+        rows = []
         for number in numbers.tolist():
             epoch, index = divmod(taken[number], self.sizes[number])
-            found.append(first_rows[number] + int(_row_order(self.sizes[number], self.seed, epoch, number)[index]))
+            rows.append(first_rows[number] + int(_row_order(self.sizes[number], self.seed, epoch, number)[index]))
             taken[number] += 1
-        return found
+        return rows
 
     def taken(self, num_slots: int) -> list[int]:
         """Return how many rows the first `num_slots` slots take from each dataset."""

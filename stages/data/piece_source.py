@@ -159,12 +159,12 @@ class PieceSource:
         """Yield tokenized pieces until the time limit is reached; of the part it cuts short, the rows read so far."""
         for data_part, key in self._parts():
             if key not in self._store:
-                found = list(self.tokenizer.pieces(data_part.part, self._watched(read_part(data_part.part), limit_s)))
+                pieces = list(self.tokenizer.pieces(data_part.part, self._watched(read_part(data_part.part), limit_s)))
                 if self.last_in_time:
-                    yield from ((data_part.part, piece) for piece in found)
+                    yield from ((data_part.part, piece) for piece in pieces)
                     return
                 data_part.state.check(data_part.part.path, data_part.part.name)
-                self._store.write(key, iter(found))
+                self._store.write(key, iter(pieces))
             yield from ((data_part.part, piece) for piece in self._store.read(key))
 
     def _watched(self, rows: Iterable[Row | BadRow], limit_s: float) -> Iterator[Row | BadRow]:

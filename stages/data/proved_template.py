@@ -243,7 +243,7 @@ class ProvedTemplate:
             ) from error
         except MemoryError:
             raise
-        except Exception as error:  # whatever Jinja lets through when a template does what its messages do not allow
+        except Exception as error:  # any error of Python that the template's expressions raise on these messages
             raise _RefusalError(
                 f"cannot be rendered by {self._name}: {type(error).__name__}: ",
                 str(error),

@@ -178,12 +178,12 @@ def parse_label(value: object) -> bool:
 def parse_margin(value: object) -> float:
     """Return a margin as a number; CSV has text where JSON has numbers. Raises RowError."""
     try:
-        found = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
+        margin = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
     except ValueError:
-        found = math.nan
-    if not abs(found) <= LARGEST:
+        margin = math.nan
+    if not abs(margin) <= LARGEST:
         raise RowError(f"has {value!r} as `margin`; expected a number")
-    return found
+    return margin
 
 
 def says_something(value: object) -> bool:

@@ -161,7 +161,7 @@ class ChatTemplate:
         try:
             documents = self.documents(Conversation(turns))
         except RowError:
-            return ""  # it takes other conversations, and whose rows are good is said row by row
+            return ""  # the template refuses this conversation; unsuitable rows are reported one by one
         learned = [document.text[begin:end] for document in documents for begin, end in document.spans]
         ends = [text.partition(f"qassistant{number}")[2] for number, text in enumerate(learned, 1)]
         return ends[1].removeprefix(ends[0]) if len(ends) == 2 and ends[1].startswith(ends[0]) else ""

@@ -121,7 +121,7 @@ class Turns:
         self._write.check(sum(remaining))
         documents: list[Document] = []
         while remaining:
-            # The longest text first: what it does not show is learned from a text that ends with the last such turn.
+            # The longest text first: turns that it does not show unchanged get texts of their own, the last turn first.
             *earlier, last = remaining
             turn = self._as_last(last)
             shown = self._shown_messages(turn, last)
@@ -312,9 +312,9 @@ def check_shown(write: Write, messages: Sequence[Message], text: str, name: str)
     """Raise UnclearTurnsError when `text`, rendered from these messages, lacks a message's text or its end."""
     for number, message in enumerate(messages):
         content: str = message["content"] or ""
-        # A question may say what the system prompt does, and be taken for it.
-        others = (other for other in messages if message["role"] == "system" and other is not message)
-        if content.strip() in text and not any(content.strip() in (other["content"] or "") for other in others):
+        # A question may contain the system prompt's text, and so hide that the template leaves out the prompt.
+        confusable = (other for other in messages if message["role"] == "system" and other is not message)
+        if content.strip() in text and not any(content.strip() in (other["content"] or "") for other in confusable):
             continue
         probe = {**message, "content": f"{content}{PROBE}"}  # some write a tool's answer as JSON, or drop thoughts
         if PROBE not in write([*messages[:number], probe, *messages[number + 1 :]]):

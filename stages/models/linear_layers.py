@@ -171,12 +171,12 @@ def module_parameters(shape: ModelShape) -> dict[str, int]:
     for layer in range(shape.num_layers):
         for norm in names.norms:
             parameters[f"{names.layer}.{layer}.{norm}"] = shape.norm_parameters
-        for one in linear_layers(shape, layer):
+        for linear in linear_layers(shape, layer):
             bias = {
                 Place.INTO_ATTENTION: shape.qkv_bias,
                 Place.OUT_OF_ATTENTION: shape.output_bias,
-            }.get(one.place, shape.ffn_bias)
-            parameters[one.name] = one.outputs * (one.inputs + bias)
+            }.get(linear.place, shape.ffn_bias)
+            parameters[linear.name] = linear.outputs * (linear.inputs + bias)
         if shape.qk_norm:
             parameters |= {f"{names.layer}.{layer}.self_attn.{norm}": shape.head_dim for norm in ("q_norm", "k_norm")}
         if shape.is_mixture(layer):

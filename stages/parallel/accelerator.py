@@ -80,12 +80,12 @@ def of_device(device: torch.device) -> DeviceType:
 
 def device_of_this_process() -> torch.device:
     """Return the accelerator with this process's local rank, made the current one; or the CPU."""
-    found = type_at_hand()
-    if found.torch_type == "cpu":
+    accelerator = type_at_hand()
+    if accelerator.torch_type == "cpu":
         return torch.device("cpu")
-    if "several processes" in found.lacks:
-        return torch.device(found.torch_type)
-    device = torch.device(found.torch_type, int(os.environ.get("LOCAL_RANK", "0")))
+    if "several processes" in accelerator.lacks:
+        return torch.device(accelerator.torch_type)
+    device = torch.device(accelerator.torch_type, int(os.environ.get("LOCAL_RANK", "0")))
     torch.accelerator.set_device_index(device.index)
     return device
 

@@ -94,7 +94,7 @@ def _first_failure(ranks: dict[int, subprocess.Popen[bytes]], stopping: Stopping
     while not stopping.asked:
         codes = {rank: process.poll() for rank, process in ranks.items()}
         failed = [rank for rank, code in codes.items() if code]
-        if failed:  # of several at once, one that was killed: the others only noticed
+        if failed:  # prefer a rank killed by a signal: the others failed because of it
             return min(failed, key=lambda rank: codes[rank] or 0)
         if all(code == 0 for code in codes.values()):
             return None

@@ -255,14 +255,14 @@ def _layer_parameters(shape: ModelShape, adapter: LowRank, joins_layers: bool, l
     return factors + lengths + sum(_factor_parameters(one, rank, 1) for one, rank in routers)
 
 
-def _factor_parameters(one: Linear | StackedParameter, rank: int, tp: int) -> float:
+def _factor_parameters(layer: Linear | StackedParameter, rank: int, tp: int) -> float:
     """Count the parameters of LoRA's A and B on one rank.
 
     Tensor parallelism shards B of a column-parallel layer and A of a row-parallel one.
     """
-    if one.place.cuts_inputs:
-        return rank * (one.inputs / tp + one.outputs)
-    return rank * (one.inputs + one.outputs / tp)
+    if layer.place.cuts_inputs:
+        return rank * (layer.inputs / tp + layer.outputs)
+    return rank * (layer.inputs + layer.outputs / tp)
 
 
 def _stored_bytes(linear: Linear, precision: str | None, other_bytes: int) -> float:

@@ -113,7 +113,7 @@ def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> Layer
     experts = work
     if work.precision in CASTS and software.casts_at_products:
         experts = replace(work, precision="bf16")
-        if not software.fused_elementwise:  # a compiler leaves out gradients of frozen weights, torchao alone does not
+        if not software.fused_elementwise:  # torchao has gradients of frozen weights
             work = replace(work, is_frozen=False)
     products = _attention_products(work, hardware)
     if mixture < 1:
@@ -253,7 +253,7 @@ def _elementwise(work: LayerWork, software: Software, hardware: Hardware) -> Pas
     attention = 2 * (shape.query_width + shape.kv_width + 2 * shape.rotary_width)
     split = ((3 if shape.gated_ffn else 2) * width + attention) / work.tp
     passes = 1 if software.fused_elementwise else EAGER_PASSES["layer norm" if shape.norm_bias else "rms norm"]
-    # What goes into a gather of tokens is cast before it, on the rank that has them; in 4 bits behind it.
+    # Tokens are cast to 8 bits before they are gathered, on the rank that has them; to 4 bits after it.
     is_cast_split = work.sequence_parallel and work.precision == "fp8"
     gathered = 2 * shape.hidden_size / (work.tp if is_cast_split else 1)
     casts = CASTS.get(work.precision, 0.0) * (gathered + width / work.tp)

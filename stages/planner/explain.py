@@ -91,15 +91,15 @@ def _slower(candidate: Candidate, best: Candidate) -> str:
 def _of_other_degrees(candidates: Sequence[Candidate], seen: Sequence[Candidate]) -> list[Candidate]:
     """Return the first candidate of each combination of degrees that is not in `seen`."""
     met = {_degrees(one.engine, one.layout) for one in seen}
-    found = []
+    others = []
     for candidate in candidates:
         degrees = _degrees(candidate.engine, candidate.layout)
         if degrees not in met:
             met.add(degrees)
-            found.append(candidate)
-        if len(found) == NUM_NEAR_MISSES:
+            others.append(candidate)
+        if len(others) == NUM_NEAR_MISSES:
             break
-    return found
+    return others
 
 
 def _degrees(engine: str, layout: Layout) -> tuple[str | int, ...]:

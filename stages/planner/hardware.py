@@ -162,7 +162,7 @@ HARDWARE = {
         Hardware("rtx-5090", 209.5, 104.8, 419, 31.4, 1792, 170, 4, 25, 1.25),
         # One of an MI250X's two dies, which programs see as a device of its own.
         Hardware("mi250x", 191.5, 47.9, None, 63.9, 1638, 110, 8, 50, 12.5, sustained=0.6),
-        # One chip with 750 and with 1,000 W, its successor with 1,000 and 1,400 W: power is what sustains.
+        # The same chip at 750 and at 1,000 W, its successor at 1,000 and 1,400 W: sustained rates follow the power.
         Hardware(
             "mi300x", 1307, 163, 2615, 191.5, 5300, 304, 8, 448, 50,
             sustained=0.6, sustained_gain_eight_bits=0.8, host_gb_per_s=PCIE_5_GB_PER_S,
@@ -179,8 +179,8 @@ HARDWARE = {
             "mi355x", 2517, 157, 5033, 285.1, 8000, 256, 8, 538, 50,
             fp4_tflops=10066, sustained=0.79, sustained_gain_eight_bits=0.8, host_gb_per_s=PCIE_5_GB_PER_S,
         ),
-        # By what the vendors say; nothing was measured on them. Of a Max 1550 one of two tiles, which programs see as a
-        # device of its own; of an M3 Max the one with 40 cores, and three quarters of 64 GB, which Metal may take.
+        # By the vendors' data sheets; nothing was measured. max-1550: one of its two tiles, which programs see as a
+        # device of its own. m3-max: with 40 cores, and three quarters of its 64 GB, the share that Metal may take.
         Hardware("ascend910b2", 376, 94, None, 61.0, 1600, 24, 8, 28, 25, sustained=0.6),
         Hardware("max-1550", 419, 26, None, 64.0, 1638, 64, 8, 53, 25, sustained=0.6),
         Hardware("m3-max", 28, 14, None, 48.0, 400, 40, 1, 1, 1),

@@ -51,12 +51,12 @@ def teacher_memory_gib(request: SearchRequest, candidate: Candidate) -> float:
     return max(one.total - one.gradients - one.optimizer - one.activations - one.logits / 2 for one in estimated.stages)
 
 
-def check_teacher_memory(teacher_gib: float, candidate: Candidate, available_gib: float, *, stays: bool) -> None:
-    """Raise LayoutError if the teacher does not fit; stays: beside the model that is trained."""
-    needed_gib = teacher_gib + (candidate.memory.peak_gib if stays else 0)
+def check_teacher_memory(teacher_gib: float, candidate: Candidate, available_gib: float, *, beside_model: bool) -> None:
+    """Raise LayoutError if the teacher does not fit. beside_model: while the trained model is in memory, too."""
+    needed_gib = teacher_gib + (candidate.memory.peak_gib if beside_model else 0)
     if memory_fit(needed_gib, available_gib) != "does not fit":
         return
-    beside = f" and {candidate.memory.peak_gib:.1f} GiB of the model that learns" if stays else ""
+    beside = f" and {candidate.memory.peak_gib:.1f} GiB of the model that learns" if beside_model else ""
     raise LayoutError(
         f"the teacher would run out of memory under the layout {candidate.text}: predicted {teacher_gib:.1f} GiB a "
         f"device{beside}, available {available_gib:.1f} GiB; shard it over more devices, or have it served "

@@ -126,7 +126,7 @@ def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
         try:
             yield _ObjectFile(stream, pointer.address)
         except DataError:
-            _check(bucket, pointer)  # of two contents mixed, this is why
+            _check(bucket, pointer)  # if the object has changed, this error is the cause
             raise
         _check(bucket, pointer)
 
@@ -204,8 +204,8 @@ def explained(address: str) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, ArrowException) as error:  # the last: what pyarrow has no name for
-        said = " ".join(str(error).split()).partition(" error_info=")[0]  # in which Google's repeats itself
+    except (OSError, ValueError, ArrowException) as error:  # ArrowException: errors that pyarrow does not classify
+        said = " ".join(str(error).split()).partition(" error_info=")[0]  # Google's library repeats the message there
         shown = quoted(said, 600)[1:-1]
         if _is_denied(said, address):
             raise DownloadError(f"{address} may not be read: {_credentials(address)} ({shown})") from None

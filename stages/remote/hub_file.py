@@ -71,7 +71,7 @@ def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
     ):
         try:
             yield file
-        except GeneratorExit:  # a reader of rows that was left before its end
+        except GeneratorExit:  # the caller stops reading before the end
             file.check_vouched()
             raise
         file.check_vouched()

@@ -180,7 +180,7 @@ def _is_small(folder: Path) -> bool:
     """Return whether the folder's files are within the limits; the code cannot make folders in it."""
     num_bytes = 0
     for num_files, file in enumerate(folder.iterdir(), 1):
-        with contextlib.suppress(FileNotFoundError):  # gone by now
+        with contextlib.suppress(FileNotFoundError):  # the code has removed it meanwhile
             num_bytes += file.lstat().st_blocks * 512
         if num_files > NUM_FILES or num_bytes > FOLDER_BYTES:
             return False

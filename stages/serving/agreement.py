@@ -120,7 +120,7 @@ def _compare(
     totals = [[math.fsum(predicted.log_probabilities) for predicted in side] for side in (served, base)]
     distances = [abs(with_adapter - without) for with_adapter, without in zip(*totals, strict=True)]
     from_base = sum(distances) / sum(document.num_targets for document in documents)
-    # An adapter that was lost on its way answers as its base does: nearer to that than to its own training.
+    # An adapter that the server does not apply answers as its base does: nearer to the base than to its training.
     if from_base <= from_training.mean:
         raise ServerError(
             f"the adapter {name} does nothing where it is served: over {counted(len(documents), 'recorded document')} "

@@ -56,8 +56,8 @@ class EngineConnections:
         try:
             return await idle.ask(request)
         except ServerDisconnectedError as closed:
-            # An engine may close an idle connection just when it is used again, so it is asked once more. If it takes
-            # no connection any more, it may have ended of this request: then, that it was sent must be known.
+            # An engine may close an idle connection just when it is used again, so the request is sent once more. If it
+            # takes no new connection, the request may have crashed it: the caller must know that it was sent.
             try:
                 new = await self._connected()
             except NotConnectedError:

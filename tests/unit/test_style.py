@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 BOUNDS = {
     "flows": {"riddles": 0, "worn phrases": 0, "long files": 0, "import lines a thousand": 99},
     "stages": {"riddles": 0, "worn phrases": 0, "long files": 0, "import lines a thousand": 86},
-    "tests": {"riddles": 0, "worn phrases": 18, "long files": 0, "import lines a thousand": 85},
+    "tests": {"riddles": 0, "worn phrases": 17, "long files": 0, "import lines a thousand": 85},
 }
 SLACK = {"riddles": 30, "worn phrases": 30, "long files": 3, "import lines a thousand": 5}
 """Amount by which each count may fall before its bound must be lowered."""
@@ -106,7 +106,8 @@ def lives_of_vague_names(scope):
 def test_a_name_that_lives_over_five_lines_says_what_it_is():
     found = [
         f"{file.relative_to(ROOT)}:{first}: {name}, until line {last}"
-        for file in sorted((ROOT / "flows").rglob("*.py"))
+        for folder in ("flows", "stages")
+        for file in sorted((ROOT / folder).rglob("*.py"))
         for name, first, last in lives_of_vague_names(ast.parse(file.read_text()))
         if last - first >= 5
     ]

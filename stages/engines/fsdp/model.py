@@ -211,7 +211,7 @@ def _with_undefined_weights(causal_lm: Any) -> Any:
     causal_lm.to_empty(device="cpu")
     causal_lm.tie_weights()
     for weight in causal_lm.state_dict(keep_vars=True).values():
-        weight._is_hf_initialized = True  # what Transformers itself says of what it has read
+        weight._is_hf_initialized = True  # the mark that Transformers puts on weights that it has read
     causal_lm.initialize_weights()
     return causal_lm
 

@@ -177,7 +177,7 @@ def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAd
         mask=_mask(part, names, adapter, model).to(layer.weight) if len(names) > 1 else None,
     )
     for factor, parameter in zip("AB", change.put_on(layer, rank), strict=True):
-        # For `local_parts`, which alone knows of what there is:
+        # Read by `local_parts`: joined layers without an adapter have factors here, but not in the Transformers model.
         parameter.left_out = frozenset(factor_name(name, factor) for name in names if name not in adapter.layers)
 
 

@@ -205,7 +205,7 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
         "bias_activation_fusion": False,
-        "use_te_activation_func": not uses_transformer_engine(dtype),  # its name for: the module that the spec says
+        "use_te_activation_func": not uses_transformer_engine(dtype),  # Megatron's name for using the spec's module
         "bias_dropout_fusion": False,
         "cross_entropy_loss_fusion": on_gpu,
         "attention_softmax_in_fp32": True,

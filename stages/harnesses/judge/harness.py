@@ -48,7 +48,7 @@ class Judge(QuestionSetHarness):
         from stages.harnesses.judge.rating import try_out
 
         for task in evaluation.tasks:
-            if not sum(1 for _ in read_questions(evaluation, task)):  # each is read
+            if not sum(1 for _ in read_questions(evaluation, task)):  # reads every question, which checks it
                 raise EvaluationError(f"the task {task} has no questions")
         try_out(evaluation, cache)
 

@@ -38,7 +38,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
 def _tasks(config: EvaluateConfig, model: Path | None, cache: Path) -> Iterator[tuple[str, LifecycleError | str]]:
     """Rehearse an evaluation's tasks: load them, render and score their first samples without a server."""
     as_chat = config.apply_chat_template
-    if as_chat is None:  # a training in between may decide otherwise; then the stage itself renders the chat
+    if as_chat is None:  # if training changes it, the evaluation itself finds faults of the chat's rendering
         as_chat = model is not None and is_asked_as_chat(model)
     evaluation = replace(config.evaluation, apply_chat_template=as_chat)
     try:

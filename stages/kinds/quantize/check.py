@@ -56,7 +56,7 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
     config.serving_engine.check_loadable(facts, projections, config.quantization)
     if config.method == "gguf":
         splitting_of(source)
-        config.serving_engine.find_program()  # which cuts rows into tokens, to be compared
+        config.serving_engine.find_program()  # it tokenizes rows later, to compare its tokens with the model's
 
 
 def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
@@ -64,7 +64,7 @@ def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
 
     Raises ModelError or RecipeError for what the model's modules do not allow, within seconds.
     """
-    import torch  # which takes as long: what file headers say comes first
+    import torch  # takes seconds, so the checks of file headers come first
 
     from stages.models.start_up import hide_unused_packages
 

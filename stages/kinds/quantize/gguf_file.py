@@ -143,7 +143,7 @@ def k_quantizer(mix: str) -> Iterator[KQuantizer | None]:
             yield KQuantizer(process, log)
         finally:
             process.stdout.close()
-            with suppress(BrokenPipeError):  # of what a program that has ended did not read
+            with suppress(BrokenPipeError):  # the program has ended without reading all
                 process.stdin.close()
             process.wait()
 

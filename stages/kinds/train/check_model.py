@@ -45,12 +45,12 @@ def check_lengths(longest: int, context: StageContext, facts: ModelFacts) -> Non
     limit = facts.max_positions
     if limit is None or longest <= limit:
         return
-    found = f"the longest document has {longest} tokens, and the model's config says {limit} positions"
+    excess = f"the longest document has {longest} tokens, and the model's config says {limit} positions"
     if facts.config.get("model_type") in LEARNED_POSITIONS:
         raise ModelError(
-            f"{found}, which are a table; lower data.sequence_length, with `over_long: truncate` or `drop`"
+            f"{excess}, which are a table; lower data.sequence_length, with `over_long: truncate` or `drop`"
         )
-    context.warn(f"{found}: it was not trained on longer texts")
+    context.warn(f"{excess}: it was not trained on longer texts")
 
 
 def check_model(config: TrainConfig, context: StageContext, facts: ModelFacts) -> ModelShape | None:

@@ -191,15 +191,15 @@ def _evaluate_if_due(run: TrainingRun, step: int) -> dict[str, float]:
     if not every_steps or step % every_steps or step == run.num_steps:
         return {}
     run.watchdog.begins(f"the evaluation after step {step}")
-    means = evaluate(run)
-    if means is None:
+    held_out = evaluate(run)
+    if held_out is None:
         return {}
     if run.config.keep == "best" and run.trial is None:
         lowest, _ = run.journal.lowest_evaluation(step - 1)
         # Saving is collective, so all processes follow rank 0.
-        if run.engine.broadcast_from_rank0(means.loss < lowest):
+        if run.engine.broadcast_from_rank0(held_out.loss < lowest):
             run.checkpoints.save_best(step)
-    return evaluation_metrics(means)
+    return evaluation_metrics(held_out)
 
 
 def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | None:

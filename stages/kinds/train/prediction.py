@@ -91,7 +91,7 @@ def _check_teacher(
     except ModelError:
         return {}
     teacher_gib = teacher_memory_gib(dataclasses.replace(request, shape=shape), candidate)
-    check_teacher_memory(teacher_gib, candidate, available_gib, stays=config.on_policy is not None)
+    check_teacher_memory(teacher_gib, candidate, available_gib, beside_model=config.on_policy is not None)
     return {"predicted_teacher_memory_gib": teacher_gib}
 
 

@@ -162,7 +162,7 @@ class RowData:
             held_out=source(held_out, list(range(len(held_out)))) if held_out else None,
             data=config.data,
         )
-        # Only an adapter's start is measured: its effect may be nothing, which `run` refuses.
+        # Predictions before training are needed for adapters only: `run` refuses one that changed nothing.
         if config.adapter and not context.trial:
             recorded = batches.recorded().batch
             untrained = engine.target_log_probabilities(recorded)[recorded.signal.has_target]

@@ -57,11 +57,11 @@ class FsdpCosts(EngineCosts):
         keeps_layers = not layout.reshard_after_forward or layout.pp > 1
         alive = stage.num_layers if keeps_layers else min(stage.num_layers, 2 + layout.prefetch_layers)
         if case.workload.adapter is not None:
-            # What arrives is in one piece, and copied to where it is used; a process alone gathers nothing ahead.
+            # Gathered parameters arrive in one buffer and are copied out of it; a single process gathers nothing ahead.
             is_alone = layout.optimizer_shards == 1
             alive = min(alive, 2) if is_alone and not keeps_layers else alive + (not is_alone)
             if is_alone and not keeps_layers and any(merged_experts(case.shape, case.workload.adapter)):
-                alive = 1  # the copy is gone before the sum of experts and their adapter is made, which is as large
+                alive = 1  # freed before the sum of experts and their adapter is made, which is as large
             layer = gathered_layer_bytes(case.shape, case.workload.adapter, size)
             return alive * layer + size * outside
         if layout.optimizer_shards == 1:

@@ -50,7 +50,7 @@ def test_files_are_rewritten_in_place_and_only_those_that_hold_a_secret(tmp_path
     inode = (tmp_path / "log.txt").stat().st_ino
     redact_files(tmp_path, SECRETS.values())
     assert (tmp_path / "log.txt").read_text() == "a\n***\nb\n"
-    assert (tmp_path / "log.txt").stat().st_ino == inode, "whoever follows the log goes on reading"
+    assert (tmp_path / "log.txt").stat().st_ino == inode, "a reader that follows the log goes on reading"
     assert (tmp_path / "events.jsonl").stat().st_mtime_ns == untouched
     assert (tmp_path / "weights.safetensors").read_bytes() == b"hf_abcdefgh"
 

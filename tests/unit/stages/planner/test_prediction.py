@@ -61,11 +61,11 @@ def test_a_teacher_that_does_not_fit_is_named_alone_or_beside_the_model():
     request, candidate = predict(dp_shard=8, recompute="full")
     teacher_gib = teacher_memory_gib(replace(request, shape=LARGER), candidate)
     enough_gib = max(teacher_gib, candidate.memory.peak_gib) * 1.2
-    check_teacher_memory(teacher_gib, candidate, enough_gib, stays=False)
+    check_teacher_memory(teacher_gib, candidate, enough_gib, beside_model=False)
     with pytest.raises(LayoutError, match=r"the teacher would run out of memory .* of the model that learns, avail"):
-        check_teacher_memory(teacher_gib, candidate, enough_gib, stays=True)
+        check_teacher_memory(teacher_gib, candidate, enough_gib, beside_model=True)
     with pytest.raises(LayoutError, match=rf"predicted {teacher_gib:.1f} GiB a device, available .* or have it served"):
-        check_teacher_memory(teacher_gib, candidate, 0.8 * teacher_gib, stays=False)
+        check_teacher_memory(teacher_gib, candidate, 0.8 * teacher_gib, beside_model=False)
 
 
 def test_what_fits_is_let_through():
