@@ -249,11 +249,12 @@ class Sampler:
         return self.plan.prompts_per_round - sum(group.has_signal for group in groups)
 
     def _judged(self, prompts: Sequence[int], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-        named = [
-            self._named(self.prompts[prompt], number, one)
-            for prompt, group in zip(prompts, completions, strict=True)
-            for number, one in enumerate(group)
-        ]
+        named: list[Named] = []
+        for number, group in zip(prompts, completions, strict=True):
+            prompt = self.prompts[number]
+            for index, one in enumerate(group):
+                completion = prompt.completion(one.text, len(one.token_ids))
+                named.append((f"completion {index} of the prompt in {prompt.place}", completion))
         judgements = iter(self.judge(named))
         groups = []
         for prompt, group in zip(prompts, completions, strict=True):
@@ -264,7 +265,3 @@ class Sampler:
             ]
             groups.append(Group(prompt, judged))
         return groups
-
-    def _named(self, prompt: AskedPrompt, number: int, one: Completion) -> Named:
-        completion = prompt.completion(one.text, len(one.token_ids))
-        return f"completion {number} of the prompt in {prompt.place}", completion
