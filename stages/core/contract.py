@@ -500,10 +500,10 @@ class StageContext:
 
     def _event(self, event: Literal["progress", "milestone", "warning"], message: str, **amounts: Any) -> None:
         now_ms = time.time_ns() // 1_000_000
-        said = StageEvent(time_ms=now_ms, event=event, message=redact(message), **amounts)
-        self._append("events.jsonl", said.model_dump(exclude_none=True))
+        line = StageEvent(time_ms=now_ms, event=event, message=redact(message), **amounts)
+        self._append("events.jsonl", line.model_dump(exclude_none=True))
         if event != "progress":
-            print(f"{event}: {said.message}", flush=True)
+            print(f"{event}: {line.message}", flush=True)
 
     def _append(self, file: str, row: dict[str, Any]) -> None:
         if is_main_process():

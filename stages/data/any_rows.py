@@ -220,7 +220,8 @@ def check_formats(inputs: Mapping[str, Path], config: DataConfig, rows: RowKind)
 
 
 def not_to_be_mixed(formats: Mapping[str, str], rows: RowKind) -> Iterator[str]:
-    """Yield a sentence for each dataset whose rows the training method cannot learn from, if it can from another one's.
+    """Yield a sentence for each dataset whose rows the training method cannot learn from, if it can learn from
+    another's.
 
     formats: format by name of the dataset, of those whose format is known.
     """

@@ -68,8 +68,8 @@ class MixturePart(StrictModel):
     @property
     def own(self) -> dict[str, object]:
         """Fields that a mixture's part sets for its own rows; its `evaluation_fraction` replaces a named split."""
-        said = {name: value for name, value in vars(self).items() if name not in OF_MIXTURE and value is not None}
-        return {"evaluation_split": None, **said} if "evaluation_fraction" in said else said
+        own = {name: value for name, value in vars(self).items() if name not in OF_MIXTURE and value is not None}
+        return {"evaluation_split": None, **own} if "evaluation_fraction" in own else own
 
 
 def same_datasets(names: Iterable[str], stages: Mapping[str, StageConfig]) -> Iterator[tuple[str, str]]:

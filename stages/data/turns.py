@@ -356,7 +356,7 @@ def _plain(message: Message) -> Message:
     return {**plain, "content": "" if "tool_calls" in message else answer}
 
 
-def _shows(thoughts: str, said: str, message: Message) -> bool:
+def _shows(thoughts: str, text: str, message: Message) -> bool:
     thoughts = thoughts.strip()
     _, answer = split_thoughts(message)
-    return not thoughts or said.count(thoughts) > answer.count(thoughts)
+    return not thoughts or text.count(thoughts) > answer.count(thoughts)

@@ -79,7 +79,9 @@ KNOWN = {
 
 
 def known_model(name: str) -> ModelShape | None:
-    """Return the shape with the most words, all of them in `name` (`LLAMA3.1_405B`, `Qwen3_30B_a3B`); else None."""
+    """Return the shape of the published model that `name` mentions (`LLAMA3.1_405B`, `Qwen3_30B_a3B`); of several, that
+    with the most words; else None.
+    """
     words = _words(name)
     matches = [known for known in KNOWN if set(known.split()) <= words]
     return KNOWN[max(matches, key=len)] if matches else None

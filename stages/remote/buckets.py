@@ -205,11 +205,11 @@ def explained(address: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ArrowException) as error:  # ArrowException: errors that pyarrow does not classify
-        said = " ".join(str(error).split()).partition(" error_info=")[0]  # Google's library repeats the message there
-        shown = quoted(said, 600)[1:-1]
-        if _is_denied(said, address):
+        message = " ".join(str(error).split()).partition(" error_info=")[0]  # Google's library repeats it there
+        shown = quoted(message, 600)[1:-1]
+        if _is_denied(message, address):
             raise DownloadError(f"{address} may not be read: {_credentials(address)} ({shown})") from None
-        if isinstance(error, FileNotFoundError) or MISSING.search(said):
+        if isinstance(error, FileNotFoundError) or MISSING.search(message):
             raise DownloadError(
                 f"{address} does not exist ({shown}); check the name of the bucket and the path"
             ) from None
@@ -218,11 +218,11 @@ def explained(address: str) -> Iterator[None]:
         raise TransientError(f"asking for {address}: {shown}; check the network, or try again later") from None
 
 
-def _is_denied(said: str, address: str) -> bool:
+def _is_denied(message: str, address: str) -> bool:
     """Return whether credentials are missing or wrong; false where they could not be checked."""
-    if NO_TOKEN.search(said):
-        return "UNAVAILABLE" not in said or bool(_missing_credentials(address))
-    return bool(DENIED.search(said))
+    if NO_TOKEN.search(message):
+        return "UNAVAILABLE" not in message or bool(_missing_credentials(address))
+    return bool(DENIED.search(message))
 
 
 def _credentials(address: str) -> str:

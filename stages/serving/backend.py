@@ -49,7 +49,7 @@ class EngineAddress:
 def post_to_engine(
     address: EngineAddress, expected: Expected, route: str, bodies: Iterable[dict[str, Any]]
 ) -> list[Answer]:
-    """Post to an engine at its own address, with the key of `expected`; returns the answers in order.
+    """Post requests to an engine at its own address, past the proxy, with its key; return the answers in order.
 
     Raises as `ask_aiohttp` does.
     """

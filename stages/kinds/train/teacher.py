@@ -186,7 +186,7 @@ class OpenTeacher(Protocol):
         """Return the teacher's records of each micro-batch in this process's share. Collective."""
 
 
-def said_record(number: int) -> np.dtype[np.void]:
+def record_dtype(number: int) -> np.dtype[np.void]:
     """Return the dtype of a target's record: int32 tokens [number] and float32 log-probabilities [number]."""
     return np.dtype([("tokens", np.int32, (number,)), ("log_probabilities", np.float32, (number,))])
 
@@ -199,8 +199,8 @@ class TeacherRows:
     """Numbers of the rows in the dataset, int64 [rows], sorted."""
     starts: NDArray[np.int64]
     """Index of each row's first target in the teacher's records, int64 [rows + 1]."""
-    said: NDArray[np.void]
-    """Teacher's records of all targets, [targets] of `said_record`, mapped from disk."""
+    records: NDArray[np.void]
+    """Teacher's records of all targets, [targets] of `record_dtype`, mapped from disk."""
     asked: TeacherTokens
     is_whole_vocabulary: bool
 
@@ -208,14 +208,15 @@ class TeacherRows:
         """Return a batch made of these rows with the teacher's tokens as candidates."""
         starts = self.starts
         places = np.searchsorted(self.rows, rows)
-        said = np.concatenate([self.said[:0], *(self.said[starts[place] : starts[place + 1]] for place in places)])
-        return with_candidates(batch, said, self.asked, self.is_whole_vocabulary)
+        pieces = [self.records[starts[place] : starts[place + 1]] for place in places]
+        records = np.concatenate([self.records[:0], *pieces])
+        return with_candidates(batch, records, self.asked, self.is_whole_vocabulary)
 
 
 def with_candidates(batch: Batch, records: NDArray[np.void], asked: TeacherTokens, is_whole_vocabulary: bool) -> Batch:
     """Return the batch with the teacher's tokens as candidates.
 
-    said: `said_record` [targets of the batch, in order].
+    records: `record_dtype` [targets of the batch, in order].
     """
     shape = (*batch.signal.targets.shape, asked.number)
     tokens, values = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
@@ -288,8 +289,8 @@ class ServedTeacher:
     def likeliest(self, documents: Sequence[Document]) -> list[NDArray[np.void]]:
         """Ask the teacher's server for the likeliest tokens at each position of the documents but the first.
 
-        Returns `said_record` [tokens - 1] for each document. Raises ServerError for a document that the server refuses,
-        TransientError when the server is gone.
+        Returns `record_dtype` [tokens - 1] for each document. Raises ServerError for a document that the server
+        refuses, TransientError when the server is gone.
         """
         from stages.rollouts.asking import ask_all  # and aiohttp, which no other training needs
 
@@ -329,7 +330,7 @@ class ServedTeacher:
     def _read(self, answer: Answer, document: Document) -> NDArray[np.void]:
         report = answer.choices[0].reported(self.client.url)
         of_tokens = report.likeliest_of_prompt(len(document), self.client.url)
-        records = np.zeros(len(of_tokens), said_record(self.number))
+        records = np.zeros(len(of_tokens), record_dtype(self.number))
         for place, top in enumerate(of_tokens):
             likeliest = sorted(top.items(), key=lambda item: -item[1])[: self.number]
             if len(likeliest) < self.number:
@@ -358,7 +359,7 @@ class OpenServer:
             documents = [item for row in rows[first : first + ROWS_TOGETHER] for item in dataset.documents(row)]
             if is_main_process():
                 records = self.teacher.likeliest([tokens.tolist() for tokens, _ in documents])
-                yield np.concatenate([said[loss[1:]] for said, (_, loss) in zip(records, documents, strict=True)])
+                yield np.concatenate([record[loss[1:]] for record, (_, loss) in zip(records, documents, strict=True)])
             gathered(0.0)  # the others wait here, and not for longer than these rows take
             self.context.progress(min(first + ROWS_TOGETHER, len(rows)), len(rows), "rows", "the teacher's server")
 
@@ -384,8 +385,8 @@ class OpenServer:
         """Return the teacher's records of all targets of the batches, in order; all documents are asked together."""
         asked = [document for batch in batches for document in _documents(batch)]
         records = self.teacher.likeliest([tokens for tokens, _ in asked])
-        nothing = np.zeros(0, said_record(self.teacher.number))
-        return np.concatenate([nothing, *(said[mask] for said, (_, mask) in zip(records, asked, strict=True))])
+        nothing = np.zeros(0, record_dtype(self.teacher.number))
+        return np.concatenate([nothing, *(record[mask] for record, (_, mask) in zip(records, asked, strict=True))])
 
 
 def _num_targets(batch: Batch) -> int:
@@ -465,9 +466,9 @@ class OpenModel:
 
 def _recorded(values: torch.Tensor) -> NDArray[np.void]:
     """Convert a teacher's tokens and log-probabilities [targets, 2, number] to records [targets]."""
-    said = np.zeros(len(values), said_record(values.shape[-1]))
-    said["tokens"], said["log_probabilities"] = values.unbind(1)
-    return said
+    records = np.zeros(len(values), record_dtype(values.shape[-1]))
+    records["tokens"], records["log_probabilities"] = values.unbind(1)
+    return records
 
 
 def _teacher(
@@ -515,7 +516,7 @@ def _write(teacher: OpenTeacher, number: int, dataset: PackedDataset, rows: Sequ
 
 def _new_file(path: Path, number: int, num_targets: int) -> np.memmap:
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = said_record(number)
+    record = record_dtype(number)
     check_free_disk(path.parent, num_targets * record.itemsize, "teacher's likeliest tokens (distill.loss_top_k)")
     return np.lib.format.open_memmap(_unfinished(path), mode="w+", dtype=record, shape=(num_targets,))
 
