@@ -123,12 +123,12 @@ def _check_machine(config: TrainConfig) -> DeviceType:
             f"the layout needs {config.layout.world_size} processes ({layout}), {started} were started; start as many, "
             "or change the layout"
         )
-    found = type_at_hand()
-    check_device(found, config.engine, config.layout, config.precision)
-    check_precision(found, config.precision)
+    accelerator = type_at_hand()
+    check_device(accelerator, config.engine, config.layout, config.precision)
+    check_precision(accelerator, config.precision)
     if missing := RULES[config.engine].missing_package(config.precision):
         raise ResourceError(missing)
-    return found
+    return accelerator
 
 
 def _read_data(config: TrainConfig, context: StageContext, models: InputModels) -> TrainingData:

@@ -73,16 +73,16 @@ class MegatronRules(EngineRules):
     def device_errors(self, torch_type: str, layout: Layout, precision: str, shape: ModelShape) -> Iterator[str]:
         if torch_type == "cpu" or (has_transformer_engine() and precision != "fp32"):
             return
-        found = "is not installed here" if not has_transformer_engine() else "does not compute in fp32"
+        lack = "is not installed here" if not has_transformer_engine() else "does not compute in fp32"
         remedy = f"install it ({INSTALLATION}) and train in bf16 or fp8, or use engine: fsdp"
         if layout.cp > 1:
             yield (
-                f"layout: cp {layout.cp} on GPUs needs Transformer Engine, which {found}: without it attention holds a "
+                f"layout: cp {layout.cp} on GPUs needs Transformer Engine, which {lack}: without it attention holds a "
                 f"mask of all pairs of positions, and no context parallelism saves that memory; {remedy}, or set cp 1"
             )
         if shape.num_experts:
             yield (
-                f"layout: {shape.family} on GPUs needs Transformer Engine, which {found}: without it the model's "
+                f"layout: {shape.family} on GPUs needs Transformer Engine, which {lack}: without it the model's "
                 f"{shape.num_experts} experts are computed one by one; {remedy}"
             )
 

@@ -251,10 +251,10 @@ class Sampler:
     def _judged(self, prompts: Sequence[int], completions: Sequence[Sequence[Completion]]) -> list[Group]:
         named: list[Named] = []
         for number, group in zip(prompts, completions, strict=True):
-            prompt = self.prompts[number]
+            asked = self.prompts[number]
             for index, one in enumerate(group):
-                completion = prompt.completion(one.text, len(one.token_ids))
-                named.append((f"completion {index} of the prompt in {prompt.place}", completion))
+                completion = asked.completion(one.text, len(one.token_ids))
+                named.append((f"completion {index} of the prompt in {asked.place}", completion))
         judgements = iter(self.judge(named))
         groups = []
         for prompt, group in zip(prompts, completions, strict=True):
