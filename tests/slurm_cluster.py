@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -177,15 +179,21 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 
 def free_ports(number: int) -> list[int]:
-    """Return different ports on which no program listens."""
-    listeners = [socket.socket() for _ in range(number)]
-    try:
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in listeners]
-    finally:
-        for listener in listeners:
-            listener.close()
+    """Return different ports on which no program listens.
+
+    They lie below those that the kernel gives to whoever asks for any, so that nobody gets one of them by chance before
+    the program listens that a test starts there.
+    """
+    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = random.SystemRandom().sample(range(10_000, max(first_of_kernel, 20_000)), 20 * number)
+    return list(itertools.islice(filter(_is_free, candidates), number))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def eventually(condition: Callable[[], Any], what: str) -> Any:

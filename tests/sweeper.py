@@ -6,6 +6,7 @@ in sessions of their own would stay.
     python sweeper.py MARK     reads standard input to its end, which comes with that of pytest
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -42,8 +43,9 @@ def main(mark: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.read()
     for pid in marked_processes(mark):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        print(f"ended what the tests had left: {pid} {command}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # it has ended since
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            print(f"ended what the tests had left: {pid} {command}", file=sys.stderr, flush=True)
     end_processes(lambda: marked_processes(mark))
 
 

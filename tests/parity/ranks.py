@@ -27,7 +27,7 @@ from stages.core.process_tree import descendants, die_with_parent
 from tests.slurm_cluster import free_ports
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 500.0
+TIMEOUT_S = 1100.0
 TIMED_OUT = 124
 
 

@@ -4,7 +4,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import psycopg2
 from refreshes import eventually
+
+from tests.slurm_cluster import free_ports
 
 USER = "postgres"
 BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
@@ -26,7 +27,7 @@ class PostgreSql:
         """Initialize the data folder, as the user that Debian's package created: PostgreSQL refuses to run as root."""
         self.folder = folder
         self.password = secrets.token_hex(16)
-        self.port = _free_port()
+        (self.port,) = free_ports(1)
         shutil.chown(folder, USER)
         words = folder / "password"
         words.write_text(self.password)
@@ -99,9 +100,3 @@ def database_environment(cluster: PostgreSql) -> dict[str, str]:
         "PREFECT_API_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{cluster.address}/prefect",
         "MLFLOW_BACKEND_STORE_URI": f"postgresql://{cluster.address}/mlflow",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -88,9 +88,10 @@ def test_secrets_of_the_environment_are_nowhere_but_in_the_recipe(home, first):
 
 
 def test_mlflow_knows_all_although_the_process_that_tells_it_was_killed(home):
-    refresh = home.start(home.recipe("untold", told=stage("steps", "untold")))
-    home.work("told", "scratch/step")
+    refresh = home.start(home.recipe("untold", told=stage("pause", "untold")))
+    release = home.work("told", "scratch/ready").with_name("release")
     os.kill(shipper_of(home), signal.SIGKILL)
+    release.touch()
     code, _ = finish(refresh)
     assert code == 0
     (run,) = home.attempts("told")
