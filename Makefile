@@ -39,7 +39,7 @@ REPORT = --junitxml build/test.xml --override-ini junit_family=xunit1 \
 test: export OMP_WAIT_POLICY := PASSIVE
 
 test: check llama-cpp
-	.venv/bin/pytest tests/unit tests/parity tests/faults tests/pipeline tests/gpu --durations 15 $(REPORT) \
+	.venv/bin/pytest tests/unit tests/fake_gpu tests/parity tests/faults tests/pipeline tests/gpu --durations 15 $(REPORT) \
 		$(BESIDE_EACH_OTHER)
 	@.venv/bin/python tests/nightly/parts.py --stale
 

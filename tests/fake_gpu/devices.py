@@ -1,0 +1,151 @@
+"""Fake GPUs: one process is a rank of a group of any size, with tensors that have shapes and no bytes.
+
+FakeTensorMode computes shapes and torch's "fake" process group answers every collective at once. In a build of torch
+for CPUs, autograd has no CUDA device, so the fake GPU has the type "cpu" and CUDA's row of `DEVICE_TYPES`: flash
+attention, collectives and memory are those of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from stages.engines.fsdp import engine, parallelize
+from stages.engines.weight_slices import WeightFiles
+from stages.parallel import accelerator
+from stages.parallel.device_types import device_type
+
+DEVICE = torch.device("cpu")
+GPU = replace(device_type("cuda"), torch_type="cpu", pins_host_memory=False)
+
+
+@contextmanager
+def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give each (object, attribute, replacement) its replacement."""
+    with ExitStack() as stack:
+        for target, name, replacement in replacements:
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        yield
+
+
+@contextmanager
+def fake_gpus(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """Make this process a rank of `num_ranks` fake GPUs; every tensor that it creates is fake."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    accelerator.of_device.cache_clear()
+    try:
+        with replaced(_REPLACED), FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        accelerator.of_device.cache_clear()
+        dist.destroy_process_group()
+
+
+def _read(files: WeightFiles, name: str, *index: slice) -> Tensor:
+    """Return what `WeightFiles.read` returns, without reading: the dtype is that of `tests.fake_gpu.models`."""
+    return torch.empty(files.shapes()[name], dtype=torch.bfloat16)[index or ...]
+
+
+def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    """Do as `nn.Module._apply` does, but replace parameters: fake ones cannot change their data or be swapped."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for name, parameter in module._parameters.items():
+        if parameter is not None and (applied := function(parameter.detach())) is not parameter:
+            module._parameters[name] = nn.Parameter(applied, parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module
+
+
+def _all_gather_object(everyones: list[Any], own: Any, group: Any = None) -> None:
+    """Gather objects as if every rank had this one's."""
+    everyones[:] = [own] * len(everyones)
+
+
+def _without_backend(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `dist.new_group` for groups that are all fake, whichever backend is asked for."""
+    return lambda *arguments, backend=None, **options: new_group(*arguments, **options)
+
+
+def _real(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with real tensors, whose values it reads."""
+
+    def with_values(*arguments: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*arguments, **options)
+
+    return with_values
+
+
+_REPLACED: tuple[tuple[Any, str, Any], ...] = (
+    (accelerator, "DEVICE_TYPES", (GPU,)),
+    (parallelize, "init_device_mesh", _real(init_device_mesh)),
+    (engine, "check_sharded", lambda *_: None),  # compares log-probabilities by value
+    (parallelize, "AllToAllReduceScatter", DefaultReduceScatter),
+    (WeightFiles, "read", _read),
+    (nn.Module, "_apply", _apply),
+    (dist, "all_gather_object", _all_gather_object),
+    (dist, "new_group", _without_backend(dist.new_group)),
+)
+"""Object, attribute and replacement of everything that needs values, files or a device."""
+
+
+@contextmanager
+def megatron_on_fake_gpus() -> Iterator[None]:
+    """Let Megatron-core run on fake GPUs; within `fake_gpus`."""
+    from stages.engines.megatron.compat import prepare_megatron
+
+    with unset_fake_temporarily():
+        prepare_megatron()
+    from megatron.core import optimizer, parallel_state
+    from megatron.core.optimizer import clip_grads
+
+    from stages.engines.megatron import pipeline, spec, weights
+
+    changed = (
+        (pipeline, "split_tokens", _real(pipeline.split_tokens)),
+        (weights, "_check_files", lambda *_: None),  # asks the other pipeline stages what they need
+        (clip_grads, "l2_norm_impl", _l2_norm),
+        (spec.RMSNorm, "forward", lambda norm, states: _RMSNorm.apply(states, norm.weight)),
+    )
+    # Megatron's view of torch, made by `prepare_megatron`, keeps functions that it has once looked up.
+    seen_by_megatron = vars(optimizer.torch.distributed)
+    seen_by_megatron.pop("all_gather_object", None)
+    try:
+        with replaced(changed):
+            yield
+    finally:
+        seen_by_megatron.pop("all_gather_object", None)
+        parallel_state.destroy_model_parallel()
+
+
+def _l2_norm(_: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """Return the norm of all tensors [1] on their device, as Transformer Engine does; Megatron's reads each norm."""
+    return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Memory of the one kernel that `functional.rms_norm` is on a GPU; on a CPU it is a chain of operations."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(states, weight, states.new_empty(states.shape[:-1], dtype=torch.float32))
+        return states.mul(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        states, weight, _ = ctx.saved_tensors
+        return states.mul(weight), weight.clone()

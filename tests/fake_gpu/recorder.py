@@ -1,0 +1,158 @@
+"""Record of what fake tensors do: bytes alive and their peak by class, collectives, kernels."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ALLOCATED_BYTES = 512
+"""Multiple of which CUDA's allocator gives memory."""
+ANSWERS = {bool: True, int: 1, float: 1e-4}
+"""Value of every fake number that is read: finite, no divisor of 0, and a gradient norm that needs no clipping."""
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+COPIES = ("copy_", "_to_copy", "clone", "cat", "index_select", "index", "stack", "_foreach_copy_")
+NO_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_")
+
+
+@dataclass(eq=False)
+class Storage:
+    """Memory of some tensors, from an allocation to the next change of its size."""
+
+    num_bytes: int
+    label: str
+
+
+class Recorder(TorchDispatchMode):
+    """Mode that follows the storages of all fake tensors that are made under it; it must be entered after the fakes'.
+
+    It answers questions about values, which fake tensors do not have: any number is `ANSWERS`, and nothing is zero.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self.at_peak: list[Storage] = []
+        self.collectives: Counter[tuple[str, int]] = Counter()
+        """Bytes of the larger side of collectives, by kind and number of ranks."""
+        self.calls: Counter[tuple[str, int]] = Counter()
+        self.kernels: Counter[str] = Counter()
+        self._live: dict[int, Storage] = {}
+        self._gone: dict[int, weakref.ref[Any]] = {}
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> Recorder:
+        def resize(storage: torch.UntypedStorage, size: int) -> None:
+            self._resize(storage, size)
+            if storage._cdata in self._live:
+                self._allocate(storage, "gathered")
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # how FSDP2 frees what it has gathered
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def begin_step(self) -> None:
+        """Forget peak, collectives and kernels so far."""
+        self.peak_bytes, self.at_peak = self.live_bytes, list(self._live.values())
+        for counter in (self.collectives, self.calls, self.kernels):
+            counter.clear()
+
+    def label(self, tensors: Iterable[Any], label: str) -> int:
+        """Name the class of the storages of these tensors; returns their bytes, without rounding."""
+        storages = {storage._cdata: storage for one in tensors for storage in _storages(one)}
+        for key in storages:
+            if key in self._live:
+                self._live[key].label = label
+        return sum(storage.nbytes() for storage in storages.values())
+
+    def bytes_at_peak(self) -> dict[str, int]:
+        """Return the bytes of each class at the peak."""
+        classes: Counter[str] = Counter()
+        for one in self.at_peak:
+            classes[one.label] += one.num_bytes
+        return dict(classes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args and isinstance(args[0], FakeTensor) else None
+        if first is not None and func is torch.ops.aten._local_scalar_dense.default:
+            return ANSWERS[bool if first.dtype == torch.bool else float if first.dtype.is_floating_point else int]
+        if first is not None and func is torch.ops.aten.nonzero.default:
+            return first.new_empty((first.numel(), first.ndim), dtype=torch.int64)
+        namespace, name = func._schema.name.split("::")
+        if namespace == "c10d":
+            self._collective(name, args)
+            if "coalesced" in name:  # has no kernel for fake tensors
+                return FakeWork().boxed()
+        output = func(*args, **(kwargs or {}))
+        if namespace == "fsdp" and name == "chunk_cat":
+            self.label(args[0], "gradients")
+        made = [storage for leaf in tree_leaves(output) for storage in _storages(leaf)]
+        label = "activations" if torch._C._current_graph_task_id() == -1 else "backward"
+        new = [storage for storage in made if storage._cdata not in self._live]
+        for storage in new:
+            self._allocate(storage, label)
+        if namespace != "c10d" and (new or func._schema.is_mutable) and name not in NO_KERNELS:
+            self.kernels[_kernel_class(name)] += 1
+        return output
+
+    def _collective(self, name: str, args: Any) -> None:
+        leaves = tree_leaves(args)
+        groups = [
+            dist.ProcessGroup.unbox(leaf)
+            for leaf in leaves
+            if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
+        ]
+        kind = name.strip("_").removesuffix("_base"), groups[0].size()
+        sides = [sum(one.nbytes for one in tree_leaves(side) if isinstance(one, Tensor)) for side in args]
+        self.calls[kind] += 1
+        self.collectives[kind] += max(sides)
+
+    def _allocate(self, storage: torch.UntypedStorage, label: str) -> None:
+        key = storage._cdata
+        if key in self._live:
+            self._free(key)
+        else:
+            self._gone[key] = weakref.ref(storage, lambda _: self._forget(key))
+        allocated = -(-storage.nbytes() // ALLOCATED_BYTES) * ALLOCATED_BYTES
+        self._live[key] = Storage(allocated, label)
+        self.live_bytes += allocated
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.at_peak = self.live_bytes, list(self._live.values())
+
+    def _free(self, key: int) -> None:
+        self.live_bytes -= self._live.pop(key).num_bytes
+
+    def _forget(self, key: int) -> None:
+        self._free(key)
+        del self._gone[key]
+
+
+def _storages(leaf: Any) -> list[torch.UntypedStorage]:
+    local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    is_on_device = isinstance(local, FakeTensor) and local.device.type != "meta"
+    return [local.untyped_storage()] if is_on_device else []
+
+
+def _kernel_class(name: str) -> str:
+    if name in PRODUCTS:
+        return "products"
+    if "attn" in name or "attention" in name:
+        return "attention"
+    if "adam" in name:
+        return "optimizer"
+    return "copies" if name in COPIES else "other"

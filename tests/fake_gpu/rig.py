@@ -1,0 +1,154 @@
+"""Training steps of the project's own engines on fake GPUs, and their memory, collectives and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.data.batch import Batch, Documents
+from stages.engines.registry import BUILDERS, EngineInputs
+from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.methods.sft import SftLoss
+from stages.models.facts import ModelFacts
+from stages.models.shape import ModelShape
+from stages.parallel.layout import EngineName
+from stages.planner.costs import SearchRequest
+from stages.planner.hardware import HARDWARE
+from stages.planner.memory import GIB
+from stages.planner.search import estimate
+from tests.fake_gpu.devices import DEVICE, fake_gpus, megatron_on_fake_gpus
+from tests.fake_gpu.models import write_model
+from tests.fake_gpu.recorder import Recorder
+
+NUM_STEPS = 2
+"""Steps of a case: the first makes the optimizer's state and FSDP2's buffers, the last is reported."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step: model, layout and batch, as one rank makes it."""
+
+    model: str
+    layout: dict[str, Any]
+    engine: EngineName = "fsdp"
+    num_layers: int | None = 4
+    """Number of layers; None: as many as the published model has."""
+    micro_batches: int = 1
+    documents: int = 1
+    """Number of documents of equal length in each row."""
+    sequence_length: int = 4096
+    rank: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    """Other fields of the training stage: `adapter`, `precision`, …"""
+
+    @property
+    def config(self) -> TrainConfig:
+        """Training stage of the case."""
+        layout = {"dp_shard": 1, "dp_replicate": 1, "micro_batch_size": 1} | self.layout
+        shares = layout["dp_shard"] * layout["dp_replicate"]
+        fields = {
+            "kind": "train",
+            "method": "sft",
+            "model": "base",
+            "data": {"dataset": "rows", "sequence_length": self.sequence_length},
+            "global_batch_size": layout["micro_batch_size"] * shares * self.micro_batches,
+            "learning_rate": 1e-5,
+            "precision": "bf16",
+            "engine": self.engine,
+            "layout": layout,
+        }
+        return TrainConfig.model_validate(fields | self.options)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Memory, collectives and kernels of the last step of a case, on its rank."""
+
+    shape: ModelShape
+    num_ranks: int
+    peak_bytes: int
+    bytes_at_peak: dict[str, int]
+    """Class of tensors (parameters, gradients, optimizer, …) → bytes at the peak."""
+    held_bytes: dict[str, int]
+    """Parameters and optimizer state between steps, exact; biases of the allocator are left out."""
+    collectives: dict[tuple[str, int], int]
+    """(kind, number of ranks) → bytes of the larger side of all."""
+    calls: dict[tuple[str, int], int]
+    """(kind, number of ranks) → number of collectives."""
+    kernels: dict[str, int]
+    predicted_gib: dict[str, float]
+    """The planner's parts of memory for the rank's pipeline stage, without what the runtime takes."""
+
+    @property
+    def predicted_ratio(self) -> float:
+        """The planner's memory over the rig's, both without the runtime's."""
+        return sum(self.predicted_gib.values()) * GIB / self.peak_bytes
+
+
+def run(case: Case, folder: Path) -> Report:
+    """Build the engine of a case on fake GPUs, make `NUM_STEPS` steps and report the last; folder: for the model."""
+    config = case.config
+    facts = ModelFacts(write_model(folder, case.model, case.num_layers))
+    num_ranks = config.layout.world_size
+    request = SearchRequest(facts.shape, config.workload, HARDWARE["h100-80gb"], num_ranks)
+    predicted = estimate(request, case.engine, config.layout)
+    config = config.model_copy(update={"layout": predicted.layout})
+    batch = _batch(config.layout.micro_batch_size, case)
+    with fake_gpus(num_ranks, case.rank), ENGINES[case.engine](), Recorder() as recorder:
+        inputs = EngineInputs(facts, config.engine_settings, DEVICE, None, lambda _: [], folder, lambda _: None)
+        engine = BUILDERS[case.engine](inputs)
+        for _ in range(NUM_STEPS):
+            recorder.begin_step()
+            engine.train_step([batch] * case.micro_batches, SftLoss(), 1e-5, 1.0)
+            held = {name: recorder.label(tensors, name) for name, tensors in STATES[case.engine](engine).items()}
+    stage = case.rank * config.layout.pp // num_ranks  # pipeline stages are the outermost degree
+    parts = vars(predicted.memory.stages[stage])
+    return Report(
+        shape=facts.shape,
+        num_ranks=num_ranks,
+        peak_bytes=recorder.peak_bytes,
+        bytes_at_peak=recorder.bytes_at_peak(),
+        held_bytes=held,
+        collectives=dict(recorder.collectives),
+        calls=dict(recorder.calls),
+        kernels=dict(recorder.kernels),
+        predicted_gib={name: gib for name, gib in parts.items() if name != "runtime"},
+    )
+
+
+def _batch(num_rows: int, case: Case) -> Batch:
+    """Return a micro-batch in which every token is a target; its values are never read."""
+    length = case.sequence_length // case.documents
+    ids = torch.zeros(num_rows, case.sequence_length, dtype=torch.int64)
+    numbers = torch.arange(num_rows * case.documents).repeat_interleave(length).view(num_rows, -1)
+    documents = Documents(numbers, num_rows * case.documents, [length] * (num_rows * case.documents))
+    return Batch.of(ids, ids, ids, documents)
+
+
+def _fsdp_states(engine: Any) -> dict[str, Iterable[Tensor]]:
+    """Return what FSDP2 holds between steps, by class."""
+    moments = [one for state in engine._optimizer.state.values() for one in state.values()]
+    return {"parameters": list(engine._model.parameters()), "optimizer": moments}
+
+
+def _megatron_states(engine: Any) -> dict[str, Iterable[Tensor]]:
+    """Return what Megatron holds between steps, by class; gradients have buffers of their own."""
+    from stages.engines.megatron.shards import local_shards
+
+    shards = local_shards(engine._chunks, engine._shape, engine._adam.megatron)
+    parameters = [one for chunk in engine._chunks for one in chunk.parameters()]
+    return {
+        "parameters": parameters,
+        "gradients": [one.main_grad for one in parameters if one.requires_grad],
+        "optimizer": [one for shard in shards for one in (shard.master, *shard.moments.values())],
+    }
+
+
+STATES = {"fsdp": _fsdp_states, "megatron": _megatron_states}
+ENGINES = {"fsdp": nullcontext, "megatron": megatron_on_fake_gpus}

@@ -1,0 +1,111 @@
+"""A training step of both engines on fake GPUs: it runs, and a rank holds and sends as many bytes as formulas say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stages.models.shape import ModelShape
+from tests.fake_gpu.rig import Case, run
+
+Weights = list[tuple[int, int]]
+"""Rows and columns of weights; a norm's are rows."""
+
+FSDP = (
+    Case("qwen3-8b", {"dp_shard": 8}, num_layers=2),
+    Case(
+        "qwen3-8b",
+        {"dp_shard": 4, "dp_replicate": 2, "recompute": "selective", "accumulate": "sharded"},
+        num_layers=2,
+        micro_batches=2,
+    ),
+)
+TENSOR_PARALLEL = Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron", num_layers=2)
+PIPELINE = Case(
+    "qwen3-8b",
+    {"dp_shard": 4, "tp": 2, "pp": 2, "sequence_parallel": True},
+    engine="megatron",
+    num_layers=4,
+    micro_batches=4,
+)
+
+
+@pytest.mark.parametrize("case", FSDP, ids=["sharded", "hybrid"])
+def test_fsdp_holds_and_sends_its_shards(case: Case, tmp_path: Path) -> None:
+    report, layout = run(case, tmp_path / "model"), case.config.layout
+    shape, shards, replicas = report.shape, layout.dp_shard, layout.dp_replicate
+    gathered_twice = [(shape.vocab_size, shape.hidden_size), *_layer(shape) * shape.num_layers]
+    gathered_once = [(shape.vocab_size, shape.hidden_size), (shape.hidden_size, 1)]  # the root: head and last norm
+    weights = [*gathered_twice, *gathered_once]
+    held = _shard(weights, shards)
+    # fp32 weights, Adam's two moments, and its count of steps, a number a weight
+    assert report.held_bytes == {"parameters": 4 * held, "optimizer": 8 * held + 4 * len(weights)}
+
+    # Zhao et al. 2023 (FSDP), section 3.2: weights are gathered in bf16 for the forward pass and, if they were freed,
+    # for the backward pass, of every micro-batch; gradients are reduced in fp32, and summed over replicas once.
+    entries = 2 * _shard(gathered_twice, shards) + _shard(gathered_once, shards)
+    assert report.collectives["allgather", shards] == case.micro_batches * 2 * shards * entries
+    reductions = case.micro_batches if layout.accumulate == "sharded" else 1
+    assert report.collectives["reduce_scatter", shards] == reductions * 4 * shards * held
+    if replicas > 1:
+        assert report.collectives["allreduce", replicas] == 4 * held
+
+
+def test_megatron_holds_and_sends_under_tensor_parallelism(tmp_path: Path) -> None:
+    report, tp, dp = run(TENSOR_PARALLEL, tmp_path / "model"), 2, 4
+    shape, tokens = report.shape, TENSOR_PARALLEL.sequence_length
+    vocabulary = (shape.vocab_size, shape.hidden_size)
+    held = _split([vocabulary, *_layer(shape) * shape.num_layers, vocabulary, (shape.hidden_size, 1)], tp)
+    _check_states(report.held_bytes, held, dp)
+    assert report.collectives["reduce_scatter_tensor_coalesced", dp] == 4 * held
+    assert report.collectives["allgather_into_tensor_coalesced", dp] == 2 * held
+
+    # Shoeybi et al. 2019, section 3: two all-reduces a layer, forward and backward, one after the embedding and one
+    # before the head. The cross-entropy reduces three numbers a token in fp32: maximum, logit of the target, sum.
+    states = 2 * tokens * shape.hidden_size
+    of_layers = (4 * shape.num_layers + 2) * states
+    of_head_norms = shape.num_layers * 4 * 2 * shape.head_dim  # gradients of norms that every rank has for its heads
+    assert report.collectives["allreduce", tp] == of_layers + 3 * 4 * tokens + of_head_norms
+
+
+def test_megatron_holds_and_sends_in_the_first_pipeline_stage(tmp_path: Path) -> None:
+    report, tp, dp, num_layers = run(PIPELINE, tmp_path / "model"), 2, 4, 2
+    shape, tokens = report.shape, PIPELINE.sequence_length
+    layers = _layer(shape) * num_layers
+    held = _split([(shape.vocab_size, shape.hidden_size), *layers], tp)
+    _check_states(report.held_bytes, held, dp)
+    assert report.collectives["reduce_scatter_tensor_coalesced", dp] == 4 * held
+    assert report.collectives["allgather_into_tensor_coalesced", dp] == 2 * held
+
+    # Korthikanti et al. 2022, section 4.2.2: an all-reduce becomes an all-gather and a reduce-scatter; Megatron keeps
+    # the split input of a column-parallel product, and gathers it again for the gradient of its weight.
+    states = 2 * tokens * shape.hidden_size
+    assert report.collectives["allgather", tp] == PIPELINE.micro_batches * (6 * num_layers + 1) * states
+    assert report.collectives["reduce_scatter", tp] == PIPELINE.micro_batches * (4 * num_layers + 1) * states
+    norms = sum(rows for rows, columns in layers if columns == 1)
+    assert report.collectives["allreduce", tp] == 4 * norms
+    assert report.collectives["send", 2] == report.collectives["recv", 2] == PIPELINE.micro_batches * states // tp
+    assert report.predicted_ratio == pytest.approx(1, abs=0.1)
+
+
+def _layer(shape: ModelShape) -> Weights:
+    hidden, ffn = shape.hidden_size, shape.ffn_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    products = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries), (ffn, hidden), (ffn, hidden)]
+    return [*products, (hidden, ffn), *[(hidden, 1)] * 2, *[(shape.head_dim, 1)] * 2]
+
+
+def _shard(weights: Weights, num_ranks: int) -> int:
+    """Count the entries that FSDP2 keeps on the first rank: it splits rows, and sends as many of every rank."""
+    return sum(-(-rows // num_ranks) * columns for rows, columns in weights)
+
+
+def _split(weights: Weights, tp: int) -> int:
+    """Count the entries on a tensor-parallel rank: matrices are split, every rank has the norms."""
+    return sum(rows * columns // (tp if columns > 1 else 1) for rows, columns in weights)
+
+
+def _check_states(held_bytes: dict[str, int], held: int, dp: int) -> None:
+    """Rajbhandari et al. 2020 (ZeRO), section 5.1: bf16 weights, fp32 gradients, and shards of three fp32 states."""
+    assert held_bytes == {"parameters": 2 * held, "gradients": 4 * held, "optimizer": 12 * held // dp}
