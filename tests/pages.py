@@ -56,6 +56,9 @@ SHOWN = re.compile(
 )
 MEASURED = re.compile(r"(\d{4}-\d\d-\d\d)(?:: (.+))?")
 END_OF_OUTPUT = "-- here ends the output of a command of a page --"
+NO_ANSWER = "no answer within"
+"""Words of a plan that gave up on an answer, even on the hash of a local file, since the machine was busy."""
+NUM_TRIES = 10
 ENGINES_ON = {
     "qwen2.5-7b": [8],
     "llama-3-8b": [8],
@@ -130,11 +133,14 @@ def _run(console: str) -> str:
     """Return a console block with its commands' present output; they run in a new home and a folder of links to this
     repository's entries."""
     commands = commands_of(console)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for entry in ROOT.iterdir():
-            (folder / entry.name).symlink_to(entry)
-        printed = run(f"\necho '{END_OF_OUTPUT}'\n".join(commands), folder, folder / "home")
+    for _ in range(NUM_TRIES):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            for entry in ROOT.iterdir():
+                (folder / entry.name).symlink_to(entry)
+            printed = run(f"\necho '{END_OF_OUTPUT}'\n".join(commands), folder, folder / "home")
+        if NO_ANSWER not in printed:
+            break
     lines = [
         "\n".join(filter(None, (f"$ {command}", output.strip("\n"))))
         for command, output in zip(commands, printed.split(END_OF_OUTPUT), strict=True)
