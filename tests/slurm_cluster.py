@@ -181,8 +181,8 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
 def free_ports(number: int) -> list[int]:
     """Return different ports on which no program listens.
 
-    They lie below those that the kernel gives to whoever asks for any, so that nobody gets one of them by chance before
-    the program listens that a test starts there.
+    They lie below those that the kernel picks for programs that ask for any port: no other program gets one of them by
+    chance before the one listens that a test starts there.
     """
     first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     candidates = random.SystemRandom().sample(range(10_000, max(first_of_kernel, 20_000)), 20 * number)

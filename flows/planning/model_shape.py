@@ -39,25 +39,27 @@ class ModelConfigs:
     """Facts of the models that the stages in `outside` download; each hub is asked once.
 
     A download that is not in `outside` has none.
-    limit_s: time for all of them together; what has not come by then counts as never coming.
+    limit_s: time for all hubs together; what has not come by then counts as never coming.
     """
 
     def __init__(self, recipe: Recipe, outside: Outside, index: Index, limit_s: float | None = None) -> None:
         self._recipe, self._outside, self._index = recipe, outside, index
         self._limit_s = limit_s
-        self._answers = Answers[ModelFacts | None](limit_s)
+        self._answers, self._built_in = Answers[ModelFacts | None](limit_s), Answers[ModelFacts | None](None)
 
     def of(self, name: str) -> ModelFacts | None:
         """Return the facts of the model that a stage downloads; None when its hub has not answered.
 
         Raises DownloadError or ModelError when it cannot be read.
         """
-        if name not in self._answers:
-            if name not in self._outside:
-                return None
-            self._answers.ask(name, partial(self._read, self._recipe.fetched[name], self._outside[name]))
+        if name not in self._outside:
+            return None
+        config = self._recipe.fetched[name]
+        answers = self._built_in if HUBS[config.source.hub].is_built_in else self._answers
+        if name not in answers:
+            answers.ask(name, partial(self._read, config, self._outside[name]))
         try:
-            return self._answers.of(name)
+            return answers.of(name)
         except TransientError:
             if self._limit_s is None:
                 raise

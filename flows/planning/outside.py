@@ -48,8 +48,10 @@ def resolve_outside(
     hashes, sources, others = Answers[str](limit_s), Answers[Resolved](limit_s), Answers[Resolved](None)
     # Local files last, while hubs answer.
     here = {name for name, config in recipe.fetched.items() if HUBS[config.source.hub].is_local}
+    # What is built in has nothing to wait for: on a busy machine, the limit might be over before it had its turn.
+    built_in = {name for name, config in recipe.fetched.items() if HUBS[config.source.hub].is_built_in}
     for name, config in sorted(sound.items(), key=lambda one: one[0] in here):
-        answers = sources if name in recipe.fetched else others
+        answers = sources if name in recipe.fetched and name not in built_in else others
         answers.ask(name, partial(config.resolve_outside, one_attempt_s), here=name in here)
     # A path that several stages name is hashed once.
     for path in {path for config in sound.values() for path in config.outside_paths().values()}:

@@ -88,7 +88,7 @@ def test_a_hub_or_a_proxy_that_takes_the_question_and_never_answers_is_not_waite
     assert "no whole answer within" in lines["base"] or "timed out" in lines["base"]
 
 
-def test_a_config_that_never_comes_of_a_known_revision_is_not_waited_for(plan, silent, monkeypatch):
+def test_a_config_that_never_comes_of_a_known_revision_is_not_waited_for(plan, silent, monkeypatch, each_attempt_ends):
     monkeypatch.setenv("HF_ENDPOINT", silent)
     lines = plan(model=f"hf://org/name@{'5a' * 20}", layout="auto")
     assert not is_unknown(lines["base"]) and is_unknown(lines["sft"]) and is_unknown(lines["int8"])
@@ -100,7 +100,7 @@ def test_the_datasets_of_tasks_are_not_waited_for(plan, silent, monkeypatch):
     assert is_unknown(lines["scores"]) and not is_unknown(lines["sft"])
 
 
-def test_files_that_take_long_to_hash_are_left_to_the_refresh(plan, tmp_path):
+def test_files_that_take_long_to_hash_are_left_to_the_refresh(plan, tmp_path, each_attempt_ends):
     rows = tmp_path / "rows.jsonl"
     with rows.open("wb") as stream:
         stream.truncate(1 << 40)

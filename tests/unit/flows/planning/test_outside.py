@@ -2,15 +2,18 @@
 
 import shutil
 import socket
+import time
 
 import pytest
 
+from flows.planning import outside as outside_module
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages
 from flows.store.content import hash_path
 from flows.store.record import Index
 from stages.core.errors import RecipeError, TransientError
+from stages.hubs.builtin import hub
 from stages.remote import http
 
 
@@ -61,6 +64,19 @@ def test_outside_paths_are_resolved_to_hashes(tasks, tmp_path):
     assert "scores" not in resolve_outside(recipe, ["base"]), "what is not asked for is not looked at"
     with pytest.raises(RecipeError, match=r"stages\.scores\.task_folder: there is no file or folder .*tasks"):
         resolve_outside(recipe)
+
+
+def test_what_is_built_in_is_known_to_a_plan_that_has_no_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(outside_module, "PLANNING_LIMIT_S", 0.0)
+    resolve = hub.HUB.resolve_revision
+
+    def resolve_slowly(request):
+        time.sleep(0.2)
+        return resolve(request)
+
+    monkeypatch.setattr(type(hub.HUB), "resolve_revision", lambda _, request: resolve_slowly(request))
+    tree = {"base": {"kind": "download", "model": "builtin/qwen3-1m"}}
+    assert resolve_outside(load_stages("small", tmp_path, tree), unreachable={})["base"]
 
 
 def test_a_hub_that_does_not_answer_stops_a_refresh_but_not_a_plan(tmp_path, monkeypatch):
