@@ -38,7 +38,7 @@ LOCK = "lock"
 
 
 def note_tallies(name: str, tallies: Mapping[str, Any]) -> None:
-    """Record the tallies (`Proxy.side_by_side`) of a registered model."""
+    """Record the request counts of a registered model's versions, as `Proxy.side_by_side` gives them."""
     _folder().mkdir(parents=True, exist_ok=True)
     identities = {"process": ProcessIdentity.own().model_dump(), "home": home_identity().model_dump()}
     noted = {"name": name, **identities, "time_s": time.time(), **tallies}

@@ -98,7 +98,7 @@ def kept_contents(folder: Path, digest: str) -> Contents | None:
 
 
 def contents_of(path: Path) -> Contents:
-    """Return the contents of a file, or of every file of a folder that counts. Raises OSError."""
+    """Return the contents of a file, or of a folder's files without logs and bookkeeping. Raises OSError."""
     files = outside_files(path)
     hashes = sha256_of_files(files)
     return {

@@ -90,7 +90,7 @@ def notify(state: str) -> None:
     """Send a state to systemd if it started this process as a service of `Type=notify`."""
     if address := os.environ.get("NOTIFY_SOCKET"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
-            connection.settimeout(0.2)  # its queue is full, should systemd be held up
+            connection.settimeout(0.2)  # if systemd hangs and its queue is full
             connection.sendto(state.encode(), f"\0{address[1:]}" if address[0] == "@" else address)
 
 

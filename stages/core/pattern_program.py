@@ -27,7 +27,7 @@ def begin(cpu_s: float) -> Callable[[dict[str, Any]], list[int | None]]:
     def compared(pattern: str, how: str) -> Callable[[str], object]:
         if how == "re.fullmatch":
             return re.compile(pattern).fullmatch
-        # A limit of the library's own: it looks for signals more rarely than at the time.
+        # The library's own time limit, since it checks for signals only rarely.
         return functools.partial(getattr(compiled(pattern), how), timeout=cpu_s)
 
     def first_matches(question: dict[str, Any]) -> list[int | None]:

@@ -139,7 +139,7 @@ def _check_escapes(text: str, loader: Any) -> None:
             if REPLACEMENT_CHARACTER in (getattr(event, "value", None) or ""):
                 raise _invalid(event.start_mark, "half a character, \\uD800 to \\uDFFF; write it as it is", reader)
     except yaml.YAMLError:
-        return  # and that is said of the text as it is
+        return  # reported for the whole text, by its own check
 
 
 def _invalid(mark: Any, problem: str | None, reader: _Reader) -> RecipeError:

@@ -90,7 +90,7 @@ class Bucket:
                 return dict(sorted(zip(files, pool.map(self.look_at, files.values()), strict=True)))
 
     def look_at(self, path: str) -> StoredObject:
-        """Return an object as it is now. Raises pyarrow's errors, and DownloadError for a senseless answer."""
+        """Return a stored object as it is now. Raises pyarrow's errors, and DownloadError for a malformed answer."""
         with self.filesystem.open_input_file(path) as stream:
             num_bytes, tag = stream.size(), _tag(stream.metadata())
         if num_bytes < 0 or not tag:

@@ -144,7 +144,7 @@ def decoder_of(causal_lm: Any) -> Any:
     """Return the model without its head."""
     if causal_lm.base_model is not causal_lm:
         return causal_lm.base_model
-    embedding = causal_lm.get_input_embeddings()  # Llama 4 names its decoder otherwise than its class says
+    embedding = causal_lm.get_input_embeddings()  # Llama 4's class names another attribute
     return next(child for child in causal_lm.children() if any(module is embedding for module in child.modules()))
 
 

@@ -166,7 +166,7 @@ class Comparison:
 
     @property
     def expected_documents(self) -> list[RecordedDocument]:
-        """Documents that record the expected predictions instead of the training's."""
+        """Recorded documents, with the expected predictions instead of those that training recorded."""
         assert self.expected is not None, "of a mixture, which is compared with its parts"
         return [document.recording(one) for document, one in zip(self.documents, self.expected, strict=True)]
 

@@ -92,7 +92,7 @@ class Watchdog:
         # One write, so that the stacks of several processes do not mingle.
         os.write(STDERR, f"rank {rank}: {message}; its threads:\n{stacks()}\n".encode())
         if self._ended.wait(GRACE_S) or self._deadline_s != deadline_s:
-            return  # it was slow, or the process was stopped for a while, and goes on
+            return  # it went on after all: slow, or stopped for a while
         advice = "the stacks of all processes are in the log; the next attempt goes on from the last checkpoint"
         failure = StageFailure(error=TransientError.__name__, message=f"rank {rank}: {message}: {advice}")
         if not (self._work / "error.json").exists():
