@@ -250,7 +250,7 @@ class StageConfig(StrictModel, ABC):
 
         - find_model: returns the model that the stage starts from; None where its config is not here. Raises
           LifecycleError for a config that cannot be read
-        - gpu_type: torch's name of this machine's GPUs, such as cuda; None for a stage that does not run on them
+        - gpu_type: torch's name for the kind of this machine's GPUs; None for a stage that does not run on them
         """
         return iter(())
 
