@@ -99,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
                     ]
                 }
             )
-            self.engine.go_on.wait(60)
+            self.engine.go_on.wait(600)
             if self.engine.breaks_off:
                 return
         if (asked.get("stream_options") or {}).get("include_usage"):

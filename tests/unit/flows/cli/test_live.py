@@ -188,7 +188,7 @@ def shown():
             return record
 
         with PlainView(read, stream):
-            assert seen.wait(60)
+            assert seen.wait(600)
         return [line[9:] for line in stream.getvalue().splitlines()]
 
     return shown
@@ -347,7 +347,7 @@ def test_what_waits_says_for_what_once_in_a_file(busy):
         return record
 
     with PlainView(read, stream):
-        assert seen.wait(60)
+        assert seen.wait(600)
     lines = [line[9:].split(maxsplit=1) for line in stream.getvalue().splitlines()]
     said = [" ".join(text.split()) for name, text in lines if name == "evaluate-base"]
     assert said == ["waiting for free devices, of 2"]

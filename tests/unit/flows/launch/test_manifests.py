@@ -300,10 +300,10 @@ def test_a_pod_that_is_rolled_over_answers_what_it_was_asked(tmp_path):
             assert processes["engine"].poll() is None
             (tmp_path / "go-on").touch()
             assert b"".join(parts) == b"-end"
-        assert processes["proxy"].wait(60) == 0
-        assert processes["engine"].wait(60) == -signal.SIGTERM
+        assert processes["proxy"].wait(300) == 0
+        assert processes["engine"].wait(300) == -signal.SIGTERM
         for thread in ending:
-            thread.join(60)
+            thread.join(300)
     finally:
         for process in processes.values():
             process.kill()

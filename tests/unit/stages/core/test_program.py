@@ -58,8 +58,8 @@ def test_questions_and_answers_of_any_size_are_json(asked, question):
 
 def test_a_question_takes_microseconds(asked):
     asked.start()
-    fastest_s = 1.0
-    for _ in range(300):
+    fastest_s, end_s = 1.0, time.monotonic() + 60
+    while fastest_s >= 100e-6 and time.monotonic() < end_s:  # until the machine is quiet for a moment
         began_s = time.perf_counter()
         asked.ask({"row": 1}, 60)
         fastest_s = min(fastest_s, time.perf_counter() - began_s)

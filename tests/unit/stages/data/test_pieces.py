@@ -270,10 +270,11 @@ def test_no_process_outlives_the_one_that_asked_for_it(tmp_path, program):
     arguments, environment, mark = program
     with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"begun\n"
-        assert len(processes_with(mark)) >= 3
+        while len(processes_with(mark)) < 3:
+            assert process.poll() is None
         process.send_signal(signal.SIGKILL)
-        process.wait(30)
-    until_s = time.monotonic() + 30
+        process.wait(300)
+    until_s = time.monotonic() + 300
     while (left := processes_with(mark)) and time.monotonic() < until_s:
         time.sleep(0.05)
     assert not left
@@ -287,7 +288,8 @@ def test_stopped_as_by_ctrl_c_no_process_has_to_be_killed_after_its_time_of_grac
     while "begun" not in (tmp_path / "log.txt").read_text():  # pytest's own limit is the longest
         assert supervised.alive()
         time.sleep(0.05)
-    assert len(processes_with(mark)) >= 3
+    while len(processes_with(mark)) < 3:
+        assert supervised.alive()
     began_s = time.monotonic()
     supervised.stop()
     assert time.monotonic() - began_s < GRACE_S / 2
