@@ -16,7 +16,7 @@ from flows.recipe.version import identity_of, version_of
 from flows.store.record import Index
 from stages.core.contract import base_of
 from stages.core.errors import RecipeError, TransientError
-from stages.hubs.answers import Answers
+from stages.hubs.answers import PLANNING_OFFLINE_LIMIT_S, Answers
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, read_model_config
 from stages.models.facts import CONFIG_FILE, ModelFacts
@@ -45,7 +45,9 @@ class ModelConfigs:
     def __init__(self, recipe: Recipe, outside: Outside, index: Index, limit_s: float | None = None) -> None:
         self._recipe, self._outside, self._index = recipe, outside, index
         self._limit_s = limit_s
-        self._answers, self._built_in = Answers[ModelFacts | None](limit_s), Answers[ModelFacts | None](None)
+        offline_limit_s = None if limit_s is None else PLANNING_OFFLINE_LIMIT_S
+        self._answers = {True: Answers[ModelFacts | None](offline_limit_s), False: Answers[ModelFacts | None](limit_s)}
+        """Facts of models by whether they are read without a network."""
 
     def of(self, name: str) -> ModelFacts | None:
         """Return the facts of the model that a stage downloads; None when its hub has not answered.
@@ -55,7 +57,7 @@ class ModelConfigs:
         if name not in self._outside:
             return None
         config = self._recipe.fetched[name]
-        answers = self._built_in if HUBS[config.source.hub].is_built_in else self._answers
+        answers = self._answers[HUBS[config.source.hub].is_offline]
         if name not in answers:
             answers.ask(name, partial(self._read, config, self._outside[name]))
         try:

@@ -16,7 +16,7 @@ from flows.store.record import Index
 from stages.core.contract import StageConfig
 from stages.core.errors import EvaluationError, LifecycleError, RecipeError, TransientError
 from stages.core.redaction import shortened
-from stages.hubs.answers import PLANNING_ATTEMPT_S, PLANNING_LIMIT_S, Answers
+from stages.hubs.answers import PLANNING_ATTEMPT_S, PLANNING_LIMIT_S, PLANNING_OFFLINE_LIMIT_S, Answers
 from stages.hubs.registry import HUBS
 
 Resolved = dict[str, JsonValue]
@@ -32,8 +32,8 @@ def resolve_outside(
 ) -> Outside:
     """Resolve the outside inputs of the named stages (default: all). May ask the network.
 
-    unreachable: where given, there is only a plan to be made: each source is asked once, all get `PLANNING_LIMIT_S`,
-    and a stage whose source does not answer by then is noted there with the reason, and has no inputs.
+    unreachable: where given, there is only a plan to be made: each source is asked once, all of the network get
+    `PLANNING_LIMIT_S`, and a stage whose source does not answer by then is noted there with the reason, without inputs.
     failed: where given, takes the error of each stage that has one, instead of the first being raised; such a stage,
     and one that is noted there already, has no inputs. Raises `RecipeError` when a path does not exist, and what the
     stages' own `resolve_outside` raise.
@@ -44,15 +44,18 @@ def resolve_outside(
     if failed is None and known:
         raise RecipeError("\n".join(map(str, known.values())))
     sound = {name: config for name, config in chosen.items() if name not in known}
-    limit_s, one_attempt_s = (None, None) if unreachable is None else (PLANNING_LIMIT_S, PLANNING_ATTEMPT_S)
-    hashes, sources, others = Answers[str](limit_s), Answers[Resolved](limit_s), Answers[Resolved](None)
+    limits_s = (PLANNING_LIMIT_S, PLANNING_OFFLINE_LIMIT_S, PLANNING_ATTEMPT_S)
+    limit_s, offline_limit_s, one_attempt_s = (None, None, None) if unreachable is None else limits_s
+    hashes, others = Answers[str](offline_limit_s), Answers[Resolved](None)
+    sources = {True: Answers[Resolved](offline_limit_s), False: Answers[Resolved](limit_s)}
+
+    def answers_about(name: str) -> Answers[Resolved]:
+        return sources[HUBS[recipe.fetched[name].source.hub].is_offline] if name in recipe.fetched else others
+
     # Local files last, while hubs answer.
     here = {name for name, config in recipe.fetched.items() if HUBS[config.source.hub].is_local}
-    # What is built in has nothing to wait for: on a busy machine, the limit might be over before it had its turn.
-    built_in = {name for name, config in recipe.fetched.items() if HUBS[config.source.hub].is_built_in}
     for name, config in sorted(sound.items(), key=lambda one: one[0] in here):
-        answers = sources if name in recipe.fetched and name not in built_in else others
-        answers.ask(name, partial(config.resolve_outside, one_attempt_s), here=name in here)
+        answers_about(name).ask(name, partial(config.resolve_outside, one_attempt_s), here=name in here)
     # A path that several stages name is hashed once.
     for path in {path for config in sound.values() for path in config.outside_paths().values()}:
         hashes.ask(str(path), partial(hash_path, path, one_attempt_s), here=True)
@@ -60,7 +63,7 @@ def resolve_outside(
     for name, config in sound.items():
         try:
             with _about(recipe, name):
-                resolved = {**(sources if name in sources else others).of(name)}
+                resolved = {**answers_about(name).of(name)}
             for field, path in config.outside_paths().items():
                 with _about(recipe, name, field):
                     resolved[field] = hashes.of(str(path))

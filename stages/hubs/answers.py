@@ -15,6 +15,9 @@ from stages.core.errors import TransientError
 
 PLANNING_LIMIT_S = 0.8
 """Time limit in seconds for all questions to hubs while planning, which takes at most 2 s."""
+PLANNING_OFFLINE_LIMIT_S = 10.0
+"""Time limit in seconds for what a plan needs no network for. Hashes have `PLANNING_ATTEMPT_S` each, and all else takes
+no time, unless the machine is busy or a disk does not answer."""
 PLANNING_ATTEMPT_S = 0.6
 """Time limit for one attempt at asking a hub; shorter than the whole, so that it fails by itself and says why."""
 

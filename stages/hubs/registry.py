@@ -51,11 +51,6 @@ class HubEntry:
     is_offline: bool = False
     artifacts: Literal["all", "adopted", "champions"] | None = None
 
-    @property
-    def is_built_in(self) -> bool:
-        """True if its answers come from our own code, so that there is nothing to wait for."""
-        return self.is_offline and not self.is_local
-
 
 HUBS: dict[str, HubEntry] = {
     "hf": HubEntry("hf://", "{datasets}org/name[@revision]", parse_repository, "stages.hubs.huggingface", streams=True),

@@ -66,7 +66,7 @@ def test_outside_paths_are_resolved_to_hashes(tasks, tmp_path):
         resolve_outside(recipe)
 
 
-def test_what_is_built_in_is_known_to_a_plan_that_has_no_time(tmp_path, monkeypatch):
+def test_what_needs_no_network_is_known_to_a_plan_that_has_no_time(tasks, tmp_path, monkeypatch):
     monkeypatch.setattr(outside_module, "PLANNING_LIMIT_S", 0.0)
     resolve = hub.HUB.resolve_revision
 
@@ -75,8 +75,11 @@ def test_what_is_built_in_is_known_to_a_plan_that_has_no_time(tmp_path, monkeypa
         return resolve(request)
 
     monkeypatch.setattr(type(hub.HUB), "resolve_revision", lambda _, request: resolve_slowly(request))
-    tree = {"base": {"kind": "download", "model": "builtin/qwen3-1m"}}
-    assert resolve_outside(load_stages("small", tmp_path, tree), unreachable={})["base"]
+    tree = {
+        "base": {"kind": "download", "model": "builtin/qwen3-1m"},
+        "rows": {"kind": "download", "dataset": f"file://{tasks}"},
+    }
+    assert all(resolve_outside(load_stages("small", tmp_path, tree), unreachable={}).values())
 
 
 def test_a_hub_that_does_not_answer_stops_a_refresh_but_not_a_plan(tmp_path, monkeypatch):
