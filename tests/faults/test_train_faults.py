@@ -53,12 +53,17 @@ def killed(artifacts, tmp_path_factory):
     """Work folder of a run of two processes, one of whose ranks was killed."""
     work = tmp_path_factory.mktemp("killed") / "work"
     config = make_long_config(TWO_PROCESSES)
-    make_context(work, artifacts, config)
-    process = start(work, config)
-    tiny.eventually((work / "scratch" / "checkpoints" / f"step-{2 * SAVE_EVERY}").exists, "no checkpoint")
-    ranks = ranks_of(process)
-    os.kill(ranks[-1], signal.SIGKILL)
-    assert process.wait(timeout=120) != 0
+    for _ in range(5):  # on a busy machine it may have ended before it is killed
+        shutil.rmtree(work, ignore_errors=True)
+        make_context(work, artifacts, config)
+        process = start(work, config)
+        tiny.eventually((work / "scratch" / "checkpoints" / f"step-{2 * SAVE_EVERY}").exists, "no checkpoint")
+        ranks = ranks_of(process)
+        if ranks:
+            os.kill(ranks[-1], signal.SIGKILL)
+        if process.wait(timeout=300) != 0:
+            break
+    assert process.returncode != 0
     assert not any(is_running(rank) for rank in ranks)
     assert len(logged(work)) < NUM_STEPS
     return work
@@ -66,7 +71,8 @@ def killed(artifacts, tmp_path_factory):
 
 def ranks_of(process):
     """Return the pids of a stage's ranks, in order."""
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in children.read_text().split()] if process.poll() is None else []
 
 
 def is_running(pid):
