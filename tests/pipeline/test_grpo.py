@@ -223,11 +223,16 @@ def test_answers_that_a_teacher_is_asked_about_are_the_same_after_a_kill(
         execution={"checkpoint_every_steps": 2},
     )
     works = [make_context(tmp_path / name / "work", inputs, config).work for name in ("killed", "whole")]
-    attempt = start(works[0], config)
     checkpoints = works[0] / "scratch" / "checkpoints"
-    wait_for(lambda: attempt.poll() is not None or list(checkpoints.glob("step-*")), what="a checkpoint")
-    attempt.send_signal(signal.SIGKILL)
-    attempt.wait()
+    for _ in range(5):  # on a busy machine it may have ended before it is killed
+        shutil.rmtree(works[0].parent)
+        make_context(works[0], inputs, config)
+        attempt = start(works[0], config)
+        wait_for(lambda: attempt.poll() is not None or list(checkpoints.glob("step-*")), what="a checkpoint")  # noqa: B023
+        attempt.send_signal(signal.SIGKILL)
+        attempt.wait()
+        if len(logged(works[0])) < 10:
+            break
     assert 2 <= len(logged(works[0])) < 10, "or nothing is left to be done"
     for work in works:
         run_to_end(work, config)
