@@ -24,7 +24,7 @@ from stages.core.errors import (
     is_full_disk,
 )
 from stages.core.files import write_atomically
-from stages.core.garbage import collect_rarely
+from stages.core.garbage import collect_rarely, imports_uncollected
 from stages.core.process_tree import die_with_parent
 from stages.core.redaction import redact
 
@@ -47,9 +47,10 @@ def main() -> None:
 def run_stage(work: Path) -> None:
     """Run the stage that `config.json` describes and write its `result.json`."""
     stage_input = StageInput.model_validate_json((work / "config.json").read_text())
-    kind = importlib.import_module(f"stages.kinds.{stage_input.kind}.run")
-    # Its effect on the whole process is why `run` does not do it.
-    getattr(kind, "prepare_process", lambda: None)()
+    with imports_uncollected():
+        kind = importlib.import_module(f"stages.kinds.{stage_input.kind}.run")
+        # Its effect on the whole process is why `run` does not do it.
+        getattr(kind, "prepare_process", lambda: None)()
     run = kind.run
     # Those of all kinds would take longer to import than a download of little takes.
     config_class: type[StageConfig] = inspect.get_annotations(run, eval_str=True)["config"]

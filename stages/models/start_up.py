@@ -39,6 +39,8 @@ def start_training_quickly() -> None:
     """
     hide_unused_packages()
     _remember_missing("accelerate", import_utils.is_accelerate_available)
+    # The first tokenizer brings it: half of a start's objects, imported here where no garbage is collected.
+    importlib.import_module("transformers.models.auto.tokenization_auto")
 
 
 def _import_names_of_models() -> None:
