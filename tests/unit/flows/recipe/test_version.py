@@ -6,12 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flows.recipe.problems import models_in
 from flows.recipe.version import differences, identity_of, resume_key_of, version_of
@@ -195,7 +195,7 @@ def leaves(model: BaseModel, above: tuple[str, ...] = ()) -> Iterator[tuple[str,
 def _items(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, tuple):
         return [(str(number), item) for number, item in enumerate(value)]
-    return list(value.items()) if isinstance(value, dict) else []
+    return list(dict(value).items()) if isinstance(value, dict | BaseModel) else []
 
 
 def inside(tree: Any, part: str) -> Any:
@@ -224,14 +224,29 @@ def examples(kind: str) -> list[StageConfig]:
     return [KINDS[kind].model_validate(example) for example in EXAMPLES[kind]]
 
 
+@functools.cache
+def accepted(kind: str, model: type[BaseModel], name: str) -> list[Any]:
+    """Return the sample values that a field's type takes: whole configs need not be validated with all others."""
+    field = model.model_fields[name]
+    # In a tuple, since a type may not be one of a model alone.
+    alone = TypeAdapter(tuple[Annotated[field.annotation, field]])
+    values = []
+    for value in (*VALUES, *sorted(words(KINDS[kind]))):
+        with contextlib.suppress(ValidationError):
+            alone.validate_python((value,))
+            values.append(value)
+    return values
+
+
 def variants(kind: str, path: tuple[str, ...]) -> Iterator[tuple[StageConfig, StageConfig]]:
     """Pairs of valid configs that differ in the field at `path` alone; the first is an example."""
     for config in examples(kind):
-        for value in (*VALUES, *sorted(words(KINDS[kind]))):
-            tree = config.model_dump(mode="json")
-            parent = functools.reduce(inside, path[:-1], tree)
-            if path[-1] not in parent:
-                continue
+        tree = config.model_dump(mode="json")
+        parent = functools.reduce(inside, path[:-1], tree)
+        if path[-1] not in parent:
+            continue
+        model = functools.reduce(lambda value, part: dict(_items(value))[part], path[:-1], config)
+        for value in accepted(kind, type(model), path[-1]):
             parent[path[-1]] = value
             with contextlib.suppress(ValidationError):
                 other = KINDS[kind].model_validate(tree)
