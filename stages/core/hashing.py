@@ -24,6 +24,9 @@ from stages.core.lines import say
 CHUNK_BYTES = 1 << 20
 MIN_CACHED_BYTES = 1 << 20
 """Smallest file whose hash is cached; smaller ones are read as fast as they are looked up."""
+MIN_LIMITED_BYTES, BYTES_TO_OPEN = 16 << 20, 1 << 16
+"""Least size of files for which a time limit holds: fewer bytes take long only where the machine is busy. Opening a
+file counts as reading some bytes more."""
 SETTLED_S = 2
 THREADS = 4
 REPORT_INTERVAL_S = 5
@@ -40,11 +43,13 @@ def content_hasher(algorithm: Literal["sha256", "git-blob-sha1"], size_bytes: in
 def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> dict[str, str]:
     """Return name → hex digest of each file. Progress of slow ones is reported on stderr.
 
-    limit_s: stop after this time, and raise TransientError; the files that were done need not be hashed again.
+    limit_s: stop after this time, unless the files are small, and raise TransientError; the files that were done need
+    not be hashed again.
     Raises `OSError` when one cannot be read.
     """
     total_bytes = sum(path.stat().st_size for path in files.values())
-    end_s = None if limit_s is None else time.monotonic() + limit_s
+    is_small = total_bytes + len(files) * BYTES_TO_OPEN < MIN_LIMITED_BYTES
+    end_s = None if limit_s is None or is_small else time.monotonic() + limit_s
     job = _Job(total_bytes)
     pool = ThreadPoolExecutor(THREADS)
     try:

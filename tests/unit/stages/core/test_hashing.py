@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from stages.core import hashing
+from stages.core.errors import TransientError
 from stages.core.hashing import MIN_CACHED_BYTES, sha256_of_files
 
 PROGRAM = """
@@ -102,6 +103,15 @@ def test_it_ends_at_once_when_it_is_asked_to(tmp_path, number):
         finally:
             process.kill()
     assert output == b"" and b"KeyboardInterrupt" in errors
+
+
+def test_small_files_are_hashed_however_little_time_there_is(tmp_path):
+    (tmp_path / "small").write_bytes(b"a")
+    assert sha256_of_files({"x": tmp_path / "small"}, limit_s=0.0)["x"] == hashlib.sha256(b"a").hexdigest()
+    with (tmp_path / "large").open("wb") as stream:
+        stream.truncate(1 << 30)
+    with pytest.raises(TransientError, match=r"hashing its 1\.0 GiB takes longer than 0 s"):
+        sha256_of_files({"x": tmp_path / "large"}, limit_s=0.0)
 
 
 def test_what_takes_long_says_how_far_it_is(large, monkeypatch, capsys):
