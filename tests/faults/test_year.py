@@ -6,6 +6,7 @@ YEAR_NIGHTS: how many nights (365). YEAR_SEED: of the kills (0).
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -61,6 +62,9 @@ def test_a_year_of_nights(year, tmp_path):
     try:
         until(lambda: any(one.text for one in year.asker.asked), "the champion answers")
         year.run(NUM_NIGHTS - len(year.nights))
+    except AssertionError:
+        keep_evidence(year.home.folder, tmp_path / "home-at-failure")
+        raise
     finally:
         year.asker.stop()
         year.unit.stop()
@@ -68,6 +72,13 @@ def test_a_year_of_nights(year, tmp_path):
     (tmp_path / "nights.json").write_text(json.dumps(nights, default=str))
     problems = [problem for check in CHECKS if (problem := failure_of(check, year))]
     assert not problems, "\n\n".join(problems)
+
+
+def keep_evidence(home: Path, kept: Path) -> None:
+    """Copy the servers' databases and logs, and the ledgers, off the disk that ends with the test."""
+    for folder in ("prefect", "mlflow", "worker", "supervisor", "ledger"):
+        if (home / folder).is_dir():
+            shutil.copytree(home / folder, kept / folder, ignore=shutil.ignore_patterns("artifacts", "*.sock"))
 
 
 def failure_of(check: Callable[[Year], None], year: Year) -> str | None:
