@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stages.engines.fsdp import engine, parallelize
+from stages.engines.fsdp.model import find_weights
 from stages.engines.weight_slices import WeightFiles
 from stages.parallel import accelerator
 from stages.parallel.device_types import device_type
@@ -54,7 +56,12 @@ def fake_gpus(num_ranks: int, rank: int = 0) -> Iterator[None]:
 
 def _read(files: WeightFiles, name: str, *index: slice) -> Tensor:
     """Return what `WeightFiles.read` returns, without reading: the dtype is that of `tests.fake_gpu.models`."""
-    return torch.empty(files.shapes()[name], dtype=torch.bfloat16)[index or ...]
+    return torch.empty(files._slices[name].get_shape(), dtype=torch.bfloat16)[index or ...]
+
+
+def _load_model(folder: Path, *, reads_weights: bool, **options: Any) -> Any:
+    """Return what `load_model` returns, without reading."""
+    return find_weights(folder, **options)[0]
 
 
 def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
@@ -93,6 +100,7 @@ def _real(function: Callable[..., Any]) -> Callable[..., Any]:
 _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (accelerator, "DEVICE_TYPES", (GPU,)),
     (parallelize, "init_device_mesh", _real(init_device_mesh)),
+    (engine, "load_model", _load_model),
     (engine, "check_sharded", lambda *_: None),  # compares log-probabilities by value
     (parallelize, "AllToAllReduceScatter", DefaultReduceScatter),
     (WeightFiles, "read", _read),

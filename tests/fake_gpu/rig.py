@@ -17,7 +17,7 @@ from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
 from stages.models.shape import ModelShape
-from stages.parallel.layout import EngineName
+from stages.parallel.layout import EngineName, Layout
 from stages.planner.costs import SearchRequest
 from stages.planner.hardware import HARDWARE
 from stages.planner.memory import GIB
@@ -71,12 +71,13 @@ class Report:
     """Memory, collectives and kernels of the last step of a case, on its rank."""
 
     shape: ModelShape
-    num_ranks: int
+    layout: Layout
+    """The layout as it ran: the planner has chosen what was `auto` in it."""
     peak_bytes: int
     bytes_at_peak: dict[str, int]
     """Class of tensors (parameters, gradients, optimizer, …) → bytes at the peak."""
     held_bytes: dict[str, int]
-    """Parameters and optimizer state between steps, exact; biases of the allocator are left out."""
+    """Class of tensors → bytes between steps, exact: the allocator's rounding is left out."""
     collectives: dict[tuple[str, int], int]
     """(kind, number of ranks) → bytes of the larger side of all."""
     calls: dict[tuple[str, int], int]
@@ -111,7 +112,7 @@ def run(case: Case, folder: Path) -> Report:
     parts = vars(predicted.memory.stages[stage])
     return Report(
         shape=facts.shape,
-        num_ranks=num_ranks,
+        layout=config.layout,
         peak_bytes=recorder.peak_bytes,
         bytes_at_peak=recorder.bytes_at_peak(),
         held_bytes=held,
@@ -152,3 +153,36 @@ def _megatron_states(engine: Any) -> dict[str, Iterable[Tensor]]:
 
 STATES = {"fsdp": _fsdp_states, "megatron": _megatron_states}
 ENGINES = {"fsdp": nullcontext, "megatron": megatron_on_fake_gpus}
+
+
+LORA: dict[str, Any] = {"adapter": {"rank": 16, "alpha": 32}}
+NF4: dict[str, Any] = {"adapter": {"rank": 16, "alpha": 32, "base_precision": "nf4"}}
+CASES = {
+    "one GPU": Case("qwen3-8b", {}),
+    "sharded": Case("qwen3-8b", {"dp_shard": 8}),
+    "hybrid, gathered once": Case("qwen3-8b", {"dp_shard": 8, "dp_replicate": 2, "reshard_after_forward": False}),
+    "selective": Case("qwen3-8b", {"dp_shard": 8, "recompute": "selective"}),
+    "full, micro-batches": Case("qwen3-8b", {"dp_shard": 8, "recompute": "full"}, micro_batches=2),
+    "micro-batches, sharded": Case("qwen3-8b", {"dp_shard": 8, "accumulate": "sharded"}, micro_batches=2),
+    "LoRA": Case("qwen3-8b", {"dp_shard": 8}, options=LORA),
+    "nf4": Case("qwen3-8b", {"dp_shard": 8}, options=NF4),
+    "documents": Case("qwen3-8b", {"dp_shard": 8, "micro_batch_size": 2}, documents=8),
+    "experts": Case("qwen3-30b-a3b", {"dp_shard": 8}, num_layers=1),
+    "1,024 ranks": Case("llama3-70b", {"dp_shard": 1024}, num_layers=1),
+    "megatron": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron"),
+    "megatron, pipeline": Case(
+        "qwen3-8b", {"dp_shard": 4, "tp": 2, "pp": 2, "sequence_parallel": True}, engine="megatron", micro_batches=4
+    ),
+    "megatron, last stage": Case(
+        "qwen3-8b",
+        {"dp_shard": 4, "tp": 2, "pp": 2, "sequence_parallel": True},
+        engine="megatron",
+        micro_batches=4,
+        rank=15,
+    ),
+    "megatron, context": Case("qwen3-8b", {"dp_shard": 2, "cp": 2}, engine="megatron"),
+    "megatron, full": Case("qwen3-8b", {"dp_shard": 4, "tp": 2, "recompute": "full"}, engine="megatron"),
+    "megatron, LoRA": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron", options=LORA),
+    "megatron, 1,024 ranks": Case("llama3-70b", {"dp_shard": 128, "tp": 8}, engine="megatron", num_layers=1),
+}
+"""Steps that the nightly tests make: layers as wide as those of published models, but few of them."""

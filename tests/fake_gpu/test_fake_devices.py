@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from stages.models.shape import ModelShape
-from tests.fake_gpu.rig import Case, run
+from tests.fake_gpu.rig import CASES, Case, run
 
 Weights = list[tuple[int, int]]
 """Rows and columns of weights; a norm's are rows."""
 
-FSDP = (
-    Case("qwen3-8b", {"dp_shard": 8}, num_layers=2),
-    Case(
+FSDP = {
+    "sharded": Case("qwen3-8b", {"dp_shard": 8}, num_layers=2),
+    "hybrid": Case(
         "qwen3-8b",
         {"dp_shard": 4, "dp_replicate": 2, "recompute": "selective", "accumulate": "sharded"},
         num_layers=2,
         micro_batches=2,
     ),
-)
+}
 TENSOR_PARALLEL = Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron", num_layers=2)
 PIPELINE = Case(
     "qwen3-8b",
@@ -31,20 +31,42 @@ PIPELINE = Case(
 )
 
 
-@pytest.mark.parametrize("case", FSDP, ids=["sharded", "hybrid"])
+DENSE = ("hybrid, gathered once", "selective", "full, micro-batches", "micro-batches, sharded", "1,024 ranks")
+"""Nightly cases of whole models with FSDP2."""
+PREDICTED = ("megatron, pipeline", "megatron, context")
+"""Nightly cases whose memory the planner predicts within 10%; of the others it predicts too much."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(CASES.keys() - set(DENSE)))
+def test_a_step_runs_and_the_planner_knows_its_memory(name: str, tmp_path: Path) -> None:
+    report = run(CASES[name], tmp_path / "model")
+    assert sum(report.bytes_at_peak.values()) == report.peak_bytes
+    if name in PREDICTED:
+        assert report.predicted_ratio == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in FSDP.items()),
+        *(pytest.param(CASES[name], id=name, marks=pytest.mark.nightly) for name in DENSE),
+    ],
+)
 def test_fsdp_holds_and_sends_its_shards(case: Case, tmp_path: Path) -> None:
-    report, layout = run(case, tmp_path / "model"), case.config.layout
-    shape, shards, replicas = report.shape, layout.dp_shard, layout.dp_replicate
-    gathered_twice = [(shape.vocab_size, shape.hidden_size), *_layer(shape) * shape.num_layers]
-    gathered_once = [(shape.vocab_size, shape.hidden_size), (shape.hidden_size, 1)]  # the root: head and last norm
-    weights = [*gathered_twice, *gathered_once]
+    report = run(case, tmp_path / "model")
+    shape, layout = report.shape, report.layout
+    shards, replicas, passes = layout.dp_shard, layout.dp_replicate, 1 + layout.reshard_after_forward
+    of_passes = [(shape.vocab_size, shape.hidden_size), *_layer(shape) * shape.num_layers]
+    of_root = [(shape.vocab_size, shape.hidden_size), (shape.hidden_size, 1)]  # head and last norm, kept between
+    weights = [*of_passes, *of_root]
     held = _shard(weights, shards)
     # fp32 weights, Adam's two moments, and its count of steps, a number a weight
     assert report.held_bytes == {"parameters": 4 * held, "optimizer": 8 * held + 4 * len(weights)}
 
     # Zhao et al. 2023 (FSDP), section 3.2: weights are gathered in bf16 for the forward pass and, if they were freed,
     # for the backward pass, of every micro-batch; gradients are reduced in fp32, and summed over replicas once.
-    entries = 2 * _shard(gathered_twice, shards) + _shard(gathered_once, shards)
+    entries = passes * _shard(of_passes, shards) + _shard(of_root, shards)
     assert report.collectives["allgather", shards] == case.micro_batches * 2 * shards * entries
     reductions = case.micro_batches if layout.accumulate == "sharded" else 1
     assert report.collectives["reduce_scatter", shards] == reductions * 4 * shards * held
@@ -93,7 +115,7 @@ def _layer(shape: ModelShape) -> Weights:
     hidden, ffn = shape.hidden_size, shape.ffn_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     products = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries), (ffn, hidden), (ffn, hidden)]
-    return [*products, (hidden, ffn), *[(hidden, 1)] * 2, *[(shape.head_dim, 1)] * 2]
+    return [*products, (hidden, ffn), *[(hidden, 1)] * 2, *[(shape.head_dim, 1)] * (2 * shape.qk_norm)]
 
 
 def _shard(weights: Weights, num_ranks: int) -> int:

@@ -47,6 +47,7 @@ YEAR = "faults/test_year.py"
 PARTS = (
     Part("year", "365 nightly refreshes on a clock of their own lose nothing and need no hand", (YEAR,)),
     Part("matrices", "every layout, method and adapter of both engines learns what Transformers learns", ("parity",)),
+    Part("fake devices", "a step of every layout runs on fake GPUs, with the bytes of the formulas", ("fake_gpu",)),
     Part(
         "kills", "every kill point of a refresh, a server, a promotion is survived", ("faults",), (YEAR, RANDOM, SLURM)
     ),
