@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from stages.core.contract import StageInput
+
 PROGRAM = """
 import sys
 from importlib.util import find_spec
@@ -43,13 +45,22 @@ print(issubclass(auto_factory.add_generation_mixin_to_remote_model(CameWithItsMo
 """
 
 TRAINING = """
-import sys
+import gc, sys
 from pathlib import Path
-import torch, transformers
+from stages.__main__ import run_stage
+from stages.core.garbage import collect_rarely
+collect_rarely()
+collections = []
+gc.callbacks.append(lambda phase, _: collections.append(phase))
+try:
+    run_stage(Path(sys.argv[1]))
+except ValueError as error:
+    assert "learning_rate" in str(error)
+assert not collections, "of garbage, among packages that stay"
+assert "transformers.models.auto.tokenization_auto" in sys.modules
+
+import transformers
 from transformers.utils import import_utils
-from stages.models.start_up import start_training_quickly
-import stages.kinds.train.run
-start_training_quickly()
 import stages.engines.fsdp.engine
 assert not {"peft", "accelerate", "matplotlib", "prometheus_client"} & {*sys.modules}
 import transformers.models
@@ -62,8 +73,13 @@ print(peft.peft_model.dispatch_model is accelerate.dispatch_model)
 """
 
 
-def test_training_does_without_what_only_adapters_and_other_ways_to_load_need():
-    done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, timeout=120)
+def test_training_does_without_what_only_adapters_and_other_ways_to_load_need(tmp_path):
+    # Without any field: the process has imported and prepared everything by the time that it reads the config.
+    nothing = StageInput(
+        name="sft", kind="train", version="0" * 12, config={"kind": "train"}, inputs={}, cache=tmp_path
+    )
+    (tmp_path / "config.json").write_text(nothing.model_dump_json())
+    done = subprocess.run([sys.executable, "-c", TRAINING, tmp_path], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
 
 
