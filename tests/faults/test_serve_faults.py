@@ -110,7 +110,7 @@ def assert_refused(model: Path, error: type[Exception], match: str, **execution:
         started_server(spec, ServeExecution(**execution), model.parent / "log", folder),
     ):
         pytest.fail("the server was started")
-    assert time.monotonic() - began_s < 15, "vLLM was started"
+    assert time.monotonic() - began_s < 5
     assert not folder.exists()
     assert not served_processes(folder)
 

@@ -337,7 +337,7 @@ def test_adapters_take_over_in_the_running_server_without_a_failed_request(envir
     assert min(counted[version]["requests"] for version in both) >= NUM_ASKERS
     swapped_s = [float(line.split(" checked in ")[1].split()[0]) for line in lines if " checked in " in line]
     assert len(swapped_s) == 4
-    assert min(swapped_s) < 10  # all take 0.3 s on a quiet machine
+    assert max(swapped_s) < 10  # 0.3 s on a quiet machine
     *expected, expected_of_the_next = [expected_answer(made) for made in adapters[:5]]
     assert while_none_answers in (expected[3], expected_of_the_next)
     assert answer_of_the_next == expected_of_the_next

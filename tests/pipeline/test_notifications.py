@@ -174,7 +174,7 @@ def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(wo
     eventually(lambda: received)
     assert [message["subject"] for message in received] == [f"{run['name']}: Crashed"]
     eventually(lambda: worker_home.record(run).state == "failed")
-    assert time.monotonic() - began < 600
+    assert time.monotonic() - began < 60
     assert worker_home.lifecycle("schedules", "remove", "mortal").returncode == 0
     assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
 

@@ -117,7 +117,9 @@ def test_what_is_killed_is_started_again_with_its_socket_and_key_while_clients_w
     with keeping(tmp_path) as (_, port):
         first, key = ask(port)
         os.kill(first, signal.SIGKILL)
+        began_s = time.monotonic()
         second, key_again = ask(port)  # is not refused: it waits for the second one
+        assert time.monotonic() - began_s < 5
         assert second != first
         assert key == key_again == "secret"
     assert "server was killed by SIGKILL; it is started again now" in said(tmp_path)
@@ -129,7 +131,7 @@ def test_what_dies_again_and_again_is_started_after_longer_and_longer_pauses(tmp
         for _ in range(3):
             os.kill(ask(port)[0], signal.SIGKILL)
         ask(port)
-        assert 3.0 <= time.monotonic() - began_s < supervisor.LIVED_S
+        assert 3.0 <= time.monotonic() - began_s < 10.0
     assert [f"again {when} (" in said(tmp_path) for when in ("now", "in 1 s", "in 2 s")] == [True] * 3
 
 
