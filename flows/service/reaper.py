@@ -24,6 +24,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.events.filters import EventFilter, EventIDFilter
+from prefect.settings import PREFECT_API_URL
 from prefect.states import Crashed, Scheduled
 
 from flows.ledger.home import home
@@ -32,6 +33,8 @@ from flows.ledger.refreshes import RunningRefreshes, close_interrupted, ledger_o
 from flows.running.due import announce_schedule, announce_states
 from flows.running.flow_runs import WORK_POOL
 from flows.running.refresh import COMPARE, announce, final_state, refresh
+from flows.servers.programs import PREFECT
+from flows.servers.records import address_of
 from stages.core.errors import StoreError
 from stages.core.process_tree import marked_processes
 
@@ -40,7 +43,7 @@ ASK_INTERVAL_S = 60.0
 START_TIMEOUT_S = 60.0
 """Seconds that a worker may take from taking a run to starting its process."""
 NEVER_STARTED = "its process ended twice before the refresh began and could not say why; the worker's log may"
-DUE_AGAIN = "the worker that took it ended before its process began; it is due again"
+DUE_AGAIN = "its process ended, or never started, before the refresh began; it is due again"
 ENDED_WITHIN = timedelta(minutes=10)
 """Age up to which ended refreshes are checked for a lost event; a restart of Prefect's server takes seconds."""
 STORED_WITHIN_S = 10.0
@@ -94,17 +97,24 @@ class Reaper:
         return close_interrupted() if died else []
 
     def _never_started(self, client: SyncPrefectClient) -> list[UUID]:
-        """Return flow runs that a worker took a while ago, and that no process runs.
+        """Return flow runs that a worker took a while ago, that no process runs, and that have no ledger yet.
 
         The worker may have been killed before it started one. It reports the early death of a process to Prefect once,
-        which a full disk may keep it from recording.
+        as the process does its own failure; a full disk may keep both from being recorded.
         """
-        pending = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING]))
+        states = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING]))
         found = client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),
-            flow_run_filter=FlowRunFilter(state=pending),
+            flow_run_filter=FlowRunFilter(state=states),
         )
-        taken = [run for run in found if run.work_pool_name == WORK_POOL]
+        # On a server of several homes, a run may have its ledger and its process elsewhere.
+        is_own_server = PREFECT_API_URL.value() == f"{address_of(PREFECT.name)}/api"
+        taken = [
+            run
+            for run in found
+            if run.work_pool_name == WORK_POOL
+            and (run.state_type == StateType.PENDING or (is_own_server and not _has_ledger(run)))
+        ]
         missing = {run.id for run in taken if not marked_processes(f"{FLOW_RUN_VARIABLE}={run.id}")}
         now_s = time.monotonic()
         self._missing_since_s = {run: self._missing_since_s.get(run, now_s) for run in missing}
@@ -151,6 +161,14 @@ def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
         flow_run_filter=FlowRunFilter(state=running),
     )
     return (flow_run for flow_run in found if ledger_of(flow_run.name).exists())
+
+
+def _has_ledger(flow_run: FlowRun) -> bool:
+    try:
+        ledger_of(flow_run.name).read()
+    except StoreError:
+        return False
+    return True
 
 
 def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:

@@ -163,6 +163,13 @@ def test_a_run_that_a_killed_worker_had_taken_begins_all_the_same(worker_home, n
     assert worker_home.ended(run)["state"]["type"] == "COMPLETED"
 
 
+def test_a_run_whose_process_failed_before_the_ledger_and_could_not_say_so_begins_again(worker_home, nightly):
+    """On a full disk neither the ledger nor the run's end in Prefect may be written."""
+    run = taken_run(worker_home, {"type": "PENDING"}, {"type": "RUNNING"})
+    reap(worker_home)
+    assert worker_home.ended(run, num_tries=2)["state"]["type"] == "COMPLETED"
+
+
 def test_a_run_whose_process_twice_did_not_come_to_begin_is_called_crashed(worker_home, nightly):
     """A full disk, for instance, can stop a process from reporting any state to Prefect."""
     tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
