@@ -134,9 +134,9 @@ class Reaper:
     def _ended_without_event(self, client: SyncPrefectClient) -> list[FlowRun]:
         """Return refreshes that ended lately, but the event of whose end was lost, and with it the notification.
 
-        Prefect's server commits a state first. It hands on the state's event in memory and stores it within 5 s, unless
-        the disk is full; a server that is killed in between never does. Each end is announced once: if the server had
-        handed on the event, that is one notification too many.
+        Prefect's server hands on a state's event in memory as it commits the state, and stores the event within 5 s,
+        unless the disk is full; a server that is killed in between never does. An end is returned after
+        `STORED_WITHIN_S`, and announced once: if the event had been handled, that is one notification too many.
         """
         ended = client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),

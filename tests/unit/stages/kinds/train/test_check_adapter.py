@@ -1,12 +1,16 @@
-"""Adapters that a model cannot have are refused by field before training, on both engines."""
+"""Adapters that a model or an engine cannot have are refused by field before training."""
 
 import pytest
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from stages.adapters.config import AdapterConfig
 from stages.core.errors import ModelError
 from stages.kinds.train.check import adapter_problems
+from stages.kinds.train.checks import adapter_errors
 from stages.kinds.train.config import TrainConfig
+from stages.parallel.engines.megatron import MegatronRules
 
 SIZES = {
     "vocab_size": 32,
@@ -99,3 +103,40 @@ def test_what_transformers_cannot_build_without_weights_is_said_to_be_unseen(tmp
     assert field == "adapter"
     assert isinstance(found, str)
     assert "could not be made: ValueError" in found
+
+
+def test_what_is_honoured_exists():
+    assert AdapterConfig.model_fields.keys() >= MegatronRules.adapter_options
+
+
+def test_an_option_that_is_added_later_is_refused_by_name():
+    class Later(AdapterConfig):
+        new: float = 1.0
+
+    assert not list(adapter_errors("megatron", Later()))
+    assert not list(adapter_errors("fsdp", Later(new=2)))
+    assert list(adapter_errors("megatron", Later(new=2))) == [
+        "`adapter.new: 2.0` needs `engine: fsdp`, found megatron; change either"
+    ]
+
+
+def test_a_train_stage_says_so_when_its_recipe_is_read(monkeypatch):
+    monkeypatch.setattr(MegatronRules, "adapter_options", MegatronRules.adapter_options - {"use_rslora"})
+    adapter = {"rank": 4, "use_rslora": True}
+    assert TrainConfig.model_validate({**FIELDS, "adapter": adapter}).adapter.use_rslora
+    with pytest.raises(ValidationError, match=r"`adapter.use_rslora: true` needs `engine: fsdp`, found megatron"):
+        TrainConfig.model_validate({**FIELDS, "engine": "megatron", "adapter": adapter})
+
+
+def test_megatron_trains_adapters_with_what_it_honours():
+    adapter = {"rank": 4, "alpha": 8, "dropout": 0.1, "target_modules": ["q_proj"], "layers_to_transform": [0]}
+    config = TrainConfig.model_validate({**FIELDS, "engine": "megatron", "adapter": adapter})
+    assert config.engine_settings.adapter.rank == 4
+
+
+@pytest.mark.parametrize("precision", ["nf4", "int8"])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {}])
+def test_a_base_in_few_bits_is_refused_where_no_layout_could_spread_it(precision, layout):
+    fields = {**FIELDS, "engine": "megatron", "layout": layout, "adapter": {"base_precision": precision}}
+    with pytest.raises(ValidationError, match=rf"`adapter.base_precision: \"{precision}\"` needs `engine: fsdp`"):
+        TrainConfig.model_validate(fields)
