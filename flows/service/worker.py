@@ -40,6 +40,7 @@ from flows.running.refresh import refresh
 from flows.servers.local import revive_supervisor
 from flows.servers.records import server_heartbeat
 from flows.service.reaper import Reaper
+from flows.service.reserve import keep_reserve
 from flows.store.policy import policy_file
 from stages.core.errors import ServerError
 from stages.core.garbage import collect_rarely
@@ -170,6 +171,7 @@ def duties() -> list[Duty]:
         Duty("look whether the home was moved", 5.0, functools.partial(end_if_moved, home_identity())),
         Duty("report dead refreshes", 5.0, Reaper().reap),  # so that a death is known within 10 s
         Duty("start the supervisor", 5.0, revive_supervisor),
+        Duty("keep the reserve of disk space", 0.5, keep_reserve),  # a refresh that fails ends within seconds
         Duty("apply the retention policy", 86_400.0, apply_retention),
         Duty("plan runs after the clock was set back", 60.0, Clock(plan_schedules).look),
     ]
