@@ -113,8 +113,8 @@ def calibrate(experiment: str, where: str | None, out: Path | None, measured: Pa
 
 def _compare_logged(experiment: str, where: str, allow_mixed: bool, as_json: bool) -> int:
     from flows.cli.compare_run import compare_logged
-    from flows.compare.table import as_json as rows_as_json
-    from flows.compare.table import as_text
+    from flows.report.layouts import as_json as rows_as_json
+    from flows.report.layouts import as_text
 
     rows, report = compare_logged(experiment, where, allow_mixed=allow_mixed)
     if as_json:
@@ -126,15 +126,13 @@ def _compare_logged(experiment: str, where: str, allow_mixed: bool, as_json: boo
 
 def _measure(request: Any, as_json: bool) -> int:
     from flows.cli.compare_run import exit_code, run_comparison
-    from flows.compare.metrics import rows_of
-    from flows.compare.report import comparison_as_json
-    from flows.compare.table import as_text
+    from flows.report.layouts import as_text, comparison_as_json, rows_of
 
     run = run_comparison(request, stream=sys.stderr if as_json else sys.stdout)
     record = run.record
     rows = rows_of(record)
     if as_json:
-        print_json(comparison_as_json(record, rows, run.ledger.folder))
+        print_json(comparison_as_json(record, rows))
     else:
         click.echo(as_text(rows, terminal_width()))
         click.echo(f"{record.refresh}: {record.state} in {record.seconds:.1f} s {record.error or ''}".rstrip())

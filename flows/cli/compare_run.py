@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TextIO
 
 from flows.cli.run_command import ready_servers, view_of
-from flows.compare.metrics import Row
 from flows.compare.plan import ComparisonRequest, plan_comparison
 from flows.launch import stage_process
 from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
+from flows.report.layouts import Row
 from flows.running.refresh_run import RefreshRun
 from flows.running.runner import Launcher
 from flows.tracking.cursor import read_shipped
@@ -48,7 +48,7 @@ def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launch
 def compare_logged(experiment: str, where: str, *, allow_mixed: bool) -> tuple[list[Row], Path]:
     """Return rows of runs that MLflow has, and write the HTML page. Raises what `rows_of_runs` and `find_runs` do."""
     from flows.compare.logged import rows_of_runs
-    from flows.compare.report import html_report
+    from flows.report.page import layouts_page
     from flows.tracking.logged_runs import find_runs
 
     ready_servers()
@@ -56,7 +56,7 @@ def compare_logged(experiment: str, where: str, *, allow_mixed: bool) -> tuple[l
     report = home() / "comparisons" / f"{re.sub(NOT_IN_FILE_NAMES, '_', experiment)}.html"
     report.parent.mkdir(parents=True, exist_ok=True)
     facts = [f"{len(rows)} runs of the MLflow experiment {experiment}", *([f"where {where}"] if where else [])]
-    report.write_text(html_report(f"Layouts in {experiment}", facts, rows), encoding="utf-8")
+    report.write_text(layouts_page(f"Layouts in {experiment}", facts, rows), encoding="utf-8")
     return rows, report
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from flows.compare.metrics import first_line
 from flows.ledger.events import TrialEnded
 from flows.ledger.record import ANOTHER_TRY, RefreshRecord, StageEntry
+from flows.report.layouts import first_line
 from flows.running.stage_observer import Tail
 from stages.core.lines import say, visible
 from stages.core.metric_series import MetricSeries, metrics_size

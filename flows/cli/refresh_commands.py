@@ -89,16 +89,10 @@ def report(name: str | None, compare: tuple[str, str] | None, opened: bool, as_j
 
 def _written(record: RefreshRecord) -> Path:
     from flows.ledger.home import store_root
-    from flows.ledger.refreshes import REPORT_FILE, ledger_of
     from flows.report.page import write_report
     from flows.store.store import Store
 
-    if not record.comparison:
-        return write_report(record, Store(store_root()).index())
-    page = ledger_of(record.refresh).folder / REPORT_FILE
-    if page.exists():
-        return page
-    raise StoreError(f"looking for the report of {record.refresh}: this comparison of layouts ended before it had one")
+    return write_report(record, Store(store_root()).index())
 
 
 def _compared(old: RefreshRecord, new: RefreshRecord) -> Path:

@@ -12,12 +12,11 @@ from typing import Any
 
 from flows.cli.answers import terminal_width
 from flows.cli.live import outcome_text
-from flows.compare.metrics import rows_of
-from flows.compare.table import as_json, as_text
 from flows.ledger.record import RefreshRecord, StageEntry, final_result, with_time_so_far
 from flows.ledger.refreshes import Ledger, ledgers
 from flows.planning.plan import Plan
 from flows.recipe.text import closest
+from flows.report.layouts import as_json, as_text, rows_of
 from flows.running.outcome import in_words
 from flows.store.record import Artifact, Index
 from flows.tracking.cursor import run_id_of

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from flows.compare.layouts import BATCH_FIELD
-from flows.compare.metrics import Row, first_line, with_differences
+from flows.report.layouts import Row, first_line, with_differences
 from flows.tracking.logged_runs import LoggedRun
 from flows.tracking.rows import COMPARISON_IDENTITY
 from stages.core.errors import RecipeError

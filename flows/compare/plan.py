@@ -7,9 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.compare.layouts import BATCH_FIELD, RefusedLayout, read_layouts, text_of, without_misfits
-from flows.compare.metrics import rows_of
-from flows.compare.report import conclude
-from flows.compare.table import cells
 from flows.ledger.events import CompareBegan, LayoutEntry
 from flows.ledger.home import store_root
 from flows.planning.layout_choice import choose_layouts
@@ -74,9 +71,10 @@ def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
             *(_refused_entry(one, layouts[0]) for one in refused),
         ),
     )
-    comparison = Comparison(began, layouts, conclude, lambda record: cells(rows_of(record)))
     asked = RefreshRequest(request.recipe, request.overrides, until=request.stage)
-    return PlannedRefresh(asked, Plan(recipe.name, upstream), store, (), comparison, without_secrets(recipe.text))
+    return PlannedRefresh(
+        asked, Plan(recipe.name, upstream), store, (), Comparison(began, layouts), without_secrets(recipe.text)
+    )
 
 
 def _under_layout(planned: PlannedStage, config: TrainConfig, upstream: dict[str, PlannedStage]) -> PlannedStage:

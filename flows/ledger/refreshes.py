@@ -6,7 +6,8 @@
     mlflow.json     how much of it has reached MLflow; written by `flows/tracking/shipper.py` only
     tracking.log    output of the shipper; shipping.lock: held by the running shipper
     trials/0-1/     of a comparison: work folder of the first layout's first round
-    report.html, comparison.json, note.md    of a finished comparison, for people, programs and MLflow's page
+    report.html     of a refresh that has ended, for people
+    comparison.json, note.md    of a finished comparison, for programs and MLflow's page
 
 Prefect, MLflow, views and commands read from here what happened; they never need anything that is not here.
 """

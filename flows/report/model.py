@@ -6,6 +6,8 @@ from pathlib import Path
 
 from pydantic import Field
 
+from flows.ledger.events import CompareBegan
+from flows.report.layouts import Row
 from flows.report.lineage import Node
 from stages.core.fields import StrictModel
 from stages.kinds.promote.verdict import Table
@@ -184,7 +186,7 @@ class Promotion(StrictModel):
 class Cost(StrictModel):
     """Cost of a refresh: device hours, their price, and energy.
 
-    device_hours: of all attempts at stages, as far as their number of devices is known.
+    device_hours: of all attempts at stages, as far as their number of devices is known, and of a comparison's trials.
     energy_kwh: of the attempts whose GPUs were counted; None where none were.
     price_per_device_hour: from the hardware file; None where it has none.
     unknown: stages with attempts of unknown devices.
@@ -203,7 +205,7 @@ class Cost(StrictModel):
 
 
 class RefreshReport(StrictModel):
-    """Everything that a page shows. happened, means: a sentence each."""
+    """Everything that a page shows. happened, means: a sentence each; layouts: those of a comparison."""
 
     refresh: str
     recipe: str
@@ -219,6 +221,8 @@ class RefreshReport(StrictModel):
     num_tries: int
     stages: tuple[StageReport, ...]
     spans: tuple[Span, ...]
+    comparison: CompareBegan | None
+    layouts: tuple[Row, ...]
     trainings: tuple[TrainingCurves, ...]
     learned_from: tuple[DataOfTraining, ...]
     scores: tuple[Score, ...]

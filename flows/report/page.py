@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import REPORT_FILE, ledger_of
 from flows.report import tables
+from flows.report.layouts import Row, grid
 from flows.report.model import Curve, RefreshReport, StageReport, TrainingCurves
 from flows.report.reading import read_report
 from flows.store.record import Index
@@ -64,9 +65,15 @@ def comparison_page(old: RefreshReport, new: RefreshReport, differences: Mapping
     )
 
 
+def layouts_page(title: str, facts: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return the page of layouts that no refresh has compared. facts: what was measured, a line each."""
+    return _render("layouts.html.jinja", title=title, facts=facts, rows=rows)
+
+
 def _render(template: str, **values: Any) -> str:
     style, script = ("\n".join((FOLDER / name).read_text("utf-8") for name in names) for names in (STYLES, SCRIPTS))
-    return _environment().get_template(template).render(**values, style=style, script=script, tables=tables, draw=draw)
+    values |= {"style": style, "script": script, "tables": tables, "draw": draw, "grid": grid}
+    return _environment().get_template(template).render(values)
 
 
 def _environment() -> Environment:

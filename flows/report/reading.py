@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from flows.ledger.home import hardware_file
 from flows.ledger.record import RefreshRecord, StageEntry
 from flows.report.evaluations import answers, promotions, scores
+from flows.report.layouts import rows_of
 from flows.report.lineage import node_of
 from flows.report.model import Cost, RefreshReport, Span, StageReport
-from flows.report.sentences import happened, means, warnings_of
+from flows.report.sentences import fastest, happened, means, warnings_of
 from flows.report.trainings import data_of_trainings, training_curves
 from flows.store.content import LOG_FILE
 from flows.store.record import Index
@@ -29,6 +30,7 @@ def read_report(record: RefreshRecord, index: Index) -> RefreshReport:
     stages = tuple(_stage(record, name, entry) for name, entry in record.stages.items())
     verdicts = tuple(promotions(record))
     found_scores = tuple(scores(record))
+    layouts = tuple(rows_of(record)) if record.comparison else ()
     page = page_of(record.refresh)
     return RefreshReport(
         refresh=record.refresh,
@@ -37,7 +39,7 @@ def read_report(record: RefreshRecord, index: Index) -> RefreshReport:
         overrides=record.overrides,
         state="killed" if record.killed else record.state,
         happened=happened(record),
-        means=means(record, verdicts, found_scores),
+        means=fastest(layouts) if record.comparison else means(record, verdicts, found_scores),
         started_ms=record.started_ms,
         seconds=record.seconds,
         hardware=record.hardware,
@@ -45,6 +47,8 @@ def read_report(record: RefreshRecord, index: Index) -> RefreshReport:
         num_tries=record.num_tries,
         stages=stages,
         spans=tuple(_spans(record)),
+        comparison=record.comparison,
+        layouts=layouts,
         trainings=tuple(training_curves(record, index)),
         learned_from=tuple(data_of_trainings(record)),
         scores=found_scores,
@@ -104,6 +108,9 @@ def _cost(record: RefreshRecord) -> Cost:
     ends = [attempt.ended for attempt in attempts if attempt.ended]
     energies_j = [end.energy_j for end in ends if end.energy_j is not None]
     device_seconds = sum((attempt.began.num_devices or 0) * (attempt.seconds or 0.0) for attempt in attempts)
+    if record.comparison:
+        layouts = record.comparison.layouts
+        device_seconds += sum(layouts[trial.layout].num_devices * trial.seconds for trial in record.trials)
     return Cost(
         device_hours=device_seconds / SECONDS_PER_HOUR,
         price_per_device_hour=from_yaml(file).price_per_device_hour if file.is_file() else None,

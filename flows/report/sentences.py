@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flows.ledger.record import COPIED, KILLED, AttemptRecord, RefreshRecord
+from flows.report.layouts import Row
 from flows.report.model import Promotion, Score, ScoreDifference
 from stages.core.files import read_json_lines
 from stages.kinds.registry import makes
@@ -17,12 +18,22 @@ def happened(record: RefreshRecord) -> str:
     """Return the refresh's outcome with the number of stages in each state."""
     states = [entry.state for entry in record.stages.values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    what = f"comparison of layouts of {record.comparison.stage}" if record.comparison else f"refresh of {record.recipe}"
     if record.state == "running" and not record.killed:
-        return f"The refresh of {record.recipe} is running; of {len(states)} stages: {counts}."
+        return f"The {what} is running; of {len(states)} stages: {counts}."
     state = UNSAID_ENDS.get(record.unsaid_end or "", STATES.get(record.state, record.state))
     number = f" in its try {record.num_tries}" if record.num_tries > 1 else ""
     ended = f"{state}{number} after {record.seconds:.1f} s"
-    return f"The refresh of {record.recipe} {ended}; of {len(states)} stages: {counts}."
+    return f"The {what} {ended}; of {len(states)} stages: {counts}."
+
+
+def fastest(layouts: Sequence[Row]) -> str:
+    """Return a sentence on the fastest layout of a comparison."""
+    rates = [(row.metrics["tokens_per_s"], row.text) for row in layouts if "tokens_per_s" in row.metrics]
+    if not rates:
+        return "No layout was measured."
+    rate, text = max(rates)
+    return f"The fastest layout is {text}: {rate:,.0f} tokens/s."
 
 
 def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequence[Score]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from flows.report.layouts import Row
 from flows.report.model import RefreshReport, Score, StageReport
 from stages.kinds.registry import kind_of
 
@@ -28,14 +29,39 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """Score on a scale, in percent of its width: the bar, and the 95% interval around its end."""
+    """Value as a bar, with what is drawn over it.
 
-    score: Score
-    zero: float
-    left: float
-    width: float
-    error_left: float
-    error_width: float
+    text, exact: the value as a person reads it, and as it is, followed by those of single processes.
+    whisker: 95% interval of a score; half the spread of the step time on either side of a layout's value.
+    line: the prediction; in scaling, the value of perfect scaling.
+    dots: values of single processes.
+    """
+
+    name: str
+    value: float
+    text: str
+    exact: str
+    whisker: tuple[float, float] | None = None
+    line: float | None = None
+    dots: tuple[float, ...] = ()
+
+    @property
+    def end(self) -> float:
+        """Return the largest value that is drawn."""
+        return max(self.value, *(self.whisker or ()), self.line or 0.0, *self.dots)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Bars on one scale, from low to high."""
+
+    bars: tuple[Bar, ...]
+    low: float
+    high: float
+
+    def place(self, value: float) -> float:
+        """Return the place of a value in percent of the scale; of one beyond it, its end."""
+        return 100 * (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
 
 
 def number(value: float | None, name: str = "") -> str:
@@ -81,7 +107,7 @@ def data_rows(stages: Sequence[StageReport]) -> Iterator[tuple[str, str, float]]
                 yield stage.name, name.removeprefix("num_").replace("_", " "), value
 
 
-def score_bars(scores: Sequence[Score]) -> dict[str, list[Bar]]:
+def score_bars(scores: Sequence[Score]) -> dict[str, Bars]:
     """Return TASK.METRIC → a bar for each evaluation of it, on one scale.
 
     The scale is from 0 (or the lowest) to 1 (or the highest).
@@ -89,23 +115,68 @@ def score_bars(scores: Sequence[Score]) -> dict[str, list[Bar]]:
     groups: dict[str, list[Score]] = {}
     for one in scores:
         groups.setdefault(one.name, []).append(one)
-    return {name: _bars(group) for name, group in groups.items()}
+    return {name: _score_bars(group) for name, group in groups.items()}
 
 
-def _bars(group: Sequence[Score]) -> list[Bar]:
+def _score_bars(group: Sequence[Score]) -> Bars:
     bottoms, tops = zip(*(score.interval or (score.value, score.value) for score in group), strict=True)
     is_share = all(0 <= score.value <= 1 for score in group)
-    low = 0.0 if is_share else min(0.0, *bottoms)
-    high = 1.0 if is_share else max(0.0, *tops) or 1.0
-
-    def place(value: float) -> float:
-        return 100 * (min(max(value, low), high) - low) / (high - low)
-
     bars = []
-    for score, bottom, top in zip(group, bottoms, tops, strict=True):
-        ends = sorted((place(0.0), place(score.value)))
-        error = place(bottom), place(top)
-        bars.append(Bar(score, place(0.0), ends[0], ends[1] - ends[0], error[0], error[1] - error[0]))
+    for score in group:
+        text, exact = number(score.value), str(score.value)
+        if score.standard_error is not None:
+            text, exact = f"{text} ± {number(score.standard_error)}", f"{exact} ± {score.standard_error}"
+        bars.append(Bar(score.stage, score.value, text, exact, score.interval))
+    return Bars(
+        tuple(bars), low=0.0 if is_share else min(0.0, *bottoms), high=1.0 if is_share else max(0.0, *tops) or 1.0
+    )
+
+
+def layout_bars(rows: Sequence[Row]) -> dict[str, Bars]:
+    """Return heading → a bar for each layout: what was measured of it, then strong and weak scaling over devices."""
+    groups = {
+        "Throughput": _measured(rows, "tokens_per_s", "tokens/s"),
+        "Step time": _measured(rows, "step_time_s", "s", "predicted_step_time_s"),
+        "Memory of the process that needs most": _measured(rows, "peak_memory_gib", "GiB", "predicted_memory_gib"),
+        "Strong scaling": _scaling(rows, lambda row: f"rows a step: {row.global_batch_size}"),
+        "Weak scaling": _scaling(rows, lambda row: f"rows a device: {row.global_batch_size / row.num_devices:g}"),
+    }
+    return {name: Bars(tuple(bars), 0.0, max(bar.end for bar in bars) or 1.0) for name, bars in groups.items() if bars}
+
+
+def _measured(rows: Sequence[Row], metric: str, unit: str, predicted: str = "") -> list[Bar]:
+    """Return a bar for each layout that has the metric, with its spread, prediction and processes where known."""
+    bars = []
+    for name, metrics in ((row.text, row.metrics) for row in rows if metric in row.metrics):
+        value, expected, whisker = metrics[metric], metrics.get(predicted), None
+        text = f"{number(value)} {unit}" + ("" if expected is None else f", predicted {number(expected)}")
+        ranks = tuple(metrics[other] for other in metrics if other.startswith(f"{metric}_rank_"))
+        if metric != "peak_memory_gib" and "step_time_iqr_s" in metrics:
+            half = value * metrics["step_time_iqr_s"] / metrics["step_time_s"] / 2
+            whisker = max(0.0, value - half), value + half
+        bars.append(Bar(name, value, text, ", ".join(map(str, (value, *ranks))), whisker, expected, ranks))
+    return bars
+
+
+def _scaling(rows: Sequence[Row], fixed: Callable[[Row], str]) -> list[Bar]:
+    """Return the fastest layout on each number of devices, for each engine that was measured on several.
+
+    fixed: function that names what is held constant. A bar's line is perfect scaling: as many tokens/s on each device
+    as on the fewest devices.
+    """
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if "tokens_per_s" in row.metrics:
+            groups.setdefault((row.engine, fixed(row)), []).append(row)
+    bars = []
+    for (_, what), group in groups.items():
+        fastest = {row.num_devices: row for row in sorted(group, key=lambda row: row.metrics["tokens_per_s"])}
+        fewest = fastest[min(fastest)]
+        for count in sorted(fastest) if len(fastest) > 1 else ():
+            rate = fastest[count].metrics["tokens_per_s"]
+            perfect = fewest.metrics["tokens_per_s"] / fewest.num_devices * count
+            name = f"{fastest[count].text} (devices: {count}, {what})"
+            bars.append(Bar(name, rate, f"{number(rate)} tokens/s, {rate / perfect:.0%}", str(rate), line=perfect))
     return bars
 
 

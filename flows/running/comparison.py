@@ -7,10 +7,11 @@ nothing, and works outside the store, where its folder cannot be taken for an ar
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from typing import Any
 from flows.launch.stage_process import watch
 from flows.ledger.events import CompareBegan, LayoutMeasured, TrialEnded
 from flows.ledger.record import RefreshRecord
+from flows.ledger.refreshes import NOTE_FILE, ROWS_FILE, ledger_of
 from flows.planning.devices import check_devices, on_devices, wanted_slots
 from flows.planning.plan import Plan, PlannedStage
+from flows.report.layouts import as_markdown, comparison_as_json, rows_of
+from flows.report.page import write_report
 from flows.running.runner import Launcher
 from flows.running.workspace import ResolvedInputs, stage_input
 from flows.store.content import SCRATCH_FOLDER
@@ -35,10 +39,6 @@ class Comparison:
 
     began: CompareBegan
     layouts: tuple[PlannedStage, ...]
-    conclude: Callable[[RefreshRecord, Path], Sequence[LayoutMeasured]]
-    """Function from trials to the results of each layout, which also writes a report into the folder."""
-    table: Callable[[RefreshRecord], list[dict[str, Any]]]
-    """Function from trials to the rows of a table, one a layout."""
 
     def turns(self) -> Iterator[tuple[int, int]]:
         """Return (round, layout) in the order of trials."""
@@ -96,3 +96,12 @@ def run_trial(
         shutil.rmtree(work / SCRATCH_FOLDER, ignore_errors=True)
     seconds = time.monotonic() - started_s
     return TrialEnded(layout=layout, round=round_number, work=work, seconds=seconds, **outcome)
+
+
+def conclude(record: RefreshRecord, store: Store) -> list[LayoutMeasured]:
+    """Return the results of each layout of a comparison; write its report, the JSON and MLflow's note."""
+    write_report(record, store.index())
+    rows, folder = rows_of(record), ledger_of(record.refresh).folder
+    (folder / ROWS_FILE).write_text(json.dumps(comparison_as_json(record, rows), indent=2))
+    (folder / NOTE_FILE).write_text(as_markdown(rows), encoding="utf-8")
+    return [LayoutMeasured(layout=n, metrics=dict(row.metrics), error=row.error) for n, row in enumerate(rows)]

@@ -32,6 +32,7 @@ from prefect.tasks import exponential_backoff
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of, new_refresh_id
 from flows.recipe.recipe import load_recipe
+from flows.report.layouts import cells, rows_of
 from flows.running.comparison import Comparison
 from flows.running.due import announce_own_schedule, announce_own_states, start_when_due
 from flows.running.outcome import summary, verdict_tables
@@ -128,7 +129,7 @@ def _run(run: RefreshRun) -> State[Any]:
         record = run.finish()
     state = final_state(record)
     if answers(f"{PREFECT_API_URL.value()}/health"):
-        _publish(record, run.comparison)
+        _publish(record)
         announce_own_states()  # a server that was started again meanwhile has forgotten them
         announce(str(runtime.flow_run.id), state)
     return state
@@ -236,7 +237,7 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _publish(record: RefreshRecord, comparison: Comparison | None) -> None:
+def _publish(record: RefreshRecord) -> None:
     """Write the stages and links of a refresh to the flow run's page."""
     rows = [
         {
@@ -254,9 +255,9 @@ def _publish(record: RefreshRecord, comparison: Comparison | None) -> None:
     create_table_artifact(key="stages", table=rows, description=f"Stages of {record.refresh}")
     for name, table in verdict_tables(record).items():
         create_markdown_artifact(key=f"verdict-{name.replace('_', '-')}", markdown=table)
-    if comparison:
-        description = f"Layouts of {comparison.began.stage}, {record.refresh}"
-        create_table_artifact(key="layouts", table=comparison.table(record), description=description)
+    if record.comparison:
+        description = f"Layouts of {record.comparison.stage}, {record.refresh}"
+        create_table_artifact(key="layouts", table=cells(rows_of(record)), description=description)
     if mlflow_page := page_of(record.refresh):
         create_link_artifact(key="mlflow", link=mlflow_page, link_text=f"{record.refresh} in MLflow")
     if report := report_page_of(record.refresh):

@@ -32,7 +32,7 @@ from flows.ledger.record import HEARTBEAT_FILE, RefreshRecord, after
 from flows.ledger.refreshes import close_interrupted, end_of, ledger_of, new_refresh_id
 from flows.planning.devices import on_devices, wanted_slots
 from flows.planning.plan import PlannedStage
-from flows.running.comparison import Bench, run_trial
+from flows.running.comparison import Bench, conclude, run_trial
 from flows.running.outcome import leave_report
 from flows.running.request import PlannedRefresh
 from flows.running.retries import Retries
@@ -268,11 +268,12 @@ class RefreshRun:
 
         A comparison without a report has failed.
         """
+        record = after(self.record, end)
         if self.comparison is None:
-            leave_report(after(self.record, end), self.store)
+            leave_report(record, self.store)
             return end
         try:
-            for measured in self.comparison.conclude(after(self.record, end), self.ledger.folder):
+            for measured in conclude(record, self.store):
                 self.append(measured)
         except Exception as error:
             return end.model_copy(update={"state": "failed", "error": f"writing the report: {describe(error)}"})

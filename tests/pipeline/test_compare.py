@@ -1,6 +1,7 @@
 """`lifecycle compare` with real Prefect, MLflow and training; a layout that cannot run gets a row with the reason."""
 
 import json
+from pathlib import Path
 
 import pytest
 from refreshes import Home
@@ -120,6 +121,13 @@ def test_prefect_has_the_table_and_mlflow_the_report(home, compared, runs):
     run_id = runs[compared["comparison"]]["info"]["run_id"]
     files = home.mlflow(f"artifacts/list?run_id={run_id}")["files"]
     assert {file["path"] for file in files} == {"report.html", "comparison.json"}
+
+
+def test_the_report_has_the_layouts_and_why_some_could_not_run(compared):
+    page = Path(compared["report"]).read_text()
+    assert '<h2 id="layouts">Layouts</h2>' in page
+    assert f'data-layout="{SHARDED}/Throughput"' in page
+    assert f"<code>{IMPOSSIBLE}</code>: " in page and f"<code>{INDIVISIBLE}</code>: " in page
 
 
 def test_nothing_of_a_trial_is_in_the_store(home, compared):

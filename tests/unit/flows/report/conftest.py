@@ -1,15 +1,29 @@
-"""Fixtures with refreshes as the ledger records them, and artifacts in a store, without running anything."""
+"""Fixtures with refreshes and comparisons as the ledger records them, and artifacts in a store; nothing runs."""
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
-from flows.ledger.events import AttemptBegan, AttemptEnded, PlannedEntry, RefreshBegan, RefreshEnded, StageCached
+from flows.ledger.events import (
+    AttemptBegan,
+    AttemptEnded,
+    CompareBegan,
+    LayoutEntry,
+    LayoutMeasured,
+    PlannedEntry,
+    RefreshBegan,
+    RefreshEnded,
+    StageCached,
+    TrialEnded,
+)
 from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages
+from flows.report.layouts import Row
 from stages.data.summaries import LENGTHS_FILE, Lengths
 from stages.kinds.promote.paired import Difference
 from stages.kinds.promote.verdict import Gate, Verdict
@@ -60,6 +74,7 @@ LENGTHS = Lengths(bin_tokens=16, counts={"old": (3, 0, 2), "new": (0, 4, 1)})
 LOSSES = [3.0, 2.0, float("nan"), 0.5]
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 START_MS = 1_795_000_000_000
+TOKENS_PER_STEP = 100.0
 GATE = Gate("sums.exact_match", 0.9375, 0.9, least=True)
 PAIRED = Difference("sums.exact_match", 500, 0, 0.9375, 0.8875, 0.05, 0.0125, higher_is_better=True)
 VERDICT = Verdict(
@@ -172,3 +187,83 @@ def night(store, tmp_path, monkeypatch):
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     return Night(store, tmp_path)
+
+
+LAYOUTS = {
+    "fsdp micro_batch_size=4": {"tokens_per_s": 100.0, "step_time_s": 1.0, "step_time_iqr_s": 0.25},
+    "megatron tp=2 micro_batch_size=4 sequence_parallel=True recompute=selective": {
+        **{"tokens_per_s": 150.0, "step_time_s": 0.6, "predicted_step_time_s": 0.5, "peak_memory_gib": 2.0},
+        **{"peak_memory_gib_rank_0": 2.0, "peak_memory_gib_rank_1": 1.5, "predicted_memory_gib": 1.75},
+    },
+    HOSTILE: {},
+}
+"""Layouts of a comparison with their metrics; the last could not run."""
+
+
+@pytest.fixture
+def comparison(night, tmp_path):
+    """Record of a comparison of `LAYOUTS` that has ended, and has an hour's trial of each that ran."""
+    layouts = tuple(
+        LayoutEntry(text=text, engine="fsdp", num_devices=n, global_batch_size=8, params={}, tags={})
+        for n, text in enumerate(LAYOUTS, 1)
+    )
+    measured = {
+        n: LayoutMeasured(layout=n, metrics=metrics, error=None if metrics else f"no memory {HOSTILE}")
+        for n, metrics in enumerate(LAYOUTS.values())
+    }
+    began = CompareBegan(stage="sft", num_steps=3, num_warmup_steps=1, num_rounds=2, layouts=layouts)
+    trials = tuple(TrialEnded(layout=n, round=1, work=tmp_path, seconds=3600.0) for n in range(2))
+    return replace(night.refresh(), comparison=began, measured=measured, trials=trials)
+
+
+@pytest.fixture
+def make_row():
+    def make(tokens_per_s, num_devices=1, global_batch_size=8, text=None, error=None, **metrics):
+        metrics = {} if error else {"tokens_per_s": tokens_per_s, "step_time_s": 100 / tokens_per_s, **metrics}
+        name = text or f"fsdp dp_shard={num_devices} {tokens_per_s:g}"
+        return Row(name, "fsdp", num_devices, global_batch_size, {}, metrics, error)
+
+    return make
+
+
+@pytest.fixture
+def make_trial(tmp_path):
+    """Provide a function that makes a trial with given step times; the loss of step n is 1 / n."""
+
+    def make(layout, round_number, times_s, profiled=None, **fields):
+        steps = [
+            {"step": float(n), "time_ms": n, "loss": 1 / n, "step_time_s": t, "tokens_per_s": TOKENS_PER_STEP / t}
+            for n, t in enumerate(times_s, 1)
+        ]
+        if profiled is not None:
+            steps[profiled]["communication_fraction"] = 0.25
+        work = tmp_path / f"{layout}-{round_number}"
+        work.mkdir()
+        (work / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        return TrialEnded(layout=layout, round=round_number, work=work, seconds=1.0, **fields)
+
+    return make
+
+
+@pytest.fixture
+def make_record(tmp_path):
+    def make(trials, num_layouts=2, batches=(8, 8)):
+        layouts = tuple(
+            LayoutEntry(
+                text=f"layout {n}", engine="fsdp", num_devices=1, global_batch_size=batches[n], params={}, tags={}
+            )
+            for n in range(num_layouts)
+        )
+        return RefreshRecord(
+            refresh="c",
+            recipe="tiny",
+            recipe_path=tmp_path,
+            started_ms=1,
+            process=ProcessIdentity.own(),
+            hardware="1 × abacus",
+            git_commit=None,
+            comparison=CompareBegan(stage="sft", num_steps=3, num_warmup_steps=1, num_rounds=2, layouts=layouts),
+            trials=tuple(trials),
+        )
+
+    return make

@@ -6,7 +6,7 @@ from flows.champion.differing import compare, side_of_refresh
 from flows.report.page import comparison_page, page, write_report
 from flows.report.reading import read_report
 from tests.chromium import opened, started
-from tests.unit.flows.report.conftest import HOSTILE, LENGTHS, METRICS
+from tests.unit.flows.report.conftest import HOSTILE, LAYOUTS, LENGTHS, METRICS
 
 MOST_BYTES = 2_000_000
 
@@ -40,6 +40,36 @@ def test_the_page_opens_without_errors_and_requests_and_fits_the_screen(night, s
         assert shown.evaluate("document.documentElement.scrollWidth") <= width
         drawing = shown.locator("#stages + .wide svg").bounding_box()
         assert width < 600 or drawing["x"] + drawing["width"] <= width
+    assert seen.errors == []
+    assert [url for url in seen.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (380, "light")])
+def test_layouts_of_a_comparison_are_a_section_of_the_report(comparison, store, browser, shot, width, scheme):
+    file = write_report(comparison, store.index())
+    with opened(browser, file, width, scheme) as (shown, seen):
+        shot(shown, f"comparison-{scheme}-{width}")
+        text = shown.inner_text("main")
+        assert "2 rounds in alternating order, each of 1 warm-up and 3 measured steps" in text
+        assert f"{HOSTILE}: no memory {HOSTILE}" in text
+        found = shown.eval_on_selector_all("[data-layout]", "all => all.map(e => [e.dataset.layout, +e.dataset.value])")
+        first, second, _ = LAYOUTS
+        assert dict(found) == {
+            f"{first}/Throughput": 100.0,
+            f"{second}/Throughput": 150.0,
+            f"{first}/Step time": 1.0,
+            f"{second}/Step time": 0.6,
+            f"{second}/Memory of the process that needs most": 2.0,
+            f"{first} (devices: 1, rows a step: 8)/Strong scaling": 100.0,
+            f"{second} (devices: 2, rows a step: 8)/Strong scaling": 150.0,
+        }
+        drawn = {mark: shown.locator(f".layouts .track {mark}").count() for mark in ("b", "u", "em")}
+        assert drawn == {"b": 2, "u": 4, "em": 2}
+        heading = shown.locator(".layouts td").first.evaluate("cell => getComputedStyle(cell).position")
+        assert heading == "sticky"
+        tracks = [one.bounding_box()["width"] for one in shown.locator(".layouts .track").all()]
+        assert min(tracks) >= 0.3 * width
+        assert shown.evaluate("document.documentElement.scrollWidth") <= width
     assert seen.errors == []
     assert [url for url in seen.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 

@@ -1,13 +1,14 @@
 """A report contains everything in the records, and marks what they lack as unknown."""
 
 import json
+import re
 from dataclasses import replace
 from html import escape
 
 import pytest
 
 from flows.ledger.record import StageEntry
-from flows.report.page import page
+from flows.report.page import layouts_page, page
 from flows.report.reading import read_report
 from stages.data.summaries import LENGTHS_FILE
 from tests.unit.flows.report.conftest import HOSTILE, LENGTHS, METRICS, PAIRED, STAGES, VERDICT
@@ -117,6 +118,23 @@ def test_a_verdict_of_before_gates_were_data_says_where_they_are(night, read):
     assert report.promotions[0].tables is None
     assert report.promotions[0].differences[0].difference == 0.05  # by the stage's metrics
     assert f"into <code>verdict.md</code> alone. Missed:</p>\n<ul><li>{escape(missed[0])}</li></ul>" in page(report)
+
+
+def test_a_comparison_says_which_layout_is_the_fastest_and_what_its_trials_cost(comparison, read):
+    report = read(comparison)
+    assert report.happened.startswith("The comparison of layouts of sft completed after 70.0 s")
+    assert report.means.startswith("The fastest layout is megatron tp=2")
+    assert report.means.endswith(": 150 tokens/s.")
+    assert read(replace(comparison, measured={}, trials=())).means == "No layout was measured."
+    assert report.cost.device_hours == pytest.approx(1 + 2 + 7 * 2 * 10 / 3600)
+
+
+def test_a_page_of_layouts_without_a_refresh_needs_nothing_from_elsewhere_and_escapes_text(make_row):
+    found = layouts_page("<title>", ["a & b"], [make_row(100.0), make_row(0.0, text="<layout>", error="1 < 2")])
+    assert not re.search(r"<(script|link|img)\b", found)
+    assert '<meta name="viewport" content="width=device-width' in found
+    for text in ("<title>&lt;title&gt;</title>", "a &amp; b", "<code>&lt;layout&gt;</code>: 1 &lt; 2", "100 tokens/s"):
+        assert text in found
 
 
 def test_a_failure_comes_with_its_log_and_what_it_means(night, read):

@@ -1,4 +1,4 @@
-"""Metrics of a layout from its trials, as the row of every table and plot.
+"""Layouts of a comparison: a row of metrics each, from its trials, and the rows as a table or JSON.
 
 A machine that slows down for a while must not decide which layout is faster. So layouts take turns, round after round,
 every other round in reverse order; a metric is the median over rounds of the median over a round's measured steps, and
@@ -10,9 +10,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from flows.ledger.events import CompareBegan, LayoutMeasured, TrialEnded
 from flows.ledger.record import RefreshRecord
+from flows.ledger.refreshes import REPORT_FILE, ledger_of
 from stages.core.metric_series import LoggedStep, MetricSeries
 from stages.core.redaction import shortened
 from stages.kinds.train.journal import PER_STEP
@@ -130,3 +132,121 @@ def _median_of_medians(name: str, rounds: Sequence[Sequence[LoggedStep]]) -> flo
 def first_line(message: str, most_characters: int = REASON_CHARACTERS) -> str:
     """Return the first line of a message, shortened."""
     return shortened(message.partition("\n")[0], most_characters)
+
+
+COLUMNS: Mapping[str, tuple[str, str]] = {
+    "step_time_s": ("s/step", ".4g"),
+    "step_time_iqr_s": ("±IQR", ".2g"),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "tokens_per_s_per_device": ("/device", ",.0f"),
+    "relative_tokens_per_s": ("×first", ".2f"),
+    "mfu": ("MFU", ".1%"),
+    "peak_memory_gib": ("GiB", ".2f"),
+    "communication_fraction": ("comm", ".0%"),
+    "pipeline_bubble_fraction": ("bubble", ".0%"),
+    "loss": ("loss", ".6f"),
+    "loss_difference": ("−first", "+.1e"),
+    "predicted_step_time_s": ("pred s", ".4g"),
+    "predicted_memory_gib": ("pred GiB", ".2f"),
+}
+"""Metric → its heading, and the format of a value."""
+
+
+def as_text(rows: Sequence[Row], width: int | None = None) -> str:
+    """Return a line for each measured layout, then the reasons of those that were not.
+
+    width: characters of the terminal; a wider table is shown in parts, in which layouts have numbers.
+    """
+    lines = grid(rows)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    table = [_aligned(line, widths) for line in lines]
+    if width and len(table[0]) > width:
+        table = _in_parts(lines, widths, width)
+    return "\n".join([*table, *(f"{row.text}  {row.error}" for row in rows if row.error)])
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """Return the comparison as a Markdown table."""
+    heading, *lines = grid(rows)
+    table = [heading, ["---"] * len(heading), *lines]
+    failures = [f"- `{row.text}`: {row.error}" for row in rows if row.error]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in table), "", *failures])
+
+
+def grid(rows: Sequence[Row]) -> list[list[str]]:
+    """Return the comparison's grid: a heading and a line for each measured layout, without metrics that none has."""
+    measured = [row for row in rows if not row.error]
+    shown = [name for name in COLUMNS if any(name in row.metrics for row in measured)]
+    heading = ["layout", "devices", *(COLUMNS[name][0] for name in shown)]
+    lines = [heading]
+    for row in measured:
+        cells = (format(row.metrics[name], COLUMNS[name][1]) if name in row.metrics else "–" for name in shown)
+        lines.append([row.text, str(row.num_devices), *cells])
+    return lines
+
+
+def comparison_as_json(record: RefreshRecord, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the object that `compare --json` prints."""
+    return {
+        "comparison": record.refresh,
+        "state": record.state,
+        "error": record.error,
+        "report": str(ledger_of(record.refresh).folder / REPORT_FILE),
+        "layouts": as_json(rows),
+    }
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return an object for each layout, with its parameters and all its metrics."""
+    return [
+        {
+            "layout": row.text,
+            "engine": row.engine,
+            "num_devices": row.num_devices,
+            "global_batch_size": row.global_batch_size,
+            "params": dict(row.params),
+            "metrics": dict(row.metrics),
+            "error": row.error,
+            "mlflow_run_id": row.run_id,
+        }
+        for row in rows
+    ]
+
+
+def cells(rows: Sequence[Row]) -> list[dict[str, str | int | float | None]]:
+    """Return a flat mapping of cells for each compared layout, with the same keys in each."""
+    names = [name for name in COLUMNS if any(name in row.metrics for row in rows)]
+    ranks = list(dict.fromkeys(name for row in rows for name in row.metrics if name.startswith(RANK_PREFIX)))
+    return [
+        {
+            "layout": row.text,
+            "num_devices": row.num_devices,
+            **{name: row.metrics.get(name) for name in (*names, *ranks)},
+            "error": row.error,
+        }
+        for row in rows
+    ]
+
+
+def _in_parts(lines: Sequence[Sequence[str]], widths: Sequence[int], width: int) -> list[str]:
+    numbers = ["", *map(str, range(1, len(lines)))]
+    taken = num_characters = len(numbers[-1])
+    parts: list[list[int]] = [[]]
+    for column in range(1, len(widths)):
+        taken += 2 + widths[column]
+        if taken > width and parts[-1]:
+            parts.append([])
+            taken = num_characters + 2 + widths[column]
+        parts[-1].append(column)
+    shown = [f"{number}  {line[0]}" for number, line in zip(numbers[1:], lines[1:], strict=True)]
+    for part in parts:
+        cells = [[number, *(line[column] for column in part)] for number, line in zip(numbers, lines, strict=True)]
+        shown += ["", *(_aligned(line, [num_characters, *(widths[column] for column in part)]) for line in cells)]
+    return shown
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = line
+    return "  ".join(
+        [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+    )
