@@ -154,6 +154,7 @@ def test_a_broken_config_is_named(model: Path) -> None:
     assert_refused(model, ModelError, r"config\.json cannot be read as JSON")
 
 
+@pytest.mark.nightly
 def test_a_server_that_refuses_to_start_says_why(root: Path) -> None:
     work = serve_work(root, "too-long", max_model_len=4096)
 
@@ -181,6 +182,7 @@ def test_heads_that_vllm_starts_with_but_cannot_run_are_named(root: Path) -> Non
     assert_nothing_left(runtime(root))
 
 
+@pytest.mark.nightly
 def test_a_killed_serve_stage_takes_its_server_along(root: Path, fault: Fault) -> None:
     fault.name, fault.stage = "SIGKILL of the stage", "serve"
     with stage_process(serve_work(root, "orphaned")) as process:

@@ -198,6 +198,7 @@ def test_a_job_whose_node_is_lost_goes_on_elsewhere(cluster, store, fault):
     eventually(cluster.is_idle, "the node did not come back")
 
 
+@pytest.mark.nightly
 def test_a_job_that_somebody_cancels_is_an_error_that_says_so(cluster, store, fault):
     fault.name, fault.stage = "scancel by somebody else", "download"
     outcome, thread = in_the_background(store, "steps", SLOW)
@@ -214,6 +215,7 @@ def test_a_job_that_somebody_cancels_is_an_error_that_says_so(cluster, store, fa
     fault.lost = went_on(again)
 
 
+@pytest.mark.nightly
 def test_the_error_of_the_stage_itself_is_what_it_would_be_locally(store):
     with pytest.raises(DataError, match="row 3 has no messages"):
         slurm_stage.build(store, "known_error")

@@ -23,8 +23,18 @@ def test_that_leaves_a_daemon():
 """
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+FEW = {(signal.SIGINT, 2), (signal.SIGTERM, 0), (signal.SIGKILL, 0)}
+"""Cases that run by day: each signal, with workers and without; the others are nightly."""
+
+
+@pytest.mark.parametrize(
+    ("number", "workers"),
+    [
+        pytest.param(number, workers, marks=() if (number, workers) in FEW else pytest.mark.nightly)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+        for workers in (0, 2)
+    ],
+)
 def test_tests_that_are_stopped_leave_no_process(tmp_path, fault, number, workers):
     fault.name, fault.stage = f"{number.name} to tests with {workers or 'no'} workers", "all"
     (tmp_path / "test_it.py").write_text(TESTS)
