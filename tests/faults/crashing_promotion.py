@@ -2,6 +2,7 @@
 
 PROMOTION_FAULT says how: `METHOD NUMBER` kills it, as a power cut would, right after the call of this number of a
 method of MLflow's client (0: before the first one); `away` takes MLflow from it; `judge` kills it before the verdict.
+Without it, the promotion is undisturbed.
 
     python crashing_promotion.py MARK   promotes a candidate; this process dies between the commit and the hook
 """
@@ -46,19 +47,18 @@ def crash_after(method: str, number: int) -> None:
 
 
 def main() -> None:
-    fault, _, number = os.environ["PROMOTION_FAULT"].partition(" ")
-    if sys.argv[1] == "complete" and fault == "away":
+    fault, _, number = os.environ.get("PROMOTION_FAULT", "").partition(" ")
+    if len(sys.argv) == 2:
+        hook.complete = die
+        promote(Store(store_root()), sys.argv[1], [1.0] * 100, max_regression_standard_errors=None)
+    elif sys.argv[1] == "complete" and fault == "away":
         os.environ["MLFLOW_TRACKING_URI"] = NOWHERE
     elif fault == "judge":
         die()
-    elif sys.argv[1] == "complete":
+    elif sys.argv[1] == "complete" and fault:
         crash_after(fault, int(number))
     promotion.main()
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        hook.complete = die
-        promote(Store(store_root()), sys.argv[1], [1.0] * 100, max_regression_standard_errors=None)
-    else:
-        main()
+    main()

@@ -21,11 +21,12 @@ from flows.store.content import is_pending
 from flows.store.store import Store
 from stages.core.errors import LifecycleError, OutdatedVerdictError, TransientError
 from stages.kinds.promote.verdict import Verdict
+from tests.faults import warm_promotion
+from tests.faults.leftovers import MARK_VARIABLE
 from tests.faults.tiny import Notes, processes_of
 from tests.promotion import NAME, candidate_tree, offer, own_mlflow, planned_stages, promote
 
 GOOD, BETTER = [1.0] * 90 + [0.0] * 10, [1.0] * 95 + [0.0] * 5
-CRASHING = Path(__file__).with_name("crashing_promotion.py")
 CRASHES = [
     ("create_registered_model", 0),
     ("create_model_version", 0),
@@ -38,9 +39,17 @@ CRASHES = [
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory, marked):
+    """Fork this file's promotion programs from a process that has imported MLflow."""
+    with warm_promotion.started(tmp_path_factory.mktemp("warm") / "socket", MARK_VARIABLE) as variables:
+        yield variables
+
+
 @pytest.fixture
-def registry(tmp_path, monkeypatch):
-    for name, value in own_mlflow(tmp_path).items():
+def registry(tmp_path, monkeypatch, warm):
+    monkeypatch.setitem(local.PROGRAMS, "promote", warm_promotion.__name__)
+    for name, value in {**own_mlflow(tmp_path), **warm}.items():
         monkeypatch.setenv(name, value)
     return Registry()
 
@@ -66,7 +75,6 @@ def cut_short(store: Store, monkeypatch: pytest.MonkeyPatch, fault: str, error: 
     """Promote a candidate whose hook fails as `fault` says; returns the artifact, which was committed before."""
     planned, upstream = offer(store, "candidate", BETTER, max_regression_standard_errors=None)
     with monkeypatch.context() as faulty:
-        faulty.setitem(local.PROGRAMS, "promote", "tests.faults.crashing_promotion")
         faulty.setenv("PROMOTION_FAULT", fault)
         with pytest.raises(LifecycleError, match=error) as raised:
             run_stage(planned, upstream, store, Notes())
@@ -123,7 +131,7 @@ def test_a_crash_leaves_one_valid_champion_and_a_rerun_completes_the_promotion(
 
 def test_a_refresh_that_is_killed_between_commit_and_hook_promotes_once_when_run_again(store, registry, fault):
     fault.name, fault.stage = "SIGKILL between commit and hook", "promote"
-    killed = subprocess.run([sys.executable, CRASHING, "candidate"], check=False)
+    killed = subprocess.run([sys.executable, "-m", warm_promotion.__name__, "candidate"], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert registry.find(NAME) is None
     with fault.timed("recovered"):
@@ -153,7 +161,6 @@ def test_a_forced_promotion_that_is_killed_leaves_nothing_once_the_recipe_runs_a
     promote_candidate(store)
     planned, upstream = offer(store, "candidate", BETTER, max_regression_standard_errors=None)
     with monkeypatch.context() as faulty:
-        faulty.setitem(local.PROGRAMS, "promote", "tests.faults.crashing_promotion")
         faulty.setenv("PROMOTION_FAULT", "judge")
         with pytest.raises(LifecycleError, match="SIGKILL"):
             run_stage(replace(planned, forced=True), upstream, store, Notes())

@@ -1,0 +1,104 @@
+"""Promotion programs forked from one process that has imported MLflow, which takes longer than what they do.
+
+    python -m tests.faults.warm_promotion STEP FOLDER …   replaces `flows.champion.promotion`, under the supervisor
+
+It hands arguments, environment and output to the process that `started` begins, and ends as the fork ends that ran
+`crashing_promotion` with them.
+"""
+
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from stages.core.process_tree import die_with_parent
+
+ROOT = Path(__file__).parents[2]
+ADDRESS = "WARM_PROMOTION"
+"""Environment variable with the path of the socket on which the forking process listens."""
+MAX_BYTES = 1 << 17
+IMPORTED = (
+    "mlflow.store.model_registry.sqlalchemy_store",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.tracking.fluent",
+    "tests.faults.crashing_promotion",
+)
+
+
+@contextmanager
+def started(address: Path, unmarked: str) -> Iterator[dict[str, str]]:
+    """Start the forking process; yields the variable that names it. unmarked: variable that it must not inherit."""
+    environment = {name: value for name, value in os.environ.items() if name != unmarked} | {"PYTHONPATH": str(ROOT)}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(address))
+        listener.listen()
+        command = [sys.executable, "-m", "tests.faults.warm_promotion", str(listener.fileno())]
+        process = subprocess.Popen(command, env=environment, pass_fds=(listener.fileno(),), preexec_fn=die_with_parent)
+    with process:
+        try:
+            yield {ADDRESS: str(address)}
+        finally:
+            process.kill()
+
+
+def ask() -> NoReturn:
+    """Have this process's arguments run in a fork, and end as it does."""
+    die_with_parent()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(os.environ[ADDRESS])
+        socket.send_fds(connection, [json.dumps([sys.argv, dict(os.environ)]).encode()], [sys.stdout.fileno()])
+        code = int(connection.recv(MAX_BYTES))
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+def answer(listener: socket.socket) -> NoReturn:
+    """Fork a process for each request, one at a time, and answer with its exit code."""
+    for name in IMPORTED:
+        import_module(name)
+    gc.freeze()  # the forks need not look through it for garbage
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            request, (output,), *_ = socket.recv_fds(connection, MAX_BYTES, 1)
+            if (pid := os.fork()) == 0:
+                run(*json.loads(request), output)
+            os.close(output)
+            _, status = os.waitpid(pid, 0)
+            connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def run(arguments: list[str], environment: dict[str, str], output: int) -> NoReturn:
+    """Run a promotion program in this fork."""
+    code: Any = 1
+    try:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = arguments
+        sys.modules["tests.faults.crashing_promotion"].main()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    if sys.argv[1].isdigit():
+        answer(socket.socket(fileno=int(sys.argv[1])))
+    ask()
