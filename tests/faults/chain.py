@@ -85,7 +85,7 @@ def recipe(ranks: int) -> dict[str, dict[str, object]]:
     }
 
 
-def run_refresh(root: Path, ranks: int) -> dict[str, dict[str, object]]:
+def run_refresh(root: Path, ranks: int = 1) -> dict[str, dict[str, object]]:
     """Run all stages of the refresh in order, through the real runner, store and supervisor."""
     import tiny
 

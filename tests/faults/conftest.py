@@ -1,5 +1,6 @@
 """Fixtures of the fault tests: nothing may be left behind, and recovery times are collected for `make faults`."""
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,10 +43,14 @@ def nothing_is_left(leftovers: Leftovers) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, tuple[object, object]]]:
-    """Versions and digests of a refresh without faults, by the number of ranks of its training."""
-    refreshes = {ranks: chain.start(tmp_path_factory.mktemp("undisturbed"), ranks) for ranks in (1, 2)}
-    return {ranks: chain.identities(chain.finish(refresh)) for ranks, refresh in refreshes.items()}
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, tuple[object, object]]]:
+    """Provide a function: number of ranks of the training → versions and digests of a refresh without faults."""
+
+    @functools.cache
+    def identities(ranks: int) -> dict[str, tuple[object, object]]:
+        return chain.identities(chain.run_refresh(tmp_path_factory.mktemp("undisturbed"), ranks))
+
+    return identities
 
 
 @pytest.fixture

@@ -19,10 +19,6 @@ FAR_FUTURE_S = 4_102_444_800  # the year 2100
 LONG_AGO_S = 31_536_000  # the year 1971
 
 
-def refresh(root: Path) -> dict[str, dict[str, object]]:
-    return chain.finish(chain.start(root))
-
-
 def refusal(root: Path) -> str:
     """Run a refresh that must fail, and return the last line of its error output."""
     process = chain.start(root)
@@ -41,22 +37,22 @@ def artifact(root: Path, stage: str) -> Path:
 
 def test_a_torn_record_is_no_artifact_and_is_built_again(tmp_path, undisturbed, fault):
     fault.name, fault.stage = "torn record.json", "sft"
-    refresh(tmp_path)
+    chain.run_refresh(tmp_path)
     record = artifact(tmp_path, "sft") / "record.json"
     record.write_bytes(record.read_bytes()[:100])
     with fault.timed("detected"):
         assert Store(tmp_path).index().leftovers == (record.parent,)
     with fault.timed("recovered"):
-        again = refresh(tmp_path)
+        again = chain.run_refresh(tmp_path)
     assert states(again) == ["cached", "cached", "built", "cached", "cached"], "what stands on it has the same content"
-    assert chain.identities(again) == undisturbed[1]
+    assert chain.identities(again) == undisturbed(1)
     fault.lost = "the stage"
 
 
-@pytest.mark.parametrize("kind", ["cut off", "bits flipped"])
+@pytest.mark.parametrize("kind", ["cut off", pytest.param("bits flipped", marks=pytest.mark.nightly)])
 def test_a_corrupted_file_of_a_model_is_named_and_rebuilt_on_request(tmp_path, undisturbed, fault, kind):
     fault.name, fault.stage = f"weights {kind}", "sft"
-    refresh(tmp_path)
+    chain.run_refresh(tmp_path)
     weights = artifact(tmp_path, "sft") / "model" / "content"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] if kind == "cut off" else bytes([content[0] ^ 1]) + content[1:])
@@ -67,12 +63,14 @@ def test_a_corrupted_file_of_a_model_is_named_and_rebuilt_on_request(tmp_path, u
         assert "model/content has 63 bytes instead of 64; run again with `--force sft`" in refusal(tmp_path)
     with fault.timed("recovered"):
         Store(tmp_path).remove(weights.parents[1])
-        again = refresh(tmp_path)
-    assert chain.identities(again) == undisturbed[1]
+        again = chain.run_refresh(tmp_path)
+    assert chain.identities(again) == undisturbed(1)
     fault.lost = "the stage"
 
 
-@pytest.mark.parametrize("time_s", [FAR_FUTURE_S, LONG_AGO_S], ids=["future", "past"])
+@pytest.mark.parametrize(
+    "time_s", [FAR_FUTURE_S, pytest.param(LONG_AGO_S, marks=pytest.mark.nightly)], ids=["future", "past"]
+)
 def test_a_clock_that_jumps_costs_nothing(tmp_path, undisturbed, fault, time_s):
     fault.name, fault.stage = f"clock jumps to {'2100' if time_s == FAR_FUTURE_S else '1971'} and back", "sft"
     process = chain.start(tmp_path, held="sft")
@@ -84,10 +82,10 @@ def test_a_clock_that_jumps_costs_nothing(tmp_path, undisturbed, fault, time_s):
     for path in tmp_path.rglob("*"):
         os.utime(path, (time_s, time_s))
     with fault.timed("recovered"):
-        again = refresh(tmp_path)
+        again = chain.run_refresh(tmp_path)
     assert again["sft"]["first_step"] == reached
-    assert chain.identities(again) == undisturbed[1]
-    assert states(refresh(tmp_path)) == ["cached"] * len(chain.STAGES)
+    assert chain.identities(again) == undisturbed(1)
+    assert states(chain.run_refresh(tmp_path)) == ["cached"] * len(chain.STAGES)
     assert find_garbage(Store(tmp_path)) == [], "what a refresh needs is no garbage, whatever the clock says"
 
 
@@ -95,7 +93,7 @@ def test_of_two_schedulers_at_once_each_stage_is_built_by_one(tmp_path, undistur
     fault.name, fault.stage = "two schedulers at once", "all"
     with fault.timed("recovered"):
         first, second = [chain.finish(process) for process in [chain.start(tmp_path), chain.start(tmp_path)]]
-    assert chain.identities(first) == chain.identities(second) == undisturbed[1]
+    assert chain.identities(first) == chain.identities(second) == undisturbed(1)
     for name in chain.STAGES:
         assert sorted([first[name]["state"], second[name]["state"]]) == ["built", "cached"]
 
@@ -104,8 +102,8 @@ def test_of_two_schedulers_at_once_each_stage_is_built_by_one(tmp_path, undistur
 def test_a_store_on_a_read_only_file_system_serves_what_it_has(tmp_path, undisturbed, fault):
     fault.name, fault.stage = "read-only file system", "sft"
     store = tmp_path / "store"
-    refresh(store)
-    whole = states(refresh(store))
+    chain.run_refresh(store)
+    whole = states(chain.run_refresh(store))
     Store(store).remove(artifact(store, "scores"))
     with mounted(store, "--bind", str(store)):
         subprocess.run(["mount", "-o", "remount,bind,ro", str(store)], check=True)
@@ -114,14 +112,16 @@ def test_a_store_on_a_read_only_file_system_serves_what_it_has(tmp_path, undistu
         assert "StoreError: cannot " in said
         assert "Read-only file system" in said
     with fault.timed("recovered"):
-        again = refresh(store)
+        again = chain.run_refresh(store)
     assert whole == ["cached"] * len(chain.STAGES)
     assert states(again) == [*whole[:-1], "built"]
-    assert chain.identities(again) == undisturbed[1]
+    assert chain.identities(again) == undisturbed(1)
 
 
 @needs_root
-@pytest.mark.parametrize("stage", ["base", "sft", "awq", "scores"])
+@pytest.mark.parametrize(
+    "stage", ["sft", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("base", "awq", "scores"))]
+)
 def test_a_disk_that_is_full_while_a_stage_writes_is_named_and_costs_nothing(tmp_path, undisturbed, fault, stage):
     fault.name, fault.stage = "disk full", stage
     disk = tmp_path / "disk"
@@ -136,9 +136,9 @@ def test_a_disk_that_is_full_while_a_stage_writes_is_named_and_costs_nothing(tmp
         assert re.search(is_told, errors), errors
         reached = chain.step_of(disk / "store", stage)
         with fault.timed("recovered"):
-            again = refresh(disk / "store")
+            again = chain.run_refresh(disk / "store")
     assert 2 <= reached == again[stage]["first_step"]
-    assert chain.identities(again) == undisturbed[1]
+    assert chain.identities(again) == undisturbed(1)
     fault.lost = f"nothing: went on at step {reached} of {chain.NUM_STEPS}"
 
 
