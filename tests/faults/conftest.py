@@ -12,7 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import chain
 from fault_table import Fault, lines
-from leftovers import Leftovers, new
+from leftovers import MARK_VARIABLE, Leftovers, new
+
+from tests.faults import warm_promotion
 
 PATIENCE_S = 30.0
 
@@ -51,6 +53,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
         return chain.identities(chain.run_refresh(tmp_path_factory.mktemp("undisturbed"), ranks))
 
     return identities
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Provide the variable by which promotions are forked from a process that has imported MLflow."""
+    with warm_promotion.started(tmp_path_factory.mktemp("warm") / "socket", MARK_VARIABLE) as variables:
+        yield variables
 
 
 @pytest.fixture

@@ -16,10 +16,7 @@ import tiny
 
 from flows.running.runner import run_stage
 from flows.store.store import Store
-from stages.core.errors import (
-    RefreshStoppedError,
-    StageCrashError,
-)
+from stages.core.errors import RefreshStoppedError, StageCrashError
 from stages.core.process_tree import living_processes
 
 

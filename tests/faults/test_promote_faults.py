@@ -22,7 +22,6 @@ from flows.store.store import Store
 from stages.core.errors import LifecycleError, OutdatedVerdictError, TransientError
 from stages.kinds.promote.verdict import Verdict
 from tests.faults import warm_promotion
-from tests.faults.leftovers import MARK_VARIABLE
 from tests.faults.tiny import Notes, processes_of
 from tests.promotion import NAME, candidate_tree, offer, own_mlflow, planned_stages, promote
 
@@ -37,13 +36,6 @@ CRASHES = [
 """Crash points: before the first write, between any two writes that matter, and after the last."""
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory, marked):
-    """Fork this file's promotion programs from a process that has imported MLflow."""
-    with warm_promotion.started(tmp_path_factory.mktemp("warm") / "socket", MARK_VARIABLE) as variables:
-        yield variables
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from flows.store.collect import collect, find_garbage
 from flows.store.store import Store
 from stages.core.errors import RecipeError, StageCrashError
 from stages.kinds.promote.verdict import VERDICT_FILE, Verdict
+from tests.faults import warm_promotion
 from tests.faults.tiny import Notes
 from tests.promotion import NAME, commit, offer_adapter, own_mlflow, promote_adapter
 
@@ -31,9 +32,10 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory):
+def registry(tmp_path_factory, warm):
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in own_mlflow(tmp_path_factory.mktemp("mlflow")).items():
+        patch.setitem(local.PROGRAMS, "promote", warm_promotion.__name__)
+        for name, value in {**own_mlflow(tmp_path_factory.mktemp("mlflow")), **warm}.items():
             patch.setenv(name, value)
         yield Registry()
 
@@ -103,7 +105,6 @@ def test_a_champion_can_be_gone_on_with_as_an_adapter(store, registry, first, ba
 def test_a_promotion_that_was_killed_is_completed_and_can_be_rolled_back(store, registry, first, base, monkeypatch):
     planned, upstream = offer_adapter(store, "k_proj", BETTER, **GATES)
     with monkeypatch.context() as faulty:
-        faulty.setitem(local.PROGRAMS, "promote", "tests.faults.crashing_promotion")
         faulty.setenv("PROMOTION_FAULT", "set_registered_model_alias 1")
         with pytest.raises(StageCrashError):
             run_stage(planned, upstream, store, Notes())
