@@ -15,7 +15,6 @@ from tests.serving import API_KEY, stage_process, wait_for, write_work
 __all__ = ["folder_of"]
 
 SERVING = {"dtype": "bfloat16", "max_model_len": 64, "enforce_eager": True, "kv_cache_memory_gib": 0.0625}
-BENCHMARK = {"concurrencies": [1], "requests_per_concurrency": 1, "input_tokens": 8, "output_tokens": 4}
 TOKENS = [token for row in counting_rows(4) for token in row][:48]
 
 
@@ -31,7 +30,7 @@ def test_a_mixture_is_served_with_quantized_attention_and_experts_as_they_are(fo
     """Mixtral's experts are `mlp.experts.0.gate_proj` in memory, `block_sparse_moe.experts.0.w1` in files and vLLM."""
     source, artifact = folder_of("mixtral"), tmp_path / "small"
     quantize_family(source, artifact / "model", "fp8", ("lm_head", r"re:.*\.experts\."))
-    config = {"model": "small", "serving": SERVING, "benchmark": BENCHMARK}
+    config = {"model": "small", "serving": SERVING, "benchmark": None}
     work = write_work(tmp_path / "serve", "serve", config, {"small": artifact})
     with stage_process(work) as process:
         wait_for(lambda: (work / "result.json").exists() or process.poll() is not None, what="the lease")
