@@ -1,11 +1,11 @@
-"""Run a stage that is killed before its adapter's config is written: `python -m tests.killed_between_files WORK`."""
+"""Rank program of a train stage that is killed before its adapter's config is written."""
 
 import os
 import signal
 from pathlib import Path
 
-from stages.__main__ import main
 from stages.adapters import files
+from tests.forked_stages import main as run_stage
 
 write = files.write_atomically
 
@@ -16,5 +16,6 @@ def write_or_die(path: Path, content: str) -> None:
     write(path, content)
 
 
-files.write_atomically = write_or_die
-main()
+def main() -> None:
+    files.write_atomically = write_or_die
+    run_stage()

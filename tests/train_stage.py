@@ -6,8 +6,6 @@ import itertools
 import json
 import shutil
 import subprocess
-from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,11 @@ from flows.launch import local
 from stages.core.contract import StageContext, StageInput
 from stages.hubs.builtin import addition, addition_preferences, qwen3
 from stages.kinds.train.config import TrainConfig
-from tests.parity.ranks import Ranks, started_ranks
+from tests.forked_stages import warm_parent
 
 VERSION = "0" * 12
 NUM_ROWS = {"problems": (400, 40), "preferences": (32, 16)}
 """Numbers of training and held-out rows; preferences are few, so that a few steps see them several times."""
-PARENTS = ExitStack()
 
 
 def make_artifacts(folder: Path) -> dict[str, Path]:
@@ -95,24 +92,33 @@ def start(work: Path, config: TrainConfig) -> subprocess.Popen[bytes]:
         return subprocess.Popen(local.command(work, config), stdout=log, stderr=log, env=environment)
 
 
-def run_to_end(work: Path, config: TrainConfig) -> None:
+def run_to_end(work: Path, config: TrainConfig, program: str | None = None) -> None:
     """Run the stage's processes to their successful end, forked from a parent that has imported what they need.
+
+    program: a rank program that runs the stage in another way.
 
     Where there is a GPU they are started as ever, since a process that knows of it is not to be forked.
     """
     log = work / "log.txt"
-    if shutil.which("nvidia-smi"):
+    if shutil.which("nvidia-smi") and not program:
         assert start(work, config).wait(timeout=300) == 0, log.read_text()[-4000:]
         return
-    program = f"tests.warm_{'megatron_' * (config.engine == 'megatron')}stage"
+    warm = f"tests.warm_{'megatron_' * (config.engine == 'megatron')}stage"
     environment = json.dumps({**local.environment(config), "OMP_NUM_THREADS": "1"})
-    _warm_parent(program).run(program, config.processes, work, environment, log=log)
+    warm_parent(warm).run(program or warm, config.processes, work, environment, log=log)
 
 
-@cache
-def _warm_parent(program: str) -> Ranks:
-    """Return a process, cached for this one's lifetime, from which ranks of a program are forked."""
-    return PARENTS.enter_context(started_ranks())
+def finish_again(done: Path, step: int, work: Path, artifacts: dict[str, Path], config: TrainConfig) -> None:
+    """Copy a finished stage's work folder, and finish it again from the checkpoint of a step."""
+    shutil.copytree(done, work)
+    shutil.rmtree(work / config.product)
+    for checkpoint in (work / "scratch" / "checkpoints").iterdir():
+        if checkpoint.name != f"step-{step}":
+            shutil.rmtree(checkpoint)
+    make_context(work, artifacts, config)
+    run_to_end(work, config)
+    output = (work / "log.txt").read_text() + (work / "events.jsonl").read_text()
+    assert f"continuing from the checkpoint of step {step}" in output
 
 
 def logged(work: Path) -> list[dict[str, float]]:

@@ -1,15 +1,11 @@
-"""Rank program (`tests/parity/ranks.py`) of a train stage with its imports already made: `[WORK, ENVIRONMENT]`.
+"""Rank program of a train stage with its imports already made."""
 
-ENVIRONMENT: a JSON object of the variables that a process of the stage has.
-"""
-
-import json
-import os
-import sys
 from importlib import import_module
 
-from stages.__main__ import main as run_stage
 from stages.models.start_up import start_training_quickly
+from tests.forked_stages import main
+
+__all__ = ["main"]
 
 start_training_quickly()
 for name in (
@@ -24,9 +20,3 @@ for name in (
     "matplotlib.figure",
 ):
     import_module(name)
-
-
-def main() -> None:
-    os.environ |= json.loads(sys.argv[2])
-    sys.argv = sys.argv[:2]
-    run_stage()

@@ -7,8 +7,6 @@ import math
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import peft
@@ -26,7 +24,7 @@ from stages.kinds.download.run import run as download
 from stages.kinds.merge.config import MergeConfig
 from stages.kinds.merge.run import run as merge
 from tests.findings import raise_findings
-from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
+from tests.train_stage import finish_again, logged, make_artifacts, make_config, make_context, run_to_end, start
 
 ADAPTER = {"rank": 8, "alpha": 16}
 NUM_DPO_STEPS = 12
@@ -154,7 +152,8 @@ def test_an_adapter_of_another_base_is_not_gone_on_with(tuned, artifacts, tmp_pa
     other = shutil.copytree(artifacts["sft"], tmp_path / "sft-00000other00")
     config = make_config(model="tuned", base="sft", adapter=ADAPTER)
     make_context(tmp_path / "work", {**artifacts, "sft": other, "tuned": tuned}, config)
-    assert start(tmp_path / "work", config).wait(200) != 0
+    with pytest.raises((RuntimeError, AssertionError)):
+        run_to_end(tmp_path / "work", config)
     message = (tmp_path / "work" / "error.json").read_text()
     assert "it is an adapter of sft-0123456789ab, not of sft-00000other00" in message
 
@@ -210,7 +209,11 @@ def test_megatron_trains_the_same_adapter(dpo, artifacts, tmp_path):
     assert result.metrics["same_greedy_fraction"] == 1
 
 
+@pytest.mark.nightly
 def test_a_killed_training_goes_on_to_the_same_adapter(dpo, artifacts, tmp_path):
+    """Quick siblings: the next test, which begins with a checkpoint, and kills of whole models' training in
+    `test_train_faults.py`.
+    """
     work, config = tmp_path / "dpo-0123456789ab", dpo_config()
     make_context(work, artifacts, config)
     process = start(work, config)
@@ -227,30 +230,19 @@ def test_a_killed_training_goes_on_to_the_same_adapter(dpo, artifacts, tmp_path)
 
 
 def test_it_goes_on_with_another_number_of_processes_to_the_same_adapter(dpo, artifacts, tmp_path):
-    """Resumes the run of two processes on one, and that one on two."""
-    alone, pair = tmp_path / "alone" / dpo.name, tmp_path / "pair" / dpo.name
+    """Resumes the run of two processes on two, to the very bits, on one, and that one on two."""
+    same, alone, pair = (tmp_path / name / dpo.name for name in ("same", "alone", "pair"))
     every_2 = {"execution": {"checkpoint_every_steps": 2}}
-    go_on(dpo, 8, alone, artifacts, dpo_config(layout={"micro_batch_size": 4}, **every_2))
-    go_on(alone, 10, pair, artifacts, dpo_config(**every_2))
+    finish_again(dpo, 8, same, artifacts, dpo_config())
+    finish_again(dpo, 8, alone, artifacts, dpo_config(layout={"micro_batch_size": 4}, **every_2))
+    finish_again(alone, 10, pair, artifacts, dpo_config(**every_2))
     expected = load_file(dpo / "adapter" / "adapter_model.safetensors")
+    bits = load_file(same / "adapter" / "adapter_model.safetensors")
+    assert all(torch.equal(bits[name], weight) for name, weight in expected.items())
     for work in (alone, pair):
         assert [row["loss"] for row in logged(work)] == pytest.approx([row["loss"] for row in logged(dpo)], abs=1e-6)
         found = load_file(work / "adapter" / "adapter_model.safetensors")
         assert max((found[name] - weight).abs().max().item() for name, weight in expected.items()) < 1e-6
-
-
-def go_on(done, step, work, artifacts, config):
-    """Copy a finished stage's work folder, and finish it again from the checkpoint of a step."""
-    shutil.copytree(done, work)
-    shutil.rmtree(work / "adapter")
-    for checkpoint in (work / "scratch" / "checkpoints").iterdir():
-        if checkpoint.name != f"step-{step}":
-            shutil.rmtree(checkpoint)
-    run_stage(work, artifacts, config)
-    assert (
-        f"continuing from the checkpoint of step {step}"
-        in (work / "log.txt").read_text() + (work / "events.jsonl").read_text()
-    )
 
 
 @pytest.mark.parametrize(("precision", "apart"), [("nf4", 0.1), ("int8", 0.01)])
@@ -287,9 +279,8 @@ def test_a_layer_that_no_gradient_reaches_is_named(artifacts, tmp_path):
 def test_a_stage_that_is_killed_between_the_files_of_its_adapter_writes_it_again(tuned, artifacts, tmp_path):
     work, config = tmp_path / "tuned-0123456789ab", make_config(model="sft", adapter=ADAPTER, steps=12)
     make_context(work, artifacts, config)
-    with (work / "log.txt").open("ab") as log:
-        killed = [sys.executable, "-m", "tests.killed_between_files", work]
-        assert subprocess.run(killed, stdout=log, stderr=log, check=False).returncode == -signal.SIGKILL
+    with pytest.raises(RuntimeError, match=f"killed_between_files: {-signal.SIGKILL}: "):
+        run_to_end(work, config, "tests.killed_between_files")
     assert (work / "adapter" / "adapter_model.safetensors").exists()
     assert not (work / "adapter" / "adapter_config.json").exists()
     assert not (work / "result.json").exists()

@@ -12,9 +12,10 @@ from refreshes import eventually
 
 from stages.core.contract import StageResult
 from stages.data.summaries import LENGTHS_FILE, Lengths
-from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
+from tests.train_stage import finish_again, logged, make_artifacts, make_config, make_context, run_to_end, start
 
 NUM_STEPS = 6
+OFTEN_SAVED = {"checkpoint_every_steps": 2}
 PARTS = [{"dataset": "problems", "weight": 0.7}, {"dataset": "texts", "weight": 0.3, "format": "text"}]
 
 
@@ -54,7 +55,7 @@ def weights(work):
 @pytest.fixture(scope="module")
 def one_process(artifacts, tmp_path_factory):
     work = tmp_path_factory.mktemp("one") / "work"
-    return *learned(work, artifacts), work
+    return *learned(work, artifacts, execution=OFTEN_SAVED), work
 
 
 def test_losses_by_dataset_are_parts_of_the_whole(one_process):
@@ -81,9 +82,16 @@ def test_on_megatron_it_is_learned_in_the_same_order(artifacts, one_process, tmp
     assert shares_and_losses(metrics) == pytest.approx(shares_and_losses(one_process[1]), rel=1e-3)
 
 
+def test_resumed_it_ends_with_the_very_weights_of_an_uninterrupted_one(artifacts, one_process, tmp_path):
+    finish_again(one_process[2], 4, tmp_path / "work", artifacts, config_of(execution=OFTEN_SAVED))
+    assert weights(tmp_path / "work") == weights(one_process[2])
+
+
+@pytest.mark.nightly
 def test_killed_and_resumed_it_ends_with_the_very_weights_of_an_uninterrupted_one(artifacts, one_process, tmp_path):
+    """Quick siblings: the test above, and kills in `test_train_faults.py`."""
     work = tmp_path / "work"
-    config = config_of(layout={"micro_batch_size": 2}, execution={"checkpoint_every_steps": 2})
+    config = config_of(layout={"micro_batch_size": 2}, execution=OFTEN_SAVED)
     for _ in range(5):  # on a busy machine it may have ended before it is killed
         shutil.rmtree(work, ignore_errors=True)
         make_context(work, artifacts, config)

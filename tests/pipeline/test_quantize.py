@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from stages.core.contract import FINDING, StageInput
 from stages.kinds.quantize.divergence import measure_divergence
+from tests.forked_stages import warm_parent
 
 VOCABULARY = [f"n{number}" for number in range(32)]
 GROUP_SIZE = 32
@@ -29,6 +30,8 @@ SERVED_SHAPES = [
     for group_size in (3, 16, 32, 48)
 ]
 ASK_VLLM = """
+import gc
+gc.disable()  # a fifth of vLLM's import
 import json, sys, torch
 from vllm.distributed.utils import verify_group_size_divides_partition
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig
@@ -106,6 +109,7 @@ def save_model(model, folder):
     ).save_pretrained(folder)
 
 
+WARM = "tests.warm_quantize_stage"
 WITH_ROUNDING = """
 from stages.kinds.quantize.registry import METHODS, MethodEntry
 METHODS["round"] = MethodEntry("int8", "tests.rounding_quantizer")
@@ -114,10 +118,15 @@ main()
 """
 
 
-def quantize(home, name, program=("-m", "stages"), **fields):
-    """Run a quantize stage in a process like the runner's; returns its exit code.
+def quantize(home, name, **fields):
+    """Run a quantize stage to its end in a process forked from one with its imports. The work folder is `home/name`."""
+    work = new_work(home, name, **fields)
+    environment = json.dumps({**os.environ, "OMP_NUM_THREADS": "1"})
+    warm_parent(WARM).run(WARM, 1, work, environment, log=work / "log")
 
-    The work folder is `home/name`."""
+
+def new_work(home, name, **fields):
+    """Return the work folder of a quantize stage, with its `config.json`."""
     work = home / name
     work.mkdir()
     calibration = {"dataset": "rows", "num_samples": 64, "num_evaluation_samples": 64, "sequence_length": 32}
@@ -128,16 +137,14 @@ def quantize(home, name, program=("-m", "stages"), **fields):
         inputs={"model": home / "model", "rows": home / "rows"},
     )  # fmt: skip
     (work / "config.json").write_text(stage_input.model_dump_json())
-    with (work / "log").open("w") as log:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run([sys.executable, *program, work], stdout=log, stderr=log, env=environment).returncode
+    return work
 
 
 @pytest.fixture(scope="module")
 def built(home):
     """Folder with the work folders of all methods, each built."""
     for method in KL_BOUNDS:
-        assert quantize(home, method, method=method) == 0, (home / method / "log").read_text()
+        quantize(home, method, method=method)
     return home
 
 
@@ -235,7 +242,7 @@ def test_a_damaged_export_shows_as_divergence(built, tmp_path):
 
 
 def test_the_same_seed_gives_the_same_weights_and_the_gate_closes_after_the_figures_are_logged(built):
-    assert quantize(built, "awq-again", method="awq", max_kl=1e-9) == 0
+    quantize(built, "awq-again", method="awq", max_kl=1e-9)
     first, second = (load_file(built / name / "model/model.safetensors") for name in ("awq", "awq-again"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -258,7 +265,11 @@ def test_progress_and_milestones_are_told(built):
 
 def test_a_quantizer_is_its_module_and_a_line_of_the_registry(home):
     """A quantize stage checks, runs, reloads and evaluates a method that only the registry knows."""
-    assert quantize(home, "rounded", ("-c", WITH_ROUNDING), method="round") == 0, (home / "rounded/log").read_text()
+    work = new_work(home, "rounded", method="round")
+    with (work / "log").open("w") as log:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, "-c", WITH_ROUNDING, work], stdout=log, stderr=log, env=environment)
+    assert done.returncode == 0, (work / "log").read_text()
 
     result = json.loads((home / "rounded/result.json").read_text())
     assert 0 < result["metrics"]["kl_nats_per_token"] < KL_BOUNDS["int8"]
