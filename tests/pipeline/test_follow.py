@@ -195,7 +195,7 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
 
 @pytest.mark.nightly
 def test_a_champion_is_served_as_it_is_for_whoever_does_not_follow(environment: Path) -> None:
-    """Quick siblings of this nightly test: `test_quickstart.py` serves an artifact, `test_kept.py` a champion."""
+    """Quick siblings of this nightly test: `test_llama_cpp.py` serves an artifact, `test_kept.py` a champion."""
     make_champion(registration(seed=2))
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion"]
     with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:

@@ -1,15 +1,21 @@
 """A GGUF file served by the real llama.cpp, against Transformers on the weights that it was made from."""
 
 import json
+import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from refreshes import LIFECYCLE
 from transformers import AutoModelForCausalLM
 
+from flows.store.store import Store
 from stages.core.contract import StageResult
 from stages.hubs.builtin import qwen3
 from stages.kinds.quantize.config import QuantizeConfig
@@ -19,6 +25,7 @@ from stages.models.model_folder import GGUF_FILE
 from stages.serving.client import Client
 from stages.serving.engine import LaunchSpec
 from stages.serving.registry import ENGINES
+from tests.promotion import commit, planned_stages
 from tests.serving import API_KEY, is_port_free, served_processes, stage_process, wait_for, write_work
 
 SERVING = {"engine": "llama_cpp", "max_model_len": 512, "max_num_seqs": 2}
@@ -101,3 +108,35 @@ def test_a_file_that_was_cut_off_is_named_as_the_cause(root: Path) -> None:
     assert error["error"] == "ServerError"
     assert "llama.cpp server for broken" in error["message"] and "not within the file bounds" in error["message"]
     assert API_KEY not in error["message"]
+
+
+def copy_model(artifact: Path, work: Path) -> None:
+    shutil.copytree(artifact / "model", work / "model")
+
+
+def test_an_artifact_is_served_by_its_name_until_a_person_interrupts(root: Path, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    quantized = {"kind": "quantize", "model": "sft", "method": "gguf", "calibration": {"dataset": "rows"}}
+    stages = planned_stages(
+        store,
+        {
+            "sft": {"kind": "download", "model": "builtin/qwen3-1m"},
+            "rows": {"kind": "download", "dataset": "builtin/addition"},
+            "small": {**quantized, "gguf_type": "f16"},
+        },
+    )
+    built = {"sft": commit(store, stages["sft"], {}, partial(copy_model, root / "sft"))}
+    built["rows"] = commit(store, stages["rows"], {}, lambda work: (work / "data").mkdir())
+    commit(store, stages["small"], built, partial(copy_model, root / "small"))
+    environment = {**os.environ, "LIFECYCLE_HOME": str(tmp_path), "VLLM_API_KEY": API_KEY}
+    with subprocess.Popen([LIFECYCLE, "serve", "small"], env=environment, text=True, stdout=subprocess.PIPE) as process:
+        try:
+            url = next(line.split(" at ")[1].strip() for line in process.stdout if line.startswith("serving small "))
+            assert Client(url.removesuffix("/v1"), API_KEY, "small").model_names() == ["small"]
+            assert httpx.get(f"{url}/models").status_code == 401
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(300)
+    assert process.returncode == 0
+    assert is_port_free(url.removesuffix("/v1"))
+    assert not served_processes(tmp_path)
