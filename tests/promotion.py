@@ -1,6 +1,5 @@
 """Helpers that commit candidates for promotion without training or serving: models, evaluations, recipes."""
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,38 +14,11 @@ from flows.store.content import content_digest, hash_files
 from flows.store.record import Record, UpstreamEntry
 from flows.store.store import Store
 from stages.core.contract import StageInput
+from tests.candidates import write_adapter, write_evaluation, write_model
 from tests.faults.tiny import Notes
 
 ROOT = Path(__file__).parents[1]
 NAME = "adder"
-SCORE = "sums.exact_match"
-
-
-def write_evaluation(folder: Path, answers: Sequence[float], *, prompt: str = "plain", version: float = 1.0) -> None:
-    """Write the files of an evaluate stage: task `sums`, a document for each answer, right (1) or wrong (0)."""
-    rows = [
-        {
-            "doc_id": number,
-            "filter": "none",
-            "doc_hash": f"document {number}",
-            "target_hash": f"target {number}",
-            "prompt_hash": f"{prompt} prompt {number}",
-            "exact_match": answer,
-        }
-        for number, answer in enumerate(answers)
-    ]
-    mean = sum(answers) / len(answers)
-    scores = {
-        "results": {"sums": {"alias": "sums", "exact_match,none": mean, "exact_match_stderr,none": 0.1}},
-        "configs": {"sums": {"generation_kwargs": {"until": ["\n"]}}},
-        "versions": {"sums": version},
-        "n-shot": {"sums": 0},
-        "higher_is_better": {"sums": {"exact_match": True}},
-    }
-    (folder / "samples").mkdir(parents=True)
-    (folder / "scores.json").write_text(json.dumps(scores))
-    (folder / "samples" / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "result.json").write_text(json.dumps({"metrics": {SCORE: mean}}))
 
 
 def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, Built]) -> None:
@@ -62,20 +34,6 @@ def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, B
         cache=folder,
     )
     (folder / "config.json").write_text(stage_input.model_dump_json())
-
-
-def write_model(folder: Path, content: str) -> None:
-    """Write a model artifact whose weights file is 1 MiB of padding."""
-    (folder / "model").mkdir(parents=True)
-    (folder / "model" / "model.safetensors").write_bytes(content.encode().ljust(2**20))
-    (folder / "result.json").write_text(json.dumps({"metrics": {"kl_nats_per_token": 0.02}}))
-
-
-def write_adapter(folder: Path, content: str) -> None:
-    """Write an adapter artifact whose weights file is 1 KiB of padding."""
-    (folder / "adapter").mkdir(parents=True)
-    (folder / "adapter" / "adapter_model.safetensors").write_bytes(content.encode().ljust(2**10))
-    (folder / "result.json").write_text("{}")
 
 
 def candidate_tree(mark: str, **gates: Any) -> dict[str, Any]:

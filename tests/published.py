@@ -14,7 +14,8 @@ from stages.kinds.promote.run import run as promote
 from stages.kinds.promote.verdict import CHAMPION_FILE, Champion, Standing
 from stages.kinds.publish.config import PublishConfig
 from stages.kinds.publish.run import run as publish
-from tests.promotion import commit, planned_stages, write_evaluation
+from tests.candidates import write_evaluation
+from tests.promotion import commit, planned_stages
 
 RIGHT = [1.0] * 90 + [0.0] * 10
 WEIGHTS_BYTES = 50_000

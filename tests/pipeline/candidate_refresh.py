@@ -13,7 +13,7 @@ from flows.launch import local
 from flows.running.request import RefreshRequest
 from stages.core.contract import StageConfig, StageInput
 from stages.core.supervised import Supervised
-from tests.promotion import write_evaluation, write_model
+from tests.candidates import write_evaluation, write_model
 
 NUM_DOCUMENTS = 100
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from flows.champion import promotion
 from flows.launch import local
 from stages.core.contract import StageInput
-from tests.promotion import write_evaluation
+from tests.candidates import write_evaluation
 
 RIGHT = 60
 """Number of right answers, of 100, that the champion gives when it is evaluated again."""

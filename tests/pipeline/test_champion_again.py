@@ -13,18 +13,10 @@ from flows.ledger.home import store_root
 from flows.running.runner import Built, run_stage
 from flows.store.store import Store
 from stages.kinds.promote.verdict import Verdict
+from tests.candidates import write_evaluation, write_model
 from tests.faults.tiny import Notes
 from tests.pipeline.made_up_evaluations import RIGHT, prompt_of
-from tests.promotion import (
-    NAME,
-    candidate_tree,
-    commit,
-    own_mlflow,
-    planned_stages,
-    write_evaluation,
-    write_model,
-    write_question,
-)
+from tests.promotion import NAME, candidate_tree, commit, own_mlflow, planned_stages, write_question
 
 
 @pytest.fixture

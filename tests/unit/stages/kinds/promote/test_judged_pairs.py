@@ -20,8 +20,8 @@ from stages.kinds.promote.config import PromoteConfig
 from stages.kinds.promote.run import run
 from stages.kinds.promote.verdict import CHAMPION_FILE, Champion, Standing, Verdict
 from stages.remote import http
+from tests.candidates import write_model
 from tests.judge_server import KEY, MODEL, Judge, judge_server
-from tests.promotion import write_model
 
 PAIR = re.compile(r"Answer A:\n(.*?)\n\nAnswer B:\n(.*?)\n\nSay", re.DOTALL)
 GATES = {"max_regression_standard_errors": 2.0}

@@ -10,7 +10,7 @@ from scipy import stats
 from stages.core.errors import EvaluationError
 from stages.core.intervals import newcombe
 from stages.kinds.promote.paired import Difference, Scores, compare, paired_difference
-from tests.promotion import write_evaluation
+from tests.candidates import write_evaluation
 
 
 def scores(values, *, higher_is_better=True, **setting):

@@ -9,7 +9,7 @@ from stages.core.errors import EvaluationError
 from stages.kinds.promote.config import PromoteConfig
 from stages.kinds.promote.run import run
 from stages.kinds.promote.verdict import CHAMPION_FILE, Champion, Standing, Verdict
-from tests.promotion import write_evaluation, write_model
+from tests.candidates import write_evaluation, write_model
 
 GOOD, WORSE = [1.0] * 90 + [0.0] * 10, [1.0] * 60 + [0.0] * 40
 
