@@ -239,22 +239,7 @@ def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield from ((path, _parsed(path)) for path in sorted(file.parent.rglob("*.yaml")))
 
 
-def hub_datasets(names: Iterable[str]) -> frozenset[HubDataset]:
-    """Return the dataset repositories that the tasks, groups and tags of these names take their samples from."""
-    todo, seen = list(names), set()
-    datasets: set[HubDataset] = set()
-    while todo:
-        name = todo.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        for file, config in defining(name):
-            todo += members_of(config)
-            datasets |= set(_datasets(file, config))
-    return frozenset(datasets)
-
-
-def _datasets(file: Path, config: dict[str, Any]) -> Iterator[HubDataset]:
+def datasets_of(file: Path, config: dict[str, Any]) -> Iterator[HubDataset]:
     """Yield the datasets of a task file, else of the class that it names, else of the files that it includes."""
     if own := dataset_of(config):
         yield own
@@ -264,7 +249,7 @@ def _datasets(file: Path, config: dict[str, Any]) -> Iterator[HubDataset]:
     elif "dataset_path" not in config:
         for included in strings_in(config.get("include")):
             path = file.parent / included
-            yield from _datasets(path, _parsed(path))
+            yield from datasets_of(path, _parsed(path))
 
 
 @functools.cache

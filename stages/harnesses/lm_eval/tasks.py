@@ -91,7 +91,8 @@ def hub_datasets(selection: TaskSelection) -> frozenset[HubDataset]:
     """Return the hub repositories whose samples the selected tasks, and those of the task folder, take."""
     local = selection.folder or TaskFolder(Path())
     elsewhere = {*selection.names, *local.members_elsewhere} - local.names
-    return local.hub_datasets | (task_files.hub_datasets(elsewhere) if elsewhere else frozenset())
+    defining = _defining(elsewhere, folder=None)
+    return local.hub_datasets.union(*(task_files.datasets_of(file, config) for file, config in defining))
 
 
 def _check_known(names: Iterable[str], known_locally: Collection[str], folder: Path | None) -> None:
