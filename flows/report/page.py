@@ -55,12 +55,12 @@ def page(report: RefreshReport) -> str:
 
 def comparison_page(old: RefreshReport, new: RefreshReport, differences: Mapping[str, Sequence[str]]) -> str:
     """Return the page of two refreshes side by side. differences: a heading and sentences each."""
-    stages = dict.fromkeys(one.name for report in (old, new) for one in report.stages)
+    sides = [{one.name: one for one in report.stages} for report in (old, new)]
     return _render(
         "compare.html.jinja",
         sides=(old, new),
         differences=differences,
-        stages=[(name, [_named(report, name) for report in (old, new)]) for name in stages],
+        stages=[(name, [side.get(name) for side in sides]) for name in sides[0] | sides[1]],
         charts=_side_by_side(old, new),
     )
 
@@ -104,10 +104,6 @@ def _points(curve: Curve) -> list[tuple[int, float | None]]:
     last = len(curve.steps) - 1
     places = sorted({round(last * n / (TABLE_POINTS - 1)) for n in range(TABLE_POINTS)})
     return [(curve.steps[place], curve.values[place]) for place in places]
-
-
-def _named(report: RefreshReport, stage: str) -> Any:
-    return next((one for one in report.stages if one.name == stage), None)
 
 
 def _side_by_side(old: RefreshReport, new: RefreshReport) -> list[TrainingCurves]:

@@ -40,10 +40,6 @@ class Comparison:
     began: CompareBegan
     layouts: tuple[PlannedStage, ...]
 
-    def turns(self) -> Iterator[tuple[int, int]]:
-        """Return (round, layout) in the order of trials."""
-        return turns(len(self.layouts), self.began.num_rounds)
-
     def is_unfinished(self, record: RefreshRecord) -> bool:
         """Return whether a layout that works was not run in every round."""
         trials = [record.trials_of(number) for number in range(len(self.layouts))]

@@ -33,7 +33,7 @@ from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of, new_refresh_id
 from flows.recipe.recipe import load_recipe
 from flows.report.layouts import cells, rows_of
-from flows.running.comparison import Comparison
+from flows.running.comparison import Comparison, turns
 from flows.running.due import announce_own_schedule, announce_own_states, start_when_due
 from flows.running.outcome import summary, verdict_tables
 from flows.running.refresh_run import RefreshRun
@@ -212,7 +212,7 @@ def _measure(run: RefreshRun, comparison: Comparison) -> None:
     A layout that fails is a result too.
     """
     with suppress(RefreshStoppedError), run.whole_machine() as devices:
-        for round_number, layout in comparison.turns():
+        for round_number, layout in turns(len(comparison.layouts), comparison.began.num_rounds):
             name = f"round {round_number}: {comparison.began.layouts[layout].text}"
             run_layout.with_options(task_run_name=name)(run, layout, round_number, devices, return_state=True)
             if run.errors:
