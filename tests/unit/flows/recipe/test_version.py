@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from flows.recipe.problems import models_in
 from flows.recipe.version import differences, identity_of, resume_key_of, version_of
 from stages.core.contract import StageConfig
 from stages.core.fields import OutsideInput, Reference, find_marker
@@ -206,17 +205,10 @@ def inside(tree: Any, part: str) -> Any:
 
 
 def literals(annotation: Any) -> set[str]:
+    """Return the words that a type names."""
     if get_origin(annotation) is Literal:
         return set(get_args(annotation))
     return {word for part in get_args(annotation) for word in literals(part)}
-
-
-@functools.cache
-def words(model: type[BaseModel]) -> set[str]:
-    """Return all literals that fields of a config may have."""
-    fields = model.model_fields.values()
-    inner = [one for field in fields for one in models_in(field.annotation)]
-    return {word for field in fields for word in literals(field.annotation)}.union(*map(words, inner))
 
 
 @functools.cache
@@ -225,13 +217,13 @@ def examples(kind: str) -> list[StageConfig]:
 
 
 @functools.cache
-def accepted(kind: str, model: type[BaseModel], name: str) -> list[Any]:
+def accepted(model: type[BaseModel], name: str) -> list[Any]:
     """Return the sample values that a field's type takes: whole configs need not be validated with all others."""
     field = model.model_fields[name]
     # In a tuple, since a type may not be one of a model alone.
     alone = TypeAdapter(tuple[Annotated[field.annotation, field]])
     values = []
-    for value in (*VALUES, *sorted(words(KINDS[kind]))):
+    for value in (*VALUES, *sorted(literals(field.annotation))):
         with contextlib.suppress(ValidationError):
             alone.validate_python((value,))
             values.append(value)
@@ -239,20 +231,29 @@ def accepted(kind: str, model: type[BaseModel], name: str) -> list[Any]:
 
 
 def variants(kind: str, path: tuple[str, ...]) -> Iterator[tuple[StageConfig, StageConfig]]:
-    """Pairs of valid configs that differ in the field at `path` alone; the first is an example."""
+    """Pairs of valid configs that differ in the field at `path` alone; the first is an example.
+
+    Each example and each value that any example takes is in a pair, not each value with each example.
+    """
+    tried: list[Any] = []
     for config in examples(kind):
         tree = config.model_dump(mode="json")
         parent = functools.reduce(inside, path[:-1], tree)
         if path[-1] not in parent:
             continue
         model = functools.reduce(lambda value, part: dict(_items(value))[part], path[:-1], config)
-        for value in accepted(kind, type(model), path[-1]):
+        is_paired = False
+        for value in accepted(type(model), path[-1]):
+            if is_paired and json.dumps(value) in tried:
+                continue
             parent[path[-1]] = value
             with contextlib.suppress(ValidationError):
                 other = KINDS[kind].model_validate(tree)
                 # A value that was taken for another one (true for 1) is not what is asked about.
                 said = functools.reduce(inside, path[:-1], other.model_dump(mode="json"))[path[-1]]
                 if other != config and json.dumps(said) == json.dumps(value):
+                    is_paired = True
+                    tried.append(json.dumps(value))
                     yield config, other
 
 
