@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 import click
@@ -40,6 +41,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 READMES = [page for page in PAGES if page.name == "README.md"]
 
 
+@cache
 def text_of(*patterns):
     """Return all files that match a pattern, as one text."""
     return "\n".join(path.read_text(encoding="utf-8") for pattern in patterns for path in ROOT.glob(pattern))
