@@ -230,6 +230,7 @@ class Reports:
         pass
 
 if __name__ == "__main__":
+    piece_source.PART_BYTES = 1 << 16  # so that the first part is soon done
     piece_source.BYTES_PER_PROCESS = 1
     piece_source.os.sched_getaffinity = lambda _: {0, 1}
     folder, tokenizer, cache = map(Path, sys.argv[1:])
@@ -272,6 +273,7 @@ def test_no_process_outlives_the_one_that_asked_for_it(tmp_path, program):
         assert process.stdout.readline() == b"begun\n"
         while len(processes_with(mark)) < 3:
             assert process.poll() is None
+            time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         process.wait(300)
     until_s = time.monotonic() + 300
@@ -290,6 +292,7 @@ def test_stopped_as_by_ctrl_c_no_process_has_to_be_killed_after_its_time_of_grac
         time.sleep(0.05)
     while len(processes_with(mark)) < 3:
         assert supervised.alive()
+        time.sleep(0.05)
     began_s = time.monotonic()
     supervised.stop()
     assert time.monotonic() - began_s < GRACE_S / 2
