@@ -13,6 +13,7 @@ from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_stages
 from flows.running.adopt import adopt
 from stages.core.errors import RecipeError, ServerError, StoreError
+from tests.promotion import own_mlflow
 from tests.unit.flows.running.test_adopt import Silent
 
 
@@ -90,7 +91,7 @@ def test_the_champion_is_asked_of_mlflow(find, recipe, make_plan, build, tmp_pat
     with pytest.raises(ServerError, match=r"^stages\.base\.model: asking for models:/adder@champion: .*lifecycle up"):
         find("models:/adder@champion")
     awq = build(make_plan(recipe()))["awq"]
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", own_mlflow(tmp_path)["MLFLOW_TRACKING_URI"])
     before = dict(os.environ)
     registry = Registry()
     candidate = registry.register(
