@@ -14,7 +14,6 @@ import kubernetes_validate
 import numpy as np
 import pytest
 import yaml
-from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 from safetensors.numpy import save_file
 
 from flows.launch.cluster import order_of
@@ -106,6 +105,9 @@ def test_the_schemas_would_refuse_a_field_that_there_is_not():
 
 def test_kubeflow_keeps_every_field_of_a_train_job():
     """Kubeflow's models silently drop fields that they do not know."""
+    # Here, since these are 390 modules, and every worker imports this file.
+    from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+
     _, manifest = manifests_of(nodes=2)
     assert TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
 
