@@ -69,7 +69,8 @@ def _measured(record: RefreshRecord, comparison: CompareBegan, number: int) -> L
     trials = record.trials_of(number)
     failed = next((trial for trial in trials if trial.error), None)
     if trials and not failed:
-        return LayoutMeasured(layout=number, metrics=metrics_of(trials, comparison.num_warmup_steps), error=None)
+        metrics = metrics_of(trials, comparison.num_warmup_steps)
+        return LayoutMeasured(layout=number, metrics=metrics, error=None if metrics else "its trials' files are gone")
     reason = first_line(f"{failed.error_class}: {failed.error}") if failed else None
     return LayoutMeasured(
         layout=number, metrics={}, error=reason or comparison.layouts[number].refused or "was not reached"
@@ -77,8 +78,10 @@ def _measured(record: RefreshRecord, comparison: CompareBegan, number: int) -> L
 
 
 def metrics_of(trials: Sequence[TrialEnded], num_warmup_steps: int) -> dict[str, float]:
-    """Return the metrics of a layout whose trials all succeeded."""
+    """Return the metrics of a layout whose trials all succeeded; none if a trial's file is gone."""
     steps_of_trials = [list(MetricSeries(trial.work).steps()) for trial in trials]
+    if not all(steps_of_trials):
+        return {}
     rounds = [_measured_steps(steps, num_warmup_steps) for steps in steps_of_trials]
     metrics = {name: _median_of_medians(name, rounds) for name in PER_STEP if name in rounds[0][0].values}
     metrics["step_time_iqr_s"] = interquartile_range([step.values["step_time_s"] for steps in rounds for step in steps])

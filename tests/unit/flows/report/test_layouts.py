@@ -84,6 +84,8 @@ def test_rows_of_a_comparison_that_is_over_are_those_that_were_noted_though_its_
     for trial in record.trials:
         shutil.rmtree(trial.work)
     assert rows_of(replace(record, measured=noted)) == rows
+    killed = rows_of(record)  # in a copied home, trials are where the original home is
+    assert [(row.metrics, row.error) for row in killed] == [({}, "its trials' files are gone")] * 2
 
 
 def test_a_refused_layout_is_a_row_with_its_reason_and_no_trial(make_record, make_trial):
