@@ -1,5 +1,5 @@
-"""A refresh that curates: what was planted is left out, training learns from the rest, and the evaluation says which
-of two models may know its answers by heart."""
+"""A refresh that curates: what was planted is left out, training learns from the rest, and the evaluation, by night,
+says which of two models may know its answers by heart."""
 
 import json
 
@@ -16,13 +16,21 @@ OVERRIDES = [
 RUN = ["run", str(RECIPE), *(part for one in OVERRIDES for part in ("--set", one)), "--json"]
 
 
+TO_TRAINING = [*RUN, "--until", "sft-clean"]
+
+
+def run(home, command):
+    """Run a refresh, and return the record that it printed."""
+    done = home.lifecycle(*command)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.fixture(scope="module")
 def refreshed(lent_home):
-    """Home of a finished refresh with a curate stage, and the record that it printed."""
+    """Home of a finished refresh that trained on what a curate stage left, and its record."""
     home = Home(lent_home)
-    done = home.lifecycle(*RUN)
-    assert done.returncode == 0, done.stderr
-    return home, json.loads(done.stdout)
+    return home, run(home, TO_TRAINING)
 
 
 def artifact(home, record, stage):
@@ -49,8 +57,11 @@ def test_what_was_planted_is_left_out_and_nothing_else(refreshed):
     assert report["steps"][-1]["kept"] == crawled.NUM_GOOD
 
 
+@pytest.mark.nightly
 def test_only_the_evaluation_of_a_model_that_learned_from_raw_rows_warns(refreshed):
-    home, record = refreshed
+    """Quick siblings: `unit/flows/planning/test_contamination.py` has who is warned of, and a stage that warns."""
+    home, _ = refreshed
+    record = run(home, RUN)
     (warning,) = [said for said in warnings(home, record, "evaluate-raw") if "decontaminated" in said]
     assert warning.startswith("crawled, from which sft-raw learned, was not decontaminated against addition")
     assert not [said for said in warnings(home, record, "evaluate-clean") if "decontaminated" in said]
@@ -58,5 +69,4 @@ def test_only_the_evaluation_of_a_model_that_learned_from_raw_rows_warns(refresh
 
 def test_curated_again_it_is_found_in_the_store(refreshed):
     home, _ = refreshed
-    done = home.lifecycle(*RUN)
-    assert set(states(json.loads(done.stdout)).values()) == {"cached"}
+    assert set(states(run(home, TO_TRAINING)).values()) == {"cached"}
