@@ -1,7 +1,7 @@
 """The quickstart end to end, as a user runs it: its scores, its records in MLflow, and again fully cached.
 
-What stands on it with adapters and GGUF files is nightly; quick siblings: `test_adapters.py`, `test_serve_adapters.py`
-and `test_llama_cpp.py`.
+What stands on it with adapters, GGUF files and another vLLM is nightly; quick siblings: `test_adapters.py`,
+`test_serve_adapters.py` and `test_llama_cpp.py`.
 """
 
 from __future__ import annotations
@@ -225,7 +225,9 @@ def test_artifacts_are_intact_and_nothing_is_left_in_work_folders(
     assert left == []
 
 
+@pytest.mark.nightly
 def test_a_quantized_model_is_served_until_a_person_interrupts(quickstart: Quickstart, first: dict[str, Any]) -> None:
+    """The quick sibling in `test_llama_cpp.py` does the same with a model that llama.cpp serves."""
     key = "key-of-a-person"
     command = [LIFECYCLE, "serve", "awq"]
     environment = {**quickstart.environment, "VLLM_API_KEY": key}

@@ -315,7 +315,9 @@ def test_a_killed_evaluation_continues_where_it_was(root: Path, served: Served) 
     assert len(samples(root, "killed", "sums")) == 120
 
 
+@pytest.mark.nightly
 def test_without_a_lease_the_same_server_is_started_again(root: Path, served: Served) -> None:
+    """Quick sibling: `test_an_evaluation_asks_the_adapter_that_it_names` in `test_serve_adapters.py`."""
     stage_config = {"model": "serve", **evaluation(root, "sums", limit=20)}
 
     alone = run_to_the_end(write_work(root / "alone", "evaluate", stage_config, {"serve": served.work}))
