@@ -13,6 +13,7 @@ from flows.cli.data_views import data_page, print_look, visible
 from flows.cli.main import main
 from stages.core.errors import RecipeError, StoreError
 from stages.data.summaries import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
+from stages.hubs.builtin import qwen3
 from tests.hub_server import running_hub
 
 HOSTILE = (
@@ -50,7 +51,7 @@ LOOK = DataLook(
 RECIPE = """
 name: small
 stages:
-  base: {kind: download, model: builtin/qwen3-1m}
+  base: {kind: download, model: "file://MODEL"}
   rows: {kind: download, dataset: file://rows.jsonl}
   far: {kind: download, dataset: "hf://datasets/org/rows"}
   sft:
@@ -147,10 +148,18 @@ def test_the_page_shows_hostile_rows_as_text_and_needs_nothing_else():
     assert "and 2 more tokens" in text
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Folder of a model that is made once: a download of a built-in one imports torch to make it."""
+    folder = tmp_path_factory.mktemp("model")
+    qwen3.make(folder)
+    return folder
+
+
 @pytest.fixture
-def lifecycle(capsys, tmp_path, monkeypatch):
+def lifecycle(capsys, tmp_path, model, monkeypatch):
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
-    (tmp_path / "small.yaml").write_text(RECIPE)
+    (tmp_path / "small.yaml").write_text(RECIPE.replace("MODEL", str(model)))
     chat = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": "fine"}]
     rows = [{"messages": chat}, {"messages": []}]
     texts = "".join(json.dumps({"text": f"{number} is a number."}) + "\n" for number in range(40))
