@@ -1,4 +1,7 @@
-"""The planner's memory of adapter training equals the measured memory on a CPU, under both engines."""
+"""The planner's memory of adapter training equals the measured memory on a CPU, under both engines.
+
+`make test` has each engine, and each kind of model, once; `make nightly` the others.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,14 @@ CASES = {
         {"adapter": {"rank": 16}, "engine": "megatron", "layout": {"tp": 2, "sequence_parallel": True}},
     ),
 }  # fmt: skip
+NIGHTLY = (
+    "base in bf16, rank 64 on attention",
+    "base in int8, rank 8 of half of the layers",
+    "sharded over 2 processes",
+    "experts, megatron EP2",
+)
+"""Cases whose parts are in the others; unit tests of the planner count the bytes of each base and of experts' adapters
+exactly."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +87,13 @@ def ranks():
         yield started
 
 
-@pytest.mark.parametrize("name", [*CASES, *EXPERT_CASES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY), id=name)
+        for name in {**CASES, **EXPERT_CASES}
+    ],
+)
 def test_the_frozen_base_and_what_learns_take_what_is_predicted(name, model, ranks, tmp_path):
     processes, fields = {**CASES, **EXPERT_CASES}[name]
     folder = model("qwen3_moe" if name in EXPERT_CASES else "llama")
