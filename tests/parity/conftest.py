@@ -1,10 +1,17 @@
-"""Fixture that lets all Megatron tests share one import of it."""
+"""Fixtures that let the tests of an engine share one import of it."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.parity.ranks import Ranks, started_ranks
+
+
+@pytest.fixture(scope="session")
+def fsdp_ranks() -> Iterator[Ranks]:
+    """Parent of ranks without Megatron."""
+    with started_ranks() as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
-from tests.parity.test_fsdp import models, ranks
+from tests.parity.test_fsdp import models
 from tests.unit.stages.kinds.train.methods.against_trl import ARGUMENTS, PAIRS, make_tokenizer
 
-__all__ = ["models", "ranks"]
+__all__ = ["models"]
 
 NUM_STEPS, SEED, BETA = 5, 3, 0.5
 LEARNING_RATE, MAX_GRAD_NORM, EPSILON = 1e-2, 0.5, 1e-3
@@ -92,13 +92,13 @@ def documents(inputs):
 
 
 @pytest.mark.parametrize("processes", LAYOUTS)
-def test_losses_gradients_and_weights_are_those_of_trl(processes, trl, models, ranks, tmp_path):
+def test_losses_gradients_and_weights_are_those_of_trl(processes, trl, models, fsdp_ranks, tmp_path):
     losses, gradients, weights, pairs = trl
     cases = {name: config_of(layout) for name, layout in LAYOUTS[processes].items()}
     spec = {"model": str(models / "qwen3"), "output": str(tmp_path), "num_steps": NUM_STEPS, "pairs": pairs}
     (tmp_path / "spec.json").write_text(json.dumps({**spec, "cases": cases}))
     program = "tests.parity.adapter_dpo_program"
-    ranks.run(program, processes, tmp_path / "spec.json", log=tmp_path / "log.txt")
+    fsdp_ranks.run(program, processes, tmp_path / "spec.json", log=tmp_path / "log.txt")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert losses[-1] < losses[0] - 0.1
     for name in cases:

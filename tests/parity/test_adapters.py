@@ -24,10 +24,9 @@ from tests.parity.test_fsdp import (
     make_data,
     models,
     negative_log_likelihood,
-    ranks,
 )
 
-__all__ = ["models", "ranks"]
+__all__ = ["models"]
 
 NUM_STEPS = 5
 ADAPTERS = {
@@ -141,7 +140,7 @@ def round_base(model, precision):
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
-def trained(request, ranks, folders, data, tmp_path_factory):
+def trained(request, fsdp_ranks, folders, data, tmp_path_factory):
     """Trained cases (name → model and adapter), and their output folder."""
     layouts = LAYOUTS[request.param]
     first = next(iter(layouts))
@@ -159,7 +158,7 @@ def trained(request, ranks, folders, data, tmp_path_factory):
     half = {**config_of(("qwen3", "all"), layouts[first]), "precision": "bf16"}
     given["half"] = {"model": str(folders / "qwen3"), "config": half}
     (output / "spec.json").write_text(json.dumps({"data": data, "cases": given, "output": str(output)}))
-    ranks.run("tests.parity.fsdp_program", request.param, output / "spec.json", log=output / "log.txt")
+    fsdp_ranks.run("tests.parity.fsdp_program", request.param, output / "spec.json", log=output / "log.txt")
     return output, {name: (model, adapter) for name, (model, adapter, _) in cases.items()}
 
 
@@ -241,7 +240,7 @@ def test_merged_they_are_what_peft_trained_and_merged(trained, plain, folders):
 
 
 @pytest.mark.nightly
-def test_compiled_it_learns_the_same_beside_a_base_in_4_bits(ranks, data, tmp_path):
+def test_compiled_it_learns_the_same_beside_a_base_in_4_bits(fsdp_ranks, data, tmp_path):
     """Uses one layer with two adapted projections, since compiling takes long.
 
     Quick siblings: here uncompiled, `test_fsdp.py` without adapter."""
@@ -255,7 +254,7 @@ def test_compiled_it_learns_the_same_beside_a_base_in_4_bits(ranks, data, tmp_pa
         for name, layout in {"plain": {}, "compiled": {"compile": True}}.items()
     }
     (tmp_path / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(tmp_path)}))
-    ranks.run("tests.parity.fsdp_program", 1, tmp_path / "spec.json", log=tmp_path / "log.txt")
+    fsdp_ranks.run("tests.parity.fsdp_program", 1, tmp_path / "spec.json", log=tmp_path / "log.txt")
     plain, compiled = (json.loads((tmp_path / f"{name}.json").read_text())["losses"] for name in cases)
     assert compiled == pytest.approx(plain, rel=0, abs=1e-6)
     assert plain[-1] != pytest.approx(plain[0], abs=1e-2)

@@ -20,7 +20,6 @@ from transformers import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tests.parity.plain_adam import trainer_parameter_groups
-from tests.parity.ranks import started_ranks
 
 VOCABULARY = 64
 NUM_STEPS, NUM_ROWS, ROW_LENGTHS = 3, 4, [(9, 5, 10), (24,), (3, 2, 19), (12, 12)]
@@ -178,14 +177,8 @@ def make_config(layout):
     }
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with started_ranks() as ranks:
-        yield ranks
-
-
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
-def trained(request, ranks, models, data, tmp_path_factory):
+def trained(request, fsdp_ranks, models, data, tmp_path_factory):
     """Outputs of every layout with this number of processes on Qwen3, and of the first layout on all models.
 
     The processes start once.
@@ -207,7 +200,7 @@ def trained(request, ranks, models, data, tmp_path_factory):
             config = {**make_config(layouts[name]), "precision": "bf16"}
             cases[f"half-{name}"] = {"model": str(models / "qwen3"), "config": config}
     (output / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(output)}))
-    ranks.run("tests.parity.fsdp_program", request.param, output / "spec.json", log=output / "log.txt")
+    fsdp_ranks.run("tests.parity.fsdp_program", request.param, output / "spec.json", log=output / "log.txt")
     return output, {f"qwen3-{name}": "qwen3" for name in layouts} | {name: name for name in MODELS[1:]}
 
 

@@ -28,7 +28,6 @@ from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss
 from stages.kinds.train.methods.registry import METHODS as METHODS_THERE_ARE
 from tests.pairwise import pairwise
 from tests.parity.methods_program import NUM_STEPS, VOCABULARY, with_rollouts
-from tests.parity.ranks import started_ranks
 
 ROW_TOKENS, LEARNING_RATE, EPSILON, SEED = 24, 5e-3, 1e-3, 3
 PAIRS = [[(7, 5), (6, 6)], [(12, 12)], [(4, 8), (5, 6)], [(10, 14)]]
@@ -158,18 +157,12 @@ def train_config(engine, layout, fields, adapter):
     }
 
 
-@pytest.fixture(scope="module")
-def plain_ranks():
-    with started_ranks() as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("chosen", ["few", pytest.param("others", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("engine", "processes"), LAYOUTS, ids=lambda value: str(value))
 def test_every_layout_learns_what_one_process_of_transformers_learns(
     request, folder, tmp_path, engine, processes, chosen
 ):
-    ranks = request.getfixturevalue("plain_ranks" if engine == "fsdp" else "megatron_ranks")
+    ranks = request.getfixturevalue(f"{engine}_ranks")
     layouts = LAYOUTS[engine, processes]
     cases = {
         f"{name}-{number}{'-adapter' * adapter}": train_config(engine, layouts[number], METHODS[name], adapter)

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from stages.engines.fsdp.optimizer import COEFFICIENTS, MuonAndAdamW, orthogonalized
 from stages.engines.settings import MuonSettings
 from tests.parity.plain_adam import trainer_parameter_groups
-from tests.parity.ranks import started_ranks
 from tests.parity.test_fsdp import (
     EPSILON,
     LEARNING_RATE,
@@ -74,26 +73,25 @@ def test_one_process_moves_a_matrix_as_torch_does():
 
 
 @pytest.fixture(scope="module")
-def trained(models, data, tmp_path_factory):  # noqa: F811
+def trained(models, data, fsdp_ranks, tmp_path_factory):  # noqa: F811
     """Return folders with the results of one and two processes, of a whole run and of a resumed one."""
     output = tmp_path_factory.mktemp("muon")
-    with started_ranks() as ranks:
-        for processes in (1, 2):
-            folder = output / str(processes)
-            folder.mkdir()
-            config = {**make_config({"dp_shard": processes}), "optimizer": {"name": "muon"}}
-            cases = {name: {"model": str(models / name), "config": config} for name in MODELS}
-            checkpoint = [SAVED_AFTER, str(output / "checkpoint")]
-            if processes == 1:
-                cases["moe"]["save"] = checkpoint
-            cases["resumed"] = {**cases["moe"], "resume": checkpoint}
-            for name, fields in LOW_PRECISION.items():
-                case = {"model": str(models / "moe"), "config": {**make_config({"dp_shard": processes}), **fields}}
-                checkpoint = [SAVED_AFTER, str(output / f"checkpoint-{name}")]
-                cases[name] = {**case, "save": checkpoint} if processes == 1 else case
-                cases[f"{name}-resumed"] = {**case, "resume": checkpoint}
-            (folder / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(folder)}))
-            ranks.run("tests.parity.fsdp_program", processes, folder / "spec.json", log=folder / "log.txt")
+    for processes in (1, 2):
+        folder = output / str(processes)
+        folder.mkdir()
+        config = {**make_config({"dp_shard": processes}), "optimizer": {"name": "muon"}}
+        cases = {name: {"model": str(models / name), "config": config} for name in MODELS}
+        checkpoint = [SAVED_AFTER, str(output / "checkpoint")]
+        if processes == 1:
+            cases["moe"]["save"] = checkpoint
+        cases["resumed"] = {**cases["moe"], "resume": checkpoint}
+        for name, fields in LOW_PRECISION.items():
+            case = {"model": str(models / "moe"), "config": {**make_config({"dp_shard": processes}), **fields}}
+            checkpoint = [SAVED_AFTER, str(output / f"checkpoint-{name}")]
+            cases[name] = {**case, "save": checkpoint} if processes == 1 else case
+            cases[f"{name}-resumed"] = {**case, "resume": checkpoint}
+        (folder / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(folder)}))
+        fsdp_ranks.run("tests.parity.fsdp_program", processes, folder / "spec.json", log=folder / "log.txt")
     return output
 
 

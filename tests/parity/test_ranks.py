@@ -7,9 +7,8 @@ from tests.parity.ranks import started_ranks
 PROGRAM = "tests.parity.rank_program"
 
 
-def test_experts_that_a_process_does_not_use_are_reduced_also_without_the_method_of_torch_2_13(tmp_path):
-    with started_ranks() as ranks:
-        ranks.run("tests.parity.unused_program", 2, log=tmp_path / "log")
+def test_experts_that_a_process_does_not_use_are_reduced_also_without_the_method_of_torch_2_13(fsdp_ranks, tmp_path):
+    fsdp_ranks.run("tests.parity.unused_program", 2, log=tmp_path / "log")
 
 
 @pytest.mark.parametrize(("processes", "places"), [(1, {"hello alone"}), (2, {"hello 0", "hello 1"})])
