@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 OF_THE_MACHINE = ("torch", "transformers", "peft", "pytest")
 TESTS = ("tests/gpu/test_methods_on_gpu.py", "-k", "fsdp")
 KIT = ROOT / "deploy/requirements/gpu-kit.in"
