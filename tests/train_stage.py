@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,34 @@ def run_to_end(work: Path, config: TrainConfig, program: str | None = None) -> N
     if shutil.which("nvidia-smi") and not program:
         assert start(work, config).wait(timeout=300) == 0, log.read_text()[-4000:]
         return
-    warm = f"tests.warm_{'megatron_' * (config.engine == 'megatron')}stage"
-    environment = json.dumps({**local.environment(config), "OMP_NUM_THREADS": "1"})
+    warm, environment = _warm(config)
     warm_parent(warm).run(program or warm, config.processes, work, environment, log=log)
+
+
+def start_forked(work: Path, config: TrainConfig) -> tuple[int, Callable[[], int | None]]:
+    """Start the stage's processes as `run_to_end` does.
+
+    Returns the pid of their parent, and a function that waits for the exit code of the first that failed, 0 if none
+    did.
+    """
+    if shutil.which("nvidia-smi"):
+        process = start(work, config)
+        return process.pid, lambda: process.wait(timeout=300)
+    warm, environment = _warm(config)
+    parent = warm_parent(warm)
+    return parent.pid, parent.start(warm, config.processes, work, environment, log=work / "log.txt")
+
+
+def ranks_of(parent: int) -> list[int]:
+    """Return the pids of the living ranks that a process has started, in order; none of a process that has ended."""
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+
+
+def _warm(config: TrainConfig) -> tuple[str, str]:
+    """Return the rank program that runs a stage of this engine, and the stage's environment as JSON."""
+    program = f"tests.warm_{'megatron_' * (config.engine == 'megatron')}stage"
+    return program, json.dumps({**local.environment(config), "OMP_NUM_THREADS": "1"})
 
 
 def finish_again(done: Path, step: int, work: Path, artifacts: dict[str, Path], config: TrainConfig) -> None:

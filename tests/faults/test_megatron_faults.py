@@ -20,7 +20,7 @@ from stages.core.process_tree import living_processes, marked_processes
 from stages.kinds.train import checkpoints
 from stages.kinds.train.prediction import PREDICTION_FILE
 from tests.listening import reachable_from_elsewhere
-from tests.train_stage import logged, make_artifacts, make_config, make_context
+from tests.train_stage import logged, make_artifacts, make_config, make_context, ranks_of, run_to_end, start_forked
 
 NUM_STEPS, SAVE_EVERY = 12, 3
 TP2, PP2 = {"tp": 2, "micro_batch_size": 2}, {"pp": 2, "micro_batch_size": 2}
@@ -55,8 +55,9 @@ def end_of(process):
     return tiny.eventually(lambda: process.poll() is not None, "the stage did not end") and process.poll()
 
 
-def run_to_end(work, artifacts, config):
-    assert end_of(start(work, artifacts, config)) == 0, log_of(work)[-4000:]
+def run_again(work, artifacts, config):
+    make_context(work, artifacts, config)
+    run_to_end(work, config)
 
 
 def log_of(work):
@@ -72,26 +73,15 @@ def rank_of(process, rank):
     raise AssertionError(f"there is no rank {rank}")
 
 
-def signalled_after_a_checkpoint(work, artifacts, config, number):
-    """Signal a run's last rank after its first checkpoint; returns the exit code and the error raised for it."""
-    process = start(work, artifacts, config)
+def wait_for_a_checkpoint(work):
     tiny.eventually((work / "scratch" / "checkpoints" / f"step-{SAVE_EVERY}").exists, "no checkpoint")
-    os.kill(rank_of(process, 1), signal.SIGSTOP)  # or all steps might be done before it is signalled
-    ranks = {rank_of(process, rank) for rank in (0, 1)}
-    assert not reachable_from_elsewhere(marked_processes(process.token))
-    os.kill(rank_of(process, 1), number)
-    code = end_of(process)
-    assert not ranks & set(living_processes())
-    assert not marked_processes(process.token)
-    assert len(logged(work)) < NUM_STEPS
-    return failure_of(work, "trained", code)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(artifacts, tmp_path_factory):
     """Work folder of a run without interruption."""
     work = tmp_path_factory.mktemp("uninterrupted") / "work"
-    run_to_end(work, artifacts, megatron_config(TP2))
+    run_again(work, artifacts, megatron_config(TP2))
     return work
 
 
@@ -101,10 +91,19 @@ def weights_of(work):
 
 def test_after_a_rank_was_killed_the_next_run_ends_with_the_very_weights(artifacts, uninterrupted, tmp_path):
     work = tmp_path / "work"
-    error = signalled_after_a_checkpoint(work, artifacts, megatron_config(TP2), signal.SIGKILL)
+    process = start(work, artifacts, megatron_config(TP2))
+    wait_for_a_checkpoint(work)
+    os.kill(rank_of(process, 1), signal.SIGSTOP)  # or all steps might be done before it is killed
+    ranks = {rank_of(process, rank) for rank in (0, 1)}
+    assert not reachable_from_elsewhere(marked_processes(process.token))
+    os.kill(rank_of(process, 1), signal.SIGKILL)
+    error = failure_of(work, "trained", end_of(process))
+    assert not ranks & set(living_processes())
+    assert not marked_processes(process.token)
+    assert len(logged(work)) < NUM_STEPS
     assert isinstance(error, StageCrashError)
     assert "rank 1 was killed by SIGKILL" in str(error)
-    run_to_end(work, artifacts, megatron_config(TP2))
+    run_again(work, artifacts, megatron_config(TP2))
     assert "continuing from the checkpoint of step" in log_of(work)
     assert weights_of(work) == weights_of(uninterrupted)
     assert [row["loss"] for row in logged(work)] == [row["loss"] for row in logged(uninterrupted)]
@@ -115,13 +114,18 @@ def test_a_hung_collective_ends_with_the_stacks_in_the_log_and_the_next_attempt_
 ):
     work = tmp_path / "work"
     config = megatron_config(PP2, execution={"hang_timeout_s": HANG_TIMEOUT_S})
-    error = signalled_after_a_checkpoint(work, artifacts, config, signal.SIGSTOP)
+    make_context(work, artifacts, config)
+    parent, wait = start_forked(work, config)
+    wait_for_a_checkpoint(work)
+    os.kill(ranks_of(parent)[1], signal.SIGSTOP)
+    error = failure_of(work, "trained", wait())
+    assert len(logged(work)) < NUM_STEPS
     assert isinstance(error, TransientError)
     # The step or its checkpoint: which of the two the signal meets is a matter of milliseconds.
     step = r"rank 0: (the checkpoint of )?step \d+"
     assert re.search(rf"{step} has taken more than 30 s \(execution\.hang_timeout_s\)", str(error))
     assert re.search(rf"{step}.*its threads:\n.*thread MainThread:.*in _train_one_step", log_of(work), re.DOTALL)
-    run_to_end(work, artifacts, megatron_config(PP2))
+    run_again(work, artifacts, megatron_config(PP2))
     assert "continuing from the checkpoint of step" in log_of(work)
     assert_nearly_equal(work, uninterrupted, artifacts["base"])
 
@@ -144,7 +148,7 @@ def test_of_a_checkpoint_that_was_cut_off_the_one_before_is_used(artifacts, unin
     with (latest / "__1_0.distcp").open("ab") as stream:
         stream.truncate(100)
     (folder / f"partial-step-{NUM_STEPS + SAVE_EVERY}").mkdir()
-    run_to_end(work, artifacts, megatron_config(TP2))
+    run_again(work, artifacts, megatron_config(TP2))
     assert f"continuing from the checkpoint of step {step_before}" in log_of(work)
     assert weights_of(work) == weights_of(uninterrupted)
 

@@ -36,19 +36,39 @@ class Ranks:
 
     def __init__(self, parent: subprocess.Popen[str]) -> None:
         self._parent = parent
+        self._unanswered = 0
+
+    @property
+    def pid(self) -> int:
+        """Process id of the ranks' parent."""
+        return self._parent.pid
 
     def processes(self) -> list[int]:
         """Return the pids of the living ranks."""
-        return descendants(self._parent.pid)
+        return descendants(self.pid)
 
     def run(self, program: str, processes: int, *arguments: object, log: Path) -> None:
         """Run a program's `main()` in this number of ranks. Raises RuntimeError with the end of their output."""
-        assert self._parent.stdin and self._parent.stdout
+        code = self.start(program, processes, *arguments, log=log)()
+        if code != 0:
+            answer = "its parent died" if code is None else code
+            raise RuntimeError(f"{program}: {answer}: {log.read_text()[-6000:]}")
+
+    def start(self, program: str, processes: int, *arguments: object, log: Path) -> Callable[[], int | None]:
+        """Start a program's ranks; returns a function that waits for their exit code, None if their parent died."""
+        assert self._parent.stdin
+        while self._unanswered:  # requests of tests that failed before they waited
+            self._answer()
         print(json.dumps([program, processes, str(log), [str(one) for one in arguments]]), file=self._parent.stdin)
         self._parent.stdin.flush()
-        answer = self._parent.stdout.readline().strip()
-        if answer != "0":
-            raise RuntimeError(f"{program}: {answer or 'its parent died'}: {log.read_text()[-6000:]}")
+        self._unanswered += 1
+        return self._answer
+
+    def _answer(self) -> int | None:
+        assert self._parent.stdout
+        self._unanswered -= 1
+        answer = self._parent.stdout.readline()
+        return int(answer) if answer else None
 
 
 @contextmanager
