@@ -135,42 +135,42 @@ def test_a_served_teacher_says_what_the_model_says(with_teacher, served_teacher,
     assert "--max-logprobs 21" in str(problem)
 
 
-def test_answers_of_the_model_itself_are_taught_by_a_model_and_by_a_server(with_teacher, served_teacher, tmp_path):
+TAUGHT_BY = {
+    "model": {"teacher": "teacher", "layout": {"dp_shard": 2, "micro_batch_size": 1}},
+    "server": {"engine": "megatron", "layout": {"tp": 2, "micro_batch_size": 1}},
+}
+
+
+@pytest.mark.parametrize("by", [pytest.param("model", marks=pytest.mark.nightly), "server"])
+def test_answers_of_the_model_itself_are_taught(with_teacher, served_teacher, tmp_path, by):
     """On-policy distillation by a local and by a served teacher has the loss of Transformers over the answers. Two
     processes share the rows, or each row, of which one asks the server. The learning rate is so small that both steps
     use the initial weights.
+
+    Quick siblings of that by a model: the other one, and `test_answers_that_a_teacher_is_asked_about…` in
+    `test_grpo.py`.
     """
-    losses, answers = [], []
-    for name, fields in {
-        "model": {"teacher": "teacher", "layout": {"dp_shard": 2, "micro_batch_size": 1}},
-        "server": {
-            "distill": {"teacher_server": served_teacher},
-            "engine": "megatron",
-            "layout": {"tp": 2, "micro_batch_size": 1},
-        },
-    }.items():
-        distill = {"loss_top_k": 8, "beta": 0.0, "lmbda": 1.0, "sampling": SAMPLING, **fields.pop("distill", {})}
-        config = make_config("distill", steps=2, data=TEXTS, learning_rate=1e-12, distill=distill, **fields)
-        context = make_context(tmp_path / name / "work", with_teacher, config)
-        run_to_end(context.work, config)
-        rows = logged(context.work)
-        losses.append(rows[-1]["loss"])
-        assert [row["on_policy"] for row in rows] == [1.0, 1.0]
-        answers.append(json.loads((context.work / "scratch" / "rollouts" / "answers.json").read_text()))
-        assert len(list((context.cache / "teacher").glob("*.npy"))) == 1, "of the held-out rows alone"
-        shown = list(map(json.loads, (context.work / "completions.jsonl").read_text().splitlines()))
-        assert {one["step"] for one in shown} == {1, 2}
-        last = AutoTokenizer.from_pretrained(with_teacher["base"] / "model").decode(answers[-1][0]["prompt"])
-        assert next(one["prompt"] for one in shown if one["step"] == 2) == last
-        assert "completions.jsonl" in StageResult.model_validate_json((context.work / "result.json").read_text()).files
+    distill = {"loss_top_k": 8, "beta": 0.0, "lmbda": 1.0, "sampling": SAMPLING}
+    distill |= {"teacher_server": served_teacher} if by == "server" else {}
+    config = make_config("distill", steps=2, data=TEXTS, learning_rate=1e-12, distill=distill, **TAUGHT_BY[by])
+    context = make_context(tmp_path / "work", with_teacher, config)
+    run_to_end(context.work, config)
+    rows = logged(context.work)
+    assert [row["on_policy"] for row in rows] == [1.0, 1.0]
+    answers = json.loads((context.work / "scratch" / "rollouts" / "answers.json").read_text())
+    assert len(list((context.cache / "teacher").glob("*.npy"))) == 1, "of the held-out rows alone"
+    shown = list(map(json.loads, (context.work / "completions.jsonl").read_text().splitlines()))
+    assert {one["step"] for one in shown} == {1, 2}
+    last = AutoTokenizer.from_pretrained(with_teacher["base"] / "model").decode(answers[0]["prompt"])
+    assert next(one["prompt"] for one in shown if one["step"] == 2) == last
+    assert "completions.jsonl" in StageResult.model_validate_json((context.work / "result.json").read_text()).files
     models = [
         AutoModelForCausalLM.from_pretrained(with_teacher[one] / "model", dtype=torch.float32)
         for one in ("base", "teacher")
     ]
-    for loss, documents in zip(losses, answers, strict=True):
-        assert len(documents) >= 4
-        assert {len(one["completion"]) for one in documents} <= set(range(1, 9))
-        assert loss == pytest.approx(_divergence(*models, documents), rel=1e-4)
+    assert len(answers) >= 4
+    assert {len(one["completion"]) for one in answers} <= set(range(1, 9))
+    assert rows[-1]["loss"] == pytest.approx(_divergence(*models, answers), rel=1e-4)
 
 
 def _divergence(model, teacher, documents):
