@@ -37,6 +37,7 @@ from tests.serving import (
     SERVING,
     make_model,
     run_to_the_end,
+    served_processes,
     stage_process,
     wait_for,
     write_tasks,
@@ -220,6 +221,10 @@ def evaluate(root: Path, result: StageResult, work: str, **config: Any) -> Stage
     return run_to_the_end(write_work(root / work, "evaluate", stage_config, inputs, leases=lease))
 
 
+def samples(root: Path, work: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / work / "samples" / "sums.jsonl").read_text().splitlines()]
+
+
 def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageResult, references: Any) -> None:
     """Evaluates an imported adapter while the server also has one that was trained here."""
     tokenizer = AutoTokenizer.from_pretrained(root / "sft" / "model")
@@ -230,8 +235,7 @@ def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageR
 
     leased = evaluate(root, result, "leased", model="serve", adapter="narrow")
     is_told_apart = False
-    for line in (root / "leased" / "samples" / "sums.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in samples(root, "leased"):
         messages = [{"role": "user", "content": row["doc"]["question"]}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt").input_ids
         assert row["resps"][0][0] == text("narrow", prompt)
@@ -242,6 +246,8 @@ def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageR
 
     alone = evaluate(root, result, "alone", model="narrow", base="sft", serving=SERVING)
     assert alone.metrics == leased.metrics
+    assert [row["resps"] for row in samples(root, "alone")] == [row["resps"] for row in samples(root, "leased")]
+    assert not served_processes(root / "alone")
 
 
 def promote(root: Path, work: Path, most: float) -> Verdict:
