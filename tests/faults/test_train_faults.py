@@ -20,7 +20,7 @@ from stages.hubs.builtin import addition_preferences
 from stages.kinds.train import checkpoints
 from stages.kinds.train.run import run
 from tests.listening import reachable_from_elsewhere
-from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end, start
+from tests.train_stage import logged, make_artifacts, make_config, make_context, ranks_of, run_to_end, start_forked
 
 NUM_STEPS, SAVE_EVERY = 24, 4
 HANG_TIMEOUT_S = 30.0
@@ -56,23 +56,17 @@ def killed(artifacts, tmp_path_factory):
     for _ in range(5):  # on a busy machine it may have ended before it is killed
         shutil.rmtree(work, ignore_errors=True)
         make_context(work, artifacts, config)
-        process = start(work, config)
+        parent, wait = start_forked(work, config)
         tiny.eventually((work / "scratch" / "checkpoints" / f"step-{2 * SAVE_EVERY}").exists, "no checkpoint")
-        ranks = ranks_of(process)
+        ranks = ranks_of(parent)
         if ranks:
             os.kill(ranks[-1], signal.SIGKILL)
-        if process.wait(timeout=300) != 0:
+        if code := wait():
             break
-    assert process.returncode != 0
+    assert code
     assert not any(is_running(rank) for rank in ranks)
     assert len(logged(work)) < NUM_STEPS
     return work
-
-
-def ranks_of(process):
-    """Return the pids of a stage's ranks, in order."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [int(pid) for pid in children.read_text().split()] if process.poll() is None else []
 
 
 def is_running(pid):
@@ -137,16 +131,13 @@ def test_a_rank_that_stops_in_the_reference_pass_ends_the_run_which_says_where_i
     config = make_config("dpo", layout=TWO_PROCESSES, global_batch_size=64, steps=60, execution=execution)
     work = tmp_path / "work"
     make_context(work, {**artifacts, "preferences": tmp_path / "preferences"}, config)
-    process = start(work, config)
+    parent, wait = start_forked(work, config)
     events = work / "events.jsonl"
     tiny.eventually(lambda: events.exists() and "reference" in events.read_text(), "no reference pass")
-    assert not reachable_from_elsewhere([process.pid, *descendants(process.pid)])
-    stopped = ranks_of(process)[1]
-    os.kill(stopped, signal.SIGSTOP)
+    assert not reachable_from_elsewhere([parent, *descendants(parent)])
+    os.kill(ranks_of(parent)[1], signal.SIGSTOP)
     with fault.timed("detected"):
-        tiny.eventually((work / "error.json").exists, "the other rank waits forever")
-    os.kill(stopped, signal.SIGCONT)  # SIGTERM ends it now; it would be killed in 30 s
-    assert process.wait(timeout=120) != 0
+        assert wait() == TransientError.exit_code, "the other rank waits forever"
     failure = json.loads((work / "error.json").read_text())
     assert failure["error"] == TransientError.__name__
     place = r"rank 0: micro-batch \d+ of \d+ of the reference log-probabilities has taken more than 30 s"
