@@ -28,7 +28,7 @@ from tests.parity.test_fsdp import (
 
 __all__ = ["models"]
 
-NUM_STEPS = 5
+NUM_STEPS = [3, pytest.param(5, marks=pytest.mark.nightly)]
 ADAPTERS = {
     "all": {"rank": 4, "alpha": 8},
     "some": {"rank": 3, "alpha": 5.5, "target_modules": ["q_proj", "down_proj"], "use_rslora": True},
@@ -90,9 +90,9 @@ def folders(models):
     return models
 
 
-@pytest.fixture(scope="module")
-def data():
-    return make_data(NUM_STEPS)
+@pytest.fixture(scope="module", params=NUM_STEPS)
+def data(request):
+    return make_data(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +240,7 @@ def test_merged_they_are_what_peft_trained_and_merged(trained, plain, folders):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("data", [5], indirect=True)
 def test_compiled_it_learns_the_same_beside_a_base_in_4_bits(fsdp_ranks, data, tmp_path):
     """Uses one layer with two adapted projections, since compiling takes long.
 
