@@ -35,9 +35,6 @@ BESIDE_EACH_OTHER = --numprocesses $(FILES_AT_A_TIME) --dist loadfile --no-loads
 # Named after the commit, so that tests/matrix.py can say what it proved.
 REPORT = --junitxml build/test.xml --override-ini junit_family=xunit1 \
 	--override-ini junit_suite_name=$$(git describe --always --dirty --abbrev=40 --exclude '*')
-# Threads that spin at a barrier take the core from the other file's test.
-test: export OMP_WAIT_POLICY := PASSIVE
-
 test: check llama-cpp
 	.venv/bin/pytest tests/unit tests/fake_gpu tests/parity tests/faults tests/pipeline tests/gpu --durations 15 $(REPORT) \
 		$(BESIDE_EACH_OTHER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Generator
 
 import pytest
@@ -23,6 +24,9 @@ __all__ = [
     "pytest_testnodedown",
     "pytest_unconfigure",
 ]
+
+# Threads that spin at a barrier take the core from the other file's test. torch reads this when it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 LONGEST = (
     "test_quickstart.py",
