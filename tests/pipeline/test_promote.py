@@ -2,17 +2,22 @@
 
 import hashlib
 import json
+import os
 import re
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from refreshes import LIFECYCLE, Home, states
 
+from flows.champion import champions
+from flows.champion.registry import CHAMPION, PREVIOUS
+from flows.cli.model_commands import canary, rollback
 from stages.core.errors import NotPromotedError, StoreError, TransientError
 from tests.promotion import NAME, candidate_tree
 from tests.serving import write_tasks
@@ -39,8 +44,25 @@ class Nights(Home):
         assert done.stdout, done.stderr
         return json.loads(done.stdout)
 
-    def champion(self) -> dict[str, Any]:
-        return json.loads(self.lifecycle("champion", NAME, "--json").stdout)
+    def aliases(self) -> tuple[str, str | None]:
+        """Return the numbers of the champion and of the version before it."""
+        with self.entered():
+            registry = champions.connect()
+            champion, previous = (registry.find(NAME, alias) for alias in (CHAMPION, PREVIOUS))
+        assert champion
+        return champion.number, previous and previous.number
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make this home the one of this process, in which MLflow is imported once for all questions."""
+        before = dict(os.environ)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
     def state_in_prefect(self, refresh: dict[str, Any]) -> str:
         (found,) = self.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [refresh["refresh"]]}}})
@@ -82,7 +104,7 @@ def test_the_first_candidate_that_keeps_the_gates_is_promoted(nights, first):
     assert first["state"] == "completed"
     assert first["stages"]["promote"]["verdict"] == "promoted"
     assert nights.state_in_prefect(first) == "Promoted"
-    champion = nights.champion()
+    champion = json.loads(nights.lifecycle("champion", NAME, "--json").stdout)
     assert (champion["version"], champion["previous"]) == ("1", None)
     assert Path(champion["folder"]) == nights.artifact_of("a")
 
@@ -108,7 +130,7 @@ def test_a_worse_candidate_ends_the_refresh_as_not_promoted_with_a_table(nights,
     assert "not promoted" in worse.stdout
     assert "| regression of sums.exact_match (standard errors) | 6.514 | ≤ 2 | **no** | 4.514 |" in worse.stdout
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in (worse.stdout + worse.stderr).splitlines())
-    assert nights.champion()["version"] == "1"
+    assert nights.aliases() == ("1", None)
 
 
 def test_the_table_is_an_artifact_in_prefect_and_in_mlflow(nights, worse):
@@ -155,19 +177,20 @@ def test_who_is_champion_is_asked_without_the_seconds_that_mlflow_takes_to_impor
 
 def test_a_better_candidate_follows_and_a_rollback_brings_the_former_back(nights, better):
     assert better["stages"]["promote"]["verdict"] == "promoted"
-    assert (nights.champion()["version"], nights.champion()["previous"]) == ("3", "1")
+    assert nights.aliases() == ("3", "1")
     assert nights.lifecycle("rollback", NAME).returncode == 0
-    assert (nights.champion()["version"], nights.champion()["previous"]) == ("1", "3")
+    assert nights.aliases() == ("1", "3")
     cached = nights.refresh("c", right=95)
     assert set(states(cached).values()) == {"cached"}
-    assert nights.champion()["version"] == "1"
+    assert nights.aliases() == ("1", "3")
 
 
 def test_the_same_model_evaluated_anew_is_already_champion(nights, better):
-    assert nights.champion()["version"] == "1"
+    assert nights.aliases() == ("1", "3")
     again = nights.refresh("a", right=89)
     assert again["stages"]["promote"]["verdict"] == "already champion"
-    assert nights.champion()["evaluations"] == [f"evaluate/{again['stages']['scores']['version']}"]
+    champion = json.loads(nights.lifecycle("champion", NAME, "--json").stdout)
+    assert champion["evaluations"] == [f"evaluate/{again['stages']['scores']['version']}"]
 
 
 def test_collection_keeps_what_an_alias_points_to_and_all_that_was_registered_while_mlflow_is_away(nights, better):
@@ -209,18 +232,17 @@ def test_refreshes_beyond_the_policy_go_from_prefect_and_mlflow_and_those_of_reg
 
 
 def test_who_has_no_champion_is_told_so(nights, first):
-    for command in ("champion", "rollback"):
-        done = nights.lifecycle(command, "nobody")
-        assert done.returncode == StoreError.exit_code
-        assert "of nobody" in done.stderr or "nobody:" in done.stderr
+    done = nights.lifecycle("champion", "nobody")
+    assert done.returncode == StoreError.exit_code
+    assert "of nobody" in done.stderr or "nobody:" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["nobody", "../../x", "/tmp/x", "a b"])
 def test_a_rollback_of_an_unknown_name_makes_no_folder(nights, first, name):
     before = {folder.name for folder in nights.folder.glob("registrations/*")}
-    for arguments in (["rollback", name], ["canary", name, "--promote"]):
-        done = nights.lifecycle(*arguments)
-        assert done.returncode == StoreError.exit_code, done.stderr
+    for command, *arguments in ((rollback, name), (canary, name, "--promote")):
+        with nights.entered(), pytest.raises(StoreError, match=f" of {re.escape(name)}|{re.escape(name)}:"):
+            command.main(arguments, standalone_mode=False)
     assert {folder.name for folder in nights.folder.glob("registrations/*")} == before
     assert not any((nights.folder / path).exists() for path in ("../x", "registrations/../../x"))
 
