@@ -38,35 +38,32 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
+def own(tmp_path_factory):
+    """Provide a home whose servers may be up or not."""
     home = Home(tmp_path_factory.mktemp("faults") / "home")
     home.folder.mkdir()
-    assert home.lifecycle("up").returncode == 0
     yield home
     assert home.lifecycle("down").returncode == 0
 
 
 @pytest.fixture
-def restarted(home):
-    """Provide the home, and restart its servers after a test that stops them."""
-    yield home
-    assert home.lifecycle("up").returncode == 0
+def home(own):
+    """Provide the home with its servers, which the test before may have stopped."""
+    if Lock(own.folder).holder() is None:
+        assert own.lifecycle("up").returncode == 0
+    return own
 
 
 def kill_server(home, name):
     os.killpg(home.servers()[name]["process"]["pid"], signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("server", "name"), [("prefect", "Prefect"), ("mlflow", "MLflow")])
-def test_a_refresh_outlives_a_server_that_dies_in_each_of_its_stages(restarted, fault, server, name):
-    fault.name, fault.stage = f"SIGKILL of {name} server", "each"
-
-    def undo():
-        assert restarted.lifecycle("up").returncode == 0
-
-    with fault.timed("recovered"):
-        done = disturb_every_stage(restarted, f"without-{server}", lambda: kill_server(restarted, server), undo)
-    check_nothing_was_lost(restarted, f"without-{server}", done)
+def check_started_again(home, name, before):
+    """Wait until a killed server answers again without anybody asking, and check that address and token stayed."""
+    eventually(lambda: home.servers()[name]["process"] != before["process"])
+    eventually(lambda: is_served(home, name))
+    after = home.servers()[name]
+    assert (after["port"], after["token"]) == (before["port"], before["token"])
 
 
 def is_served(home, name):
@@ -77,96 +74,48 @@ def is_served(home, name):
     return False
 
 
-@pytest.mark.parametrize("server", ["worker", "prefect", "mlflow"])
-def test_a_server_that_is_killed_is_started_again_without_anybody_asking(restarted, fault, server):
-    fault.name, fault.stage = f"SIGKILL of {server}", "none"
-    before = restarted.servers()[server]
+@pytest.mark.parametrize(
+    "victims",
+    [
+        pytest.param((None, "prefect", None, "mlflow"), id="both"),
+        *(pytest.param((name,) * 4, id=name, marks=pytest.mark.nightly) for name in ("prefect", "mlflow")),
+    ],
+)
+def test_a_refresh_outlives_servers_that_die_in_its_stages_and_are_started_again(home, fault, victims):
+    mark = "-and-".join(sorted({*victims} - {None}))
+    fault.name, fault.stage = f"SIGKILL of {mark}", "each"
+    turns = iter(victims)
+    killed = {}
+
+    def disturb():
+        if name := next(turns):
+            killed[name] = home.servers()[name]
+            kill_server(home, name)
+
+    def undo():
+        while killed:
+            check_started_again(home, *killed.popitem())
+
     with fault.timed("recovered"):
-        kill_server(restarted, server)
-        eventually(lambda: restarted.servers()[server]["process"] != before["process"])
-        eventually(lambda: is_served(restarted, server))
-    after = restarted.servers()[server]
-    assert (after["port"], after["token"]) == (before["port"], before["token"])
+        done = disturb_every_stage(home, mark, disturb, undo)
+    check_nothing_was_lost(home, mark, done)
 
 
-def test_a_killed_supervisor_is_started_again_by_the_worker_and_keeps_what_lives(restarted, fault):
-    fault.name, fault.stage = "SIGKILL of the supervisor", "none"
-    lock, before = Lock(restarted.folder), restarted.servers()
+def test_a_killed_supervisor_is_started_again_by_the_worker_and_keeps_what_lives(home, fault):
+    fault.name, fault.stage = "SIGKILL of the supervisor, then of the worker", "none"
+    lock, before = Lock(home.folder), home.servers()
     killed = lock.holder()
     with fault.timed("recovered"):
         os.kill(killed, signal.SIGKILL)
         eventually(lambda: lock.holder() not in (None, killed))
-    assert restarted.servers() == before
-    os.kill(before["worker"]["process"]["pid"], signal.SIGKILL)
-    eventually(lambda: restarted.servers()["worker"]["process"] != before["worker"]["process"])
-    assert restarted.lifecycle("up").returncode == 0
-    assert restarted.lifecycle("up").returncode == 0
-    assert {name: server["port"] for name, server in restarted.servers().items()} == {
+    assert home.servers() == before
+    kill_server(home, "worker")
+    check_started_again(home, "worker", before["worker"])
+    assert home.lifecycle("up").returncode == 0
+    assert home.lifecycle("up").returncode == 0
+    assert {name: server["port"] for name, server in home.servers().items()} == {
         name: server["port"] for name, server in before.items()
     }
-
-
-@contextmanager
-def in_foreground(home, manager):
-    """Start `lifecycle up --foreground`, and wait until it reports to systemd that it is ready.
-
-    manager: the socket of systemd.
-    """
-    environment = {**home.environment, "NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "60000000"}
-    with subprocess.Popen([LIFECYCLE, "up", "--foreground"], env=environment, stdout=subprocess.DEVNULL) as process:
-        try:
-            while manager.recv(100) != b"READY=1":
-                pass
-            yield process
-        finally:
-            process.kill()
-
-
-def test_a_service_that_is_killed_leaves_its_servers_to_the_next_and_one_that_is_stopped_leaves_none(
-    restarted, fault, tmp_path
-):
-    fault.name, fault.stage = "SIGKILL of `up --foreground`", "none"
-    before = restarted.servers()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(PATIENCE_S)
-        with in_foreground(restarted, manager) as service:
-            assert Lock(restarted.folder).holder() == service.pid
-            service.kill()
-            service.wait()
-        with fault.timed("recovered"), in_foreground(restarted, manager) as service:
-            assert restarted.servers() == before
-            service.terminate()
-            assert service.wait(PATIENCE_S) == 0
-    assert [marked_processes(server["token"]) for server in before.values()] == [[]] * len(before)
-
-
-def test_commands_say_that_no_worker_runs_what_is_scheduled(restarted):
-    recipe = restarted.recipe("nightly", rows=stage("ok", "nightly"))
-    commands = (["schedules"], ["runs"], ["plan", str(recipe)])
-
-    def warnings():
-        return ["no worker runs" in restarted.lifecycle(*command).stderr for command in commands]
-
-    assert restarted.lifecycle("down").returncode == 0
-    assert warnings() == [False] * 3  # nothing is scheduled
-    assert restarted.lifecycle("schedule", str(recipe), "--cron", "0 3 * * *").returncode == 0
-    assert warnings() == [False] * 3
-    assert restarted.lifecycle("down").returncode == 0
-    assert warnings() == [True] * 3
-    assert restarted.lifecycle("schedules", "remove", "nightly").returncode == 0
-    assert warnings() == [False] * 3
-
-
-def test_down_leaves_no_process_no_port_and_no_supervisor(restarted):
-    servers, supervisor = restarted.servers(), Lock(restarted.folder).holder()
-    assert restarted.lifecycle("down").returncode == 0
-    assert started_ticks(supervisor) is None
-    assert Lock(restarted.folder).holder() is None
-    for server in servers.values():
-        assert marked_processes(server["token"]) == []
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", server["port"]))
 
 
 def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home, fault):
@@ -191,7 +140,7 @@ def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home,
     eventually(lambda: home.flow_run_state(dead) == "CRASHED")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_an_interrupted_refresh_is_cancelled_in_good_order(home, fault, number):
     fault.name, fault.stage = f"{number.name} to the refresh", "download"
     recipe = home.recipe("interrupted", **{f"tree{number}": stage("family", f"interrupted-{number}")})
@@ -240,6 +189,69 @@ def test_a_copy_of_a_running_home_leaves_the_original_alone(home, tmp_path, faul
     assert (code, states(done)) == (0, {"rows": "built"})
     assert list(home.folder.glob("ledger/copied-*/heartbeat")) == []
     assert home.lifecycle("status").returncode == 0
+
+
+def test_down_leaves_no_process_no_port_and_no_supervisor(home):
+    servers, supervisor = home.servers(), Lock(home.folder).holder()
+    assert home.lifecycle("down").returncode == 0
+    assert started_ticks(supervisor) is None
+    assert Lock(home.folder).holder() is None
+    for server in servers.values():
+        assert marked_processes(server["token"]) == []
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server["port"]))
+
+
+@contextmanager
+def in_foreground(home, manager):
+    """Start `lifecycle up --foreground`, and wait until it reports to systemd that it is ready.
+
+    manager: the socket of systemd.
+    """
+    environment = {**home.environment, "NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "60000000"}
+    with subprocess.Popen([LIFECYCLE, "up", "--foreground"], env=environment, stdout=subprocess.DEVNULL) as process:
+        try:
+            while manager.recv(100) != b"READY=1":
+                pass
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_service_that_is_killed_leaves_its_servers_to_the_next_and_one_that_is_stopped_leaves_none(
+    home, fault, tmp_path
+):
+    fault.name, fault.stage = "SIGKILL of `up --foreground`", "none"
+    before = home.servers()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(PATIENCE_S)
+        with in_foreground(home, manager) as service:
+            assert Lock(home.folder).holder() == service.pid
+            service.kill()
+            service.wait()
+        with fault.timed("recovered"), in_foreground(home, manager) as service:
+            assert home.servers() == before
+            service.terminate()
+            assert service.wait(PATIENCE_S) == 0
+    assert [marked_processes(server["token"]) for server in before.values()] == [[]] * len(before)
+
+
+def test_commands_say_that_no_worker_runs_what_is_scheduled(own):
+    recipe = own.recipe("nightly", rows=stage("ok", "nightly"))
+    commands = (["schedules"], ["runs"], ["plan", str(recipe)])
+
+    def warnings():
+        return ["no worker runs" in own.lifecycle(*command).stderr for command in commands]
+
+    assert own.lifecycle("down").returncode == 0
+    assert warnings() == [False] * 3  # nothing is scheduled
+    assert own.lifecycle("schedule", str(recipe), "--cron", "0 3 * * *").returncode == 0
+    assert warnings() == [False] * 3
+    assert own.lifecycle("down").returncode == 0
+    assert warnings() == [True] * 3
+    assert own.lifecycle("schedules", "remove", "nightly").returncode == 0
+    assert warnings() == [False] * 3
 
 
 @needs_root
