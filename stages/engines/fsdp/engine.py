@@ -231,10 +231,10 @@ class FsdpEngine:
     def _start_model(self, adapter: AdapterConfig | None) -> tuple[TargetLogProbabilities, ModelFiles | None]:
         """Return the model to train, and its files where every process reads its shards later.
 
-        Without files the weights are on rank 0: with one process, and where an adapter is made of whole weights.
+        Without files the weights are on rank 0: where an adapter is made of whole weights.
         """
         options: dict[str, Any] = {"device": self.device, "trust_remote_code": self._trust_remote_code}
-        if self._mesh.size() == 1 or (adapter and adapter.starts_from_weights):
+        if adapter and adapter.starts_from_weights:
             return load_model(self._folder, reads_weights=self.data_rank == 0, **options), None
         return find_weights(self._folder, **options)
 

@@ -69,9 +69,13 @@ def check_sharded(
 
 
 def keep_kinds_of_layers(causal_lm: Any) -> None:
-    """Keep only the first layers, as many as show every kind (types, sizes, settings), at least two."""
-    layers = transformer_layers(causal_lm)
+    """Keep only the first layers, as many as show every kind (types, sizes, settings), at least two.
+
+    Towers of other modalities stay whole: text does not run through them.
+    """
     config = causal_lm.config.get_text_config()
+    of_text = set(causal_lm.modules() if config is causal_lm.config else causal_lm.get_decoder().modules())
+    layers = [layer for layer in transformer_layers(causal_lm) if layer in of_text]
     types = getattr(config, "layer_types", None) or [None] * len(layers)
     kinds = [(repr(layer), kind, _settings(layer)) for layer, kind in zip(layers, types, strict=True)]
     holders = [one for one in causal_lm.modules() if isinstance(one, nn.ModuleList) and list(one) == layers]
@@ -122,7 +126,7 @@ class _ShardReader:
         module, attribute = self._owners[name]
         kept = getattr(module, attribute)
         if isinstance(module, QuantizedLinear) and attribute == "codes":
-            for part, value in module.quantized(rows).items():
+            for part, value in module.quantized(rows.to(self._device)).items():
                 self._replace(getattr(module, part), value, name)
         elif isinstance(kept, nn.Parameter):
             self._replace(kept, rows, name)
