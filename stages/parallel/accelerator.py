@@ -16,6 +16,7 @@ import torch
 
 from stages.core.errors import ResourceError
 from stages.parallel.device_types import (
+    ALLOCATOR_VARIABLES,
     DEVICE_TYPES,
     DeviceType,
     are_hidden,
@@ -85,6 +86,9 @@ def device_of_this_process() -> torch.device:
         return torch.device("cpu")
     if "several processes" in accelerator.lacks:
         return torch.device(accelerator.torch_type)
+    if accelerator.allocator and os.environ.keys().isdisjoint(ALLOCATOR_VARIABLES):
+        # Not by the variable: vLLM's server, which this process may start, refuses expandable segments when it sleeps.
+        torch._C._accelerator_setAllocatorSettings(accelerator.allocator)
     device = torch.device(accelerator.torch_type, int(os.environ.get("LOCAL_RANK", "0")))
     torch.accelerator.set_device_index(device.index)
     return device
@@ -95,6 +99,18 @@ def check_precision(found: DeviceType, precision: str) -> None:
     if found.fp8_from > (0, 0):
         module: Any = torch.get_device_module(found.torch_type)
         check_capability(found, module.get_device_capability(), precision)
+
+
+def compute_deterministically() -> None:
+    """Make operations of this process give the same bits each time; one that cannot raises a RuntimeError.
+
+    Call before the device is used first. Source of the variables: torch's page on reproducibility, Transformer Engine's
+    on environment variables.
+    """
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    torch.use_deterministic_algorithms(True)
+    # Else torch would write to all memory that is still empty, such as that of weights that are read later.
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def in_float64(values: torch.Tensor) -> torch.Tensor:

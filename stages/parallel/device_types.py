@@ -42,6 +42,8 @@ class DeviceType:
     """True if `torch.nn.attention.varlen` runs on this kind of device."""
     fp8_from: tuple[int, int] = (0, 0)
     """Compute capability from which on a device multiplies in 8 bits."""
+    allocator: str | None = None
+    """Settings of torch's allocator, unless the environment has others."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """Features that a kind of device lacks, each with the reason."""
 
@@ -65,6 +67,8 @@ DEVICE_TYPES = (
         listed_in=("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*"),
         has_flash_kernel=True,
         fp8_from=(8, 9),
+        # Packed rows have ever new numbers of documents and targets, which leave gaps between segments of fixed sizes.
+        allocator="expandable_segments:True",
     ),
     DeviceType(
         "rocm",
@@ -110,6 +114,8 @@ DEVICE_TYPES = (
         lacks={"fp8": _EIGHT_BITS},
     ),
 )
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables by which a user sets torch's allocator; the second is its old name."""
 
 
 def device_type(name: str) -> DeviceType:

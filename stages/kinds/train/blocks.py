@@ -136,6 +136,11 @@ class TrainExecution(Execution):
     concurrent_requests: PositiveInt = Field(
         64, description="Requests that a server answers at a time (prompts, or documents for a teacher)."
     )
+    deterministic: bool = Field(
+        False,
+        description="Use only kernels that give the same bits each time, as CPUs always do; GPUs become slower, and an "
+        "operation without such a kernel is an error.",
+    )
     measure_matmul_rate: bool = Field(True, description="Measure a CPU's peak FLOP/s, which MFU is relative to.")
 
 

@@ -41,7 +41,7 @@ from stages.models.loading import check_tokenizer, model_without_weights
 from stages.models.model_folder import check_model_folder
 from stages.models.recorded import note_trained_on
 from stages.models.start_up import start_training_quickly
-from stages.parallel.accelerator import check_precision, type_at_hand
+from stages.parallel.accelerator import check_precision, compute_deterministically, type_at_hand
 from stages.parallel.device_types import DeviceType, check_device
 from stages.parallel.devices import device_peak
 from stages.parallel.engines.registry import RULES
@@ -128,6 +128,9 @@ def _check_machine(config: TrainConfig) -> DeviceType:
     check_precision(accelerator, config.precision)
     if missing := RULES[config.engine].missing_package(config.precision):
         raise ResourceError(missing)
+    if config.execution.deterministic:
+        compute_deterministically()
+    os.environ |= {**RULES[config.engine].environment(accelerator.torch_type, config.layout), **os.environ}
     return accelerator
 
 

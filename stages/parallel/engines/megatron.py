@@ -60,6 +60,10 @@ class MegatronRules(EngineRules):
         known = torch_type in ("cuda", "cpu")  # on CPUs it is slow, and right: tests of its layouts run there
         return None if known else "Megatron-core knows CUDA's devices only; use `engine: fsdp`"
 
+    def environment(self, torch_type: str, layout: Layout) -> Mapping[str, str]:
+        # With one queue, kernels run in the order of their launch, so that collectives over tp overlap with products.
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if torch_type == "cuda" and layout.tp > 1 else {}
+
     def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
         yield from _pipeline(layout, constraints)
         yield from _sequence(layout, constraints)

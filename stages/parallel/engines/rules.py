@@ -50,6 +50,10 @@ class EngineRules:
         """
         return None
 
+    def environment(self, torch_type: str, layout: Layout) -> Mapping[str, str]:
+        """Return environment variables that the layout wants before a device of this kind is used first."""
+        return {}
+
     def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
         """Yield why the layout's own degrees do not fit the engine and the batch, whatever the model."""
         yield from ()

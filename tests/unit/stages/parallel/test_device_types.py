@@ -14,6 +14,7 @@ from stages.core.errors import ResourceError
 from stages.models.shape import ModelShape
 from stages.parallel import accelerator
 from stages.parallel.device_types import DEVICE_TYPES, DeviceType, check_capability, check_device, device_type
+from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import Layout
 from stages.planner.costs import SearchRequest
 from stages.planner.hardware import hardware_at_hand
@@ -74,6 +75,23 @@ def known_to_torch() -> list[str]:
 def test_torch_can_be_asked_for_each(kind: DeviceType, known_to_torch: list[str]) -> None:
     assert kind.torch_type in known_to_torch
     assert kind.backends == "gloo" or kind.backends.startswith("cpu:gloo,")
+
+
+@pytest.mark.parametrize("settings", [kind.allocator for kind in DEVICE_TYPES if kind.allocator])
+def test_torch_takes_the_settings_of_its_allocator(settings: str) -> None:
+    """In a process of its own; torch reads them also where it has no device."""
+    ask = "import sys, torch; torch._C._accelerator_setAllocatorSettings(sys.argv[1])"
+    for given, taken in ((settings, True), (settings.replace("True", "perhaps"), False)):
+        done = subprocess.run([sys.executable, "-c", ask, given], stderr=subprocess.DEVNULL, check=False)
+        assert (done.returncode == 0) == taken, given
+
+
+def test_tensor_parallelism_on_gpus_wants_one_queue_of_kernels() -> None:
+    rules = RULES["megatron"]
+    assert rules.environment("cuda", Layout(tp=2)) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert not rules.environment("cuda", Layout())
+    assert not rules.environment("cpu", Layout(tp=2))
+    assert not RULES["fsdp"].environment("cuda", Layout(dp_shard=2))
 
 
 @each
