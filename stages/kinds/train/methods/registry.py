@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from stages.kinds.train.methods.cpo import CPO
 from stages.kinds.train.methods.distill import DISTILL
 from stages.kinds.train.methods.dpo import DPO
@@ -18,6 +20,7 @@ METHODS: dict[str, Method] = {
 }
 
 
+@cache
 def metric_meanings() -> dict[str, str]:
     """Return the metrics that only some methods have, with meaning and methods: `DPO: mean reward of …`."""
     meanings = {name: meaning for method in METHODS.values() for name, meaning in method.metrics.items()}
