@@ -1,7 +1,8 @@
 """Removal of what a home no longer needs: unreferenced artifacts, and refreshes beyond its retention policy.
 
 With a refresh go its ledger and reports, its flow run in Prefect, its runs in MLflow, and the artifacts that it alone
-used. It is kept while an artifact, a registered version or another refresh that is kept refers to it.
+used. It is kept while an artifact, a registered version or another refresh that is kept refers to it; then only its
+flow run goes, to which nothing refers.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Housekeeping:
         """
         self._store = Store(store_root())
         self._refreshes: dict[Path, RefreshRecord] = {}
+        self._referred_to_beyond: list[RefreshRecord] = []
         self.unasked: str | None = None
         """Reason why refreshes beyond the policy are kept this time: MLflow cannot be asked; else None."""
         self._unreadable: list[str] = []
@@ -93,9 +95,11 @@ class Housekeeping:
                     stack.enter_context(only_shipper(ledger).acquire(blocking=False))
                     unused |= {folder: record} if ledger.read().state != "running" else {}
             try:
-                _delete_from_servers([*unused.values()])
+                _delete_flow_runs([*unused.values(), *self._referred_to_beyond])
+                _delete_from_mlflow([*unused.values()])
             except ServerError as error:
-                failures.append(f"cannot remove {len(unused)} refreshes beyond the retention policy: {error}")
+                number = len(unused) + len(self._referred_to_beyond)
+                failures.append(f"cannot remove {number} refreshes beyond the retention policy: {error}")
                 unused = {}
             garbage = [one for one in self.garbage if one.path in unused or one.path not in self._refreshes]
             done = collect.collect(self._store, garbage)
@@ -122,6 +126,8 @@ class Housekeeping:
                 self._refreshes[folder] = record
                 reason = "refresh beyond the retention policy"
                 self.garbage.append(Garbage(folder, collect.size_bytes(folder), math.inf, reason))
+            else:
+                self._referred_to_beyond.append(record)
 
 
 def _left_by_servers(older_than_days: float) -> Iterator[Garbage]:
@@ -139,17 +145,18 @@ def _runs(refresh: str) -> list[str]:
     return [run for run in (shipped.parent_run_id, *(one.run_id for one in shipped.attempts.values())) if run]
 
 
-def _delete_from_servers(records: list[RefreshRecord]) -> None:
-    """Delete refreshes from Prefect and MLflow.
-
-    Raises ServerError when a server that knows them does not answer.
-    """
+def _delete_flow_runs(records: list[RefreshRecord]) -> None:
+    """Delete refreshes from Prefect. Raises ServerError when it knows some of them and does not answer."""
     if any(record.prefect_flow_run_id for record in records):
         is_ours = _reach(PREFECT)
         from flows.running.flow_runs import delete_flow_runs
 
         of_here = [record for record in records if is_ours or not record.is_copied]
-        delete_flow_runs(one.prefect_flow_run_id for one in of_here if one.prefect_flow_run_id)
+        delete_flow_runs([one.prefect_flow_run_id for one in of_here if one.prefect_flow_run_id])
+
+
+def _delete_from_mlflow(records: list[RefreshRecord]) -> None:
+    """Delete refreshes from MLflow. Raises ServerError when it knows some of them and does not answer."""
     if any(_runs(record.refresh) for record in records):
         is_ours = _reach(MLFLOW)
         of_here = [record for record in records if is_ours or not record.is_copied]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 from uuid import UUID
@@ -18,10 +18,13 @@ from prefect.client.schemas.filters import (
     DeploymentFilterName,
     FlowFilter,
     FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterId,
 )
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect.settings import PREFECT_API_DEFAULT_LIMIT
 from prefect.states import Pending
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.processutils import command_to_string
@@ -53,13 +56,13 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
         raise ServerError(f"asking Prefect: {type(error).__name__}: {error}; look at `lifecycle status`") from error
 
 
-def delete_flow_runs(flow_run_ids: Iterable[str]) -> None:
+def delete_flow_runs(flow_run_ids: Sequence[str]) -> None:
     """Delete flow runs with their task runs, states, logs and artifacts; unknown ones are skipped.
 
     Their events stay; Prefect deletes events when they are a week old. Raises `ServerError`.
     """
     with prefect_client() as client:
-        for flow_run_id in map(UUID, flow_run_ids):
+        for flow_run_id in _known(client, [*map(UUID, flow_run_ids)]):
             # Prefect deletes all else with the flow run, or soon after it.
             of_flow_run = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
             for artifact in client.read_artifacts(artifact_filter=of_flow_run):
@@ -67,6 +70,14 @@ def delete_flow_runs(flow_run_ids: Iterable[str]) -> None:
                     client.delete_artifact(artifact.id)
             with suppress(ObjectNotFound):
                 client.delete_flow_run(flow_run_id)
+
+
+def _known(client: SyncPrefectClient, flow_run_ids: Sequence[UUID]) -> Iterator[UUID]:
+    """Yield those of the flow runs that Prefect knows, asking for as many at once as it answers."""
+    at_once = PREFECT_API_DEFAULT_LIMIT.value()
+    for start in range(0, len(flow_run_ids), at_once):
+        asked = FlowRunFilter(id=FlowRunFilterId(any_=[*flow_run_ids[start : start + at_once]]))
+        yield from (flow_run.id for flow_run in client.read_flow_runs(flow_run_filter=asked))
 
 
 def deploy(client: SyncPrefectClient, name: str, **options: Any) -> UUID:

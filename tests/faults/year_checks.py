@@ -117,12 +117,9 @@ def check_against_fresh(year: Year) -> None:
     fresh = YearHome(year.home.folder.with_name("fresh"), year.clock)
     fresh.folder.mkdir()
     try:
-        fresh.does("run", str(fresh.recipe_file), "--json")
+        fresh.refresh()
         # Once more in both, so that all is cached in what is asked about.
-        refreshes = {
-            home: json.loads(home.does("run", str(home.recipe_file), "--json"))["refresh"]
-            for home in (year.home, fresh)
-        }
+        refreshes = {home: home.refresh() for home in (year.home, fresh)}
         digests = {home: digests_of(home) for home in (year.home, fresh)}
         for key, digest in digests[fresh].items():
             if not key.startswith("promote"):
