@@ -124,14 +124,19 @@ def send(number: int, pids: Iterable[int]) -> None:
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
     """Return the files of /dev/shm that these processes have mapped.
 
-    By inode: glibc maps a new semaphore under a passing name before it links it to its own.
+    By inode: glibc maps a new semaphore under a passing name before it links it to its own. Of this /dev/shm alone: a
+    container's has the same numbers.
     """
+    if not Path(SHARED_MEMORY).exists():
+        return set()
+    device = Path(SHARED_MEMORY).stat().st_dev
+    device_in_maps = f"{os.major(device):02x}:{os.minor(device):02x}"
     inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in (PROC / str(pid) / "maps").read_text().splitlines():
-                if SHARED_MEMORY in line:
-                    inodes.add(int(line.split(maxsplit=5)[4]))
+                if SHARED_MEMORY in line and device_in_maps in (fields := line.split(maxsplit=5)):
+                    inodes.add(int(fields[4]))
     return {Path(file.path) for file in os.scandir(SHARED_MEMORY) if file.inode() in inodes} if inodes else set()
 
 

@@ -123,7 +123,11 @@ def test_shared_memory_of_killed_processes_is_removed(store):
     planned = tiny.planned_stages(store, {"rows": tiny.stage("shared_memory")})["rows"]
     file = Path("/dev/shm") / f"test-{store.root.parent.name}"
     planned.config.execution.environment["TINY_SHARED_MEMORY"] = file.name
-    threading.Thread(target=lambda: (tiny.eventually(file.exists, "no shared memory"), stop.set())).start()
+
+    def is_mapped():
+        return file.exists() and file.read_bytes()[:1] == b"x"
+
+    threading.Thread(target=lambda: (tiny.eventually(is_mapped, "no shared memory"), stop.set())).start()
     with pytest.raises(RefreshStoppedError):
         run_stage(planned, {}, store, tiny.Notes(), stop=stop, launch=tiny.launch)
     assert not file.exists()

@@ -107,6 +107,7 @@ def shared_memory():
     with file.open("w+b") as stream:
         stream.truncate(4096)
         shared = mmap.mmap(stream.fileno(), 4096)
+        shared[:1] = b"x"  # says that it is mapped: until then it is no process's
         time.sleep(300)
         shared.close()
 

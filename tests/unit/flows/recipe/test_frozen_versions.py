@@ -4,14 +4,25 @@ Configs are read from the file, not generated again, so that a change of the gen
 varies, cannot loosen this. See `frozen_versions.py` for what to do when one has to change.
 """
 
+import functools
 import json
 
 import pytest
 
+from flows.recipe.problems import models_in
 from stages.core.contract import Execution
 from stages.kinds.registry import KINDS
 from tests.unit.flows.recipe.frozen_versions import FROZEN, config_of, digests_of
-from tests.unit.flows.recipe.test_version import words
+from tests.unit.flows.recipe.test_version import literals
+
+
+@functools.cache
+def words(model):
+    """Return all literals that fields of a config may have."""
+    fields = model.model_fields.values()
+    inner = [one for field in fields for one in models_in(field.annotation)]
+    return {word for field in fields for word in literals(field.annotation)}.union(*map(words, inner))
+
 
 OF_EXECUTION = words(Execution)
 """Words in the `execution` block, which is not part of a version."""

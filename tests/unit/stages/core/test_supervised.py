@@ -119,6 +119,35 @@ def test_shared_memory_that_a_living_process_maps_is_left_alone(tmp_path):
         shared.unlink()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_shared_memory_is_removed_though_a_container_has_a_file_of_the_same_number(tmp_path):
+    """Each file system counts from the beginning; here another program maps a file of the number in its own."""
+    file = Path("/dev/shm") / f"test-{os.getpid()}"
+    file.touch()
+    number = file.stat().st_ino
+    code = (
+        "import mmap, os, sys, time\n"
+        "for other in range(int(sys.argv[1]) + 2):\n"
+        "    path = f'/dev/shm/{other}'\n"
+        "    stream = open(path, 'w+b'); stream.truncate(1); found = os.stat(path).st_ino\n"
+        "    if found == int(sys.argv[1]): break\n"
+        "    stream.close(); os.unlink(path)\n"
+        "mapped = mmap.mmap(stream.fileno(), 1); print(found, flush=True); time.sleep(600)"
+    )
+    own = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", own, "sh", sys.executable, "-c", code, str(number)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as elsewhere:
+        try:
+            if not (found := elsewhere.stdout.readline()):
+                pytest.skip("this container may not mount")
+            assert int(found) == number
+            remove_shared_memory({file})
+            assert not file.exists()
+        finally:
+            elsewhere.kill()
+            file.unlink(missing_ok=True)
+
+
 def test_a_semaphore_is_found_by_the_process_that_made_it():
     """glibc creates a semaphore under another name, which no longer exists when it is looked for."""
     code = (
