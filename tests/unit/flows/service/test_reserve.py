@@ -2,16 +2,12 @@
 
 import shutil
 import sqlite3
-import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from flows.service.reserve import LOW_BYTES, PLENTY_BYTES, RESERVE_BYTES, keep_reserve, reserve_file
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "faults"))
-from disks import filled, needs_root, small_disk
+from tests.faults.disks import filled, needs_root, small_disk
 
 DISK_MIB = (PLENTY_BYTES + 2 * RESERVE_BYTES) >> 20
 

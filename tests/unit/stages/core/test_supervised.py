@@ -14,6 +14,7 @@ import pytest
 
 from stages.core.process_tree import TOKEN_VARIABLE, marked_processes, remove_shared_memory, shared_memory_of
 from stages.core.supervised import Supervised
+from tests.faults.disks import needs_root
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_shared_memory_that_a_living_process_maps_is_left_alone(tmp_path):
         shared.unlink()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@needs_root
 def test_shared_memory_is_removed_though_a_container_has_a_file_of_the_same_number(tmp_path):
     """Each file system counts from the beginning; here another program maps a file of the number in its own."""
     file = Path("/dev/shm") / f"test-{os.getpid()}"
