@@ -1,4 +1,4 @@
-"""Bytes of activations per token on one rank: kept for the backward pass, and in use in the layer at work.
+"""Activation memory in bytes per token on one process rank: kept for the backward pass, or in use in the current layer.
 
 The equations 1 to 5 of Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models"),
 extended to grouped queries, gated feed-forward layers and mixtures of experts. For that paper's GPT (s tokens, b rows,
@@ -19,12 +19,15 @@ from stages.planner.costs import StepCase
 from stages.planner.workload import Software, Workload
 
 UNPACKING_BYTES = {"nf4": 6, "int8": 6}
-"""Bytes per weight while it is dequantized: fp32, beside half an index (nf4) or the rounded value."""
+"""Bytes per weight while a quantized weight is dequantized: a fp32 copy, plus half an index (nf4) or the rounded value
+(int8)."""
 
 
 def kept_bytes_per_token(case: StepCase) -> float:
-    """Return the bytes that a token keeps in one layer for the backward pass, on one rank. In fp8, products keep fp8
-    inputs."""
+    """Return the activation bytes per token that one layer keeps for its backward pass, on one process rank.
+
+    In fp8, matrix products keep their inputs in fp8.
+    """
     shape, layout, workload, software = case.shape, case.layout, case.workload, case.software
     size, hidden = workload.compute_bytes, shape.hidden_size
     along_sequence = layout.tp if layout.sequence_parallel else 1
@@ -55,7 +58,7 @@ def kept_bytes_per_token(case: StepCase) -> float:
 
 
 def workspace_per_token(case: StepCase) -> float:
-    """Return the bytes of a token in the layer at work: recomputed activations and the widest gradients."""
+    """Return the bytes per token that only a layer's backward pass needs: recomputed activations, widest gradients."""
     whole = kept_bytes_per_token(_without_recomputation(case))
     kept = kept_bytes_per_token(replace(case, software=replace(case.software, recomputed_share=1.0)))
     gathered = 2 * case.shape.hidden_size
@@ -64,14 +67,14 @@ def workspace_per_token(case: StepCase) -> float:
 
 
 def _without_recomputation(case: StepCase) -> StepCase:
-    """Return the case with a layout that recomputes nothing."""
+    """Return a copy of the case whose layout recomputes no activations."""
     if case.layout.recompute == "none":
         return case
     return replace(case, layout=case.layout.model_copy(update={"recompute": "none"}))
 
 
 def weight_workspace(shape: ModelShape, workload: Workload) -> float:
-    """Return the bytes of the widest layer's weight in full precision: dequantized, or summed with its DoRA adapter."""
+    """Return the bytes of the largest linear weight in full precision: dequantized, or summed with its DoRA adapter."""
     adapter = workload.adapter
     linears = [one for layer in adapted_layers(shape, adapter) for one in layer] if adapter else []
     if adapter is None or not linears:
@@ -83,12 +86,15 @@ def weight_workspace(shape: ModelShape, workload: Workload) -> float:
 
 
 def merged_experts_bytes(case: StepCase) -> float:
-    """Return the bytes of one layer's experts summed with their adapter, where the backward pass needs the sum."""
+    """Return the bytes of one layer's expert weights merged with their adapter, which a backward pass may need again.
+
+    0 where adapters are not merged into expert weights.
+    """
     return case.workload.compute_bytes * sum(_merged_experts(case)) / case.shape.num_layers
 
 
 def merged_experts_workspace(case: StepCase) -> float:
-    """Return the bytes of the largest merged experts' gradient, and of their merged weights if recomputed."""
+    """Return the bytes of the largest merged expert weight's gradient, plus recomputed merged weights."""
     again = merged_experts_bytes(case) if case.layout.recompute != "none" else 0.0
     return case.workload.compute_bytes * max(_merged_experts(case), default=0) + again
 
@@ -99,14 +105,17 @@ def _merged_experts(case: StepCase) -> tuple[int, ...]:
 
 
 def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
-    """Return place of a linear layer → share of layers that keep its input; with dropout, adapters keep their own."""
+    """Return, by place of a linear layer, the share of layers that keep its input for the backward pass.
+
+    With adapter dropout the share is 0, since adapters then keep their own dropped-out inputs.
+    """
     if workload.adapter is None:
         return dict.fromkeys(Place, 1.0)
     return dict.fromkeys(Place, 0.0) if workload.adapter.dropout else input_shares(shape, workload.adapter)
 
 
 def _adapters_per_token(case: StepCase, *, keeps_results: bool = False) -> float:
-    """Return the bytes per token that adapters keep in one layer.
+    """Return the activation bytes per token that LoRA or DoRA adapters keep in one layer for the backward pass.
 
     These are A x; with DoRA both products that a length scales; with dropout each adapter's mask and dropped input.
     """
@@ -125,14 +134,14 @@ def _adapters_per_token(case: StepCase, *, keeps_results: bool = False) -> float
 
 
 def recomputed_products_share(shape: ModelShape, software: Software) -> float:
-    """Return the share of a layer's product FLOPs that selective recomputation repeats."""
+    """Return the share of a layer's matrix-product FLOPs that selective recomputation repeats in the backward pass."""
     dropped = _products(shape)[1::2] if software.keeps_every_second_product else ()
     flops = sum(inputs * outputs for inputs, outputs in _products(shape))
     return sum(inputs * outputs for inputs, outputs in dropped) / flops
 
 
 def _kept_results(shape: ModelShape, layout: Layout, software: Software) -> float:
-    """Return the numbers per token in the results that selective recomputation keeps, of products and attention.
+    """Return the count of values per token in the matrix-product and attention results kept by selective recomputation.
 
     The last product's result is needed by the next layer only, which keeps it as its own input: a compiled layer drops
     it, an eager one keeps it.
@@ -146,7 +155,10 @@ def _kept_results(shape: ModelShape, layout: Layout, software: Software) -> floa
 
 @lru_cache(maxsize=256)
 def _products(shape: ModelShape) -> tuple[tuple[float, float], ...]:
-    """Return (inputs, outputs) of a layer's products in order: queries, keys, values, out, gate, up, down."""
+    """Return input and output width of each matrix product of a layer, in order.
+
+    The order is queries, keys, values, out, gate, up, down.
+    """
     ffn = _ffn_width(shape)
     into_attention = [(shape.hidden_size, width) for width in (shape.query_width, shape.kv_width, shape.kv_width)]
     into_ffn = [(shape.hidden_size, ffn)] * (2 if shape.gated_ffn else 1)
@@ -154,7 +166,7 @@ def _products(shape: ModelShape) -> tuple[tuple[float, float], ...]:
 
 
 def _ffn_width(shape: ModelShape) -> float:
-    """Return the feed-forward width that a token passes through, averaged over layers."""
+    """Return the feed-forward width per token, averaged over dense and mixture-of-experts layers."""
     mixture = shape.num_mixture_layers / shape.num_layers
     return (1 - mixture) * shape.ffn_size + mixture * shape.experts_per_token * shape.expert_ffn_size
 
@@ -162,7 +174,7 @@ def _ffn_width(shape: ModelShape) -> float:
 def _ffn_bytes_per_token(
     shape: ModelShape, size: int, into_products: int, inputs: float, software: Software, workload: Workload
 ) -> float:
-    """Return the bytes per token of both feed-forward products, and of tokens dispatched to experts and back."""
+    """Return the kept bytes per token of a layer's feed-forward block, with tokens dispatched to experts and back."""
     into_activation = 1 if software.fp8_activation_inputs else size
     kept: float = into_activation * (2 if shape.gated_ffn else 1) + (0 if software.fused_elementwise else size)
     kept += into_products * inputs

@@ -1,4 +1,4 @@
-"""Adapters in the planner: the parameters that LoRA trains, and the bytes of the frozen base, counted layer by layer.
+"""Sizes of adapters for the planner: trainable LoRA parameters, and bytes of the frozen base model, layer by layer.
 
 `AdapterTargets` chooses the layers, by the names of the Transformers model (Hu et al. 2021, section 4.1): a linear
 layer of `inputs` and `outputs` gets A [rank, inputs] and B [outputs, rank]; each of stacked experts gets its own.
@@ -27,7 +27,7 @@ from stages.planner.partition import PipelineStage, RankParameters, pipeline_sta
 
 @dataclass(frozen=True)
 class LowRank:
-    """Fields of a recipe's `adapter:` that decide memory or time, with the same meaning."""
+    """Fields of a recipe's `adapter:` block that affect memory or time, with the same meaning as in the recipe."""
 
     rank: int
     target_modules: str | tuple[str, ...] = "all-linear"
@@ -41,22 +41,22 @@ class LowRank:
 
     @property
     def is_quantized(self) -> bool:
-        """True if frozen linear layers are stored in 4 or 8 bits and dequantized for use."""
+        """True if the base model's linear layers are stored in 4 or 8 bits and dequantized for each use."""
         return self.base_precision in ("nf4", "int8")
 
     def saves(self, name: str) -> bool:
-        """Return whether the module, or one that contains it, is trained as a whole (`modules_to_save`)."""
+        """Return whether a module, or one that contains it, is trained in full (`modules_to_save`)."""
         return is_saved(name, self.modules_to_save)
 
 
 NF4_BLOCK = 64
-"""Weights of a row that share a one-byte scale; see `stages.adapters.quantized`."""
+"""Number of consecutive weights of a matrix row that share a one-byte scale in NF4; see `stages.adapters.quantized`."""
 ROW_SCALE_BYTES = 4
 
 
 @lru_cache(maxsize=256)
 def adapted_layers(shape: ModelShape, adapter: LowRank) -> tuple[tuple[Linear, ...], ...]:
-    """Return the adapted linear layers of each layer of the model."""
+    """Return the linear layers that get an adapter, as one tuple for each layer of the model."""
     targets = _targets(shape, adapter)
     return tuple(
         tuple(one for one in linear_layers(shape, layer) if targets.has_layer(one.name))
@@ -66,7 +66,7 @@ def adapted_layers(shape: ModelShape, adapter: LowRank) -> tuple[tuple[Linear, .
 
 @lru_cache(maxsize=256)
 def adapted_parameters(shape: ModelShape, adapter: LowRank) -> tuple[tuple[tuple[StackedParameter, int], ...], ...]:
-    """Return the adapted parameters of mixtures of experts with their ranks, for each layer of the model."""
+    """Return the stacked expert and router parameters that get an adapter, with their LoRA rank, by model layer."""
     targets = _targets(shape, adapter)
     return tuple(
         tuple(
@@ -86,9 +86,10 @@ def _targets(shape: ModelShape, adapter: LowRank) -> AdapterTargets:
 def trained_parameters(
     shape: ModelShape, adapter: LowRank, joins_layers: bool, stage: PipelineStage, tp: int, vpp: int
 ) -> float:
-    """Count the trainable parameters of one pipeline rank, before data-parallel sharding.
+    """Count the trainable parameters on one process rank of a pipeline stage, before data-parallel sharding.
 
-    `trained_expert_parameters` counts adapters of experts. joins_layers: as of `EngineCosts`.
+    Adapters of experts are not included: `trained_expert_parameters` counts them. joins_layers: whether the engine
+    fuses linear layers (`EngineCosts.joins_layers`).
     """
     layers, share = _layers_of(shape, stage, vpp)
     factors = sum(_layer_parameters(shape, adapter, joins_layers, layer, tp) for layer in layers)
@@ -99,7 +100,10 @@ def trained_parameters(
 def trained_expert_parameters(
     shape: ModelShape, adapter: LowRank, stage: PipelineStage, vpp: int, ep: int, etp: int
 ) -> float:
-    """Count the trainable parameters of one pipeline rank in adapters of experts, placed with their experts."""
+    """Count the trainable parameters in adapters of experts on one process rank of a pipeline stage.
+
+    Each adapter lies on the rank of its expert.
+    """
     layers, share = _layers_of(shape, stage, vpp)
     adapted = adapted_parameters(shape, adapter)
     return share * sum(
@@ -112,14 +116,14 @@ def trained_expert_parameters(
 
 @lru_cache(maxsize=256)
 def merged_experts(shape: ModelShape, adapter: LowRank) -> tuple[int, ...]:
-    """Return the sizes of the experts' parameters whose adapter is added to the weights before use, in all layers."""
+    """Return the number of weights of each expert parameter whose adapter is merged into the weights before use."""
     adapted = (one for layer in adapted_parameters(shape, adapter) for one, _ in layer if not one.is_router)
     return tuple(one.num_experts * one.inputs * one.outputs for one in adapted)
 
 
 @lru_cache(maxsize=256)
 def adapted_flops(shape: ModelShape, adapter: LowRank) -> ModelFlops:
-    """Return the FLOPs of the model with its adapter; only the experts that a token visits count."""
+    """Return the FLOPs of the model with its adapter; of the experts, only those that a token is routed to count."""
     added, saved = 0.0, 0.0
     for layer in range(shape.num_layers):
         stacked = stacked_parameters(shape, layer)
@@ -142,7 +146,7 @@ def adapted_flops(shape: ModelShape, adapter: LowRank) -> ModelFlops:
 def learning_parameters(
     shape: ModelShape, joins_layers: bool, layout: Layout, adapter: LowRank | None, stage: PipelineStage
 ) -> RankParameters:
-    """Count all trainable parameters of one pipeline rank, before data-parallel sharding."""
+    """Count all trainable parameters on one process rank of a pipeline stage, before data-parallel sharding."""
     if adapter is None:
         return rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp)
     experts = trained_expert_parameters(shape, adapter, stage, layout.vpp, layout.ep, layout.etp)
@@ -150,7 +154,10 @@ def learning_parameters(
 
 
 def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range, float]:
-    """Return a pipeline stage's layers and its share of them; interleaved stages have the average layer."""
+    """Return the model layers to sum over for a pipeline stage, and a factor for the sum.
+
+    An interleaved stage gets all layers, with its share of them as the factor; any other stage its own layers and 1.
+    """
     if vpp > 1:
         return range(shape.num_layers), stage.num_layers / shape.num_layers
     return range(stage.first_layer, stage.first_layer + stage.num_layers), 1.0
@@ -158,9 +165,10 @@ def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range
 
 @lru_cache(maxsize=65536)
 def joined_bytes(shape: ModelShape, adapter: LowRank, stage: PipelineStage, tp: int, compute_bytes: int) -> float:
-    """Count bytes of masks and factors where Megatron joins layers (queries, keys, values; gate, up).
+    """Return the bytes of the adapter masks and masked factors that Megatron keeps where it fuses linear layers.
 
-    The mask says which A a row of B belongs to; mask and its product with B are [rows, joined × rank] each.
+    It fuses queries, keys and values into one matrix, and gate and up into another. The mask
+    says which LoRA factor A a row of B belongs to; mask and its product with B are [rows, fused layers × rank] each.
     """
     total = 0
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):
@@ -172,7 +180,7 @@ def joined_bytes(shape: ModelShape, adapter: LowRank, stage: PipelineStage, tp: 
 
 @lru_cache(maxsize=256)
 def saved_parameters(shape: ModelShape, adapter: LowRank) -> int:
-    """Count the parameters of modules that are trained as a whole."""
+    """Count the parameters of the modules that are trained in full beside the adapter (`modules_to_save`)."""
     if not adapter.modules_to_save:
         return 0
     return sum(size for name, size in module_parameters(shape).items() if adapter.saves(name))
@@ -180,7 +188,7 @@ def saved_parameters(shape: ModelShape, adapter: LowRank) -> int:
 
 @lru_cache(maxsize=256)
 def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
-    """Return place of a linear layer → share of the model's layers that train it, and so keep its input."""
+    """Return, by place of a linear layer, the share of layers that train it and so keep its input for backward."""
     learn = []
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):
         saved = {one.place for one in linear_layers(shape, layer) if adapter.saves(one.name)}
@@ -191,14 +199,14 @@ def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
 
 @lru_cache(maxsize=256)
 def dispatched_share(shape: ModelShape, adapter: LowRank) -> float:
-    """Return the share of mixture layers whose experts are trained, and so keep the tokens dispatched to them."""
+    """Return the share of mixture layers whose experts are trained, and so keep the tokens dispatched to experts."""
     learn = [any(map(_is_dispatched_to, _learning_stacks(shape, adapter, layer))) for layer in range(shape.num_layers)]
     return sum(learn) / max(1, shape.num_mixture_layers)
 
 
 @lru_cache(maxsize=256)
 def stacked_ranks(shape: ModelShape, adapter: LowRank) -> float:
-    """Return the numbers that a token leaves in adapters of experts and routers (A x), over all layers."""
+    """Count the values per token that adapters of experts and routers keep (A x for LoRA's A), over all layers."""
     adapted = (one for layer in adapted_parameters(shape, adapter) for one in layer)
     return sum(rank * (1 if one.is_router else shape.experts_per_token) for one, rank in adapted)
 
@@ -214,7 +222,7 @@ def _is_dispatched_to(one: StackedParameter) -> bool:
 
 @lru_cache(maxsize=256)
 def first_learning_layer(shape: ModelShape, adapter: LowRank) -> int:
-    """Return the index of the first layer with a gradient; earlier ones keep nothing for the backward pass."""
+    """Return the index of the first layer with trainable weights; earlier layers keep nothing for the backward pass."""
     if adapter.modules_to_save:  # such as the embedding, before them all
         return 0
     layers = zip(adapted_layers(shape, adapter), adapted_parameters(shape, adapter), strict=True)
@@ -223,7 +231,7 @@ def first_learning_layer(shape: ModelShape, adapter: LowRank) -> int:
 
 @lru_cache(maxsize=256)
 def frozen_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> float:
-    """Return the bytes of the whole frozen base, as the FSDP engine stores it."""
+    """Return the bytes of the whole frozen base model as the FSDP engine stores it, before sharding."""
     other_bytes = {"bf16": 2, "fp32": 4}.get(adapter.base_precision or "", compute_bytes)
     linears = [one for layer in range(shape.num_layers) for one in linear_layers(shape, layer)]
     frozen = [one for one in linears if not adapter.saves(one.name)]
@@ -233,7 +241,7 @@ def frozen_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> flo
 
 @lru_cache(maxsize=256)
 def gathered_layer_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> float:
-    """Return the bytes of one whole layer with its adapter, as the FSDP engine gathers it; 4 and 8 bits stay packed."""
+    """Return the bytes of one whole layer with its adapter as FSDP gathers it; quantized weights stay packed."""
     frozen = frozen_bytes(
         shape, adapter if adapter.is_quantized else replace(adapter, base_precision=None), compute_bytes
     )
@@ -256,7 +264,7 @@ def _layer_parameters(shape: ModelShape, adapter: LowRank, joins_layers: bool, l
 
 
 def _factor_parameters(layer: Linear | StackedParameter, rank: int, tp: int) -> float:
-    """Count the parameters of LoRA's A and B on one rank.
+    """Count the parameters of one adapter's LoRA factors A and B on one process rank.
 
     Tensor parallelism shards B of a column-parallel layer and A of a row-parallel one.
     """
@@ -266,7 +274,7 @@ def _factor_parameters(layer: Linear | StackedParameter, rank: int, tp: int) -> 
 
 
 def _stored_bytes(linear: Linear, precision: str | None, other_bytes: int) -> float:
-    """Return the bytes of a frozen weight: in 4 or 8 bits with their scales, else `other_bytes` a weight."""
+    """Return the bytes of one frozen weight matrix: packed nf4 or int8 with scales, else `other_bytes` per weight."""
     if precision == "nf4":
         return linear.outputs * (linear.inputs / 2 + linear.inputs / NF4_BLOCK + ROW_SCALE_BYTES)
     if precision == "int8":

@@ -1,4 +1,4 @@
-"""Time of one rank's kernels for one layer, and for the head, in one micro-batch: an achievable-rate model.
+"""Predicted kernel time of one model layer and of the head on one process rank, for one micro-batch.
 
 A matrix product runs at a constant share of the peak: less where its output has few tiles for the processors, where the
 summed dimension is short, and where a dimension is no multiple of what tensor cores load at once (NVIDIA, "Matrix
@@ -18,17 +18,20 @@ from stages.planner.hardware import Hardware
 from stages.planner.workload import PlannedPrecision, Software
 
 TILE = 128
-"""Tile of a matrix product: rows and columns of the output that one processor computes at a time."""
+"""Rows and columns of the output tile that one processor of the device computes at a time in a matrix product."""
 ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.92), (8, 0.75), (4, 0.2), (2, 0.15), (1, 0.12))
-"""Share of the matmul rate by the largest power of two in an inner dimension: loads take at least 16 bytes."""
+"""Share of the matmul rate, by the largest power of two that divides an inner dimension (loads take ≥ 16 bytes)."""
 BACKWARD_ATTENTION = 2.5
-"""Products of the fused backward pass relative to the forward pass: five for two (Dao 2023, section 3.1)."""
+"""Cost of fused attention's backward pass relative to its forward pass: five matrix products instead of two (Dao 2023,
+section 3.1)."""
 KERNELS = {"fused": 30, "eager": 45, "experts": 40}
-"""Number of kernel launches of one layer's forward pass, and of a mixture of experts in addition."""
+"""Number of kernel launches in one layer's forward pass (fused or eager), and the additional ones of a mixture of
+experts."""
 LAUNCHES_OF_A_COLLECTIVE = 3
-"""Host time of calling a collective, in kernel launches: the kernel, and events by which streams wait."""
+"""Host time of calling one collective, as a number of kernel launches: its kernel, and the events that streams wait
+for."""
 CASTS = {"fp8": 2.5, "fp4": 4.5}
-"""Memory traffic of casting a product's input to few bits, relative to one read in 16 bits.
+"""Memory traffic of casting a matrix product's input to 8 or 4 bits, relative to reading it once in 16 bits.
 
 fp8: read once, written twice. fp4: read for its scales and for its values, plain and rotated (NVIDIA 2025, 2509.25149).
 """
@@ -41,7 +44,7 @@ RMSNorm and rotary embedding are chains of fp32 operations in Transformers; Laye
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of a forward and of a backward pass (without recomputation)."""
+    """Seconds of one forward pass and of one backward pass, recomputation excluded."""
 
     forward_s: float
     backward_s: float
@@ -50,13 +53,13 @@ class Pass:
         return Pass(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
 
     def times(self, factor: float) -> Pass:
-        """Return the times of forward and backward pass multiplied by `factor`."""
+        """Return the seconds of both passes multiplied by `factor`."""
         return Pass(self.forward_s * factor, self.backward_s * factor)
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Sizes of one layer's computation on one rank, for one micro-batch."""
+    """Model shape, batch and parallel degrees that determine one layer's work per rank and micro-batch."""
 
     shape: ModelShape
     rows: int
@@ -68,7 +71,8 @@ class LayerWork:
     etp: int = 1
     sequence_parallel: bool = False
     is_frozen: bool = False
-    """True if weights are frozen: gradients are those of activations and of an adapter."""
+    """True if the base model's weights are frozen, so the backward pass computes gradients only of activations and of
+    adapters."""
 
     @property
     def tokens(self) -> float:
@@ -83,7 +87,7 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds that one layer takes on one rank, by pass."""
+    """Seconds that one layer takes on one process rank, by kind of kernel, and to launch its kernels."""
 
     attention_core: Pass
     products: Pass
@@ -94,7 +98,7 @@ class LayerTime:
 
     @cached_property
     def both(self) -> Pass:
-        """Seconds of both passes of the layer, kernel launches included.
+        """Seconds of the layer's forward and backward pass, including the time to launch kernels.
 
         The host launches ahead of the device but sometimes waits for it, so the slower of the two dominates and the
         faster adds some of its time (root of the sum of squares). On a CPU both are one processor, and add up.
@@ -107,7 +111,7 @@ class LayerTime:
 
 @lru_cache(maxsize=65536)
 def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> LayerTime:
-    """Return the seconds of a layer, averaged over the model's dense and mixture layers."""
+    """Return the predicted seconds of one layer, averaged over the model's dense and mixture-of-experts layers."""
     shape = work.shape
     mixture = shape.num_mixture_layers / shape.num_layers
     experts = work
@@ -130,7 +134,10 @@ def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> Layer
 
 
 def _collective_launches(work: LayerWork) -> int:
-    """Return the host's launches for tensor parallelism's two all-reduces; sequence parallelism splits each in two."""
+    """Return the kernel launches of the layer's tensor-parallel collectives in a forward pass.
+
+    These are two all-reduces; with sequence parallelism each is a reduce-scatter and an all-gather.
+    """
     if work.tp == 1:
         return 0
     return LAUNCHES_OF_A_COLLECTIVE * (4 if work.sequence_parallel else 2)
@@ -138,7 +145,7 @@ def _collective_launches(work: LayerWork) -> int:
 
 @lru_cache(maxsize=16384)
 def head_time(work: LayerWork, hardware: Hardware) -> Pass:
-    """Return the seconds of the product with the vocabulary (padded to whole tiles) and of its fp32 cross-entropy."""
+    """Return the seconds of the output head: product with the (padded) vocabulary, and fp32 cross-entropy."""
     columns = TILE * math.ceil(work.shape.vocab_size / work.tp / TILE)
     precision: PlannedPrecision = "fp32" if work.precision == "fp32" else "bf16"
     product = _product(hardware, precision, work.tokens, work.shape.hidden_size, columns, work.is_frozen)
@@ -147,7 +154,7 @@ def head_time(work: LayerWork, hardware: Hardware) -> Pass:
 
 
 def memory_rate(hardware: Hardware) -> float:
-    """Return the bytes/s of kernels that stream through memory."""
+    """Return the memory bandwidth that streaming kernels achieve, in bytes/s."""
     return hardware.memory_gb_per_s * 1e9 * hardware.efficiency.memory
 
 
@@ -175,7 +182,7 @@ def _aligned(dimension: float) -> float:
 def _product(
     hardware: Hardware, precision: PlannedPrecision, rows: float, depth: float, columns: float, frozen: bool = False
 ) -> Pass:
-    """Return the seconds of a matrix product and its gradients: by input, and by weights unless `frozen`."""
+    """Return the seconds of a matrix product and its gradients: by the input and, unless `frozen`, by the weights."""
     forward_s = matmul_s(hardware, precision, rows, depth, columns)
     return Pass(forward_s, (1 if frozen else 2) * forward_s)
 
@@ -203,7 +210,10 @@ def _dense_ffn(work: LayerWork, hardware: Hardware) -> Pass:
 
 
 def _experts(work: LayerWork, hardware: Hardware) -> Pass:
-    """Return the seconds of a rank's experts as one grouped product, rows padded to tiles, and of moving the tokens."""
+    """Return the seconds of the experts on one process rank: grouped matrix products, and moving tokens in memory.
+
+    Rows of each expert are padded to whole tiles.
+    """
     shape = work.shape
     held = shape.num_experts / work.ep
     tokens = work.tokens * shape.experts_per_token * work.etp / work.tp
@@ -232,8 +242,7 @@ def _flash(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
 
 
 def _unfused_attention(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
-    """Return the seconds of unfused attention: two batched products, and softmax and dropout over all scores between
-    them."""
+    """Return the seconds of unfused attention: two batched matrix products, softmax and dropout over all scores."""
     shape = work.shape
     scores = work.tokens * work.sequence_length * shape.num_heads / work.tp
     rate = hardware.sustained_flops_per_s("fp32" if work.precision == "fp32" else "bf16") * hardware.efficiency.matmul
@@ -245,7 +254,10 @@ def _unfused_attention(work: LayerWork, software: Software, hardware: Hardware) 
 
 
 def _elementwise(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
-    """Return the seconds of norms and residuals (ten passes over hidden states), activations, rotations, casts."""
+    """Return the seconds of elementwise kernels: norms, residuals, activation functions, rotary embedding and casts.
+
+    Norms and residuals take ten passes over the hidden states.
+    """
     shape = work.shape
     whole = (10 * shape.hidden_size + 2 * shape.latent_width) / (work.tp if work.sequence_parallel else 1)
     mixture = shape.num_mixture_layers / shape.num_layers

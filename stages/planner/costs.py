@@ -1,4 +1,4 @@
-"""Questions that the planner asks an engine (`EngineCosts`), and the cases that it asks about.
+"""Interface of a training engine's memory and time costs for the planner (`EngineCosts`), and its inputs.
 
 A case is one optimizer step of a model under a layout, or a search of all layouts. Answers are in `engines/`.
 """
@@ -21,7 +21,10 @@ from stages.planner.workload import Software, Workload
 
 @dataclass(frozen=True)
 class StepCase:
-    """Everything that the memory of an optimizer step depends on, and with hardware (`TimedCase`) its time."""
+    """Model, engine, layout and workload of an optimizer step whose memory is predicted.
+
+    `TimedCase` adds the hardware, so that its time can be predicted, too.
+    """
 
     shape: ModelShape
     engine: EngineCosts
@@ -31,18 +34,18 @@ class StepCase:
 
     @property
     def micro_batches(self) -> float:
-        """Number of micro-batches of one rank in a step, at least 1; a fraction if the batch does not divide."""
+        """Number of micro-batches per process rank and step, at least 1; a fraction if the batch does not divide."""
         rows = self.layout.micro_batch_size * self.layout.data_parallel_size
         return max(1.0, self.workload.global_batch_size / rows)
 
     @property
     def tokens(self) -> float:
-        """Tokens of a micro-batch on one rank; context parallelism splits them."""
+        """Tokens of one micro-batch on one process rank, which context parallelism divides."""
         return self.layout.micro_batch_size * self.workload.sequence_length / self.layout.cp
 
     @property
     def work(self) -> LayerWork:
-        """FLOPs and bytes of one layer for one micro-batch, as `compute` takes them."""
+        """Work of one layer for one micro-batch, as input for the functions of `compute`."""
         layout, workload = self.layout, self.workload
         return LayerWork(
             self.shape,
@@ -58,7 +61,7 @@ class StepCase:
         )
 
     def trained(self, stage: PipelineStage) -> RankParameters:
-        """Count the trainable parameters of one rank of a pipeline stage, before data-parallel sharding."""
+        """Count the trainable parameters on one process rank of a pipeline stage, before data-parallel sharding."""
         joins_layers = self.engine.joins_layers
         learning = learning_parameters(self.shape, joins_layers, self.layout, self.workload.adapter, stage)
         mixture_layers = stage.num_layers * self.shape.num_mixture_layers / self.shape.num_layers
@@ -73,13 +76,13 @@ class TimedCase(StepCase):
     hardware: Hardware
 
     def exposed_s(self, communication_s: float, compute_s: float) -> float:
-        """Return the seconds of communication that remain after hiding it behind this much compute."""
+        """Return the seconds of communication left after part of it overlaps with `compute_s` seconds of compute."""
         return communication_s - self.hardware.efficiency.overlapped * min(communication_s, compute_s)
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """Model, workload and devices that a layout is searched for."""
+    """Model, training workload and devices for which the planner searches a layout."""
 
     shape: ModelShape
     workload: Workload
@@ -88,42 +91,44 @@ class SearchRequest:
     engines: tuple[EngineName, ...] = ENGINES
     software: Software | None = None
     available_gib: float | None = None
-    """Available memory of each device; default: the hardware's."""
+    """Memory available on each device in GiB; None: the hardware's memory."""
 
     @property
     def memory_gib(self) -> float:
-        """Available memory of each device in GiB."""
+        """Memory available on each device, in GiB."""
         return self.available_gib or self.hardware.memory_gib
 
     @property
     def constraints(self) -> RunConstraints:
-        """Numbers of nodes, processes and rows that a layout must fit."""
+        """Limits that a legal layout must meet: nodes, processes per node, tokens per row, rows per step."""
         per_node = min(self.num_gpus, self.hardware.gpus_per_node)
         rows = self.workload.global_batch_size
         return RunConstraints(-(-self.num_gpus // per_node), per_node, self.workload.sequence_length, rows)
 
 
 class EngineCosts(ABC):
-    """Memory and time that an engine takes beyond what every engine does, and the layouts worth searching."""
+    """Memory and time costs specific to one training engine, and the layouts of it that are worth searching."""
 
     name: ClassVar[EngineName]
     software: ClassVar[Software]
-    """Habits of this project's training program on the engine, with layers that are not compiled."""
+    """Behaviour of this project's training program on the engine, with layers that are not compiled."""
     keeps_products: ClassVar[bool]
-    """Selective recomputation keeps results of matrix products, and computes the rest again; else it computes the core
-    of attention again, and keeps the rest."""
+    """True if selective recomputation keeps the results of matrix products and recomputes the rest of a layer; False if
+    it recomputes the attention core only and keeps the rest."""
     joins_layers: ClassVar[bool]
-    """Queries, keys and values are one matrix, gate and up another: either has an adapter for all parts, or for none.
-    """
+    """True if the engine fuses the matrices of queries, keys and values, and those of gate and up. Adapters then cover
+    all matrices that are fused together, or none."""
     merges_experts: ClassVar[bool]
-    """An adapter of experts is added to their weights before use; else its output is added to theirs."""
+    """True if an adapter of experts is merged into their weights before use; False if its output is added to theirs."""
     skips_frozen_start: ClassVar[bool]
-    """Layers before the first one that learns keep no activations; else the frozen embedding asks for gradients."""
+    """True if layers before the first trainable one keep no activations; False if they do, since the frozen embedding's
+    output requires gradients."""
     more_with_batch: ClassVar[bool]
-    """A larger micro-batch never takes less memory."""
+    """True if a larger micro-batch never takes less memory, so that the search can stop at the first one that does not
+    fit."""
 
     def program(self, layout: Layout, hardware: Hardware | None = None) -> Software:
-        """Return this project's training program under a layout, with its habits on the hardware.
+        """Return the behaviour of this project's training program under a layout, with the hardware's exceptions.
 
         Compiling layers fuses their elementwise operations.
         """
@@ -132,29 +137,32 @@ class EngineCosts(ABC):
 
     @abstractmethod
     def optimizer_parameters(self, held: RankParameters, layout: Layout) -> float:
-        """Count the parameters whose optimizer state a rank keeps.
+        """Count the parameters whose optimizer state one process rank keeps.
 
         held: the rank's parameters before they are sharded.
         """
 
     @abstractmethod
     def model_states(self, case: StepCase, stage: PipelineStage) -> tuple[float, float, float]:
-        """Return the bytes of weights, gradients and optimizer on one rank."""
+        """Return the bytes of weights, of gradients and of optimizer state on one process rank."""
 
     @abstractmethod
     def buffer_bytes(self, case: StepCase, stage: PipelineStage) -> float:
-        """Return the bytes of one rank's gathered parameters, and of gradients before they are sharded."""
+        """Return the bytes of gathered parameters, and of gradients not yet sharded, on one process rank."""
 
     @abstractmethod
     def data_parallel_s(
         self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float
     ) -> float:
-        """Return the seconds of data-parallel communication in a step that compute does not hide."""
+        """Return the seconds of data-parallel communication per optimizer step that compute does not hide."""
 
     @abstractmethod
     def forward_gather_s(self, case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:
-        """Return the seconds of gathering a layer for a forward pass that compute does not hide."""
+        """Return the seconds per layer of gathering its weights for a forward pass that compute does not hide."""
 
     @abstractmethod
     def degrees(self, request: SearchRequest) -> Iterator[dict[str, Any]]:
-        """Yield fields of the layouts to search, without the micro-batch; dominated layouts are left out."""
+        """Yield the layouts worth searching as dicts of layout fields, without a micro-batch size.
+
+        Layouts that another one always beats are left out.
+        """

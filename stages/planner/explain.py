@@ -1,4 +1,4 @@
-"""Sentences that explain a layout: what its step is spent on, and what rules out other layouts."""
+"""Explanations of a planned layout in sentences: where its step time goes, and why other layouts were not chosen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stages.planner.search import UNCERTAINTY, Candidate, SearchResult
 
 NUM_NEAR_MISSES = 5
 LARGE_SHARE = 0.05
-"""Share of a step from which on a part is named in an explanation."""
+"""Smallest share of the step time at which a kind of work (such as communication) is named in an explanation."""
 MEANING = {
     "compute": "compute",
     "recompute": "recomputation",
@@ -27,7 +27,7 @@ MEANING = {
 
 
 def what_limits(candidate: Candidate) -> str:
-    """Return the largest parts of a step and the memory left, as a sentence."""
+    """Return a sentence on a layout that names the largest shares of its step time and the device memory left."""
     parts, total_s = asdict(candidate.time.parts), candidate.time.step_time_s
     by_size = sorted(parts, key=lambda name: parts[name], reverse=True)
     large = [name for name in by_size if parts[name] >= LARGE_SHARE * total_s]
@@ -36,7 +36,7 @@ def what_limits(candidate: Candidate) -> str:
 
 
 def near_misses(result: SearchResult) -> list[str]:
-    """Return a sentence for each best layout of other degrees: the memory it lacks, or the time it loses."""
+    """Return a sentence per runner-up layout with other parallel degrees: the memory it lacks, or the time it loses."""
     best = result.best
     if best is None:
         return [_too_large(candidate, None) for candidate in _of_other_degrees(result.too_large, [])]
@@ -89,7 +89,7 @@ def _slower(candidate: Candidate, best: Candidate) -> str:
 
 
 def _of_other_degrees(candidates: Sequence[Candidate], seen: Sequence[Candidate]) -> list[Candidate]:
-    """Return the first candidate of each combination of degrees that is not in `seen`."""
+    """Return the first candidate for each combination of parallel degrees that no candidate in `seen` has."""
     met = {_degrees(one.engine, one.layout) for one in seen}
     others = []
     for candidate in candidates:

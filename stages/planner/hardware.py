@@ -1,5 +1,4 @@
-"""Devices as the planner sees them: data-sheet numbers, the share of them that programs achieve, and this machine's
-own.
+"""Device descriptions for the planner: data-sheet peaks, the share that programs achieve, and this machine's hardware.
 
 A device is one of the built-in table, or described by a YAML file with the same fields (`lifecycle calibrate` writes
 one). `tests/benchmarks/planner_accuracy.py` fits the constants of `Efficiency` to published runs. A CPU is described as
@@ -21,84 +20,89 @@ from stages.planner.workload import PlannedPrecision, Software
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the data sheet that programs achieve, the same for all devices of a kind."""
+    """Shares of data-sheet performance that real programs achieve, the same for all devices of a kind."""
 
     matmul: float = 0.80
-    """Share of the peak reached by a matrix product that is large in every dimension."""
+    """Share of peak FLOP/s reached by a matrix product that is large in every dimension."""
     matmul_half_waves: float = 1.125
-    """Waves of output tiles (tiles over processors) at which a product reaches half of `matmul`."""
+    """Number of waves (output tiles over processors) at which a matrix product reaches half of the rate `matmul`."""
     matmul_half_depth: float = 109.0
-    """Length of the summed dimension at which a product reaches half of `matmul`."""
+    """Length of the summed dimension at which a matrix product reaches half of the rate `matmul`."""
     grouped: float = 0.62
-    """Rate of grouped products of experts, relative to dense products."""
+    """Rate of the experts' grouped matrix products, relative to dense matrix products."""
     attention: float = 0.5
-    """Share of the peak reached by a fused attention kernel."""
+    """Share of peak FLOP/s reached by a fused attention kernel."""
     attention_in_eight_bits: float = 1.25
-    """Rate of fused attention with 8-bit products, relative to 16-bit ones; softmax is in fp32 either way."""
+    """Rate of fused attention with 8-bit matrix products, relative to 16-bit ones; softmax is in fp32 in both."""
     first_flash_attention: float = 0.31
-    """Share of the peak reached by the first version of FlashAttention."""
+    """Share of peak FLOP/s reached by the first version of FlashAttention."""
     memory: float = 0.93
-    """Share of the memory bandwidth reached by streaming kernels."""
+    """Share of peak memory bandwidth reached by kernels that stream through memory."""
     intra_link: float = 0.765
-    """Share of the bandwidth within a node reached by collectives."""
+    """Share of the bandwidth within a node that collectives reach."""
     inter_link: float = 0.7
-    """Share of the bandwidth between nodes reached by collectives."""
+    """Share of the bandwidth between nodes that collectives reach."""
     overlapped: float = 0.61
     """Share of communication hidden by compute that runs at the same time."""
     launch_s: float = 31.3e-6
-    """Host time to launch one kernel from an eager program."""
+    """Host seconds to launch one kernel from an eager program."""
     runtime_gib: float = 1.5
-    """Device memory held by the driver and libraries."""
+    """GiB of device memory held by the driver and libraries."""
     communicator_gib: float = 1.0
-    """Device memory held by the buffers of each communicating group."""
+    """GiB of device memory held by the communication buffers of each process group."""
     fragmentation: float = 0.13
-    """Idle gaps between tensors, relative to the memory allocated and freed within a step; long-lived tensors leave
-    none."""
+    """Memory lost in gaps between tensors, as a fraction of what is allocated and freed within a step; long-lived
+    tensors leave no gaps."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Cluster of equal devices as the planner sees it: rates, memory and links."""
+    """Cluster of identical devices as the planner models it: compute rates, memory and links."""
 
     name: str
     bf16_tflops: float
-    """Dense peak of bf16 matrix products."""
+    """Peak TFLOP/s of dense bf16 matrix products."""
     fp32_tflops: float
     fp8_tflops: float | None
     memory_gib: float
     memory_gb_per_s: float
     num_processors: int
-    """Streaming multiprocessors, compute units or cores."""
+    """Number of streaming multiprocessors (NVIDIA), compute units (AMD) or cores (CPU) of a device."""
     gpus_per_node: int
     intra_node_gb_per_s: float
-    """Bandwidth from one device to the others of its node, one direction."""
+    """Bandwidth in GB/s from one device to the others of its node, in one direction."""
     inter_node_gb_per_s: float
-    """One device's share of its node's network bandwidth, one direction."""
+    """Bandwidth in GB/s between nodes for each device, in one direction: its share of the node's network."""
     sustained: float = 1.0
-    """Share of the peak that power and clocks allow in a long run, relative to an A100."""
+    """Share of peak FLOP/s that power and clocks allow in a long run, relative to an A100."""
     intra_node_latency_s: float = 8e-6
-    """Latency of one collective within a node."""
+    """Seconds of latency of one collective within a node."""
     inter_node_latency_s: float = 20e-6
     host_is_device: bool = False
-    """Kernels are launched and run by the same processor, as on a CPU: launching and computing add up."""
+    """True if one processor both launches and runs kernels, as on a CPU: the times of launching and computing then add
+    up."""
     efficiency: Efficiency = Efficiency()
     sustained_gain_eight_bits: float = 1.0
-    """Factor on `sustained` for 8-bit products, which draw less power."""
+    """Factor on `sustained` for 8-bit matrix products, which draw less power."""
     price_per_device_hour: float | None = None
-    """Price in any currency; reports state the cost of a refresh by it."""
+    """Price of one device hour in any currency, from which reports compute the cost of a refresh; None: unknown."""
     fp4_tflops: float | None = None
     host_gb_per_s: float = 25.0
-    """Bandwidth between a device and its host's memory, one direction: 25 for PCIe 4, 50 for PCIe 5, more for Grace."""
+    """Bandwidth in GB/s between a device and its host's memory, in one direction: 25 for PCIe 4, 50 for PCIe 5, more
+    for Grace."""
     software: tuple[tuple[str, bool | int | float], ...] = ()
-    """Habits of this hardware's training program (`Software`) that differ from our engines'."""
+    """Fields of `Software` that differ on this hardware from those of this project's training programs."""
 
     def habits(self, software: Software) -> Software:
-        """Return the habits of one of our training programs, with this hardware's differences."""
+        """Return a training program's behaviour with this hardware's exceptions applied."""
         changes: dict[str, Any] = dict(self.software)
         return replace(software, **changes)
 
     def peak_flops_per_s(self, precision: PlannedPrecision) -> float:
-        """Return the dense peak of matrix products. Devices without fp4 use fp8, those without fp8 use bf16."""
+        """Return the peak FLOP/s of dense matrix products in a precision.
+
+        Devices without fp4 use fp8, those without fp8 use bf16.
+        """
         eight_bits = self.fp8_tflops or self.bf16_tflops
         tflops = {
             "fp32": self.fp32_tflops,
@@ -109,14 +113,14 @@ class Hardware:
         return tflops[precision] * 1e12
 
     def sustained_flops_per_s(self, precision: PlannedPrecision) -> float:
-        """Return the FLOP/s that power and clocks sustain in a long run."""
+        """Return the FLOP/s of dense matrix products in a precision that power and clocks sustain in a long run."""
         gain = self.sustained_gain_eight_bits if precision in ("fp8", "fp4") else 1.0
         return gain * self.sustained * self.peak_flops_per_s(precision)
 
 
 PCIE_5_GB_PER_S = 50
 NVLINK_C2C_GB_PER_S = 450
-"""Bandwidth between a Blackwell GPU and the Grace CPU of its module."""
+"""Bandwidth in GB/s between a Blackwell GPU and the Grace CPU of its module."""
 
 HARDWARE = {
     hardware.name: hardware
@@ -194,7 +198,7 @@ HARDWARE = {
 
 
 def built_in(name: str) -> Hardware:
-    """Return the built-in device of this name. Raises RecipeError that lists the known names."""
+    """Return the planner's built-in device of a name. Raises RecipeError that lists the known names."""
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key in HARDWARE:
         return HARDWARE[key]
@@ -206,7 +210,10 @@ def built_in(name: str) -> Hardware:
 
 
 def load_hardware(name: str, gpus_per_node: int | None = None) -> Hardware:
-    """Return a built-in device by name, or one described by a YAML file, with `gpus_per_node` devices a node."""
+    """Return a built-in device by name, or one described by a YAML file (`*.yaml`).
+
+    `gpus_per_node` replaces its number of devices per node.
+    """
     hardware = from_yaml(Path(name)) if name.endswith((".yaml", ".yml")) else built_in(name)
     if gpus_per_node is None:
         return hardware
@@ -216,7 +223,7 @@ def load_hardware(name: str, gpus_per_node: int | None = None) -> Hardware:
 
 
 def from_yaml(path: Path) -> Hardware:
-    """Read a device from a YAML file; `like: NAME` takes missing fields from a built-in one.
+    """Read a device description from a YAML file; `like: NAME` takes missing fields from a built-in device.
 
     Raises RecipeError for a file that cannot be read, and for unknown, missing and non-positive fields, by name.
     """
@@ -244,7 +251,7 @@ def from_yaml(path: Path) -> Hardware:
 
 
 def _software(path: Path, given: Any) -> dict[str, Any]:
-    """Return fields of `Software` as given, after checking that keys and value types are right."""
+    """Check the `software` block of a hardware file: its keys and the types of its values. Returns it unchanged."""
     if not isinstance(given, dict):
         raise RecipeError(f"reading hardware from {path}: software is {given!r}; expected fields with values")
     known = {field.name: field.default for field in fields(Software)}
@@ -259,7 +266,10 @@ def _software(path: Path, given: Any) -> dict[str, Any]:
 
 
 def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
-    """Return hardware fields as given, after checking that keys are fields of `kind` and numbers positive."""
+    """Return the fields of a hardware file after checking that each is known and each number positive.
+
+    kind: the dataclass whose fields are allowed.
+    """
     if not isinstance(given, dict):
         raise RecipeError(f"reading hardware from {path}: expected fields of {kind.__name__}, found {given!r}")
     known = [field.name for field in fields(kind)]
@@ -273,7 +283,7 @@ def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
 
 
 def _lacks(name: str, value: Any) -> str | None:
-    """Return the expected form of a hardware field's value, or None if the value is valid."""
+    """Return what a hardware field should contain (such as "a positive number"), or None if its value is valid."""
     if name == "name" or (name in ("fp8_tflops", "fp4_tflops", "price_per_device_hour") and value is None):
         return None
     if name == "host_is_device":
@@ -283,7 +293,7 @@ def _lacks(name: str, value: Any) -> str | None:
 
 
 def _number(value: Any) -> Any:
-    """Return a number written as text: YAML reads `8e-6`, without a point, as a string."""
+    """Convert a number that YAML reads as text, such as `8e-6` (without a point); return other values unchanged."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -291,16 +301,18 @@ def _number(value: Any) -> Any:
 
 
 BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Flags in `/proc/cpuinfo` for bf16 instructions on x86 and, the last one, ARM."""
+"""CPU flags in `/proc/cpuinfo` that announce bf16 instructions on x86 and, the last one, on ARM."""
 BF16_UNITS_GAIN = 4.0
-"""Rate of bf16 products relative to fp32 ones: 0.80 and 0.21 TFLOP/s, measured on two cores with AVX512-BF16."""
+"""Speed of bf16 matrix products relative to fp32 ones on a CPU with bf16 instructions. Measured on two cores with
+AVX512-BF16: 0.80 and 0.21 TFLOP/s."""
 
 
 def hardware_at_hand(device_name: str | None, processes: int, file: Path | None) -> Hardware | None:
-    """Return the hardware of each of this machine's `processes`; None for an accelerator without a description.
+    """Return a description of this machine's devices for the planner; None for an accelerator without a description.
 
-    device_name: the accelerator's name, None on a CPU. file: the YAML description, read if it exists. Raises
-    RecipeError when the file cannot be read.
+    Without an accelerator, each of the `processes` gets an equal share of the CPU. device_name: the
+    accelerator's name, None on a CPU. file: the YAML description, read if it exists. Raises RecipeError when the file
+    cannot be read.
     """
     if file and file.is_file():
         hardware: Hardware | None = from_yaml(file)
@@ -310,14 +322,14 @@ def hardware_at_hand(device_name: str | None, processes: int, file: Path | None)
 
 
 def named_like(device_name: str) -> Hardware | None:
-    """Return the built-in device whose name's parts are all words of `device_name`: `NVIDIA A100-SXM4-80GB`."""
+    """Return the built-in device named in an accelerator's name, such as `NVIDIA A100-SXM4-80GB`, or None."""
     words = device_name.lower().replace("-", " ").replace("_", " ").split()
     known = [name for name in HARDWARE if set(name.split("-")) <= set(words)]
     return HARDWARE[max(known, key=len)] if known else None
 
 
 def cpu_of(num_cores: int) -> Hardware:
-    """Return the built-in CPU scaled to `num_cores`, with this machine's bf16 rate."""
+    """Return the built-in CPU description scaled to `num_cores`, with the bf16 speed of this machine."""
     cpu = built_in("cpu")
     factor = num_cores / cpu.num_processors
     bf16_tflops = BF16_UNITS_GAIN * cpu.fp32_tflops if has_bf16_units() else cpu.bf16_tflops
@@ -328,7 +340,7 @@ def cpu_of(num_cores: int) -> Hardware:
 
 @cache
 def has_bf16_units() -> bool:
-    """Return whether this machine's CPU has bf16 instructions, as far as Linux lists them."""
+    """Return whether this machine's CPU has bf16 instructions, according to `/proc/cpuinfo`."""
     about = Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.is_file() else []
     features = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
@@ -336,7 +348,7 @@ def has_bf16_units() -> bool:
 
 
 def shared_cpu(machine: Hardware, processes: int) -> Hardware:
-    """Return one process's share of a machine without accelerators."""
+    """Return the equal share that each of `processes` has of a machine without accelerators, as a `Hardware`."""
     return replace(
         machine,
         bf16_tflops=machine.bf16_tflops / processes,

@@ -1,4 +1,4 @@
-"""Peak device memory of a rank, by pipeline stage and by part.
+"""Predicted peak device memory of a process rank, for each pipeline stage and by use (weights, gradients, …).
 
 Weights, gradients and optimizer states follow Rajbhandari et al. 2020 (ZeRO, section 3.1); `activations` counts what a
 layer keeps. With an adapter the base is frozen: it has neither gradients nor optimizer state, and is stored as
@@ -27,12 +27,12 @@ from stages.planner.workload import Software, Workload
 
 GIB = 2**30
 LOGITS_CHUNK = 2**27
-"""Logits computed at a time where they are chunked; see `stages.engines.log_probabilities`."""
+"""Number of logits computed at a time where the loss is computed in chunks; see `stages.engines.log_probabilities`."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of one rank of a pipeline stage in GiB, by part."""
+    """Memory of one process rank of a pipeline stage in GiB, by use."""
 
     weights: float
     gradients: float
@@ -40,26 +40,26 @@ class StageMemory:
     activations: float
     """GiB of activations kept for the backward pass, of all micro-batches in flight."""
     workspace: float
-    """GiB of recomputed activations and gradients of activations in the layer at work."""
+    """GiB of recomputed activations and of activation gradients in the layer that runs backward."""
     logits: float
     communication: float
-    """GiB of gathered parameters and message buffers."""
+    """GiB of gathered parameters and of buffers for messages."""
     runtime: float
-    """GiB of driver, libraries, communicators and fragmentation."""
+    """GiB of driver, libraries, communicators' buffers and memory fragmentation."""
 
     @property
     def total(self) -> float:
-        """Total memory of all parts, in GiB."""
+        """Total GiB over all uses."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of each pipeline stage in GiB, or only of the first and last ones, which include the fullest."""
+    """Predicted memory in GiB of every pipeline stage, or of the first and last, which include the fullest."""
 
     stages: tuple[StageMemory, ...]
     host_gib: float = 0.0
-    """Host memory that each rank uses for offloading."""
+    """GiB of host memory that each process rank uses for offloading."""
 
     @property
     def worst(self) -> StageMemory:
@@ -68,7 +68,7 @@ class MemoryEstimate:
 
     @property
     def peak_gib(self) -> float:
-        """Peak memory of a rank of the fullest stage, in GiB."""
+        """Peak memory in GiB of a process rank of the fullest pipeline stage."""
         return self.worst.total
 
 
@@ -82,7 +82,10 @@ def memory(
     efficiency: Efficiency | None = None,
     every_stage: bool = True,
 ) -> MemoryEstimate:
-    """Estimate the peak of every pipeline stage (`every_stage=False`: only of the first and last, faster)."""
+    """Estimate the peak memory of every pipeline stage of a training step.
+
+    `every_stage=False` estimates only the first and last stages, which is faster.
+    """
     costs = COSTS[engine]
     case = StepCase(workload.trained_shape(shape), costs, layout, workload, software or costs.program(layout))
     stages = pipeline_stages(shape.num_layers, layout.pp, case.software.balances_head)
@@ -92,7 +95,7 @@ def memory(
 
 
 def _fullest(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
-    """Return the pipeline stages that may be the fullest: the first keep most micro-batches, the last has logits."""
+    """Return the pipeline stages that may be fullest: the first keep most micro-batches, the last has the logits."""
     if stages[0].num_layers >= stages[1].num_layers:
         return stages[0], stages[-1]
     return stages[0], stages[1], stages[-1]
@@ -127,14 +130,17 @@ def _kept_activations(case: StepCase, stage: PipelineStage) -> float:
 
 
 def _share_with_gradients(case: StepCase, stage: PipelineStage) -> float:
-    """Return the share of the stage's layers that keep activations for the backward pass."""
+    """Return the share of a pipeline stage's layers that keep activations for the backward pass."""
     if case.workload.adapter is None or not case.engine.skips_frozen_start:
         return 1.0
     return 1 - first_learning_layer(case.shape, case.workload.adapter) / stage.num_layers
 
 
 def _layers_in_flight(case: StepCase, stage: PipelineStage) -> float:
-    """Count layers × micro-batches waiting for their backward pass: 1F1B, or interleaved (Narayanan et al. 2021)."""
+    """Count pairs of layer and micro-batch whose activations wait for a backward pass on one rank of a pipeline stage.
+
+    The schedule is 1F1B, or interleaved (Narayanan et al. 2021).
+    """
     layout, micro_batches = case.layout, int(case.micro_batches)
     after = layout.pp - stage.index - 1
     if layout.vpp == 1:
@@ -144,7 +150,10 @@ def _layers_in_flight(case: StepCase, stage: PipelineStage) -> float:
 
 
 def _logits(case: StepCase) -> float:
-    """Return the bytes of logits, an fp32 copy and its gradient; chunked: 3 fp32 chunks and the head's gradient."""
+    """Return the bytes of logits, with an fp32 copy and its gradient.
+
+    Chunked: three fp32 chunks and the head's gradient.
+    """
     if case.workload.scores_documents:
         return 0.0
     logits = case.tokens * case.shape.vocab_size / case.layout.tp
@@ -163,8 +172,10 @@ def _communication(case: StepCase, stage: PipelineStage) -> float:
 
 
 def host_bytes(case: StepCase, stage: PipelineStage) -> float:
-    """Return the bytes that a rank offloads to its host: with `cpu_offload` all weights, gradients and optimizer
-    states."""
+    """Return the bytes that a process rank keeps in host memory.
+
+    With `cpu_offload` these are all its weights, gradients and optimizer states; without it 0.
+    """
     if not case.layout.cpu_offload:
         return 0.0
     on_device = replace(case, layout=case.layout.model_copy(update={"cpu_offload": False}))

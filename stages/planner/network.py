@@ -1,4 +1,4 @@
-"""Time of messages between devices: bytes over bandwidth plus latency, by the placement of a group's ranks.
+"""Predicted time of communication between devices, from bandwidth, latency and the placement of a group's ranks.
 
 Ranks are numbered with tensor parallelism fastest, then context, data and pipeline parallelism, so a group is described
 by its size and its stride, the distance of neighbours. A group that spans nodes uses the network cards of all its
@@ -17,51 +17,51 @@ from stages.planner.partition import expert_replicas
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: their number, and the distance of neighbours."""
+    """Process group that communicates: its number of ranks, and the rank distance of neighbours in the group."""
 
     size: int
     stride: int
 
     def ranks_per_node(self, hardware: Hardware) -> int:
-        """Return the number of the group's ranks on one node."""
+        """Return how many ranks of the group lie on one node."""
         return min(self.size, max(1, hardware.gpus_per_node // self.stride))
 
 
 def tensor_group(layout: Layout) -> Group:
-    """Return the group of ranks that share a tensor-parallel layer: adjacent ones."""
+    """Return the tensor-parallel process group, which consists of adjacent ranks."""
     return Group(layout.tp, 1)
 
 
 def context_group(layout: Layout) -> Group:
-    """Return the group of ranks that share a sequence by context parallelism; neighbours are `tp` ranks apart."""
+    """Return the context-parallel process group, whose neighbours are `tp` ranks apart."""
     return Group(layout.cp, layout.tp)
 
 
 def shard_group(layout: Layout) -> Group:
-    """Return the group of ranks that shard optimizer state, context parallelism included; FSDP also shards weights
-    there.
+    """Return the process group over which optimizer state is sharded (FSDP: weights, too).
+
+    It includes context-parallel ranks.
     """
     return Group(layout.optimizer_shards, layout.tp)
 
 
 def replica_group(layout: Layout) -> Group:
-    """Return the group of ranks that hold replicas of a data-parallel shard."""
+    """Return the process group whose ranks hold replicas of the same data-parallel shard."""
     return Group(layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
 
 
 def expert_group(layout: Layout) -> Group:
-    """Return the ranks that exchange tokens between experts; each expert's own tensor parallelism lies inside them."""
+    """Return the expert-parallel process group; the tensor-parallel ranks of each expert lie between its neighbours."""
     return Group(layout.ep, layout.etp)
 
 
 def expert_replica_group(layout: Layout) -> Group:
-    """Return the group of ranks that hold the same expert and reduce its gradients."""
+    """Return the process group whose ranks hold the same expert and reduce its gradients together."""
     return Group(expert_replicas(layout), layout.ep * layout.etp)
 
 
 def gather_s(hardware: Hardware, group: Group, num_bytes: float) -> float:
-    """Return the seconds of an all-gather or reduce-scatter of `num_bytes` in all (Thakur et al. 2005, ring
-    algorithms)."""
+    """Return the seconds of a ring all-gather or reduce-scatter of `num_bytes` in total (Thakur et al. 2005)."""
     if group.size == 1:
         return 0.0
     per_node = group.ranks_per_node(hardware)
@@ -72,12 +72,12 @@ def gather_s(hardware: Hardware, group: Group, num_bytes: float) -> float:
 
 
 def all_reduce_s(hardware: Hardware, group: Group, num_bytes: float) -> float:
-    """Return the seconds of an all-reduce: a reduce-scatter and an all-gather."""
+    """Return the seconds of an all-reduce of `num_bytes`, as a reduce-scatter followed by an all-gather."""
     return 2 * gather_s(hardware, group, num_bytes)
 
 
 def dispatch_s(hardware: Hardware, group: Group, num_bytes: float, experts_per_token: int) -> float:
-    """Return the seconds to send tokens of `num_bytes` to their experts, spread evenly over the group.
+    """Return the seconds to send `num_bytes` of tokens to their experts, spread evenly over the process group.
 
     A token is sent once to each other node that has one of its experts (DeepSeek-AI 2024, section 3.2.2), over the
     rank's own network card, and on to the ranks within that node.
@@ -92,19 +92,19 @@ def dispatch_s(hardware: Hardware, group: Group, num_bytes: float, experts_per_t
 
 
 def neighbour_s(hardware: Hardware, stride: int, num_bytes: float) -> float:
-    """Return the seconds of a message to the rank `stride` away, over the network if that leaves the node."""
+    """Return the seconds of a message to the rank `stride` further, over the network if it is on another node."""
     if stride < hardware.gpus_per_node:
         return num_bytes / intra_rate(hardware) + hardware.intra_node_latency_s
     return num_bytes / inter_rate(hardware) + hardware.inter_node_latency_s
 
 
 def intra_rate(hardware: Hardware) -> float:
-    """Return the bytes/s of one device within its node."""
+    """Return the bytes/s that one device achieves to the other devices of its node."""
     return hardware.intra_node_gb_per_s * 1e9 * hardware.efficiency.intra_link
 
 
 def inter_rate(hardware: Hardware) -> float:
-    """Return the bytes/s of one device's share of the network."""
+    """Return the bytes/s that one device achieves to other nodes, through its share of the network."""
     return hardware.inter_node_gb_per_s * 1e9 * hardware.efficiency.inter_link
 
 

@@ -1,4 +1,4 @@
-"""Layers of a pipeline stage, and the number of their parameters on one rank."""
+"""Distribution of a model's layers over pipeline stages, and the number of parameters on each process rank."""
 
 from __future__ import annotations
 
@@ -11,34 +11,38 @@ from stages.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """One of `pp` pipeline stages."""
+    """Pipeline stage: its index, its layers, and whether it holds the embedding and the output head."""
 
     index: int
     num_layers: int
     has_embedding: bool
     has_head: bool
     first_layer: int = 0
-    """First of a pipeline stage's consecutive layers; interleaved stages hold layers from all parts."""
+    """Index of the first of the stage's consecutive layers. It does not apply to interleaved stages, whose layers come
+    from the whole model."""
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of one rank before data-parallel sharding."""
+    """Number of parameters on one process rank before data-parallel sharding, separately for experts."""
 
     dense: float
-    """Parameters that are replicated over data and context parallelism."""
+    """Number of parameters outside experts, which are replicated over data and context parallelism."""
     expert: float
-    """Parameters of experts, replicated over the ranks that hold the same expert."""
+    """Number of parameters of experts, replicated over the ranks that hold the same expert."""
 
     @property
     def total(self) -> float:
-        """Number of dense and expert parameters together."""
+        """Number of parameters on the rank, experts included."""
         return self.dense + self.expert
 
 
 @lru_cache(maxsize=4096)
 def pipeline_stages(num_layers: int, pp: int, balances_head: bool = False) -> tuple[PipelineStage, ...]:
-    """Spread layers evenly over stages; if uneven (or with `balances_head`), the last and the first stage get fewer."""
+    """Spread layers evenly over pipeline stages.
+
+    If uneven (or with `balances_head`), the last and then the first stage get fewer.
+    """
     if pp == 1:
         return (PipelineStage(0, num_layers, True, True),)
     most = -(-(num_layers + (2 if balances_head else 0)) // pp)
@@ -52,7 +56,10 @@ def pipeline_stages(num_layers: int, pp: int, balances_head: bool = False) -> tu
 
 @lru_cache(maxsize=4096)
 def stage_shape(shape: ModelShape, stage: PipelineStage, vpp: int) -> ModelShape:
-    """Return the model as a stage has it: the dense layers of a mixture that lie there (interleaved: the average)."""
+    """Return the model shape restricted to one pipeline stage: its number of layers, and how many of them are dense.
+
+    An interleaved stage keeps the whole model's shape, as the average.
+    """
     if vpp > 1 or not shape.dense_layers or stage.num_layers == shape.num_layers:
         return shape
     dense = range(sum(0 <= layer - stage.first_layer < stage.num_layers for layer in shape.dense_layers))
@@ -61,7 +68,10 @@ def stage_shape(shape: ModelShape, stage: PipelineStage, vpp: int) -> ModelShape
 
 @lru_cache(maxsize=65536)
 def rank_parameters(shape: ModelShape, stage: PipelineStage, tp: int, ep: int, etp: int) -> RankParameters:
-    """Count the parameters of one rank. tp splits matrices, ep × etp experts; norms and routers stay whole."""
+    """Count the parameters on one process rank of a pipeline stage, before data-parallel sharding.
+
+    `tp` divides matrices, `ep` × `etp` divides experts; norms and routers stay whole.
+    """
     mixture = shape.num_mixture_layers / shape.num_layers
     norms = 2 * shape.norm_parameters + mixture * shape.router_parameters
     per_layer = shape.attention_parameters / tp + (1 - mixture) * shape.ffn_parameters / tp + norms
@@ -76,10 +86,10 @@ def rank_parameters(shape: ModelShape, stage: PipelineStage, tp: int, ep: int, e
 
 
 def outside_parameters(shape: ModelShape, stage: PipelineStage, tp: int) -> float:
-    """Count the parameters of embedding and head on one rank, where the stage has them."""
+    """Count the parameters of the embedding and the output head on one process rank, if its pipeline stage has them."""
     return (stage.has_embedding * shape.embedding_parameters + stage.has_head * shape.head_parameters) / tp
 
 
 def expert_replicas(layout: Layout) -> int:
-    """Return the number of ranks that hold the same expert and reduce its gradients."""
+    """Return the number of process ranks that hold the same expert and reduce its gradients."""
     return max(1, layout.data_parallel_size * layout.cp * layout.tp // (layout.ep * layout.etp))

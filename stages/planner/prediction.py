@@ -1,4 +1,4 @@
-"""Predictions of a train stage's layout: metrics, record, and the refusal of layouts that lack memory."""
+"""Predictions for a train stage's layout: its metrics, its JSON record, and an error for a layout that lacks memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_PARTS_NAMED = 3
 
 
 def predicted_metrics(candidate: Candidate) -> dict[str, float]:
-    """Return the predicted metrics, named after the measured ones."""
+    """Return a layout's predicted step time, memory and pipeline bubble as metrics (`predicted_step_time_s`, …)."""
     metrics = {
         "predicted_step_time_s": candidate.time.step_time_s,
         "predicted_memory_gib": candidate.memory.peak_gib,
@@ -28,7 +28,10 @@ def predicted_metrics(candidate: Candidate) -> dict[str, float]:
 
 
 def check_memory(request: SearchRequest, candidate: Candidate, available_gib: float) -> None:
-    """Raise LayoutError if the layout lacks memory even at 10% less than predicted; the message names one that fits."""
+    """Raise LayoutError if a layout lacks memory even at 10% less than predicted.
+
+    The message names a layout that fits.
+    """
     needed_gib = candidate.memory.peak_gib
     if memory_fit(needed_gib, available_gib) != "does not fit":
         return
@@ -42,7 +45,7 @@ def check_memory(request: SearchRequest, candidate: Candidate, available_gib: fl
 
 
 def teacher_memory_gib(request: SearchRequest, candidate: Candidate) -> float:
-    """Return the GiB of a model that is only evaluated under a layout: weights, and a micro-batch without gradients.
+    """Return the GiB per device of a teacher model under a layout: weights, and a micro-batch without gradients.
 
     request: has the teacher's shape.
     """
@@ -52,7 +55,10 @@ def teacher_memory_gib(request: SearchRequest, candidate: Candidate) -> float:
 
 
 def check_teacher_memory(teacher_gib: float, candidate: Candidate, available_gib: float, *, beside_model: bool) -> None:
-    """Raise LayoutError if the teacher does not fit. beside_model: while the trained model is in memory, too."""
+    """Raise LayoutError if a teacher model does not fit on the devices.
+
+    beside_model: the trained model is in memory at the same time.
+    """
     needed_gib = teacher_gib + (candidate.memory.peak_gib if beside_model else 0)
     if memory_fit(needed_gib, available_gib) != "does not fit":
         return
@@ -65,12 +71,12 @@ def check_teacher_memory(teacher_gib: float, candidate: Candidate, available_gib
 
 
 def alternatives(request: SearchRequest) -> tuple[Candidate, ...]:
-    """Return the fastest layouts that fit."""
+    """Return the five fastest layouts that fit, as alternatives to record beside the chosen one."""
     return fitting_layouts(request)[:NUM_ALTERNATIVES]
 
 
 def as_json(candidate: Candidate) -> dict[str, Any]:
-    """Return a layout and its predictions as a JSON object."""
+    """Return a layout with its predicted time and memory as a JSON object."""
     return {
         "layout": candidate.text,
         "step_time_s": candidate.time.step_time_s,
@@ -81,7 +87,7 @@ def as_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def closest(candidate: Candidate, fitting: Sequence[Candidate]) -> Candidate:
-    """Return the candidate layout that differs in the fewest fields, and the fastest of those."""
+    """Return the candidate whose layout differs in the fewest fields from a given one; among equals the fastest."""
     own = candidate.layout.model_dump()
 
     def distance(one: Candidate) -> int:

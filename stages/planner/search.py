@@ -24,13 +24,15 @@ LARGEST_MICRO_BATCH_TOKENS = 65536
 NEAR_MISS = 1.6
 """Highest ratio of predicted to available memory at which a layout that does not fit is still timed."""
 UNCERTAINTY = 0.1
-"""Relative error of predicted memory, either way."""
+"""Relative error of predicted memory, in either direction."""
 MemoryFit = Literal["fits", "tight", "does not fit"]
 
 
 def memory_fit(peak_gib: float, available_gib: float) -> MemoryFit:
-    """Compare predicted with available memory: it fits or lacks memory even if the prediction is 10% off, else it is
-    tight."""
+    """Return whether predicted memory fits, does not fit or is tight.
+
+    Tight means that a prediction error of 10% would change the answer.
+    """
     if peak_gib <= (1 - UNCERTAINTY) * available_gib:
         return "fits"
     return "tight" if (1 - UNCERTAINTY) * peak_gib <= available_gib else "does not fit"
@@ -38,7 +40,7 @@ def memory_fit(peak_gib: float, available_gib: float) -> MemoryFit:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its estimates."""
+    """Layout with its predicted memory and step time."""
 
     engine: EngineName
     layout: Layout
@@ -48,28 +50,28 @@ class Candidate:
 
     @property
     def memory_fit(self) -> MemoryFit:
-        """Fit of the fullest rank's memory, with the margin of the prediction's error."""
+        """Answer whether the fullest process rank fits in memory: `fits`, `tight` or `does not fit`."""
         return memory_fit(self.memory.peak_gib, self.available_gib)
 
     @property
     def text(self) -> str:
-        """Layout as text: engine and the fields that differ from the default layout."""
+        """Layout as one line of text: the engine, and the fields that differ from the default layout."""
         return describe_layout(self.engine, self.layout)
 
     @property
     def fits(self) -> bool:
-        """True if the layout fits even if the prediction is 10% too low."""
+        """True if the layout fits in memory even if the prediction is 10% too low."""
         return self.memory_fit == "fits"
 
 
 def safest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Sort layouts that fit before tight ones, keeping the order within both."""
+    """Sort layouts that fit before layouts whose memory is tight; the order within each kind stays."""
     return tuple(sorted(candidates, key=lambda one: not one.fits))
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Layouts that fit or are tight, and faster ones that lack memory; both fastest first.
+    """Result of a layout search: layouts that fit or are tight, and faster ones that lack memory, each fastest first.
 
     If nothing fits, `too_large` holds all layouts, least memory first. One of the two is never empty.
     """
@@ -80,18 +82,21 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """Fastest layout that fits; if none does, the fastest tight one; else None."""
+        """Fastest layout that fits; if none fits, the fastest tight layout; otherwise None."""
         return next(iter(safest_first(self.fitting)), None)
 
 
 def search(request: SearchRequest) -> SearchResult:
-    """Rank all legal layouts by step time. Raises LayoutError if there is none, naming a number of devices with one."""
+    """Rank all legal layouts by predicted step time.
+
+    Raises LayoutError if no layout is legal; it names the nearest number of devices that has one.
+    """
     found = _search(request, NEAR_MISS)
     return found if found.fitting or found.too_large else _search(request, math.inf)
 
 
 def fitting_layouts(request: SearchRequest) -> tuple[Candidate, ...]:
-    """Return the layouts that fit, fastest first, then tight ones; nothing if no layout is legal."""
+    """Return the layouts that fit, fastest first, then those whose memory is tight; empty if no layout is legal."""
     try:
         return safest_first(search(request).fitting)
     except LayoutError:
@@ -99,7 +104,7 @@ def fitting_layouts(request: SearchRequest) -> tuple[Candidate, ...]:
 
 
 def estimate(request: SearchRequest, engine: EngineName, layout: Layout) -> Candidate:
-    """Return the time of one layout and the memory of all its pipeline stages, whether it fits or not.
+    """Predict the step time of one layout and the memory of all its pipeline stages, whether it fits or not.
 
     `accumulate: auto` becomes `sharded` in the result if whole gradients do not fit.
     """
@@ -107,7 +112,7 @@ def estimate(request: SearchRequest, engine: EngineName, layout: Layout) -> Cand
 
 
 def legal_layouts(request: SearchRequest) -> Iterator[tuple[EngineName, Layout]]:
-    """Yield every legal layout except dominated ones."""
+    """Yield every legal layout with its engine, without layouts that another one always beats."""
     for engine in request.engines:
         for variants in _groups(request, engine):
             yield from ((engine, layout) for layout in variants)
@@ -139,8 +144,10 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
 def _with_memory(
     request: SearchRequest, engine: EngineName, layout: Layout, *, every_stage: bool
 ) -> tuple[Layout, MemoryEstimate]:
-    """Return the layout as it would run and its memory: `accumulate: auto` becomes `sharded` if whole gradients do not
-    fit."""
+    """Return the layout as it would run, with its predicted memory.
+
+    `accumulate: auto` becomes `sharded` if unsharded gradients do not fit.
+    """
     needed = _memory(request, engine, layout, every_stage=every_stage)
     is_asked = "accumulate" in RULES[engine].own_fields and layout.accumulate == "auto"
     adds_up_in_fp32 = request.workload.state_bytes.weight == 4
@@ -169,7 +176,7 @@ def _with_time(request: SearchRequest, engine: EngineName, layout: Layout, neede
 
 
 def _groups(request: SearchRequest, engine: EngineName) -> Iterator[list[Layout]]:
-    """Yield groups of legal layouts that differ in the micro-batch only, smallest first."""
+    """Yield groups of legal layouts that differ only in micro-batch size, each sorted from small to large."""
     constraints = request.constraints
     for degrees in COSTS[engine].degrees(request):
         shares = degrees["dp_shard"] * degrees.get("dp_replicate", 1)
@@ -184,7 +191,7 @@ DEFAULTS = Layout().model_dump()
 
 
 def _micro_batch_sizes(request: SearchRequest, shares: int) -> list[int]:
-    """Return powers of two that divide one rank's share of the batch."""
+    """Return the micro-batch sizes to search: powers of two that divide one rank's share of the global batch."""
     rows, rest = divmod(request.workload.global_batch_size, shares)
     if rest:
         return []

@@ -1,4 +1,4 @@
-"""Time of an optimizer step under a layout, by part.
+"""Predicted time of an optimizer step under a layout, by kind of work (compute, communication, pipeline bubble, …).
 
 The slowest stage paces the pipeline, which idles for (pp - 1) / vpp micro-batches (Narayanan et al. 2021, section 2.2).
 Tensor parallelism reduces twice in a layer's forward and twice in its backward pass (Shoeybi et al. 2020). Context
@@ -27,7 +27,7 @@ from stages.planner.workload import Software, Workload
 
 @dataclass(frozen=True)
 class TimeParts:
-    """Seconds of a step by part; communication counts only where compute does not hide it."""
+    """Seconds of an optimizer step by kind of work; communication counts only where compute does not hide it."""
 
     compute: float
     recompute: float
@@ -39,25 +39,26 @@ class TimeParts:
     data_parallel: float
     optimizer: float
     method_passes: float
-    """Forward passes that the method takes in each step beside the learning one."""
+    """Seconds of additional forward passes of the training method, such as those of a reference model in each step."""
 
     @property
     def total(self) -> float:
-        """Total seconds of a step, over all parts."""
+        """Total seconds of an optimizer step, over all kinds of work."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Predicted time of a step with the rates that follow from it."""
+    """Predicted time of an optimizer step, with throughput, MFU and bubble fraction that follow from it."""
 
     parts: TimeParts
     tokens_per_s_per_gpu: float
     mfu: float
-    """Model FLOPs (`stages.models.flops`) over the peak in bf16 (fp32 in fp32)."""
+    """Model FLOPs utilization: FLOPs of the model (`stages.models.flops`) over the devices' peak in bf16 (fp32 in
+    fp32)."""
     bubble_fraction: float
     reference_pass_s: float
-    """Seconds of forward passes over a step's rows before training, such as a reference model's; 0 without any."""
+    """Seconds of forward passes over one step's rows before training, such as a reference model's; 0 without any."""
 
     @property
     def step_time_s(self) -> float:
@@ -67,7 +68,7 @@ class TimeEstimate:
 
 @dataclass(frozen=True)
 class _LayerCost:
-    """Seconds of one layer for one micro-batch, by part."""
+    """Seconds of one layer for one micro-batch: compute, recomputation, and communication by kind of parallelism."""
 
     layer: LayerTime
     tensor: Pass
@@ -77,7 +78,7 @@ class _LayerCost:
 
     @property
     def total_s(self) -> float:
-        """Seconds of forward and backward pass of one layer, all parts together."""
+        """Seconds of forward and backward pass of one layer, recomputation and communication included."""
         communication = _sum(self.tensor) + _sum(self.context) + _sum(self.expert)
         return _sum(self.layer.both) + self.recompute_s + communication
 
@@ -91,7 +92,7 @@ def step_time(
     *,
     software: Software | None = None,
 ) -> TimeEstimate:
-    """Estimate one optimizer step of `workload` on `layout.world_size` devices."""
+    """Estimate the time of one optimizer step of `workload` on `layout.world_size` devices."""
     shape = workload.trained_shape(shape)
     costs = COSTS[engine]
     case = TimedCase(shape, costs, layout, workload, software or costs.program(layout, hardware), hardware)
@@ -109,7 +110,10 @@ def step_time(
 
 
 def _parts(case: TimedCase) -> TimeParts:
-    """Return the time of a step by part: micro-batches times the slowest pipeline stage, plus work once a step."""
+    """Return the time of a step by kind of work.
+
+    The slowest pipeline stage counts once per micro-batch, other work once per step.
+    """
     layout, micro_batches = case.layout, case.micro_batches
     stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
     head = _head(case)
@@ -136,22 +140,24 @@ def _parts(case: TimedCase) -> TimeParts:
 
 
 def _staged(case: TimedCase, stage: PipelineStage) -> TimedCase:
-    """Return the case with only the stage's own layers, or with an adapter's whole model, since it chooses layers by
-    number."""
+    """Return the case restricted to one pipeline stage's layers.
+
+    With an adapter the case stays whole, since the adapter selects layers by their index in the model.
+    """
     if case.workload.adapter is not None:
         return case
     return replace(case, shape=stage_shape(case.shape, stage, case.layout.vpp))
 
 
 def _layer_cost(case: TimedCase) -> _LayerCost:
-    """Return the cost of a layer, averaged over the model."""
+    """Return the seconds of one layer per micro-batch, averaged over the case's layers."""
     layer = layer_time(case.work, case.software, case.hardware)
     tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
     return _LayerCost(layer, tensor, context, expert, _recompute_s(case, layer))
 
 
 def _forward_pass_s(case: TimedCase) -> float:
-    """Return the seconds of a forward pass without gradients over a step's rows; micro-batches fill the pipeline."""
+    """Return the seconds of one forward pass without gradients over a step's rows, in pipelined micro-batches."""
     layout, cost = case.layout, _layer_cost(case)
     layer_s = sum(one.forward_s for one in (cost.layer.both, cost.tensor, cost.context, cost.expert))
     layer_s += case.engine.forward_gather_s(case, pipeline_stages(case.shape.num_layers, layout.pp)[0], cost.layer)
@@ -164,7 +170,7 @@ def _head(case: TimedCase) -> Pass:
 
 
 def _model_flops(case: TimedCase) -> ModelFlops:
-    """Return the model's FLOPs as training counts them."""
+    """Return the FLOPs per token that training needs: with the adapter, or without the head of a reward model."""
     adapter = case.workload.adapter
     flops = adapted_flops(case.shape, adapter) if adapter else case.shape.flops()
     return replace(flops, head_parameters=0) if case.workload.scores_documents else flops
@@ -175,12 +181,15 @@ def _sum(both: Pass) -> float:
 
 
 def _ends(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
-    """Return one stage of each kind: first, inner, last."""
+    """Return one pipeline stage of each kind (first, inner, last), whose costs represent all others."""
     return stages if len(stages) < 3 else (stages[0], stages[1], stages[-1])
 
 
 def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
-    """Return the seconds of one layer's recomputation, without the reductions of tensor parallelism."""
+    """Return the seconds of recomputing one layer's activations in the backward pass.
+
+    Tensor-parallel all-reduces count only under full recomputation.
+    """
     recompute = case.layout.recompute
     if recompute == "full":
         return case.software.recomputed_share * (layer.both.forward_s + _tensor_parallel(case).forward_s)
@@ -192,7 +201,10 @@ def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
 
 
 def _tensor_parallel(case: TimedCase) -> Pass:
-    """Return the exposed seconds of two all-reduces a pass (or their all-gathers and reduce-scatters)."""
+    """Return the seconds per pass of tensor parallelism's two all-reduces that compute does not hide.
+
+    Sequence parallelism replaces them by all-gathers and reduce-scatters of the same volume.
+    """
     if case.layout.tp == 1:
         return Pass(0.0, 0.0)
     message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes
@@ -202,7 +214,7 @@ def _tensor_parallel(case: TimedCase) -> Pass:
 
 
 def _context_parallel(case: TimedCase, layer: LayerTime) -> Pass:
-    """Return the exposed seconds of passing keys and values around the ring, and their gradients back."""
+    """Return the seconds not hidden by compute of sending keys and values around a ring, and gradients back."""
     cp = case.layout.cp
     if cp == 1:
         return Pass(0.0, 0.0)
@@ -217,7 +229,7 @@ def _context_parallel(case: TimedCase, layer: LayerTime) -> Pass:
 
 
 def _expert_parallel(case: TimedCase, layer: LayerTime) -> Pass:
-    """Return the exposed seconds of dispatching tokens to their experts and back."""
+    """Return the seconds that compute does not hide of sending tokens to their experts and back."""
     if case.layout.ep == 1:
         return Pass(0.0, 0.0)
     shape = case.shape
@@ -233,8 +245,10 @@ def _expert_parallel(case: TimedCase, layer: LayerTime) -> Pass:
 
 
 def _pipeline_messages_s(case: TimedCase) -> float:
-    """Return the exposed seconds of messages between stages: a hidden state forward and its gradient back, for every
-    micro-batch (and chunk; with chunks half is hidden)."""
+    """Return the seconds that compute does not hide of messages between pipeline stages.
+
+    Every micro-batch (and chunk) sends a hidden state forward and its gradient back; interleaving hides a part.
+    """
     layout = case.layout
     if layout.pp == 1:
         return 0.0
@@ -246,8 +260,7 @@ def _pipeline_messages_s(case: TimedCase) -> float:
 
 
 def _optimizer_s(case: TimedCase, stage: PipelineStage) -> float:
-    """Return the seconds of Adam: it reads and writes master weights and moments, reads gradients twice, writes
-    weights."""
+    """Return the seconds of Adam's update, from the memory traffic of weights, moments and gradients."""
     layout = case.layout
     parameters = case.engine.optimizer_parameters(case.trained(stage), layout)
     bytes_each = 24 + 2 * 4 + case.workload.compute_bytes

@@ -1,4 +1,4 @@
-"""Costs of the FSDP2 engine: everything is sharded, and each layer gathered for every pass of every micro-batch.
+"""Memory and time costs of the FSDP2 engine, which shards everything and gathers each layer for every pass.
 
 (Zhao et al. 2023.) Selective recomputation and adapters are those of PyTorch and PEFT.
 """
@@ -18,7 +18,7 @@ from stages.planner.workload import Software
 
 
 class FsdpCosts(EngineCosts):
-    """PyTorch's FSDP2 around Transformers' layers, whose norms are chains of unfused operations."""
+    """Costs of PyTorch's FSDP2 around Transformers' layers, whose norms are chains of unfused operations."""
 
     name = "fsdp"
     software = Software(fused_elementwise=False, fragments_states=True, casts_at_products=True)
@@ -47,9 +47,10 @@ class FsdpCosts(EngineCosts):
         return frozen + 4 * trained, 4 * trained, size.moments * trained
 
     def buffer_bytes(self, case: StepCase, stage: PipelineStage) -> float:
-        """Return the bytes of gathered parameters (the root's, and a few layers') and of one layer's whole gradients.
+        """Return the bytes of gathered parameters and of one layer's unsharded gradients on one process rank.
 
-        Under a pipeline, all layers of the stage stay gathered, and their gradients whole, until the step ends.
+        Gathered at once are the parameters outside the layers (embedding, head) and a few layers. With
+        pipeline parallelism, all layers of the stage stay gathered, and their gradients unsharded, until the step ends.
         """
         layout, size = case.layout, case.workload.compute_bytes
         held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total
@@ -76,7 +77,7 @@ class FsdpCosts(EngineCosts):
     def data_parallel_s(
         self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float
     ) -> float:
-        """Return the exposed seconds of gathering, gradient reduction and offloading in a step.
+        """Return the seconds of gathering, gradient reduction and offloading per step that compute does not hide.
 
         Every micro-batch gathers each layer twice (once if `reshard_after_forward` is off); gradients are reduced after
         each micro-batch or after the last. Under a pipeline, where passes of micro-batches alternate, layers stay
@@ -123,14 +124,14 @@ class FsdpCosts(EngineCosts):
 
 
 def _reduces_once(case: StepCase) -> bool:
-    """Return whether gradients stay whole between micro-batches, and are reduced once a step."""
+    """Return whether gradients stay unsharded between micro-batches, and are reduced once per optimizer step."""
     accumulate = case.layout.accumulate
     keeps_whole = case.software.gathers_gradients if accumulate == "auto" else accumulate == "whole"
     return keeps_whole or case.layout.pp > 1
 
 
 def _muon_matrices(case: StepCase, stage: PipelineStage) -> float:
-    """Count the parameters with one Muon moment: all but embeddings, the head and vectors."""
+    """Count the parameters that Muon optimizes with one moment: all but embeddings, the head and vectors."""
     if case.workload.optimizer != "muon":
         return 0.0
     shape, layout = case.shape, case.layout
@@ -141,7 +142,7 @@ def _muon_matrices(case: StepCase, stage: PipelineStage) -> float:
 
 
 def _gathered_bytes(case: TimedCase, stage: PipelineStage) -> float:
-    """Return the bytes of one whole layer, as it is gathered."""
+    """Return the bytes of one whole layer as FSDP gathers it for a pass, with its adapter if there is one."""
     workload, layout = case.workload, case.layout
     if workload.adapter:
         return gathered_layer_bytes(case.shape, workload.adapter, workload.compute_bytes)
@@ -154,7 +155,7 @@ def _gathered_bytes(case: TimedCase, stage: PipelineStage) -> float:
 
 
 def _offload_s(case: TimedCase) -> float:
-    """Return the seconds of copying shards from the host for every gathering, and gradients to it once a step."""
+    """Return the seconds of copies with CPU offload: weights for each gathering, gradients back once a step."""
     if not case.layout.cpu_offload:
         return 0.0
     workload = case.workload

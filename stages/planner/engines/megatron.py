@@ -1,4 +1,4 @@
-"""Costs of the Megatron-core engine: weights and gradients are whole on each data-parallel rank.
+"""Memory and time costs of the Megatron-core engine, whose data-parallel ranks each hold whole weights and gradients.
 
 The distributed optimizer reduces gradients once a step, and gathers updated weights (Rajbhandari et al. 2020).
 """
@@ -22,7 +22,7 @@ INTERLEAVINGS = (1, 2, 3, 4, 5, 6, 8)
 
 
 class MegatronCosts(EngineCosts):
-    """Megatron-core's own layers and distributed optimizer."""
+    """Costs of Megatron-core's own layers and its distributed optimizer."""
 
     name = "megatron"
     software = Software(chunked_logits=False, gathers_gradients=False)
@@ -60,7 +60,7 @@ class MegatronCosts(EngineCosts):
     def data_parallel_s(
         self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float
     ) -> float:
-        """Return the exposed seconds of the gradient reduction and of gathering updated weights.
+        """Return the seconds of reducing gradients and gathering weights per step that compute does not hide.
 
         Gradients are reduced during the last backward pass; weights are gathered during the next forward pass.
         """
@@ -88,8 +88,9 @@ class MegatronCosts(EngineCosts):
         return 0.0
 
     def degrees(self, request: SearchRequest) -> Iterator[dict[str, Any]]:
-        """Yield the layout fields to search, without tensor parallelism across nodes or over tp > 1 without sequence
-        parallelism.
+        """Yield the layout fields to search.
+
+        Left out are tensor parallelism across nodes, and tp > 1 without sequence parallelism.
         """
         for tp in _divisors(min(request.num_gpus, request.hardware.gpus_per_node)):
             for pp in _divisors(request.num_gpus // tp, request.shape.num_layers):
@@ -112,7 +113,7 @@ class MegatronCosts(EngineCosts):
 
 
 def _exposed_s(case: TimedCase, communication_s: float, compute_s: float) -> float:
-    """Return the seconds of data-parallel communication that compute does not hide, if the program hides any."""
+    """Return the seconds of data-parallel communication that compute does not hide: all if none overlaps."""
     return case.exposed_s(communication_s, compute_s) if case.software.overlaps_gradients else communication_s
 
 

@@ -1,4 +1,7 @@
-"""Registry of the training engines' costs by name. A new engine is a module beside this one and a line here."""
+"""Registry of the planner's cost model for each training engine, by engine name.
+
+To add an engine, add a module beside this one and a line here.
+"""
 
 from __future__ import annotations
 
