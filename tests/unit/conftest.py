@@ -1,4 +1,4 @@
-"""Settings of all unit tests."""
+"""Settings of all unit tests: no time limits of hypothesis, and no imports of unused packages."""
 
 from hypothesis import settings
 

@@ -1,4 +1,4 @@
-"""The accelerator benchmark runs on the CPU with a tiny model as it does on a GPU, and continues where it was."""
+"""The accelerator benchmark also runs on a CPU with a tiny model, and a restart measures only what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of published runs are read, predicted and written; errors in them are named by row and column."""
+"""Tables of published training runs are read, predicted and written; errors in a table name its row and column."""
 
 from __future__ import annotations
 
@@ -164,7 +164,10 @@ def test_lora_is_cheaper_in_time_and_memory(tmp_path):
 
 
 def test_fully_sharded_training_gains_from_pipelines_and_tensor_parallelism(tmp_path):
-    """Compare with torchtitan's published 405B runs on 512 H100s: 72.7 to 82.5 GiB, 100 to 128 tokens/s a GPU."""
+    """Predicted memory and speed of Llama 405B on 512 H100s are near those of torchtitan's published runs.
+
+    These used 72.7 to 82.5 GiB, and trained 100 to 128 tokens/s a GPU.
+    """
     row = "Llama-3.1-405B,,,,,,,,8192,256,4,8,8,8,FSDP2,full,512,H100-96GB,fp8"
     (run,) = predicted(tmp_path, table(tmp_path, row))[1]
     assert 65 < float(run["pred_memory_gb"]) < 95
@@ -183,7 +186,11 @@ def test_fully_sharded_training_gains_from_pipelines_and_tensor_parallelism(tmp_
     ],
 )
 def test_compiling_layers_and_loss_saves_what_was_measured(tmp_path, gpus, gpu, precision, note, measured_gib):
-    """Compare with torchtitan's 8B runs: a compiled layer keeps no last product, a compiled loss no fp32 logits."""
+    """Predicted memory of torchtitan's published 8B runs is within 3.5% of the measured memory.
+
+    A layer under torch.compile does not keep the result of its last matrix product; a compiled loss keeps no fp32
+    logits.
+    """
     row = f"Llama-3.1-8B,,,,,,,,8192,{2 * gpus},2,1,1,{gpus},FSDP2,selective,{gpus},{gpu},{precision},{note}"
     (run,) = read_table(table(tmp_path, row, header=COLUMNS + ",note"))[1]
     of_tensors = replace(run.hardware.efficiency, runtime_gib=0, communicator_gib=0)
@@ -244,12 +251,15 @@ def test_a_known_model_s_name_does_not_override_the_sizes_that_a_row_states(tmp_
     ("share", "fit"), [(0.89, "fits"), (0.91, "tight"), (1.1, "tight"), (1.12, "does not fit")]
 )  # fmt: skip
 def test_what_is_near_the_memory_there_is_is_tight(share, fit):
-    """Memory predictions are up to a tenth too high or too low."""
+    """Predicted memory close to the device's is called tight, since predictions are up to 10% too high or too low."""
     assert memory_fit(share * 80, 80) == fit
 
 
 def test_llama_70b_by_lora_on_one_device_takes_what_it_took(tmp_path):
-    """Compare with MLPerf Training 5.0, Llama-2-70B LoRA on one B200: activation inputs are kept in fp8."""
+    """The predicted memory of MLPerf's Llama 2 70B LoRA run fits one B200 only with activation inputs kept in fp8.
+
+    Compared run: MLPerf Training 5.0.
+    """
     row = "Llama2-70B,70,80,8192,64,8,28672,32000,8192,8,1,1,1,8,DDP+distopt,none,8,B200-SXM-180GB,fp8,lora 16"
     with_note = f"{row},SP=0; cudagraph=0; fp8 attention=1; activation input in fp8=1"
     file = table(tmp_path, row + ",", with_note, header=COLUMNS + ",kind,note")
@@ -259,7 +269,10 @@ def test_llama_70b_by_lora_on_one_device_takes_what_it_took(tmp_path):
 
 @pytest.mark.parametrize(("gpu", "layers"), [("GB300", 20), ("GB200", 40)])
 def test_what_cannot_be_on_a_device_is_in_the_memory_of_a_near_host(tmp_path, gpu, layers):
-    """NVIDIA's recipes of these runs offload the activations of this many layers to the Grace CPU's memory."""
+    """A run too large for a GB200 or GB300 is predicted to offload as many layers as NVIDIA's recipe for it does.
+
+    These recipes offload the activations of `layers` layers to the Grace CPU's memory.
+    """
     row = f"LLAMA3_70B,,,,,,,,8192,256,2,1,1,64,Megatron-FSDP64,,64,{gpu},FP8"
     (run,) = read_table(table(tmp_path, row))[1]
     assert run.layout.recompute == "none"
@@ -283,8 +296,11 @@ SIMUMAX = "DeepSeek-V{version} cut to 4 layers,,4,{hidden},128,128,{ffn},{vocab}
     [(2, 1, 2.721, 45.63), (2, 2, 1.728, 44.7), (3, 1, 4.141, 104.3), (3, 2, 2.719, 114.0)],
 )
 def test_mixtures_with_latent_attention_take_what_was_measured(tmp_path, version, pp, measured_s, measured_gib):
-    """SimuMax on 8 B200, 32 micro-batches, gigabytes of tensors; nothing was fitted to these. Pipeline stages differ by
-    a dense layer."""
+    """Predicted step time and memory of DeepSeek models cut to 4 layers agree with SimuMax's on 8 B200s.
+
+    The runs have 32 micro-batches; memory is that of tensors, in GiB; pipeline stages differ by a dense layer. No
+    constant of the planner was fitted to these runs.
+    """
     sizes = {2: {"hidden": 5120, "ffn": 12288, "vocab": 102400}, 3: {"hidden": 7168, "ffn": 18432, "vocab": 129280}}
     dp = 8 // pp
     row = SIMUMAX.format(version=version, pp=pp, dp=dp, rows=32 * dp, **sizes[version])
@@ -298,7 +314,10 @@ def test_mixtures_with_latent_attention_take_what_was_measured(tmp_path, version
 
 @pytest.mark.parametrize(("gpu", "measured_s"), [("GB200", 43.268), ("GB300", 34.517)])
 def test_training_in_four_bits_takes_what_was_measured(tmp_path, gpu, measured_s):
-    """Compare with Megatron-Bridge 26.04's Llama 3.1 405B on 256 devices, to which nothing was fitted."""
+    """Predicted step times of Llama 3.1 405B trained in NVFP4 are within 8% of Megatron-Bridge's measured ones.
+
+    Megatron-Bridge 26.04 on 256 devices; no constant of the planner was fitted to these runs.
+    """
     pp, dp, vpp = (16, 4, 8) if gpu == "GB200" else (8, 8, 4)
     row = f"LLAMA3.1_405B,,,,,,,,8192,1536,1,4,{pp},{dp},DDP+distopt,,256,DGX-{gpu},NVFP4,{vpp}"
     (run,) = read_table(table(tmp_path, row, header=COLUMNS + ",vpp"))[1]

@@ -1,4 +1,4 @@
-"""Recipes that train adapters fit, and their predicted memory equals the hand computation in their comments."""
+"""Adapter recipes fit their GPUs, and their predicted memory equals the computation by hand in their comments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ def predicted(name: str, config: dict) -> StageMemory:
 
 
 def test_llama_70b_under_tp8():
-    """LoRA rank 16 on seven matrices of 80 layers: TP leaves factors of width 8,192 whole, and cuts the others in 8."""
+    """Predicted memory of a 70B LoRA training under tensor parallelism of 8 equals a computation by hand.
+
+    LoRA rank is 16, on seven matrices of each of 80 layers. Tensor parallelism leaves LoRA factors of width 8,192
+    whole, and cuts all others in 8.
+    """
     worst = predicted("llama-3.1-70b-lora-8gpu", LLAMA_70B)
     adapter = 80 * 16 * (7 * 8192 + (2 * 8192 + 2 * 1024 + 3 * 28672) / 8)
     masks = 80 * 16 * (3 * (8192 + 2 * 1024) + 2 * (2 * 28672)) / 8
@@ -29,8 +33,11 @@ def test_llama_70b_under_tp8():
 
 
 def test_qwen3_30b_under_ep8():
-    """Rank 8 on attention, routers and experts, 16 on their gate and up, which share an A; a GPU has 16 of 128 experts
-    of three matrices of 2,048 × 768 in each of 48 layers."""
+    """Predicted memory of LoRA on Qwen3-30B-A3B under expert parallelism of 8 equals a computation by hand.
+
+    LoRA rank is 8 on attention, routers and experts, and 16 on the experts' gate and up matrices, which share a factor
+    A. In each of 48 layers, a GPU has 16 of 128 experts, each of three matrices of 2,048 × 768.
+    """
     worst = predicted("qwen3-30b-a3b-lora-megatron", QWEN3_30B)
     experts = 48 * 128 * 3 * 2048 * 768
     others = 30.5321e9 - experts
@@ -46,7 +53,11 @@ def test_qwen3_30b_under_ep8():
 
 
 def test_qwen3_8b_in_four_bits_on_24_gib():
-    """NF4 linear layers take half a byte a weight, a byte for each 64 and 4 for each row; the rest is in bfloat16."""
+    """Predicted memory of a QLoRA training of Qwen3-8B equals a computation by hand, and fits a GPU of 24 GiB.
+
+    Linear layers in NF4 take half a byte a weight, one byte for each 64 weights and 4 bytes for each matrix row; all
+    other weights are in bfloat16.
+    """
     worst = predicted("qwen3-8b-qlora-one-gpu", QWEN3_8B)
     linear = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288)
     rows = 36 * (3 * 4096 + 2 * 1024 + 2 * 12288)

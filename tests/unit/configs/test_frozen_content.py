@@ -43,13 +43,16 @@ def digest(value):
 
 
 def asked_of(judge, folder):
-    """Return the prompt that a judge gets for a trial completion, and the expected format of its answer."""
+    """Return the prompt that a judge model gets for a trial completion, and the expected format of its answer."""
     with AskedJudge.opened(judge, folder / "answers.jsonl") as asked:
         return [asked._questions(TRIAL), asked._expected]
 
 
 def contents(folder):
-    """Return the digest of each frozen content by name, or the content itself where it is short."""
+    """Return digests of task files, templates, builtin models and datasets, and judge prompts, by name.
+
+    Short contents are returned themselves.
+    """
     found = {}
     for name in FOLDERS:
         found[name] = hash_path(ROOT / name)
@@ -72,7 +75,10 @@ def contents(folder):
 
 
 def outside_of(config):
-    """Return the hashes of a stage's outside inputs, without program versions; remote hubs give a constant."""
+    """Return the content hashes of a stage's inputs from outside the store, without program versions.
+
+    Downloads from remote hubs get a constant.
+    """
     paths = {field: hash_path(path) for field, path in config.outside_paths().items()}
     if config.kind != "download":
         return paths
@@ -81,7 +87,7 @@ def outside_of(config):
 
 
 def versions():
-    """Return the versions of recipes under `configs/`, with the project's real content."""
+    """Return the artifact versions of all recipes under `configs/`, computed with the project's real files."""
     found = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         recipe = load_recipe(path)

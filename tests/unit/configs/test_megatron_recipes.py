@@ -26,7 +26,7 @@ QWEN3_30B = {
     "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936, "max_position_embeddings": 32768,
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
 }  # fmt: skip
-"""Model sizes from config.json on the hub."""
+"""Sizes of published models, as in their config.json on the Hugging Face hub."""
 PARAMETERS = {
     "llama-3.1-70b-megatron": 70.55e9,
     "qwen3-8b-megatron": 8.19e9,

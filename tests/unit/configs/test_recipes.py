@@ -1,4 +1,4 @@
-"""Every recipe under configs/ loads and plans offline, and recipes for real models respect their limits."""
+"""Every recipe under configs/ loads and plans offline; those for GPUs use exactly the GPUs that they are meant for."""
 
 import importlib.util
 import re
@@ -23,7 +23,7 @@ MODELS = {
     "qwen3-0.6b-one-gpu": {"hidden": 1024, "inner": 3072, "queries": 16, "keys": 8, "head": 128},
     "llama-3.1-8b-8gpu": {"hidden": 4096, "inner": 14336, "queries": 32, "keys": 8, "head": 128},
 }
-"""Model sizes from config.json on the hub."""
+"""Sizes of published models, as in their config.json on the Hugging Face hub."""
 
 
 def stages_of(name, kind):

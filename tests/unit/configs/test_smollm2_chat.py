@@ -1,4 +1,4 @@
-"""The SmolLM2 chat recipe plans, and its rows are read, with local files instead of the hub's."""
+"""The SmolLM2 chat recipe can be planned and its rows read with local files in place of the hub's."""
 
 import json
 

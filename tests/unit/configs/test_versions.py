@@ -14,7 +14,7 @@ from flows.store.record import Index
 RECORDED = Path(__file__).with_name("versions.json")
 RECIPES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 OUTSIDE = {"revision": "recorded"}
-"""Constant outside content, in place of what a hub, a file or an installed program would give."""
+"""Constant that stands for the content of every outside input, such as a hub's revision or a file's hash."""
 
 
 def versions_of(path):

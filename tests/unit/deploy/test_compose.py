@@ -1,4 +1,4 @@
-"""The team's compose file names only existing things, starts them in a working order, and is closed to outsiders."""
+"""The Docker Compose file for teams names only existing things, starts services in order, and admits no outsiders."""
 
 import importlib.util
 import re
@@ -51,7 +51,10 @@ def test_only_the_host_itself_reaches_the_servers():
 
 
 def test_secrets_are_files_of_the_host_and_nothing_else():
-    """Secrets must not be in variables, which `docker inspect` shows, or on command lines, and have no defaults."""
+    """Secrets reach services as files only, and have no defaults.
+
+    They must not be in variables, which `docker inspect` shows, or on command lines.
+    """
     assert "${" not in re.sub(r"\$\{TORCH_BACKEND:-cpu\}", "", COMPOSE.read_text())
     for service in SERVICES.values():
         handed = {f"/run/secrets/{name}" for name in service.get("secrets", [])}

@@ -1,4 +1,4 @@
-"""Images are built from existing files, with the locked versions, and run as an unprivileged user."""
+"""Docker images are built from existing files with locked package versions, and run as an unprivileged user."""
 
 import re
 from fnmatch import fnmatch
@@ -14,7 +14,7 @@ UV = re.compile(r"uv==([\d.]+)")
 
 
 def instructions(image):
-    """Return a Dockerfile's instructions as (name, words), in order."""
+    """Return the instructions of a Dockerfile in order, each as its name and its words."""
     lines = [line for line in image.read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\s*\n", " ", "\n".join(lines))
     return [(line.split()[0], line.split()[1:]) for line in joined.splitlines() if line.strip()]
@@ -83,7 +83,10 @@ def test_what_an_image_starts_from_takes_a_digest(image):
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
 def test_what_compiles_as_it_runs_has_a_compiler(image):
-    """`compile: true`, Triton and vLLM compile kernels in the process that uses them."""
+    """Images whose programs compile kernels while they run contain a C++ compiler.
+
+    `compile: true`, Triton and vLLM compile kernels in the process that uses them.
+    """
     steps = instructions(image)
     last = max(number for number, (name, _) in enumerate(steps) if name == "FROM")
     installed = [words for name, words in steps[last:] if name == "RUN" and words[:2] == ["apt-get", "update"]]

@@ -1,4 +1,4 @@
-"""Pinned packages: every file has a hash (except device-dependent ones), and uv refuses other files."""
+"""Pinned Python packages have a hash for every file, except device-dependent ones, and uv refuses other files."""
 
 import hashlib
 import re
@@ -49,7 +49,10 @@ def test_the_kit_has_the_pins_of_the_environments() -> None:
 
 @pytest.mark.parametrize("option", ["--constraints", "--requirement"])
 def test_a_file_with_another_hash_is_not_installed(option: str, tmp_path: Path) -> None:
-    """Check both options by which the Makefile gives hash-pinned requirements to uv."""
+    """A wheel whose hash is not the pinned one is not installed.
+
+    Covers both options by which the Makefile gives hash-pinned requirements to uv.
+    """
     wheel = tmp_path / "wheels" / "tiny_thing-1.0-py3-none-any.whl"
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -1,4 +1,4 @@
-"""Systemd services name existing commands and valid settings, and the Slurm recipe plans and fills its nodes."""
+"""Systemd services name existing commands and valid settings; the Slurm recipe plans and uses all of its nodes."""
 
 import configparser
 import shutil
@@ -47,7 +47,10 @@ def test_a_service_may_write_its_home_and_keeps_it_to_itself(service):
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
 def test_systemd_knows_every_setting_of_a_service(tmp_path, unit):
-    """Run systemd's check in a temporary root that has the program to start."""
+    """`systemd-analyze` accepts every setting of our services.
+
+    It runs in a temporary root folder that contains the program to start.
+    """
     program = tmp_path / INSTALLED[1:]
     program.parent.mkdir(parents=True)
     program.write_text("#!/bin/sh\n")

@@ -1,4 +1,4 @@
-"""The page on comparisons documents every name of a metric or parameter."""
+"""The documentation page on comparisons lists the name of every metric and parameter."""
 
 from pathlib import Path
 

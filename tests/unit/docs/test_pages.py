@@ -43,7 +43,7 @@ READMES = [page for page in PAGES if page.name == "README.md"]
 
 @cache
 def text_of(*patterns):
-    """Return all files that match a pattern, as one text."""
+    """Return the contents of all files that match one of the glob patterns, as one text."""
     return "\n".join(path.read_text(encoding="utf-8") for pattern in patterns for path in ROOT.glob(pattern))
 
 
@@ -56,12 +56,12 @@ def prose(page):
 
 
 def spans(page):
-    """Return the texts between backquotes in the prose of a page."""
+    """Return the texts between backquotes in a documentation page, except in code blocks."""
     return [span.replace("\\|", "|") for span in re.findall(r"`([^`\n]+)`", prose(page))]
 
 
 def command_named(words):
-    """Return the click command that the first words name, and the words after them."""
+    """Return the click command that the first words of a command line name, and the remaining words."""
     command = cli
     while isinstance(command, click.Group) and words and words[0] in command.commands:
         command, words = command.commands[words[0]], words[1:]
@@ -69,7 +69,7 @@ def command_named(words):
 
 
 def trouble_with(line):
-    """Return the error of parsing a command line of a page, or None. Nothing is run."""
+    """Return the error of parsing a documented command line, or None; the command itself is not run."""
     words = shlex.split(line.split("|")[0].split(" > ")[0], comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
@@ -90,7 +90,7 @@ def trouble_with(line):
 
 
 def slug(heading):
-    """Return the anchor that GitHub gives a heading."""
+    """Return the link anchor that GitHub gives a heading of a Markdown page."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
@@ -156,7 +156,10 @@ def test_files_and_variables_that_are_named_exist(page):
 
 @every_page
 def test_recipes_are_valid(page):
-    """A fragment of a recipe is read as part of the quickstart, whose stages it may name."""
+    """Recipes on documentation pages are valid.
+
+    A fragment of a recipe is read as part of the quickstart, whose stages it may name.
+    """
     quickstart = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())["stages"]
     for body in fences(page, "yaml"):
         tree = yaml.safe_load(body)
@@ -193,7 +196,10 @@ def test_functions_and_classes_that_a_map_names_are_in_their_files(page):
 
 
 def test_the_diff_that_adds_a_method_applies_and_its_loss_is_the_one_of_the_paper(tmp_path):
-    """The page's example method: with equally likely answers its loss is -log σ(-target), whatever β is."""
+    """The documented diff that adds a training method applies, and the method's loss equals the paper's formula.
+
+    With equally likely answers, the loss is -log σ(-target), whatever β is.
+    """
     (diff,) = fences(ROOT / "stages/extending.md", "diff")
     for folder in ("flows", "stages"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

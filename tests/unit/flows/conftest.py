@@ -1,4 +1,4 @@
-"""Tiny recipes, and artifacts committed without running anything."""
+"""Fixtures with tiny recipes, and with artifacts that are committed without running any stage."""
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -34,7 +34,7 @@ def store(tmp_path) -> Store:
 
 @pytest.fixture
 def recipe(tmp_path) -> Callable[..., Recipe]:
-    """Return a recipe of four stages; keyword arguments change fields of a stage."""
+    """Provide a function that makes a recipe of four stages; keyword arguments change fields of a stage."""
 
     def make(**changes: Mapping[str, object]) -> Recipe:
         return load_stages("small", tmp_path, {name: {**tree, **changes.get(name, {})} for name, tree in TREE.items()})
@@ -44,7 +44,7 @@ def recipe(tmp_path) -> Callable[..., Recipe]:
 
 @pytest.fixture
 def make_plan(store) -> Callable[..., Plan]:
-    """Provide a function that plans a recipe against the store, without outside inputs."""
+    """Provide a function that plans a recipe against the store, as if no stage read files or hubs outside it."""
 
     def make(recipe: Recipe, **options) -> Plan:
         return plan(recipe, {name: {} for name in recipe.stages}, store.index(), **options)
@@ -53,7 +53,7 @@ def make_plan(store) -> Callable[..., Plan]:
 
 
 def commit_stage(store: Store, planned: PlannedStage, references: Mapping[str, Artifact], content: str) -> Artifact:
-    """Commit a stage as if it had been built from these artifacts (by field path)."""
+    """Commit a fake artifact of a planned stage, made from these input artifacts (by config field)."""
     work = store.make_folder(store.work_folder(planned.kind, planned.name, planned.resume_key))
     folder = work / ("model" if planned.config.product == "model" else "data")
     folder.mkdir()
@@ -87,7 +87,10 @@ def commit_stage(store: Store, planned: PlannedStage, references: Mapping[str, A
 
 @pytest.fixture
 def build(store) -> Callable[..., dict[str, Artifact]]:
-    """Commit every stage of a plan that is not cached; keyword arguments are the contents of stages."""
+    """Provide a function that commits a fake artifact for every stage of a plan that is not cached.
+
+    Keyword arguments are the contents of stages.
+    """
 
     def build(plan: Plan, **contents: str) -> dict[str, Artifact]:
         artifacts: dict[str, Artifact] = {}

@@ -1,4 +1,4 @@
-"""The canary gate bounds how much worse a challenger's errors and latency may be than the champion's."""
+"""The canary gate limits how much worse a challenger's error rate and latency may be than the champion's."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A champion's engines are killed under load: they are restarted first, and no request is lost."""
+"""A champion's serving engine that is killed under load is restarted before all else, and no request is lost."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from tests.promotion import NAME
 from tests.serving import wait_for
 
 NOTICED_S = 2.0
-"""Longest time in seconds until a killed engine is noticed, unless the machine is busy; usually one second."""
+"""Longest time in seconds until a killed engine is noticed on an idle machine; usually one second."""
 
 
 @pytest.fixture
@@ -25,14 +25,16 @@ def registry(tmp_path, monkeypatch) -> Registry:
 
 @pytest.fixture
 def gate(tmp_path) -> Path:
-    """Provide a file that keeps models which name it from starting, until it is deleted."""
+    """Provide a file that delays the start of every model which names it, until the file is deleted."""
     (tmp_path / "gate").touch()
     return tmp_path / "gate"
 
 
 def kill_champion(followed: Followed) -> float:
-    """Kill the champion's engine, and wait for the next engine of the same version; returns the seconds until the end
-    was noticed."""
+    """Kill the champion's engine, wait until it is restarted, and return after how many seconds its end was noticed.
+
+    The restarted engine must serve the same version.
+    """
     before = followed.champion
     kill_engine(before)
     killed_s = time.monotonic()
@@ -44,7 +46,7 @@ def kill_champion(followed: Followed) -> float:
 
 
 def wait_for_start(followed: Followed, number: str) -> int:
-    """Wait until an engine is being started for a version; returns its process id."""
+    """Wait until a serving engine is being started for a model version, and return its process id."""
 
     def started() -> int | None:
         start = followed.follower._start

@@ -1,4 +1,4 @@
-"""A follower of champion and challenger, with an engine in the test: what is started, asked and stopped, and when."""
+"""Serving of champion and challenger by MLflow's aliases: which engines are started, queried and stopped, and when."""
 
 import json
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def test_a_challenger_gets_its_share_until_it_dies_is_withdrawn_or_becomes_champ
 
 
 def shown() -> list[str]:
-    """Return the part of `lifecycle canary`'s output after the numbers of champion, previous and challenger."""
+    """Return what `lifecycle canary` prints below the version numbers of champion, previous champion and challenger."""
     said = CliRunner().invoke(cli, ["canary", NAME])
     assert said.exit_code == 0, said.output
     return said.stdout.splitlines()[3:]
@@ -145,7 +145,7 @@ def test_a_challenger_that_does_not_start_changes_nothing(registry, followed, ca
 
 def test_a_champion_that_cannot_be_served_is_tried_again_when_the_alias_comes_back(registry, followed, capsys):
     def tries() -> int:
-        """Look at the champion's alias, and return the number of attempts to serve another version."""
+        """Read the champion's alias once, and return the number of failed attempts to serve its new version."""
         followed.look()
         assert followed.versions() == {"1"}
         return capsys.readouterr().out.count("still serving version 1")

@@ -1,4 +1,4 @@
-"""Lineage: the tree from an artifact to its outside inputs, and the differences of two trees in words."""
+"""Lineage of an artifact: the tree of everything that it was made from, and the differences of two trees in words."""
 
 import json
 from datetime import timedelta
@@ -49,7 +49,7 @@ class Silent:
 
 @pytest.fixture
 def night(store, tmp_path):
-    """Provide a function that commits a refresh's artifacts for given row files, learning rate, score and task."""
+    """Provide a function that commits a refresh's artifacts for given row files, learning rate, score and task file."""
     for folder in ("rows", "tasks"):
         (tmp_path / folder).mkdir()
     kept = store.cache_folder("contents")

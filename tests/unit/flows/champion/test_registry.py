@@ -1,4 +1,4 @@
-"""Champions in a real MLflow registry, with unusual score names and missing artifacts."""
+"""Champions in a real MLflow model registry, with unusual score names, and with artifacts missing from the store."""
 
 import pytest
 from click.testing import CliRunner
@@ -19,7 +19,7 @@ def registry(tmp_path, monkeypatch):
 
 
 def make_champion(registry, mark, former=None, **scores):
-    """Register and promote a model version whose artifact is in no store."""
+    """Register and promote a model version whose artifact does not exist in any store."""
     registration = Registration(
         name=NAME, model=f"train/{mark}", digest=mark, evaluations=("evaluate/scores",), scores=scores
     )
@@ -43,7 +43,10 @@ def canary(*arguments):
 
 
 def test_a_challenger_is_named_shown_withdrawn_and_promoted(registry):
-    """Showing the champion fails without its artifacts, but only after the aliases have been moved."""
+    """`lifecycle canary` names, withdraws and promotes a challenger.
+
+    It fails at showing the champion, whose artifacts are missing here, but only after it has moved the aliases.
+    """
     first = make_champion(registry, "a" * 12)
     second = registry.register(Registration(name=NAME, model="train/b", digest="b", evaluations=()))
     canary(second.number)

@@ -22,7 +22,7 @@ DAY_MS = 86_400_000
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """Home folder that contains the store of the other fixtures."""
+    """Provide a temporary lifecycle home, which contains the store of the other fixtures."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     for variable in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(variable, raising=False)
@@ -30,7 +30,10 @@ def home(tmp_path, monkeypatch):
 
 
 def ledger_with(name, days_ago, versions=(), *, recipe="nightly", ended=True, flow_run=None):
-    """Write the ledger of a refresh that began `days_ago`. versions: its stages' by name, all of kind train."""
+    """Write the ledger of a refresh that began `days_ago` days ago.
+
+    `versions` are the artifact versions of its stages by stage name; all stages are of kind train.
+    """
     ledger = ledger_of(name)
     events = [
         RefreshBegan(

@@ -1,4 +1,4 @@
-"""Invalid recipes of all kinds: `lifecycle plan` refuses them at once with a sentence, without a traceback."""
+"""`lifecycle plan` refuses invalid recipes of every kind at once, with a sentence instead of a traceback."""
 
 import json
 import os
@@ -25,7 +25,7 @@ LONG = "x" * 500_000
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch, capsys):
-    """Run `lifecycle plan` on a recipe's text; returns exit code, output and CPU seconds."""
+    """Provide a function that runs `lifecycle plan` on a recipe, and returns exit code, output and CPU seconds."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     for folder in ("tasks", "templates"):
         shutil.copytree(CONFIGS / folder, tmp_path / folder)
@@ -161,7 +161,7 @@ def test_a_bad_override_is_refused_in_few_words(plan, path):
 @pytest.mark.parametrize("field", ["recipe", "chat_template", "task_folder", "file in task_folder", "model"])
 @pytest.mark.parametrize("special", ["pipe", "device"])
 def test_only_regular_files_are_read(plan, tmp_path, field, special):
-    """Reading a pipe or a device could block forever."""
+    """A recipe that names a pipe or device as a file is refused, since reading that could block forever."""
     path = tmp_path / "special"
     if field == "file in task_folder":
         path.mkdir()
@@ -216,7 +216,7 @@ def test_half_a_character_is_told_with_line_and_field(plan, value):
 
 
 def places(tree, path=()):
-    """Yield the path of every node of a tree, inner ones included."""
+    """Yield the path (keys and indices) of every node of a nested dict or list, inner nodes included."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         yield (*path, key)
         if isinstance(value, dict | list):
@@ -224,7 +224,7 @@ def places(tree, path=()):
 
 
 def mutated(rng, fields):
-    """Return the quickstart's recipe with one to three nodes changed, renamed, removed or moved."""
+    """Return the quickstart recipe with one to three random errors: nodes replaced, removed or copied elsewhere."""
     tree = json.loads(json.dumps(TREE))
     for _ in range(rng.randint(1, 3)):
         *parents, last = rng.choice([*places(tree)])

@@ -1,4 +1,4 @@
-"""`lifecycle data`: rows as the model sees them, in a terminal, a pipe and a browser, safely escaped."""
+"""`lifecycle data` shows rows as the model sees them in a terminal, a pipe and a browser, safely escaped."""
 
 import io
 import json
@@ -86,7 +86,7 @@ stages:
 
 
 class Page(HTMLParser):
-    """Parser that collects a page's tags with their attributes, and the text marked as learned."""
+    """HTML parser that collects a page's tags with their attributes, and the text marked as trained on."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def test_the_page_shows_hostile_rows_as_text_and_needs_nothing_else():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Folder of a model that is made once: a download of a built-in one imports torch to make it."""
+    """Provide the folder of a builtin model, made once for all tests, since making one imports torch."""
     folder = tmp_path_factory.mktemp("model")
     qwen3.make(folder)
     return folder

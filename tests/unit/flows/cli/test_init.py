@@ -1,4 +1,4 @@
-"""`lifecycle init`: a user's rows become a valid recipe, with an evaluation task that training never sees.
+"""`lifecycle init` turns a user's rows into a valid recipe, with an evaluation task that training never sees.
 
 What it writes is read by training at once: rows are made up in every form that the page on recipes lists.
 """
@@ -85,12 +85,12 @@ ROWS = {
     "labelled_sharegpt": {"conversations": [human(Q), gpt(A)], **OK},
     "labelled_alpaca": {"instruction": Q, "output": A, **OK},
 }
-"""A sample row of each data format, with `{}` in place of its number."""
+"""A sample row of each data format, with `{}` where each copy of the row gets its own number."""
 METHODS = {"examples": "sft", "pairs": "dpo", "labelled": "kto"}
 
 
 def numbered(row, count=40):
-    """Return `count` numbered copies of a row; of labelled ones, every second is labelled bad."""
+    """Return numbered copies of a sample row; if the row has a good/bad label, every second copy is bad."""
     rows = [json.loads(json.dumps(row).replace("{}", str(number))) for number in range(count)]
     return [{**one, "label": number % 2 == 0} if "label" in one else one for number, one in enumerate(rows)]
 
@@ -112,7 +112,7 @@ def lifecycle(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Model folder with config and tokenizer, without weights."""
+    """Provide the folder of a model with config and tokenizer, but without weights."""
     folder = tmp_path_factory.mktemp("model") / "model"
     make_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(BUILTINS["qwen3-1m"].sizes))
@@ -125,7 +125,7 @@ def init(lifecycle, tmp_path, rows, *options, name="My rows.v2.jsonl"):
 
 
 def read_by_training(tmp_path, recipe, stage, model):
-    """Return the view of `lifecycle data` for a stage, made in this process."""
+    """Return what `lifecycle data` would show for a train stage of a recipe, computed in this process."""
     config = load_recipe(recipe).stages[stage]
     source = load_recipe(recipe).stages["rows"].source.name
     artifact = tmp_path / "artifact"

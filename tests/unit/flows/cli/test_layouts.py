@@ -1,4 +1,4 @@
-"""`lifecycle layouts`: ranking, explanations, and errors of the command line."""
+"""`lifecycle layouts` ranks and explains layouts, and reports mistakes in its options."""
 
 from __future__ import annotations
 

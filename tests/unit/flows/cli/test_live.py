@@ -31,7 +31,7 @@ def test_utilization_is_a_percentage_and_large_numbers_have_no_fraction():
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """Record of a refresh whose only stage failed, with a two-line error and metrics wider than a terminal."""
+    """Provide the record of a refresh whose only stage failed, with a two-line error and many metrics."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     ledger = ledger_of("nightly-1")
     ledger.append(
@@ -56,7 +56,7 @@ def record(tmp_path, monkeypatch):
 
 
 def screen_of(written: str) -> list[str]:
-    """Return the terminal's screen after some output, including the part that has scrolled away."""
+    """Return the lines that a terminal shows after some output, including those that have scrolled away."""
     lines, row, column = [""], 0, 0
     for match in SEQUENCE.finditer(written):
         parameter, command, character = match.groups()
@@ -80,7 +80,7 @@ def screen_of(written: str) -> list[str]:
 
 
 class Terminal:
-    """Pseudo-terminal of the kernel, which echoes what is typed."""
+    """Pseudo-terminal of the operating system, which echoes what is typed and collects all output."""
 
     def __init__(self) -> None:
         self._master, slave = os.openpty()
@@ -96,7 +96,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def wait_for(self, text: str) -> None:
-        """Wait until a text is written to the terminal after the text of the previous wait."""
+        """Wait until a text is written to the terminal, after the text of the previous call."""
         with self._changed:
             self._changed.wait_for(lambda: text in self.written[self._seen :])
             self._seen = self.written.index(text, self._seen) + len(text)
@@ -136,7 +136,7 @@ def test_the_table_leaves_no_line_behind_when_somebody_presses_ctrl_c(record, ty
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """Provide a function that makes the record of a refused promotion, in this refresh or an earlier one."""
+    """Provide a function that makes the record of a refused promotion, made by this refresh or found cached."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     said = {"metrics": {"gates_missed": 1.0}, "tags": {"verdict": "not promoted"}}
     (tmp_path / "result.json").write_text(json.dumps(said))
@@ -175,7 +175,7 @@ def test_a_refusal_reads_the_same_whether_it_is_fresh_or_found_cached(refused, s
 
 @pytest.fixture
 def shown():
-    """Provide a function that shows records in turn (the last one remains), and returns the lines without times."""
+    """Provide a function that feeds records one by one to the plain-text view, and returns its lines without times."""
 
     def shown(*steps):
         stream, seen, left = io.StringIO(), threading.Event(), list(steps)
@@ -195,7 +195,7 @@ def shown():
 
 
 def test_that_a_stage_runs_again_is_said_before_what_it_says_itself(record, shown, tmp_path):
-    """A new attempt directly after another one uses the same work folder."""
+    """A new attempt at a stage is announced before its own messages, although it uses the same work folder."""
     began = AttemptBegan(stage="sft", number=2, work=tmp_path, first_byte=0, params={}, tags={})
     second = after(record, began)
     first = replace(second, stages={"sft": replace(second.stages["sft"], state="waiting")})
@@ -223,7 +223,10 @@ def test_an_attempt_that_was_killed_and_is_tried_again_is_said_to_be(record, sho
 
 
 def test_what_a_stage_and_the_program_after_its_commit_say_last_is_shown(record, shown, tmp_path):
-    """Both folders are moved or removed before the view looks again."""
+    """The last messages of a stage and of the next program in its folder are shown.
+
+    Both folders are moved or removed before the view looks again.
+    """
     work = tmp_path / "work"
     running = after(record, AttemptBegan(stage="sft", number=2, work=work, first_byte=0, params={}, tags={}))
 
@@ -280,7 +283,7 @@ def test_every_line_of_a_file_has_its_time():
 
 @pytest.fixture
 def busy(tmp_path, monkeypatch):
-    """Record of a refresh with a running stage, one that waits for it, and one that waits for a device."""
+    """Provide the record of a refresh in which a stage runs, one waits for that stage, and one for a device."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     planned = {
         "preferences": PlannedEntry(kind="train", version="0" * 12),

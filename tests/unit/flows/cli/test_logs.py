@@ -1,4 +1,4 @@
-"""`lifecycle logs`: which log file is chosen; following one shows every line and ends with the attempt."""
+"""`lifecycle logs` chooses the right log file; following a log shows every line and ends with the stage."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ def home(tmp_path, monkeypatch):
 
 
 def begin(home, refresh, number=1, process=None):
-    """Write the ledger of a refresh whose stage `sft` is running, and make its work folder."""
+    """Write the ledger of a refresh whose stage `sft` is running, and create the stage's work folder."""
     ledger = ledger_of(refresh)
     work = home / "work" / f"{refresh}-{number}"
     work.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A plan is ready within 2 s whether or not sources answer, and names unknown versions with the reason."""
+"""A plan is ready within 2 s even if hubs do not answer, and says why the versions of some stages are unknown."""
 
 import socket
 import time
@@ -21,19 +21,20 @@ stages:
 {more}
 """
 LONGEST_S = 25
-"""Time limit of a plan in seconds: 2 s on an idle machine; less than the first of five attempts, each of 30 s."""
+"""Time limit of a plan in seconds. An idle machine needs 2 s; the limit is below the 30 s of a single attempt at asking
+a hub."""
 
 
 @pytest.fixture
 def silent():
-    """Address of a server that takes connections and never answers."""
+    """Provide the address of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.fixture
 def refusing():
-    """Return an address that refuses connections: its port is bound, but does not listen."""
+    """Provide an address that refuses connections, since its port is bound but not listened on."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -41,14 +42,16 @@ def refusing():
 
 @pytest.fixture
 def each_attempt_ends(monkeypatch):
-    """Leave an attempt at asking a hub its own time limit, but not the shorter one of a plan: on a busy machine, it
-    would be over before the attempt had failed and said why."""
+    """Raise the planner's time limit, so that each attempt at asking a hub ends at its own, longer limit.
+
+    On a busy machine, the plan would otherwise be over before the attempt had failed with a reason.
+    """
     monkeypatch.setattr(outside, "PLANNING_LIMIT_S", 2 * LONGEST_S)
 
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch, capsys):
-    """Provide a function that runs `lifecycle plan` and returns the printed lines by stage."""
+    """Provide a function that runs `lifecycle plan` and returns the printed lines, by stage name."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     close_session()  # which keeps the proxy of an earlier test
 

@@ -1,4 +1,4 @@
-"""Stage runs listed by `lifecycle runs`, from ledger records."""
+"""`lifecycle runs` lists the runs of stages from the ledgers of refreshes."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def home(tmp_path, monkeypatch):
 
 
 def record(home, refresh, recipe, *stages, process=None):
-    """Write the ledger of a refresh whose stages each failed once and then succeeded; the last is still running."""
+    """Write the ledger of a refresh whose stages each failed once and then succeeded; the last one is still running."""
     ledger = ledger_of(refresh)
     ledger.append(
         RefreshBegan(

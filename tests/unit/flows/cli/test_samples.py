@@ -1,4 +1,4 @@
-"""`lifecycle show EVALUATION --samples`: questions, answers and expected answers."""
+"""`lifecycle show EVALUATION --samples` shows questions, the model's answers and the expected answers."""
 
 import json
 

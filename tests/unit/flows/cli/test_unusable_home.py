@@ -1,4 +1,4 @@
-"""A home that cannot be written to: each command that needs it, and `doctor`, say so in one line."""
+"""A lifecycle home that cannot be written to is reported in one line by each command that needs it, and by `doctor`."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from stages.core.errors import ResourceError
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 RECIPE = "stages:\n  rows: {kind: download, dataset: builtin/addition}\n"
 HOMES = ("/sys/lifecycle", "/dev/null/home")
-"""Paths at which not even root may make a folder, and one below a file."""
+"""Paths where not even root can create a folder: in a system file system, and below a file."""
 
 
 @pytest.mark.parametrize("home", HOMES)

@@ -1,4 +1,4 @@
-"""Calibration of planner constants recovers the known constants that generated the runs."""
+"""Fitting the planner's constants to simulated runs finds the constants with which the runs were simulated."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Layouts written as lines of text: parsing, and errors for invalid ones."""
+"""Layouts written as text, such as `fsdp tp=2`, are parsed; invalid ones give an error."""
 
 import pytest
 from hypothesis import given

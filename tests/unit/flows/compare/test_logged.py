@@ -1,4 +1,4 @@
-"""Comparison rows from MLflow runs; runs that differ in more than the layout are refused unless asked for."""
+"""Comparison tables from MLflow runs; runs that differ in more than the layout are refused unless asked for."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A stage's files and exit code decide which error is raised for it."""
+"""A failed stage process is reported with the error that its files and exit code imply."""
 
 import json
 import os
@@ -104,7 +104,7 @@ def write(folder, files, kills, limit):
 
 @pytest.fixture
 def here(tmp_path):
-    """Provide a function that returns the memory cgroup of a process with given lines in /proc/self/cgroup."""
+    """Provide a function that finds the memory cgroup of a process with the given lines in /proc/self/cgroup."""
 
     def find(lines):
         (tmp_path / "proc/self").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Job states reported by clusters decide what happens to the stage."""
+"""Job states that Slurm and Kubernetes report decide whether a stage waits, fails or is retried."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The local launcher starts a stage's processes, with its environment."""
+"""The local launcher starts a stage's processes with the environment that the recipe sets."""
 
 import os
 import sys

@@ -104,7 +104,7 @@ def test_the_schemas_would_refuse_a_field_that_there_is_not():
 
 
 def test_kubeflow_keeps_every_field_of_a_train_job():
-    """Kubeflow's models silently drop fields that they do not know."""
+    """A rendered TrainJob has only fields that Kubeflow knows, whose models silently drop all others."""
     # Here, since these are 390 modules, and every worker imports this file.
     from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
@@ -142,7 +142,10 @@ def test_pods_of_several_nodes_are_reached_by_one_another_alone(kind):
 
 
 def test_a_refresh_may_make_and_remove_all_that_its_jobs_consist_of():
-    """The resource names that RBAC rules use are the last parts of the API paths."""
+    """The Kubernetes role of a refresh allows it to create and delete every kind of resource that its jobs use.
+
+    RBAC rules name a resource by the last part of its API path.
+    """
     roles = yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "rbac.yaml").read_text())
     (rules,) = [role["rules"] for role in roles if role["kind"] == "Role"]
     may = {
@@ -264,11 +267,11 @@ connection.sendall(b"4\r\n-end\r\n0\r\n\r\n")
 connection.close()
 time.sleep(600)
 """
-"""Program of a fake engine: answers one request in two parts, and ends at once on SIGTERM, like vLLM."""
+"""Program of a fake serving engine that answers one request in two parts, and ends at once on SIGTERM, like vLLM."""
 
 
 def end_as_kubelet_does(container, process, in_container):
-    """End each container in a thread of its own: run its preStop command, then send SIGTERM."""
+    """End a container as Kubernetes does: run its preStop command, then send SIGTERM to its process."""
     subprocess.run(in_container(container["lifecycle"]["preStop"]["exec"]["command"]), check=True)
     process.send_signal(signal.SIGTERM)
 

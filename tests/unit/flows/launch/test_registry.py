@@ -1,4 +1,4 @@
-"""A launcher is known in its own modules: everything else asks the registries."""
+"""Launchers are known by name only in their own modules; all other code looks them up in registries."""
 
 import ast
 from pathlib import Path
@@ -25,11 +25,11 @@ OLD_ORDER = """
   "gpus_per_node": null, "gpu_resource": "nvidia.com/gpu", "cpus_per_node": null, "memory_gib_per_node": null,
   "shared_memory_gib": 8.0, "secrets": {}, "node_selector": {}}}
 """
-"""Order of a job that was queued before launchers had a registry."""
+"""Job description as an earlier version wrote it, before launchers were looked up in a registry."""
 
 
 def names_of_launchers(tree):
-    """Yield the nodes that know one launcher: its block, its options, its name alone, or a comparison with any name."""
+    """Yield the syntax nodes that name a launcher, its config block or its options, or compare any launcher's name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]

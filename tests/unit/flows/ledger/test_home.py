@@ -1,4 +1,4 @@
-"""Choice of the home folder: the named one, that of the current folder, or that of the project above it."""
+"""The lifecycle home is `$LIFECYCLE_HOME`, else one in the current folder, else one of the project around it."""
 
 import os
 

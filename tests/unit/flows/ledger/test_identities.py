@@ -1,4 +1,4 @@
-"""Ownership of records: processes of other boots or containers, heartbeats, homes that were copied or moved."""
+"""Records tell whether their process still runs: after reboots, in containers, and in homes copied or moved."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ def test_a_record_of_an_earlier_version_is_of_here():
 
 
 def in_container(namespace, code):
-    """Run Python code in a new PID namespace, and return its standard output."""
+    """Run Python code in a new PID namespace, as in a container, and return its standard output."""
     command = [*namespace, sys.executable, "-c", code]
     return subprocess.run(command, text=True, capture_output=True, check=True).stdout.strip()
 

@@ -34,7 +34,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def begin(home):
-    """Begin a refresh of stages; returns its ledger."""
+    """Provide a function that writes the first event of a refresh with the given stages, and returns its ledger."""
 
     def begin(name, *stages, recipe="nightly", process=None, **fields):
         ledger = ledger_of(name)
@@ -187,7 +187,10 @@ def test_in_a_copy_of_the_home_what_ran_is_over_and_in_the_original_it_goes_on(b
 
 @pytest.mark.parametrize("outcome", ["cancelled", "killed"])
 def test_what_was_stopped_on_request_is_cancelled_everywhere(begin, home, outcome):
-    """Earlier versions recorded a requested stop as `killed`; the death of a process is recorded otherwise."""
+    """A refresh stopped on request is shown as cancelled, also where earlier versions recorded `killed`.
+
+    The death of a process is recorded otherwise.
+    """
     ledger = begin("stopped", "rows", "sft")
     ended = end_of(attempt(ledger, home, "rows"), outcome, error="it was stopped", error_class="RefreshStoppedError")
     ledger.append(ended)
@@ -201,7 +204,10 @@ def test_what_was_stopped_on_request_is_cancelled_everywhere(begin, home, outcom
 
 
 def test_whoever_closes_a_refresh_too_late_changes_nothing(begin, home):
-    """Two processes may detect a dead refresh at once, and a retry may begin before the second one records it."""
+    """Recording the end of a dead refresh a second time, when a retry already runs, changes nothing.
+
+    Two processes may detect a dead refresh at once, and a retry may begin before the second one records it.
+    """
     ledger = begin("dead", "sft", process=DEAD)
     attempt(ledger, home, "sft")
     size = ledger.file.stat().st_size
@@ -276,7 +282,7 @@ def test_a_refresh_that_another_process_ships_is_left_to_it(begin):
 
 
 def test_the_events_of_attempts_are_read_by_the_ledger_alone():
-    """Everything else has an `AttemptRecord`."""
+    """Only the ledger's own modules read events of stage attempts; all other code uses `AttemptRecord`."""
     importers = {
         (str(file.relative_to(ROOT)), alias.name)
         for file in sorted((ROOT / "flows").rglob("*.py"))

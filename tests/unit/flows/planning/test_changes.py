@@ -37,7 +37,7 @@ def write_rows(file, number, word="Hello"):
 
 @pytest.fixture
 def rows(tmp_path, lifecycle):
-    """Recipe of a dataset folder that was adopted, and the folder."""
+    """Provide a dataset folder that was adopted into the store, with a recipe beside it that names the folder."""
     folder = tmp_path / "rows"
     folder.mkdir()
     write_rows(folder / "train.jsonl", 300)
@@ -68,7 +68,10 @@ def test_files_that_changed_are_named_instead_of_two_hashes(lifecycle, rows, cha
 
 
 def test_a_source_elsewhere_is_named_with_its_path(lifecycle, rows, recipe, make_plan, build, store, tmp_path):
-    """Covers a change from a local folder to a hub, and one from a hub to a local folder."""
+    """A plan names the old and the new source of a dataset if the recipe names another source.
+
+    Covers a change from a local folder to a hub, and one from a hub to a local folder.
+    """
     other = rows.parent / "recipe.yaml"
     other.write_text("stages:\n  mine: {kind: download, dataset: builtin/addition}\n")
     assert f"dataset file://{rows} → builtin/addition" in lifecycle("plan", other)[1]

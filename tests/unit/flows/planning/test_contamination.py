@@ -1,4 +1,4 @@
-"""Evaluations get a warning if their training rows were not checked for contamination with the tasks."""
+"""A plan warns of evaluations whose training rows were not checked for the questions of the evaluation."""
 
 import json
 
@@ -19,7 +19,10 @@ OTHER = {"kind": "download", "dataset": "builtin/addition-preferences"}
 
 
 def stages(learned_from, *others, **curations):
-    """Return a recipe: base, SFT on one or several datasets, 4-bit weights, evaluation, and curate stages."""
+    """Return a recipe that trains on the named datasets, quantizes the model to 4 bits and evaluates it.
+
+    `curations` are further stages, which clean datasets.
+    """
     data = (
         {"datasets": [{"dataset": name} for name in (learned_from, *others)]} if others else {"dataset": learned_from}
     )
@@ -33,7 +36,10 @@ def curated(*datasets, **fields):
 
 @pytest.fixture
 def warnings(tmp_path, store, build):
-    """Return the contamination warnings for the stage `scores`, with all its inputs in the store."""
+    """Provide a function that returns a plan's contamination warnings for the evaluation stage `scores`.
+
+    All inputs of the stage are in the store.
+    """
 
     def ask(tree, hashes=None):
         tree = {name: config for name, config in tree.items() if name != "awq"}

@@ -1,4 +1,4 @@
-"""Division of GPUs between training and sampling: errors of plans, and the processes' environment."""
+"""GPUs are divided between training and sampling: mistakes fail the plan, and processes see their GPUs only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECIPE = Path(__file__).parents[4] / "configs" / "qwen3-8b-grpo-8gpu.yaml"
 
 
 def install_torch_for(folder: Path, monkeypatch: pytest.MonkeyPatch, cuda: str) -> None:
-    """Put metadata and version file of a torch before those of the installed one; its code is imported as before."""
+    """Fake the version of the installed torch: its metadata names this CUDA version, its code is unchanged."""
     (folder / "site" / "torch").mkdir(parents=True, exist_ok=True)
     (folder / "site" / "torch" / "version.py").write_text(f"cuda: Optional[str] = {cuda}\nhip: Optional[str] = None\n")
     (folder / "site" / "torch-2.13.0.dist-info").mkdir(exist_ok=True)
@@ -43,7 +43,7 @@ def eight_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded(*overrides: str, visible: str | None = None) -> Recipe:
-    """Load the GRPO recipe with overrides. visible: CUDA_VISIBLE_DEVICES in its stage's `execution.environment`."""
+    """Load the GRPO recipe with overrides, and optionally CUDA_VISIBLE_DEVICES in the stage's environment."""
     recipe = load_recipe(RECIPE, [f"stages.grpo.{one}" for one in overrides])
     if visible is None:
         return recipe
@@ -53,7 +53,7 @@ def loaded(*overrides: str, visible: str | None = None) -> Recipe:
 
 
 def planned(recipe: Recipe) -> Plan:
-    """Return the plan of the GRPO stage alone."""
+    """Return a plan of the GRPO recipe that contains the GRPO stage alone."""
     found = plan(recipe, {stage: {"revision": "recorded"} for stage in recipe.stages}, Index(()))
     return replace(found, stages={"grpo": found.stages["grpo"]})
 

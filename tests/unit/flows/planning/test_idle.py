@@ -1,4 +1,4 @@
-"""Fields that have no effect in combination with others are refused or reported when a refresh is planned."""
+"""Config fields that have no effect together with others are refused or reported when a refresh is planned."""
 
 import json
 from pathlib import Path

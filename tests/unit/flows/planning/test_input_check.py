@@ -1,4 +1,4 @@
-"""A plan reports all problems that the first rows of datasets and the headers of models show."""
+"""A plan reports every problem that is visible in the first rows of datasets or the file headers of models."""
 
 import json
 from pathlib import Path

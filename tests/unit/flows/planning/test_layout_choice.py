@@ -1,4 +1,4 @@
-"""`layout: auto`: the layout that is chosen, and that the stage's version is the one of the chosen layout."""
+"""`layout: auto` becomes the fastest layout that fits, and the stage's version is that of the chosen layout."""
 
 import json
 

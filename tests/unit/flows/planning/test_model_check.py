@@ -1,4 +1,4 @@
-"""A plan reports, for all stages at once, what a local model does not support."""
+"""A plan reports for all stages at once which of their settings a local model does not support."""
 
 from __future__ import annotations
 

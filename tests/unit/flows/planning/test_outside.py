@@ -1,4 +1,4 @@
-"""Files outside the store enter a version by their content, not their path."""
+"""Local files that a recipe names affect artifact versions by their content, not by their path."""
 
 import shutil
 import socket

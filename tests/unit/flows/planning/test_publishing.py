@@ -1,4 +1,4 @@
-"""A token that a publication will need is required when the refresh is planned."""
+"""A plan fails if it will publish to a hub that needs a token, and no token is set."""
 
 import pytest
 

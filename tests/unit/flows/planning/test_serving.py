@@ -11,7 +11,7 @@ from stages.core.errors import RecipeError
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 POSITIONS = 2048
-"""Longest text of `builtin/qwen3-1m`, in tokens."""
+"""Longest text that `builtin/qwen3-1m` can process, in tokens."""
 
 
 @pytest.fixture
@@ -134,7 +134,10 @@ def test_a_plan_does_not_wait_for_the_parser_of_arguments(plan):
 
 
 def test_arguments_that_nobody_could_check_are_named_with_the_reason(plan, tmp_path, monkeypatch):
-    """The engine's own parser cannot run here, as with a build for GPUs that cannot be imported."""
+    """Engine arguments that could not be checked are reported in the plan, with the reason.
+
+    The engine's own parser fails here, as does a build for GPUs that cannot be imported.
+    """
     environment = tmp_path / "environment"
     (environment / "bin").mkdir(parents=True)
     for name in ("vllm", "python"):

@@ -20,7 +20,7 @@ from tests.unit.flows.recipe.test_version import EXAMPLES, UPSTREAM, inside, pat
 FROZEN = Path(__file__).with_name("frozen_versions.json")
 OUTSIDE = {"task_folder": "f" * 64, "revision": "recorded"}
 VALUES_PER_FIELD = 2
-"""Number of values kept of a field with free text or any number; of fields with listed choices, all are kept."""
+"""Number of values tried for a field that accepts any text or number; of fields with listed choices, all are tried."""
 ANY_TEXT = ('"x"', '"https://x/v1"', '"hf://org/name"')
 """JSON values to try in fields that accept free text."""
 LAYOUTS = (
@@ -64,7 +64,7 @@ BASES = {
 
 
 def config_of(kind: str, base: dict, path: str, value: object) -> StageConfig:
-    """Return a config as a recipe gives it, with the field at `path` set to `value`; with path "", unchanged."""
+    """Return a stage config whose field at `path` is set to `value`; an empty path leaves the config unchanged."""
     config = KINDS[kind].model_validate(base)
     if not path:
         return config
@@ -75,12 +75,12 @@ def config_of(kind: str, base: dict, path: str, value: object) -> StageConfig:
 
 
 def digests_of(config: StageConfig) -> list[str]:
-    """Return the version and the resume key of a config on constant upstream stages and outside content."""
+    """Return a config's artifact version and resume key, computed with constant upstream versions and outside files."""
     return [version_of(identity_of(config, UPSTREAM, OUTSIDE)), resume_key_of(config, UPSTREAM, OUTSIDE)]
 
 
 def valid_bases(kind: str) -> Iterator[dict]:
-    """Yield the configs of a kind that are frozen, and whose fields are varied."""
+    """Yield the valid example configs of a stage kind, which are frozen themselves and with single fields changed."""
     for base in (*EXAMPLES[kind], *BASES.get(kind, ())):
         try:
             KINDS[kind].model_validate(base)
@@ -90,7 +90,7 @@ def valid_bases(kind: str) -> Iterator[dict]:
 
 
 def changes(kind: str) -> Iterator[tuple[int, str, object]]:
-    """Yield each change of one field that gives a valid config: index of the base config, path, value."""
+    """Yield each change of a single field that gives a valid config, as index of the base config, path and value."""
     examples = [KINDS[kind].model_validate(example) for example in EXAMPLES[kind]]
     for path in paths(kind):
         if path[0] == "execution":
@@ -106,7 +106,10 @@ def changes(kind: str) -> Iterator[tuple[int, str, object]]:
 
 
 def frozen() -> dict:
-    """Return all that the file holds: by kind its bases, and `[base's number, path, value, version, resume key]`."""
+    """Return the contents of `frozen_versions.json`: the base configs of each stage kind, and a row for each change.
+
+    A row is `[base's number, path, value, version, resume key]`.
+    """
     kinds = {}
     for kind in KINDS:
         bases = [*valid_bases(kind)]
@@ -117,7 +120,7 @@ def frozen() -> dict:
 
 
 def write(path: Path) -> None:
-    """Write the file with a line for each config, so that its diff names what changed."""
+    """Write `frozen_versions.json` with a line for each config, so that its diff names the changed ones."""
     lists = {
         f"{kind} {name}": ",\n".join(f"   {json.dumps(row)}" for row in rows)
         for kind, held in frozen().items()

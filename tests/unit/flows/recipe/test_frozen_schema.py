@@ -1,4 +1,4 @@
-"""The output of `lifecycle schema` may not change, except for explaining texts.
+"""The JSON schema that `lifecycle schema` prints may not change, except for descriptions and titles.
 
 After a field was added, `python -m tests.unit.flows.recipe.test_frozen_schema` writes `frozen_schema.json` again. Where
 its diff changes or removes a definition or a property, recipes that people have are refused.
@@ -14,7 +14,7 @@ FROZEN = Path(__file__).with_name("frozen_schema.json")
 
 
 def without_texts(tree):
-    """Return a schema without `description` and `title`, unless they are names of properties."""
+    """Return a JSON schema without descriptions and titles, but with properties that are called so."""
     if isinstance(tree, dict):
         texts = {key for key in ("description", "title") if isinstance(tree.get(key), str)}
         return {key: without_texts(value) for key, value in tree.items() if key not in texts}
@@ -26,7 +26,7 @@ def digest(tree):
 
 
 def digests():
-    """Return a digest for each property of a schema definition, and one for the rest of each definition."""
+    """Return a digest for each property of each schema definition, and one for the rest of each definition."""
     schema = without_texts(json_schema())
     definitions = {**schema.pop("$defs"), "RecipeFile": schema}
     found = {}

@@ -18,19 +18,19 @@ from tests.unit.flows.recipe.test_version import literals
 
 @functools.cache
 def words(model):
-    """Return all literals that fields of a config may have."""
+    """Return all literal strings that a config's fields accept, including fields of nested blocks."""
     fields = model.model_fields.values()
     inner = [one for field in fields for one in models_in(field.annotation)]
     return {word for field in fields for word in literals(field.annotation)}.union(*map(words, inner))
 
 
 OF_EXECUTION = words(Execution)
-"""Words in the `execution` block, which is not part of a version."""
+"""Literal strings that fields of the `execution` block accept; this block does not affect a version."""
 HELD = json.loads(FROZEN.read_text())
 
 
 def rows_of(kind):
-    """Yield the config and the digests of each frozen row, with a text that identifies the row."""
+    """Yield each frozen config of a stage kind, with its version, its resume key and a text that identifies it."""
     bases = HELD[f"{kind} bases"]
     for base, path, value, *digests in HELD[f"{kind} digests"]:
         yield config_of(kind, bases[base], path, value), digests, f"base {base}, {path} = {json.dumps(value)}"

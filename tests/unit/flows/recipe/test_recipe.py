@@ -1,4 +1,4 @@
-"""A recipe's errors are all reported at once, before anything starts; a valid one is a sorted DAG."""
+"""All errors of a recipe are reported at once, before anything starts; a valid recipe becomes a sorted DAG."""
 
 import json
 import re

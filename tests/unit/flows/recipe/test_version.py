@@ -162,7 +162,7 @@ VALUES = (
     ["de"],
     *MAPPINGS,
 )
-"""Sample values of every type that a config's field may have; a new type of field needs one here."""
+"""Sample values of every type that a config field may have; a new type of field needs a sample here."""
 
 UPSTREAM = {
     "base": "0123456789ab",
@@ -177,7 +177,7 @@ OUTSIDE = {"task_folder": "f" * 64}
 
 
 def leaves(model: BaseModel, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every leaf field of a config that may have more than one value."""
+    """Yield the path of every innermost field of a config that may have more than one value."""
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         fixed = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
@@ -198,14 +198,14 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def inside(tree: Any, part: str) -> Any:
-    """Return the child of a tree by field name, key or index; {} if there is none."""
+    """Return the child of a dict or list by key or index, or {} if there is none."""
     if isinstance(tree, list):
         return tree[int(part)] if int(part) < len(tree) else {}
     return tree.get(part) or {}
 
 
 def literals(annotation: Any) -> set[str]:
-    """Return the words that a type names."""
+    """Return the strings that a type annotation lists in `Literal`, at any depth."""
     if get_origin(annotation) is Literal:
         return set(get_args(annotation))
     return {word for part in get_args(annotation) for word in literals(part)}
@@ -218,7 +218,10 @@ def examples(kind: str) -> list[StageConfig]:
 
 @functools.cache
 def accepted(model: type[BaseModel], name: str) -> list[Any]:
-    """Return the sample values that a field's type takes: whole configs need not be validated with all others."""
+    """Return the sample values that are valid for a config's field by its type alone.
+
+    This spares the validation of whole configs with every sample.
+    """
     field = model.model_fields[name]
     # In a tuple, since a type may not be one of a model alone.
     alone = TypeAdapter(tuple[Annotated[field.annotation, field]])
@@ -231,7 +234,7 @@ def accepted(model: type[BaseModel], name: str) -> list[Any]:
 
 
 def variants(kind: str, path: tuple[str, ...]) -> Iterator[tuple[StageConfig, StageConfig]]:
-    """Pairs of valid configs that differ in the field at `path` alone; the first is an example.
+    """Yield pairs of valid configs that differ only in the field at `path`; the first of each pair is an example.
 
     Each example and each value that any example takes is in a pair, not each value with each example.
     """

@@ -1,4 +1,4 @@
-"""Fixtures with refreshes and comparisons as the ledger records them, and artifacts in a store; nothing runs."""
+"""Fixtures with ledgers of refreshes and layout comparisons, and artifacts in a store, without running any stage."""
 
 import json
 from dataclasses import replace
@@ -89,13 +89,16 @@ VERDICT = Verdict(
 
 
 class Night:
-    """Makes refreshes of one recipe, a day apart, each with another learning rate."""
+    """Maker of refreshes of one recipe, a day apart, each with another learning rate."""
 
     def __init__(self, store, folder):
         self.store, self.folder, self.number = store, folder, 0
 
     def refresh(self, failing=None, error=HOSTILE, devices=2, rate=None, energy_j=None):
-        """Make a refresh; returns its record. failing: stage that fails with this error; later ones are skipped."""
+        """Write a refresh into ledger and store, and return its record.
+
+        `failing` names a stage that fails with `error`; later stages are skipped.
+        """
         self.number += 1
         tree = {**STAGES, "sft": {**STAGES["sft"], "learning_rate": rate or self.number * 1e-3}}
         recipe = load_stages("nightly", self.folder, tree)
@@ -197,12 +200,12 @@ LAYOUTS = {
     },
     HOSTILE: {},
 }
-"""Layouts of a comparison with their metrics; the last could not run."""
+"""Layouts of a comparison with their measured metrics; the last layout could not run."""
 
 
 @pytest.fixture
 def comparison(night, tmp_path):
-    """Record of a comparison of `LAYOUTS` that has ended, and has an hour's trial of each that ran."""
+    """Provide the record of a finished comparison of `LAYOUTS`, with an hour's trial of each layout that ran."""
     layouts = tuple(
         LayoutEntry(text=text, engine="fsdp", num_devices=n, global_batch_size=8, params={}, tags={})
         for n, text in enumerate(LAYOUTS, 1)
@@ -228,7 +231,7 @@ def make_row():
 
 @pytest.fixture
 def make_trial(tmp_path):
-    """Provide a function that makes a trial with given step times; the loss of step n is 1 / n."""
+    """Provide a function that makes a trial run of a layout with given step times; the loss of step n is 1 / n."""
 
     def make(layout, round_number, times_s, profiled=None, **fields):
         steps = [

@@ -1,4 +1,4 @@
-"""The report's page in a real browser: numbers equal the records, hostile text is escaped, keys suffice."""
+"""The HTML report in a real browser shows the recorded numbers, escapes hostile text, and can be used by keyboard."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def browser():
 
 @pytest.fixture
 def shot(tmp_path_factory):
-    """Provide a function that saves a screenshot of a page among the outputs of the tests."""
+    """Provide a function that saves a screenshot of the HTML report in a temporary folder."""
     folder = tmp_path_factory.mktemp("screenshots")
 
     def shot(page, name):

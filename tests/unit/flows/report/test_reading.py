@@ -1,4 +1,4 @@
-"""A report contains everything in the records, and marks what they lack as unknown."""
+"""A report shows everything that was recorded of a refresh, and marks missing figures as unknown."""
 
 import json
 import re

@@ -88,7 +88,7 @@ def test_what_lies_in_the_store_is_not_adopted(store):
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """Folder with a model, and an adapter of it as PEFT writes it."""
+    """Provide the folder of a model, and of an adapter for it as PEFT writes it."""
     folder = tmp_path_factory.mktemp("elsewhere")
     make_base(folder / "base", **SIZES)
     make_adapter(folder / "base", 0, "all-linear").save_pretrained(folder / "tuned")

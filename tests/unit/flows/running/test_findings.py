@@ -1,4 +1,4 @@
-"""Stages that refuse their own result: it is committed, nothing is built on it, and later runs repeat the error."""
+"""Stages that reject their own result: it is stored, nothing is built on it, and later runs repeat the error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTHING_HELD_OUT = "`held_out`: a fraction of 0.001 of 1 groups"
 
 @pytest.fixture
 def run_of(tmp_path, monkeypatch, request):
-    """Provide a refresh whose curate stage holds out no rows, with a train stage on its result."""
+    """Provide a function that makes a refresh whose curate stage holds out no rows, and that then trains."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": "short"}) + "\n" for _ in range(3)))
     tree = {

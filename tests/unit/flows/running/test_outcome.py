@@ -31,7 +31,7 @@ def home(tmp_path, monkeypatch):
 
 
 def ended(home, state, **fields):
-    """Write the ledger of a refresh that trained, evaluated and refused to promote; returns its record."""
+    """Write the ledger of a refresh that trained, evaluated and refused to promote, and return its record."""
     ledger = ledger_of("nightly-1")
     kinds = {"sft": "train", "scores": "evaluate", "promote": "promote"}
     ledger.append(

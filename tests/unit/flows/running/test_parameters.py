@@ -1,4 +1,4 @@
-"""Parameters of a deployment may change only some fields of a recipe."""
+"""Parameters of a scheduled Prefect deployment may change only some fields of a recipe."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_where_a_stage_runs_is_the_recipes_to_say(folder, override):
     ],
 )
 def test_variables_of_a_stage_are_no_override_of_anybody(folder, override):
-    """A stage's environment variables may hold secrets whatever their names, so overrides may not set them."""
+    """Overrides cannot set environment variables of a stage, which may hold secrets whatever their names are."""
     with pytest.raises(RecipeError, match="put the value into the recipe, or into the environment that") as refused:
         load_recipe(folder / "recipe.yaml", (override,))
     assert "evil" not in str(refused.value)

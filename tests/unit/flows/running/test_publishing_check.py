@@ -1,4 +1,4 @@
-"""An address that cannot be published to is found right after the downloads, before any training."""
+"""A publish target that cannot be written to is reported right after the downloads, before any training."""
 
 from flows.running.validation import input_of
 from stages.core.errors import PublishError

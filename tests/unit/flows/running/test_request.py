@@ -1,4 +1,4 @@
-"""Plans of refresh requests: errors contain no secrets, and cached stages need no installed programs."""
+"""Planning errors contain no secrets, and stages that are cached can be planned without their installed programs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Choice of the failed attempts that are retried, and the error message where a crash is not retried."""
+"""Failed stages are retried only if that may help; otherwise the error says why they are not."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from stages.core.errors import StageCrashError, TransientError
 
 
 def planned(progress, retries=2):
-    """Return a fake stage whose checkpoints show this progress, one number for each crash."""
+    """Return a fake train stage whose newest checkpoint is at the next of these steps after each crash."""
     reached = iter(progress)
     config = SimpleNamespace(execution=SimpleNamespace(retries=retries), progress_kept=lambda folder: next(reached))
     return SimpleNamespace(name="sft", kind="train", resume_key="0" * 12, config=config)

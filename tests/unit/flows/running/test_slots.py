@@ -1,4 +1,4 @@
-"""Slots for stage processes: never more than exist, no starvation, and a dead holder's slot becomes free."""
+"""Device slots for stage processes: never more than exist, no starvation, and slots of dead processes become free."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[4]
 
 
 class BusyError(Exception):
-    """A slot was not free: raised instead of waiting."""
+    """Raised instead of waiting when a device slot is not free."""
 
 
 def busy():

@@ -1,4 +1,4 @@
-"""Problems in the inputs of later stages are found before any training, by a process like a stage's."""
+"""Problems in the inputs of later stages are found before any training, by a separate process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_rows(folder, rows, split="train"):
 
 @pytest.fixture
 def artifacts(tmp_path):
-    """Artifacts of the download stages: a model, and valid data."""
+    """Provide the artifacts of the download stages: a model, and valid datasets."""
     (tmp_path / "base" / "model").mkdir(parents=True)
     qwen3.make(tmp_path / "base" / "model")
     for name, rows in ROWS.items():
@@ -63,7 +63,10 @@ def artifacts(tmp_path):
 
 @pytest.fixture
 def refresh_of(tmp_path, monkeypatch, artifacts, request):
-    """Provide a refresh whose downloads are done; keyword arguments change fields of stages, or add stages."""
+    """Provide a function that makes a refresh whose downloads are done.
+
+    Keyword arguments change fields of stages, or add stages.
+    """
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -102,7 +105,7 @@ def built(planned, folder):
 
 
 class Here:
-    """Fake process that runs the check of inputs in this one, whose imports are already made."""
+    """Fake process that runs the check of inputs in the test's own process, which has the imports already."""
 
     token = ""
 
@@ -117,7 +120,7 @@ class Here:
 
 
 def processor_time_of_children_s() -> float:
-    """Return the CPU seconds of child processes so far, which other load on the machine does not change."""
+    """Return the CPU seconds of child processes so far, which do not depend on other load on the machine."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
 
@@ -201,7 +204,7 @@ UNSEEN = {"stage": "sft", "field": "data.dataset", "message": "training rows aft
 
 
 def hanging(work, found=None):
-    """Start a check that has found something and does not end."""
+    """Start a fake check of inputs that has written its first results and does not end."""
     if found:
         (work / FINDINGS_FILE).write_text(json.dumps(found))
     with (work / "log.txt").open("ab") as log:

@@ -1,4 +1,4 @@
-"""Notifications contain the verdict, scores and errors of a refresh."""
+"""Notifications contain the promotion's verdict, the scores and the errors of a refresh."""
 
 import json
 
@@ -26,7 +26,7 @@ MISSED = "regression of sums.exact_match (standard errors) 6.514 > 2, missed by 
 
 @pytest.fixture
 def judged(tmp_path, monkeypatch):
-    """Provide a function that makes the record of a refresh with a given promotion outcome."""
+    """Provide a function that makes the record of a refresh with a given outcome of its promotion."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
 
     def judged(outcome, missed=()):

@@ -1,4 +1,4 @@
-"""A stage that waits for another refresh to build the same artifact: its recorded time excludes the wait."""
+"""A stage that waits for another refresh to build the same artifact does not count the wait as its time."""
 
 import logging
 import threading
@@ -46,7 +46,7 @@ def run(tmp_path, monkeypatch, clock):
 
 @contextmanager
 def waiting_for_another(run):
-    """Let a stage wait for another refresh that builds the same, for the duration of the context."""
+    """Let a stage of the run wait in the context, as if another refresh were building the same artifact."""
     waits = threading.Event()
     append = run.append
 

@@ -1,4 +1,4 @@
-"""Connections that send no request, or send it byte by byte, are closed by our servers; slow answers are allowed."""
+"""Our HTTP servers close connections that send no request, or one byte at a time; slow answers are allowed."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ HEAD = "POST / HTTP/1.1\r\nHost: {}\r\nContent-Length: 10000\r\n\r\n"
 
 
 class Pages:
-    """ASGI application that answers when a test allows it, after reading the whole request."""
+    """ASGI application that reads a whole request, and answers it when the test allows."""
 
     def __init__(self):
         self.was_asked = asyncio.Event()
@@ -40,7 +40,7 @@ class Pages:
 
 @pytest.fixture
 def served(monkeypatch):
-    """Provide a function that runs a trial against a guarded server with short intervals between its checks."""
+    """Provide a function that runs a coroutine against a guarded server, which checks its connections often."""
     monkeypatch.setattr(guarded, "LOOK_EVERY_S", 0.02)
 
     async def run(trial):
@@ -60,7 +60,7 @@ def served(monkeypatch):
 
 
 async def end_of(reader):
-    """Return everything that was received until the server closed the connection."""
+    """Return all bytes that are received until the server closes the connection."""
     with contextlib.suppress(ConnectionError):
         return await reader.read()
     return b""
@@ -88,7 +88,10 @@ def test_a_connection_that_asks_for_nothing_is_closed(served, monkeypatch, begin
 
 @pytest.mark.parametrize(("limit", "head"), [("HEAD_TIMEOUT_S", ""), ("BODY_TIMEOUT_S", HEAD)])
 def test_a_request_that_comes_byte_by_byte_is_not_waited_for(served, monkeypatch, limit, head):
-    """Each byte arrives within the limit, but all of them would take longer than the test waits."""
+    """A request that is sent byte by byte is cut off at the limit for the whole request.
+
+    Each byte arrives within the limit, but all of them would take longer than the test waits.
+    """
     monkeypatch.setattr(guarded, "HEAD_TIMEOUT_S", 2 * PATIENCE_S)
     monkeypatch.setattr(guarded, limit, LIMIT_S)
 

@@ -1,4 +1,4 @@
-"""Servers named by the user get requests with their key, which is sent to no other host."""
+"""Prefect servers that the user names by URL get requests with the user's key, which is sent to no other host."""
 
 import base64
 

@@ -1,4 +1,4 @@
-"""Ports of local servers are reserved from their choice until the server's first answer."""
+"""A local server's port is reserved from the moment it is chosen until the server's first answer."""
 
 import socket
 import subprocess

@@ -1,4 +1,4 @@
-"""Records of servers: their owner in a copied home, and servers on other machines."""
+"""Records of running servers are void in a copied lifecycle home, and respected while a server is elsewhere."""
 
 import os
 import shutil
@@ -33,7 +33,10 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def record():
-    """Return the record of a fake server with this process's pid. changes: to its identity."""
+    """Provide a function that returns the record of a fake server run by this process.
+
+    `changes` replace fields of the process's identity.
+    """
     return lambda **changes: ServerRecord(
         process=ProcessIdentity.own().model_copy(update=changes), port=4200, token="0" * 32
     )
@@ -41,7 +44,7 @@ def record():
 
 @pytest.fixture
 def in_copy(home, monkeypatch):
-    """Provide a function that copies the home and makes the copy the current home."""
+    """Provide a function that copies the lifecycle home, and makes the copy the current one."""
 
     def copy():
         shutil.copytree(home, home.with_name("copy"))
@@ -58,7 +61,11 @@ def test_records_are_void_in_a_copy_of_the_home(record, in_copy):
 
 
 def test_a_copy_is_settled_only_when_that_is_said(record, in_copy):
-    """A command may die after starting a copied home's servers; then the next one pauses its schedules."""
+    """A copied lifecycle home counts as a copy until a command has recorded its own servers as settled.
+
+    A command may die after starting a copied home's servers; then the next one pauses its schedules.
+    A command may die after starting a copied home's servers; then the next one pauses its schedules.
+    """
     write_records({})
     in_copy()
     assert local.down() == []

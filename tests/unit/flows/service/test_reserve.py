@@ -1,4 +1,4 @@
-"""Reserve of disk space: given away on a full disk, on which databases then work; made again with plenty of space."""
+"""A file that reserves disk space is deleted when the disk is full, so that databases work, and made again later."""
 
 import shutil
 import sqlite3

@@ -1,4 +1,4 @@
-"""The worker: schedules runs while a clock set back blocks Prefect's server, and cleans up after killed runs."""
+"""The worker schedules runs although a clock set back blocks Prefect's server, and removes folders of killed runs."""
 
 import subprocess
 import time

@@ -1,4 +1,4 @@
-"""Damaged artifacts are found by re-hashing; garbage collection never removes what is still needed."""
+"""Re-hashing finds damaged artifacts; garbage collection never removes what is still needed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Artifacts are complete or absent, whatever happens; one process builds each, and `gc` removes them whole."""
+"""Artifacts are complete or absent after any failure; each is built by one process, and `gc` removes it whole."""
 
 import errno
 import json
@@ -68,7 +68,7 @@ def test_a_commit_that_was_interrupted_before_its_last_step_is_finished(store, b
 
 
 def test_the_record_is_written_last(store, built, monkeypatch):
-    """If the disk fails at the last step of a commit, there is no artifact."""
+    """A commit that fails at its last step, the writing of the record, leaves no artifact."""
     record = built["sft"].record
     work = store.make_folder(store.work_folder("train", "sft", "0" * 12))
     (work / "model").mkdir()

@@ -1,4 +1,4 @@
-"""Dataset inputs of runs, as a real MLflow shows them."""
+"""Training runs and evaluations have their datasets as inputs in a real MLflow."""
 
 import json
 
@@ -24,7 +24,7 @@ def client(tmp_path, monkeypatch):
 
 @pytest.fixture
 def rows(make_plan, recipe, tmp_path, monkeypatch):
-    """Dataset artifact in the home's store: two training shards and held-out rows."""
+    """Provide the record of a stored dataset artifact with two training shards and held-out rows."""
     from tests.unit.flows.conftest import commit_stage
 
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))

@@ -1,4 +1,4 @@
-"""Planner calibration accepts the accelerator benchmark's file like runs of MLflow."""
+"""The planner's constants can be fitted to the accelerator benchmark's file, as to MLflow runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICE = "NVIDIA H200"
 
 
 def row(name: str, engine: str = "fsdp", rows: int = 8, tokens: int = 4096, **layout: object) -> dict:
-    """Return a benchmark row of a device whose steps take twice the predicted time."""
+    """Return a benchmark result of a device on which training steps take twice the predicted time."""
     workload, chosen = Workload(tokens, rows), Layout.model_validate(layout)
     hardware = named_like(DEVICE)
     assert hardware

@@ -1,4 +1,4 @@
-"""A refresh shipped to MLflow has complete metric curves, and links that open its runs."""
+"""A refresh sent to MLflow has complete metric curves, and links that open its runs."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def began(work, stages) -> Ledger:
 
 
 def resumed(work) -> Ledger:
-    """Write the ledger of a train stage that was stopped after its fourth step and resumed."""
+    """Write the ledger of a train stage that was stopped after its fourth step, and resumed."""
     work.mkdir()
     ledger = began(work, {"sft": "train"})
     tags = {"recipe": "nightly", "kind": "train", "version": "0123456789ab"}
@@ -83,7 +83,10 @@ def test_the_run_of_a_refresh_has_the_whole_curve_of_a_stage_that_was_resumed(tm
 
 
 def test_the_experiment_has_a_view_of_its_runs_which_a_person_may_change(client):
-    """The rendering of these tags was checked in a browser; here only the tags are checked."""
+    """MLflow's experiment has a saved view with our columns, which users may change.
+
+    Only the view's tags are checked here; how they look was checked in a browser.
+    """
     import mlflow
 
     from flows.tracking.pages import RUNS_LINK

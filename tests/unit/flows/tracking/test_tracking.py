@@ -1,4 +1,4 @@
-"""MLflow gets the metrics of `metrics.jsonl` in batches, and parameters and tags without secrets."""
+"""Metrics in `metrics.jsonl` are sent to MLflow in batches; parameters and tags contain no secrets."""
 
 import json
 from dataclasses import replace
