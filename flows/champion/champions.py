@@ -1,4 +1,4 @@
-"""Champions for the command line: MLflow's address, artifacts of champions, and versions that must be kept."""
+"""Look-up of champions for the commands: MLflow's address, the artifacts of a champion, and versions to be kept."""
 
 from __future__ import annotations
 
@@ -26,13 +26,19 @@ URI_OF_VERSION = re.compile(r"models:/(?P<name>[^/@]+)/(?P<number>[0-9]+)")
 
 
 def connect() -> Registry:
-    """Return the registry of the MLflow that is named, or runs here. Raises ServerError when there is none."""
+    """Return the model registry of the MLflow server that is set in the environment, or that runs locally.
+
+    Raises ServerError when there is no server.
+    """
     find_mlflow()
     return Registry()
 
 
 def find_mlflow() -> None:
-    """Set the variables of an MLflow server and its key. Raises ServerError when none is named or runs here."""
+    """Set MLFLOW_TRACKING_URI and the key to the local MLflow server's, unless the URI is set.
+
+    Raises ServerError when neither exists.
+    """
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         ours = next(server for server in servers.status() if server.name == "mlflow")
         password = read_key()
@@ -49,7 +55,7 @@ def find_mlflow() -> None:
 
 
 def parse(uri: str) -> tuple[str, str]:
-    """Return the name and alias of `models:/NAME@ALIAS`. Raises StoreError for anything else."""
+    """Return the model name and the alias that `models:/NAME@ALIAS` names. Raises StoreError for anything else."""
     match = URI.fullmatch(uri)
     if match is None:
         raise StoreError(
@@ -59,14 +65,20 @@ def parse(uri: str) -> tuple[str, str]:
 
 
 def repair(registry: Registry, name: str) -> None:
-    """Repair the aliases of a model whose promotion or rollback was killed; waits for one that is under way."""
+    """Repair a registered model's aliases if its last promotion or rollback was killed.
+
+    Waits for one that is under way.
+    """
     if registry.was_cut_short(name):
         with only_one(name):
             registry.repair(name)
 
 
 def find(registry: Registry, name: str, alias: str) -> RegisteredVersion:
-    """Return the version that an alias points to, after repairing the aliases. Raises StoreError when there is none."""
+    """Return the model version that an alias points to, after repairing the aliases.
+
+    Raises StoreError when there is none.
+    """
     repair(registry, name)
     version = registry.find(name, alias)
     if version is None:
@@ -75,12 +87,15 @@ def find(registry: Registry, name: str, alias: str) -> RegisteredVersion:
 
 
 def absent(name: str, alias: str) -> StoreError:
-    """Return the error for a model or an alias that does not exist."""
+    """Return the error to raise for a registered model or an alias that does not exist."""
     return StoreError(f"MLflow's registry has no {alias} of {name}; a stage of kind promote makes one")
 
 
 def find_version(registry: Registry, uri: str) -> RegisteredVersion:
-    """Return the version of `models:/NAME@ALIAS` or `models:/NAME/NUMBER`. Raises StoreError when absent."""
+    """Return the registered version that `models:/NAME@ALIAS` or `models:/NAME/NUMBER` names.
+
+    Raises StoreError when it does not exist.
+    """
     by_number = URI_OF_VERSION.fullmatch(uri)
     if by_number is None:
         return find(registry, *parse(uri))
@@ -91,7 +106,10 @@ def find_version(registry: Registry, uri: str) -> RegisteredVersion:
 
 
 def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
-    """Return an artifact (`kind/version`) of a registered version. Raises StoreError when it is not here."""
+    """Return an artifact of a registered version by its key, `KIND/VERSION`.
+
+    Raises StoreError when the store lacks the artifact.
+    """
     store = Store(store_root())
     artifact = store.find(*key.split("/"))
     if artifact is None:
@@ -100,7 +118,7 @@ def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
 
 
 def registered_subject(uri: str, index: Index) -> Subject:
-    """Return the subject of `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
+    """Return a registered model (`models:/NAME@ALIAS` or `models:/NAME/VERSION`) for a lineage or a comparison.
 
     Raises what MLflow does, StoreError when the artifact is not here.
     """
@@ -116,7 +134,7 @@ def registered_subject(uri: str, index: Index) -> Subject:
 
 
 def base_of(version: RegisteredVersion) -> Artifact | None:
-    """Return the model that a registered adapter belongs to; None for a model.
+    """Return the artifact of the base model that a registered adapter belongs to; None for a whole model.
 
     Raises StoreError when the model is not here.
     """
@@ -125,7 +143,7 @@ def base_of(version: RegisteredVersion) -> Artifact | None:
 
 
 def launch_spec(version: RegisteredVersion) -> LaunchSpec:
-    """Return the launch spec of a registered version's server, under its registered name.
+    """Return the configuration to serve a registered version with, under its registered name.
 
     It is served as the serve stage of its promotion did, if there was one. The base of an adapter is `NAME-base` in
     requests.
@@ -143,7 +161,7 @@ def launch_spec(version: RegisteredVersion) -> LaunchSpec:
 
 
 def kept_versions() -> frozenset[str]:
-    """Return the versions of artifacts that some alias points to.
+    """Return the artifact versions that aliases in MLflow's registry point to, which garbage collection must keep.
 
     If MLflow cannot be asked, or does not know a name that was registered, all that was ever registered is kept.
     """

@@ -1,4 +1,4 @@
-"""Differences between two champions, refreshes or artifacts, in words. Reads the store."""
+"""Comparison of two champions, refreshes or artifacts: their differences as sentences, from what the store records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMIT_CHARACTERS = 12
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: its artifacts and their scores.
+    """One of the two sides of a comparison: the artifacts of a refresh or a model, with its evaluation scores.
 
     root: where one artifact is compared, and not a refresh.
     unbuilt: stages of a refresh without an artifact → their states.
@@ -35,7 +35,7 @@ class Side:
 
 
 class Differences(StrictModel):
-    """Differences between two compared versions, from the old one to the new, a sentence each.
+    """Differences from an old model, artifact or refresh to a new one, as sentences grouped by subject.
 
     rebuilt: stages that were built again only because what they were built from differs.
     """
@@ -52,23 +52,23 @@ class Differences(StrictModel):
 
     @property
     def none(self) -> bool:
-        """Return whether the two compared versions have no difference."""
+        """Return whether the two compared sides do not differ at all."""
         return not (self.data or self.config or self.code or self.stages or self.scores or self.rebuilt)
 
     def by_heading(self) -> dict[str, tuple[str, ...]]:
-        """Return all differences between the two compared versions, by heading."""
+        """Return the sentences about all differences, by heading: data, config, code, stages, scores, rebuilt."""
         return {name: getattr(self, name) for name in ("data", "config", "code", "stages", "scores", "rebuilt")}
 
 
 def side_of_subject(subject: Subject, index: Index) -> Side:
-    """Return one side of a comparison: an artifact, all that it was made from, and its evaluations."""
+    """Return an artifact, everything that it was made from, and its evaluations as one side of a comparison."""
     found = {one.folder: one for root in (subject.root, *subject.evaluations) for one in closure(root, index)}
     name = f"{subject.name} ({subject.registered + ', ' if subject.registered else ''}{subject.root.folder.name})"
     return Side(name, tuple(found.values()), scores_of(subject.evaluations), subject.root)
 
 
 def side_of_refresh(record: RefreshRecord, index: Index) -> Side:
-    """Return one side of a comparison: all stages of a refresh."""
+    """Return all stages of a refresh as one side of a comparison."""
     found = {name: index.find(entry.kind, entry.version) for name, entry in record.stages.items()}
     artifacts = tuple(one for name, one in found.items() if one and record.stages[name].artifact)
     unbuilt = {name: entry.state for name, entry in record.stages.items() if not entry.artifact}
@@ -110,7 +110,7 @@ def compare(old: Side, new: Side, kept: Path) -> Differences:
 
 
 def _paired(old: Side, new: Side) -> tuple[list[tuple[Artifact, Artifact]], list[Artifact], list[Artifact]]:
-    """Return the pairs of artifacts that correspond, and those that are only in the old or the new side.
+    """Return the pairs of corresponding artifacts, the artifacts only in the old side, and those only in the new side.
 
     Artifacts correspond if they are the two roots, have the same version or stage name, or are the only ones of a kind.
     """
@@ -168,7 +168,7 @@ def _compare_pair(old: Artifact, new: Artifact, kept: Path, lines: dict[str, lis
 
 
 def _content(old: Artifact, new: Artifact, own: Sequence[Difference]) -> Iterator[str]:
-    """Yield the differences of data and downloads: source, revision, and which files changed."""
+    """Yield sentences about how a dataset or a download changed: its source, its revision, and which files."""
     sources = [one.record.tags.get("source") for one in (old, new)]
     revision = next((one for one in own if one.field == REVISION), None)
     if sources[0] != sources[1]:
@@ -179,7 +179,7 @@ def _content(old: Artifact, new: Artifact, own: Sequence[Difference]) -> Iterato
 
 
 def _commits(changed: Sequence[tuple[Artifact, Artifact]]) -> Iterator[str]:
-    """Yield each pair of commits that built differing stages, once."""
+    """Yield a sentence for each pair of Git commits, old and new, that built differing stages."""
     stages: dict[tuple[str, str], list[str]] = defaultdict(list)
     for old, new in changed:
         stages[_commit(old.record.git_commit), _commit(new.record.git_commit)].append(new.record.stage)
@@ -193,7 +193,7 @@ def _commit(commit: str | None) -> str:
 
 
 def _packages(changed: Sequence[tuple[Artifact, Artifact]]) -> Iterator[str]:
-    """Yield each change of a package once, although many stages have it."""
+    """Yield a sentence for each Python package whose version changed, once however many stages use the package."""
     packages: dict[str, tuple[str | None, str | None]] = {}
     for old, new in changed:
         before, after = old.record.packages, new.record.packages

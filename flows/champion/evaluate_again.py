@@ -1,4 +1,4 @@
-"""Evaluation of a champion like its challenger, when a task, a prompt or a limit has changed since the champion's.
+"""Repeated evaluation of a champion under the candidate's settings, when a task, a prompt or a limit has changed.
 
 Input: the candidate's evaluations, and the champion's model in the store. Output: evaluate artifacts of the champion,
 built now or found; the next candidate with the same evaluations finds them.
@@ -25,12 +25,13 @@ from stages.kinds.evaluate.config import EvaluateConfig
 from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 BASE = "base"
-"""Name, among the inputs of an adapter's evaluation, of the model that the adapter belongs to."""
+"""Name of the base model among the inputs of an adapter's evaluation."""
 
 
 def evaluate_likewise(candidate: Sequence[Path], champion: RegisteredVersion, context: StageContext) -> list[Path]:
-    """Evaluate the champion as the `candidate` evaluations did; return the artifacts. Holds slots meanwhile.
+    """Evaluate the champion with the same settings as the candidate's evaluations, and return the new artifacts.
 
+    Occupies this machine's slots for a stage meanwhile.
     Raises StoreError when the champion's model is not in the store, and what an evaluate stage raises.
     """
     model, base = artifact_of(champion, champion.registration.model), base_of(champion)
@@ -45,7 +46,7 @@ def _built(name: str, artifact: Artifact) -> Built:
 
 
 def _planned(candidate: Path, upstream: Mapping[str, Built], recipe: str) -> PlannedStage:
-    """Return the candidate's evaluation with the champion's model instead of its own, served as the candidate is.
+    """Return the candidate's evaluate stage with the champion as its model, served with the candidate's settings.
 
     upstream: the champion; of an adapter, also its base.
     """
@@ -83,7 +84,7 @@ def _evaluate(planned: PlannedStage, upstream: Mapping[str, Built], context: Sta
 
 
 class _Reporter:
-    """Observer that reports the evaluation as milestones of the promotion."""
+    """Observer of the champion's repeated evaluation, which prints its progress in the promote stage's log."""
 
     def __init__(self, context: StageContext) -> None:
         self._context = context

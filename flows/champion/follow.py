@@ -1,4 +1,4 @@
-"""Server that follows a champion: `lifecycle serve models:/NAME@champion --follow`.
+"""Server that always serves the current champion: `lifecycle serve models:/NAME@champion --follow`.
 
 A proxy listens on the public port; behind it is the engine of the present champion. When the alias moves, a second
 engine is started; once that is healthy, new requests go there, and the first one ends after its last answer. For that
@@ -45,22 +45,23 @@ from stages.serving.waiting import WaitingRoom
 
 LOOK_INTERVAL_S = 5.0
 MAX_MORE_ERRORS = 0.01
-"""Share of requests by which the challenger's errors may exceed the champion's."""
+"""Largest amount by which the challenger's share of failed requests may exceed the champion's (0.01 is one percent)."""
 MAX_TIMES_SLOWER = 1.25
-"""Largest ratio of the challenger's to the champion's latency, at the 95th percentile."""
+"""Largest ratio of the challenger's to the champion's latency, each at the 95th percentile of requests."""
 MAX_AT_ONCE = 2
 LONGEST_PAUSE_S = 60.0
 STEADY_S = 300.0
-"""Lifetime of an engine after which the count of deaths starts again."""
+"""Seconds after which a running engine counts as stable, so that its next death is the first in a row."""
 STEP_INTERVAL_S = 0.1
 LAST_ANSWERS_TIMEOUT_S = 30
 MAX_DEATHS_WITH = 2
-"""Deaths of the champion's engine with a version loaded, or loading, after which it is refused."""
+"""Number of times that the champion's engine may die while an adapter is in it, or loading; then the adapter is
+refused."""
 
 
 @dataclass(frozen=True)
 class Following:
-    """Alias of a registered model to be served until it is interrupted.
+    """Alias of a registered model to be served until the user interrupts, with the settings of a canary.
 
     canary_share: share of requests, 0 to 1, for the challenger while there is one.
     gate_requests: number of requests of each version after which the challenger is promoted or withdrawn; None leaves
@@ -74,8 +75,9 @@ class Following:
     gate_requests: int | None = None
 
     def serve(self, host: str, public: socket, sampler: Sampler | None = None) -> None:
-        """Serve an alias on a listening socket, with the key in VLLM_API_KEY. sampler: as for `Proxy`.
+        """Serve the model version that the alias points to on a listening socket, until interrupted.
 
+        The API key is in VLLM_API_KEY; sampler: as for `Proxy`.
         Raises StoreError when there is no champion, ServerError for an engine that does not start.
         """
         version = champions.find(self.registry, self.name, self.alias)
@@ -90,7 +92,7 @@ class Following:
 
 
 class Follower:
-    """Champion and challenger that are served, with everything that is being started, stopped and ended.
+    """State machine that keeps the served champion and challenger in step with MLflow's aliases and engine failures.
 
     All that takes time runs in threads. folder: as for `start_engine`.
     """
@@ -106,9 +108,10 @@ class Follower:
         self._restarts = Restarts()
         self._start: Start | None = None
         self._stopping: list[Future[None]] = []
-        """Engines that died, and starts that were stopped; nothing starts before they are gone."""
+        """Endings of engines that died and of starts that were stopped; no engine starts before they are over."""
         self._ending: list[Future[None]] = []
-        """Retired versions that still finish their last requests; meanwhile no engine but the champion's is started."""
+        """Endings of retired versions, which still finish their last requests; meanwhile only the champion's engine may
+        start."""
         self._judging: Future[None] | None = None
         self._is_over = threading.Event()
         self._deaths_with: Counter[str] = Counter()
@@ -119,7 +122,7 @@ class Follower:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all engines of the follower."""
+        """End all engines, those still starting included."""
         self._is_over.set()
         if self._start:
             self._stop_start()
@@ -131,12 +134,13 @@ class Follower:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether no start or stop of an engine is under way."""
+        """Return whether no engine is being started, stopped or judged."""
         return not (self._start or self._stopping or self._ending or self._judging)
 
     def step(self) -> bool:
-        """Act on recent events without waiting; return whether MLflow has reported the aliases.
+        """Handle engine deaths, finished starts and moved aliases, without waiting.
 
+        Return whether MLflow has reported the aliases.
         MLflow reports every few seconds.
         """
         # The order matters: deaths, finished starts and moved aliases decide what is missing and has to be started.
@@ -250,7 +254,7 @@ class Follower:
             self._refuse(CHALLENGER, start.version, str(error))
 
     def _see_aliases(self) -> bool:
-        """Act on the present aliases, except for starts; return whether MLflow has reported them."""
+        """Adopt or withdraw served versions as aliases have moved; return whether MLflow has reported them."""
         aliases = self.aliases.look()
         for alias, version in aliases.items():
             self._announce(alias, version)
@@ -278,7 +282,7 @@ class Follower:
     # ------------------------------------------------------------------------------------------- consequences
 
     def _succeed(self, successor: Serving) -> None:
-        """Send all requests to a new version, and end the former champion after its last answer."""
+        """Send all requests to a new champion's engine, and end the former champion after its last answer."""
         former, self.champion = self.champion, successor
         self._proxy.switch(successor.backend)
         print_timed(f"version {successor.version.number} of {self.following.name} is served")
@@ -298,7 +302,7 @@ class Follower:
         self._ending.append(in_background(lambda: end_serving(former, is_shared, self._is_over)))
 
     def _compare(self) -> None:
-        """Record the tallies of champion and challenger; move the aliases once the gate has enough requests."""
+        """Record the canary's request counts; promote or withdraw the challenger after enough requests."""
         if self.challenger is None:
             servers_folder.forget_tallies(self.following.name)
             return
@@ -339,7 +343,7 @@ class Follower:
         print_timed(f"version {self.champion.version.number} of {self.following.name} is started again {when}{times}")
 
     def _say_side_by_side(self) -> None:
-        """Print the tallies of a canary that ends."""
+        """Print the request counts of champion and challenger when the canary ends."""
         print_timed(f"side by side, of {self.following.name}:")
         for one in self._proxy.side_by_side()["versions"]:
             print_timed(json.dumps(one))
@@ -351,7 +355,7 @@ class Follower:
 
 
 class Aliases:
-    """Aliases of a registered model as MLflow last reported them.
+    """Aliases of a registered model as MLflow last reported them, queried in the background.
 
     They are looked up in a thread, so that an MLflow that hangs stops nothing.
     """
@@ -365,8 +369,9 @@ class Aliases:
         self._looking: Future[dict[str, RegisteredVersion | LifecycleError | None]] | None = None
 
     def look(self) -> dict[str, RegisteredVersion | LifecycleError | None]:
-        """Return the aliases that MLflow reported since the last call, usually none; start the next query when due.
+        """Return the aliases that MLflow has reported since the last call, usually none.
 
+        Start the next query when it is due.
         Does not wait.
         """
         if self._looking is None:
@@ -385,12 +390,12 @@ class Aliases:
         return reported
 
     def version(self, alias: str) -> RegisteredVersion | None:
-        """Return the version that an alias points to, unless it was refused."""
+        """Return the model version that an alias points to; None when it is unset, or the version was refused."""
         version = self._versions.get(alias)
         return version if version and version.number != self._refused.get(alias) else None
 
     def refuse(self, alias: str, version: RegisteredVersion) -> None:
-        """Treat an alias as unset as long as it points to a version that cannot be served."""
+        """Treat an alias as unset while it points to a version that cannot be served."""
         self._refused[alias] = version.number
 
     def _asked(self) -> dict[str, RegisteredVersion | LifecycleError | None]:
@@ -404,14 +409,14 @@ class Aliases:
 
 
 class Restarts:
-    """Count of deaths in a row, and the pause before the next restart."""
+    """Pause before an engine's next restart, which grows with the number of deaths in a row."""
 
     def __init__(self) -> None:
         self.num_deaths = 0
         self._due_s = 0.0
 
     def add(self, lived_s: float) -> float:
-        """Count a death of an engine, or a failed start; return the seconds until the next start.
+        """Count the death or failed start of an engine; return the seconds to wait before the next start.
 
         lived_s: seconds for which the engine had answered.
         """
@@ -432,12 +437,12 @@ class Restarts:
 
 
 def have_answered(num_requests: int, *tallies: Tally) -> bool:
-    """Return whether each version has had so many requests, errors included."""
+    """Return whether champion and challenger have each answered at least `num_requests` requests, errors included."""
     return all(tally.num_requests >= num_requests for tally in tallies)
 
 
 def misses(challenger: Tally, champion: Tally) -> Iterator[str]:
-    """Yield gates that a challenger's traffic misses, in words."""
+    """Yield a sentence for each gate, errors or latency, that the challenger fails against the champion."""
     shares = [tally.num_errors / tally.num_requests for tally in (challenger, champion)]
     if shares[0] > shares[1] + MAX_MORE_ERRORS:
         yield f"{shares[0]:.1%} of its requests failed, and {shares[1]:.1%} of the champion's"
@@ -447,7 +452,7 @@ def misses(challenger: Tally, champion: Tally) -> Iterator[str]:
 
 
 def _is_done(ended: Future[None]) -> bool:
-    """Return whether a background task is over. Raises its exception."""
+    """Return whether a background task has ended. Raises the exception with which it ended."""
     if ended.done():
         ended.result()
     return ended.done()

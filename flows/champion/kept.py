@@ -1,4 +1,4 @@
-"""Supervision of `lifecycle serve --follow`: the process becomes the supervisor of another one, which serves.
+"""Supervision of `lifecycle serve --follow`: the process restarts the serving process whenever that one dies.
 
 The supervisor holds the listening socket: when the serving process dies, its engines end with it, and clients wait in
 the socket's queue until the next one answers.
@@ -22,11 +22,11 @@ from stages.serving.server import listening_socket, reachable
 
 PROGRAM = "from flows.cli.main import main; main()"
 CHECKS_S = 300.0
-"""Seconds, beyond the start of an engine, for asking MLflow and checking the champion's answers."""
+"""Seconds that a start may take beyond the engine's own, for asking MLflow and checking the champion's answers."""
 
 
 def keep_serving(name: str, alias: str, host: str, port: int | None, arguments: Sequence[str]) -> NoReturn:
-    """Become the supervisor of `lifecycle ARGUMENT… --descriptor N`, with a socket that listens already.
+    """Turn the process into a supervisor of `lifecycle serve --follow`, which inherits a socket that already listens.
 
     Raises StoreError when there is no champion, ResourceError for a taken port.
     """

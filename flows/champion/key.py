@@ -1,4 +1,4 @@
-"""Program that prints which artifact an alias points to: `python -m flows.champion.key models:/NAME@ALIAS`."""
+"""Program that prints the artifact behind a model alias: `python -m flows.champion.key models:/NAME@ALIAS`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from stages.core.errors import LifecycleError, ServerError
 from stages.remote.http import Expected, ask_httpx, httpx_client
 
 ALIAS_ROUTE = "/api/2.0/mlflow/registered-models/alias"
-"""Route of aliases in MLflow's REST API."""
+"""Path of the REST endpoint that returns the model version behind an alias in MLflow."""
 TIMEOUT_S = 10
 ANSWER_BYTES = 2**20
 
 
 def main(uri: str) -> int:
-    """Print {"model": "KIND/VERSION"}; return the exit code of the error class."""
+    """Print the artifact behind an alias as {"model": "KIND/VERSION"}; return the exit code, 0 without an error."""
     try:
         champions.find_mlflow()
         name, alias = champions.parse(uri)
@@ -35,8 +35,9 @@ def main(uri: str) -> int:
 
 
 def _asked(name: str, alias: str) -> str | None:
-    """Return the answer of MLflow's REST API; its client takes two seconds to import, as long as a plan may take.
+    """Return the artifact behind an alias from MLflow's REST API.
 
+    MLflow's Python client takes two seconds to import, as long as a plan may take.
     None for anything unusual, such as a move that was cut short: then the client repairs it, or reports what is wrong.
     Raises StoreError when there is no such model or alias.
     """

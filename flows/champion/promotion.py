@@ -1,4 +1,4 @@
-"""Programs before and after the promote stage: they ask MLflow's registry, and update it after the commit.
+"""Programs around the promote stage: one fetches the champion from MLflow before it, one registers the candidate after.
 
     python -m flows.champion.promotion judge WORK               writes champion.json, then becomes the stage's process
     python -m flows.champion.promotion complete ARTIFACT WORK   the hook: registers the candidate, moves the aliases
@@ -37,7 +37,7 @@ from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, 
 
 
 def main() -> None:
-    """Run the step that the arguments name; the last one is the work folder. Exits like a stage process."""
+    """Run `judge` or `complete`, as the arguments say; the last one is the work folder. Exits like a stage process."""
     die_with_parent()
     collect_rarely()
     steps: dict[str, Callable[..., None]] = {"judge": judge, "complete": complete}
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def judge(work: Path) -> None:
-    """Write the champion into the promote stage's work folder, and become the stage's process.
+    """Write the champion to compare with into the promote stage's work folder, then exec the stage's process.
 
     A champion that was evaluated differently from the candidate is evaluated first. Raises what `Registry` raises,
     StoreError for a missing artifact, and what that evaluation raises.
@@ -67,7 +67,7 @@ def judge(work: Path) -> None:
 
 
 def complete(artifact: Path, work: Path) -> None:
-    """Register the candidate, whatever the verdict; move the aliases if it was promoted.
+    """Register the candidate in MLflow, promoted or not; move the aliases if the promote stage promoted it.
 
     If the hook was cut short after the move and a rollback came since, the rollback stands. Raises what `Registry`
     raises, such as OutdatedVerdictError when the champion is neither the one that the candidate was compared with nor
@@ -95,7 +95,7 @@ def complete(artifact: Path, work: Path) -> None:
 
 
 def scores_of(store: Store, evaluations: Iterable[UpstreamEntry]) -> dict[str, float]:
-    """Return final metrics of the evaluations that are in the store, without standard errors."""
+    """Return the final metrics of evaluations whose artifacts are in the store, without standard errors."""
     found = (store.find(entry.kind, entry.version) for entry in evaluations)
     metrics = {
         name: value for artifact in found if artifact for name, value in final_result(artifact.folder).metrics.items()
@@ -104,7 +104,7 @@ def scores_of(store: Store, evaluations: Iterable[UpstreamEntry]) -> dict[str, f
 
 
 def data_of(store: Store, model: UpstreamEntry) -> list[str]:
-    """Return the datasets that a model, or one it was made from, learned from: `problems: builtin/addition`."""
+    """Return the datasets that a model and its ancestors were trained on, as in `problems: builtin/addition`."""
     todo, seen, data = [model], set(), []
     while todo:
         entry = todo.pop()
@@ -119,7 +119,10 @@ def data_of(store: Store, model: UpstreamEntry) -> list[str]:
 
 
 def describe(promotion: Record, base: UpstreamEntry | None, scores: dict[str, float], data: Iterable[str]) -> str:
-    """Return Markdown for a registered version's page in MLflow. base: the model that an adapter belongs to."""
+    """Return the Markdown description of a registered version for MLflow's web page.
+
+    base: the model that an adapter belongs to.
+    """
     model = promotion.upstream["model"]
     beside = f", an adapter of `{base.stage}-{base.version}`" if base else ""
     scores_text = ", ".join(f"{name} {value:.4g}" for name, value in scores.items()) or "none"
@@ -144,7 +147,7 @@ def _champion(champion: RegisteredVersion, stage_input: StageInput, config: Prom
 
 
 def _comparable(champion: RegisteredVersion, candidate: Sequence[Path], context: StageContext) -> list[Path]:
-    """Return the champion's evaluations; new ones if the candidate's are different, or the old ones are gone."""
+    """Return the champion's evaluations; repeat them if the candidate's settings differ, or the artifacts are gone."""
     store = Store(store_root())
     found = [store.find(*key.split("/")) for key in champion.registration.evaluations]
     folders = [artifact.folder for artifact in found if artifact]
@@ -157,7 +160,7 @@ def _comparable(champion: RegisteredVersion, candidate: Sequence[Path], context:
 
 
 def _candidate(name: str, promotion: Record) -> Registration:
-    """Return the registration of a promotion's candidate, from the record of the promotion's artifact."""
+    """Return the candidate's entry for MLflow's model registry, from the record of the promotion's artifact."""
     upstream = promotion.upstream
     model, server = upstream["model"], upstream.get("server")
     store = Store(store_root())

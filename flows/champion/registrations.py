@@ -1,4 +1,4 @@
-"""Files about every artifact that was ever registered as a model, so that nothing is lost while MLflow is away.
+"""Files under `$LIFECYCLE_HOME` about every registered artifact, so that none is deleted while MLflow is away.
 
 <home>/registrations/<name>/
     lock                one promotion of a name at a time; the kernel releases the lock of a dead process
@@ -26,7 +26,7 @@ TAG = "lifecycle."
 
 
 class Registration(StrictModel):
-    """Candidate or champion: its artifacts as `kind/version`.
+    """Registered model or adapter with its artifacts, each as `KIND/VERSION`: base model, evaluations, server.
 
     digest: of the model's or adapter's content.
     base: the model that an adapter belongs to; None for a model. description, scores, data: for people who look at
@@ -46,19 +46,19 @@ class Registration(StrictModel):
 
     @property
     def artifacts(self) -> frozenset[str]:
-        """Return all artifacts that belong to a registration."""
+        """Return the artifacts of a registered model: model, base model, evaluations and server."""
         return frozenset(filter(None, [self.model, self.base, *self.evaluations, self.server]))
 
 
 def note(registration: Registration) -> None:
-    """Record a registration; call it before it is sent to MLflow."""
+    """Write the local record of a registered model; call it before the model is sent to MLflow."""
     folder = _folder(registration.name)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{registration.model.replace('/', '-')}.json", registration.model_dump_json(indent=1))
 
 
 def tags_of(registration: Registration, **more: str | None) -> dict[str, str]:
-    """Return the tags of a registered version in MLflow's registry."""
+    """Return the tags for a registered version in MLflow's registry, which point to its artifacts."""
     tags = {
         "model": registration.model,
         "base": registration.base,
@@ -73,7 +73,7 @@ def tags_of(registration: Registration, **more: str | None) -> dict[str, str]:
 
 
 def registration_of(version: Any) -> Registration:
-    """Return the registration of a version in MLflow's registry, without the fields that are for people.
+    """Return the registration that the tags of a version in MLflow's registry describe, without scores and description.
 
     Raises StoreError for a version that somebody registered by other means.
     """
@@ -95,13 +95,13 @@ def registration_of(version: Any) -> Registration:
 
 
 def registrations() -> list[Registration]:
-    """Return all recorded registrations."""
+    """Return the local records of all models that were ever registered."""
     files = sorted((home() / "registrations").glob("*/*.json"))
     return [Registration.model_validate_json(file.read_bytes()) for file in files]
 
 
 def only_one(name: str) -> FileLock:
-    """Return the lock to hold while a model of this name is promoted or rolled back in this home.
+    """Return the lock to hold while a registered model is promoted or rolled back on this lifecycle home.
 
     Taking it makes a folder, so ask MLflow first whether there is such a model. Raises StoreError for a bad name.
     """

@@ -1,4 +1,4 @@
-"""Champions in MLflow's model registry: the present one, earlier ones, and the moves between them.
+"""Champions in MLflow's model registry: find, register, promote and roll back versions by moving aliases.
 
 A registered version points into our store by its tags and holds no weights. Three aliases matter: `champion`;
 `previous`, which a rollback restores; and `challenger`, which is served to some requests. Each alias is moved by one
@@ -28,16 +28,16 @@ CHAMPION = "champion"
 PREVIOUS = "previous"
 CHALLENGER = "challenger"
 OF_PROMOTIONS = (f"{TAG}predecessor", f"{TAG}promotion")
-"""Tags of a registered version that stay when it is registered again without becoming champion."""
+"""Tags about the last promotion, which a version keeps when registered again without becoming champion."""
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
-"""MLflow's codes for a model that does not exist, and for an alias that it lacks."""
+"""MLflow's error codes for a missing model, and for a missing alias of a model."""
 PASSING = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
 REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 
 
 @dataclass(frozen=True)
 class RegisteredVersion:
-    """Version of a registered model.
+    """Version of a registered model in MLflow, with the artifacts that it points to.
 
     predecessor: number of the champion before it.
     promotion: the ledger's key of the attempt whose verdict made it champion last.
@@ -55,10 +55,13 @@ class RegisteredVersion:
 
 
 class Registry:
-    """MLflow's model registry. Raises TransientError when MLflow does not answer, ServerError when it refuses."""
+    """Client of MLflow's model registry.
+
+    Raises TransientError when MLflow does not answer, ServerError when it refuses.
+    """
 
     def __init__(self) -> None:
-        """Connect to the MLflow that MLFLOW_TRACKING_URI names."""
+        """Connect to the MLflow server that MLFLOW_TRACKING_URI names."""
         os.environ.update(CLIENT_ENVIRONMENT)
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             raise ServerError("there is no MLflow to ask for the champion: MLFLOW_TRACKING_URI is not set")
@@ -67,19 +70,19 @@ class Registry:
         self._client: MlflowClient = MlflowClient()
 
     def find(self, name: str, alias: str = CHAMPION) -> RegisteredVersion | None:
-        """Return the version that an alias points to; None when there is no such model or alias."""
+        """Return the version that an alias points to; None when the registered model or the alias does not exist."""
         with _explained(f"asking for the {alias} of {name}"):
             return _unless_absent(lambda: _registered(self._client.get_model_version_by_alias(name, alias)))
 
     def version(self, name: str, number: str) -> RegisteredVersion | None:
-        """Return the version of this number; None when there is no such model or version."""
+        """Return a version of a registered model by its number; None when the model or the version does not exist."""
         with _explained(f"asking for version {number} of {name}"):
             return _unless_absent(lambda: _registered(self._client.get_model_version(name, number)))
 
     def register(
         self, registration: Registration, predecessor: str | None = None, promotion: str | None = None
     ) -> RegisteredVersion:
-        """Register a candidate, or update the version of the very same content."""
+        """Register a candidate as a new version, or update the version that already has exactly the same content."""
         note(registration)
         with _explained(f"registering a version of {registration.name}"):
             self._ensure_model(registration.name)
@@ -99,7 +102,7 @@ class Registry:
         return RegisteredVersion(registration, number, predecessor, promotion)
 
     def was_rolled_back(self, candidate: Registration, promotion: str | None) -> bool:
-        """Return whether this promotion made the candidate champion already, before a rollback."""
+        """Return whether a promotion made the candidate champion once, and the candidate has been rolled back since."""
         with suppress(StoreError):  # a version that no promotion registered
             previous = self.find(candidate.name, PREVIOUS)
             promoted = (previous.registration.digest, previous.promotion) if previous else None
@@ -107,7 +110,7 @@ class Registry:
         return False
 
     def promote(self, candidate: RegisteredVersion, champion: str | None) -> None:
-        """Make `candidate` champion instead of version `champion`, with which it was compared.
+        """Make `candidate` champion after version `champion`, with which it was compared.
 
         If it is champion already, it stays. Raises OutdatedVerdictError when another has become champion since.
         """
@@ -115,7 +118,7 @@ class Registry:
             self._move(candidate.name, candidate.number, champion)
 
     def is_champion(self, candidate: Registration, judged_against: str | None) -> bool:
-        """Return whether a candidate has the very content of the present champion.
+        """Return whether a candidate's model has exactly the same content as the present champion.
 
         judged_against: the champion when it was compared. Raises OutdatedVerdictError when the champion is neither of
         the two.
@@ -147,7 +150,7 @@ class Registry:
         return self._crown(previous, champion)
 
     def challenge(self, version: RegisteredVersion) -> None:
-        """Put the alias `challenger` on a version.
+        """Point the alias `challenger` of a registered model to a version.
 
         Raises StoreError when the version is the champion, or there is no champion.
         """
@@ -159,7 +162,7 @@ class Registry:
             self._client.set_registered_model_alias(version.name, CHALLENGER, version.number)
 
     def withdraw_challenger(self, name: str) -> None:
-        """Remove the alias `challenger`."""
+        """Remove the alias `challenger` from a registered model."""
         with _explained(f"withdrawing the {CHALLENGER} of {name}"):
             _unless_absent(lambda: self._client.delete_registered_model_alias(name, CHALLENGER))
 
@@ -178,13 +181,16 @@ class Registry:
         return crowned
 
     def was_cut_short(self, name: str) -> bool:
-        """Return whether a promotion or rollback stopped between its two writes: `previous` is on the champion."""
+        """Return whether a promotion or rollback stopped halfway: `previous` and `champion` are the same version."""
         with _explained(f"asking for the aliases of {name}"):
             aliases = _unless_absent(lambda: dict(self._client.get_registered_model(name).aliases)) or {}
         return CHAMPION in aliases and aliases[CHAMPION] == aliases.get(PREVIOUS)
 
     def repair(self, name: str) -> None:
-        """Put `previous` back after an interrupted promotion or rollback. Call it where none is under way."""
+        """Restore the alias `previous` after an interrupted promotion or rollback.
+
+        Call it only while none is under way.
+        """
         if not self.was_cut_short(name):
             return
         champion = self.find(name)
@@ -197,12 +203,12 @@ class Registry:
                 self._client.delete_registered_model_alias(name, PREVIOUS)
 
     def pointed_at(self) -> dict[str, frozenset[str]]:
-        """Return registered model → artifacts (`kind/version`) of its versions that some alias points to."""
+        """Return the artifacts (`KIND/VERSION`) of all versions that some alias points to, by registered model."""
         with _explained("asking for the aliases of registered models"):
             return {model.name: frozenset(self._aliased(model)) for model in self._models()}
 
     def referred_to(self, newest: int | None) -> frozenset[str]:
-        """Return what registered versions refer to: artifacts (`kind/version`), MLflow's runs, attempts' keys.
+        """Return what registered versions refer to: keys of artifacts, MLflow run ids, keys of promote attempts.
 
         newest: number of the latest versions of each model that count, beside those with an alias; None: all.
         """
@@ -268,8 +274,9 @@ class Registry:
         return str(version.version)
 
     def _external_model(self, registration: Registration) -> str:
-        """Return the id of MLflow's entry for weights that lie elsewhere; reuse one without a version.
+        """Return the id of MLflow's entry for a model whose weights MLflow does not hold.
 
+        An entry without a registered version is reused.
         Like `mlflow.create_external_model`, except for the folder of the file that a version needs: there it is a
         temporary one, which a kill would leave behind forever. Here the next registration of the name clears it.
         """
@@ -293,7 +300,7 @@ class Registry:
 
 
 def _unless_absent(ask: Callable[[], Any]) -> Any:
-    """Return MLflow's answer; None where there is no such entity."""
+    """Return the answer of a call to MLflow's registry; None when the model, version or alias does not exist."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -305,7 +312,7 @@ def _unless_absent(ask: Callable[[], Any]) -> Any:
 
 
 def _registered(version: Any) -> RegisteredVersion:
-    """Return the version of MLflow's entity. Raises StoreError when it was registered by other means."""
+    """Return an MLflow model version as a `RegisteredVersion`. Raises StoreError when no promotion registered it."""
     predecessor, promotion = (version.tags.get(f"{TAG}{name}") for name in ("predecessor", "promotion"))
     return RegisteredVersion(registration_of(version), str(version.version), predecessor, promotion)
 
@@ -316,7 +323,7 @@ def _version(number: str | None) -> str:
 
 @contextmanager
 def _explained(doing: str) -> Iterator[None]:
-    """Turn exceptions of MLflow's client into our errors. doing: the action, for the message."""
+    """Turn exceptions of MLflow's client into this project's errors; `doing` names the action in the message."""
     from mlflow.exceptions import MlflowException
 
     try:

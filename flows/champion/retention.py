@@ -1,4 +1,4 @@
-"""Removal of what a home no longer needs: unreferenced artifacts, and refreshes beyond its retention policy.
+"""Garbage collection of a lifecycle home: unreferenced artifacts, and refreshes beyond its retention policy.
 
 With a refresh go its ledger and reports, its flow run in Prefect, its runs in MLflow, and the artifacts that it alone
 used. It is kept while an artifact, a registered version or another refresh that is kept refers to it; then only its
@@ -36,11 +36,11 @@ from flows.tracking.shipper import only_shipper
 from stages.core.errors import LifecycleError, ServerError, StoreError
 
 VERSION = re.compile(r'"version":"([0-9a-f]{12})"')
-"""Pattern of an artifact's version in an event of a ledger."""
+"""Pattern of an artifact's version in the event log of a refresh, for logs too damaged to parse."""
 
 
 class Housekeeping:
-    """Garbage of this home, found at construction. Raises what reading a damaged registry raises.
+    """Garbage of the lifecycle home, found at construction and removed by `collect`.
 
     A refresh whose ledger is damaged stays, and so do the artifacts that it names.
     """
@@ -55,7 +55,7 @@ class Housekeeping:
         self._refreshes: dict[Path, RefreshRecord] = {}
         self._referred_to_beyond: list[RefreshRecord] = []
         self.unasked: str | None = None
-        """Reason why refreshes beyond the policy are kept this time: MLflow cannot be asked; else None."""
+        """Reason why no refresh beyond the policy is removed this time (MLflow cannot be asked); else None."""
         self._unreadable: list[str] = []
         protected = set(kept_versions())
         records = []
@@ -85,7 +85,7 @@ class Housekeeping:
             self._give_up(beyond, {*referred_to, *(entry.attempt for one in kept for entry in one.stages.values())})
 
     def collect(self) -> Collected:
-        """Remove this home's garbage; errors in removing some of it do not stop the rest."""
+        """Remove the garbage that was found; when some of it cannot be removed, the rest still is."""
         failures = [*self._unreadable, *([self.unasked] if self.unasked else [])]
         with ExitStack() as stack:
             unused: dict[Path, RefreshRecord] = {}
@@ -106,7 +106,7 @@ class Housekeeping:
         return Collected(done.removed, (*done.failures, *failures))
 
     def _referred_to(self, keep: Keep) -> frozenset[str]:
-        """Return what registered versions refer to; artifacts alone if MLflow cannot be asked."""
+        """Return everything that registered versions refer to; only their artifacts if MLflow cannot be asked."""
         if not registrations() and not any(_runs(ledger.folder.name) for ledger in ledgers()):
             return frozenset()
         try:
@@ -131,7 +131,7 @@ class Housekeeping:
 
 
 def _left_by_servers(older_than_days: float) -> Iterator[Garbage]:
-    """Yield folders that killed `serve --follow` processes left in `<home>/servers`, if old enough."""
+    """Yield files and folders in `$LIFECYCLE_HOME/servers` of killed `serve --follow` processes, if old enough."""
     before_s = time.time() - older_than_days * collect.SECONDS_PER_DAY
     for path in (*left_notes(), *left_folders()):
         used_s = collect.used_s(path)
@@ -140,13 +140,16 @@ def _left_by_servers(older_than_days: float) -> Iterator[Garbage]:
 
 
 def _runs(refresh: str) -> list[str]:
-    """Return MLflow's runs of a refresh."""
+    """Return the ids of the MLflow runs of a refresh and its stages."""
     shipped = read_shipped(ledger_of(refresh))
     return [run for run in (shipped.parent_run_id, *(one.run_id for one in shipped.attempts.values())) if run]
 
 
 def _delete_flow_runs(records: list[RefreshRecord]) -> None:
-    """Delete refreshes from Prefect. Raises ServerError when it knows some of them and does not answer."""
+    """Delete the flow runs of refreshes from Prefect.
+
+    Raises ServerError when it has some of them and does not answer.
+    """
     if any(record.prefect_flow_run_id for record in records):
         is_ours = _reach(PREFECT)
         from flows.running.flow_runs import delete_flow_runs
@@ -156,7 +159,7 @@ def _delete_flow_runs(records: list[RefreshRecord]) -> None:
 
 
 def _delete_from_mlflow(records: list[RefreshRecord]) -> None:
-    """Delete refreshes from MLflow. Raises ServerError when it knows some of them and does not answer."""
+    """Delete the runs of refreshes from MLflow. Raises ServerError when it has some of them and does not answer."""
     if any(_runs(record.refresh) for record in records):
         is_ours = _reach(MLFLOW)
         of_here = [record for record in records if is_ours or not record.is_copied]
@@ -164,7 +167,10 @@ def _delete_from_mlflow(records: list[RefreshRecord]) -> None:
 
 
 def _reach(program: ServerProgram) -> bool:
-    """Set the address variables of a server; return whether it is this home's own. Raises ServerError for none."""
+    """Set the environment for clients of Prefect or MLflow; return whether the server is this lifecycle home's own.
+
+    Raises ServerError when there is no server.
+    """
     assert program.variable
     address, named = address_of(program.name), program.named()
     ours = f"{address}{program.client_path}" if address else None

@@ -1,5 +1,6 @@
-"""Files and folders of running `serve --follow`s, in `<home>/servers`; those of killed ones are ignored, later removed.
+"""Files and folders of running `lifecycle serve --follow` processes, in `$LIFECYCLE_HOME/servers`.
 
+Those of killed processes are ignored, and removed later.
     canary-NAME-PID.json   tallies of a champion and its challenger, for other commands of this machine: of each server
                            while it has a challenger
     serving-…/             temporary files of the engines of one process
@@ -28,17 +29,16 @@ from stages.core.files import write_atomically
 from stages.core.process_tree import working_directories
 
 IDENTITIES = ("process", "home")
-"""Fields of a server's note that identify the server; notes by earlier versions of this program have no `home`."""
+"""Keys in a server's JSON file that identify its process; files by earlier versions of this program lack `home`."""
 HEADING = ("version", "requests", "errors", "p50 s", "p95 s", "prompt tokens", "tokens", "ended by")
 PREFIX = "serving-"
-"""Beginning of the name of a server's folder; earlier versions of this program appended an engine's label, without a
-lock.
-"""
+"""Prefix of the folder of a `serve --follow` process. Earlier versions of this program made such folders without a
+lock, with an engine's name at the end."""
 LOCK = "lock"
 
 
 def note_tallies(name: str, tallies: Mapping[str, Any]) -> None:
-    """Record the request counts of a registered model's versions, as `Proxy.side_by_side` gives them."""
+    """Write the request counts of a registered model's served versions to a file, for other commands to show."""
     _folder().mkdir(parents=True, exist_ok=True)
     identities = {"process": ProcessIdentity.own().model_dump(), "home": home_identity().model_dump()}
     noted = {"name": name, **identities, "time_s": time.time(), **tallies}
@@ -46,12 +46,15 @@ def note_tallies(name: str, tallies: Mapping[str, Any]) -> None:
 
 
 def forget_tallies(name: str) -> None:
-    """Remove the record of tallies: the canary of this process has ended."""
+    """Remove the file with the request counts of a canary: the canary of the calling process has ended."""
     _file(name).unlink(missing_ok=True)
 
 
 def served_canaries(name: str) -> list[dict[str, Any]]:
-    """Return the records of servers on this machine that have a challenger; `time_s` is when it was written."""
+    """Return the request counts of canaries on this machine, from each server that has a challenger.
+
+    `time_s` is when a server wrote its counts.
+    """
     records = []
     for file in sorted(_folder().glob(f"canary-{glob.escape(name)}-*.json")):
         with suppress(FileNotFoundError):  # it has just ended
@@ -63,7 +66,10 @@ def served_canaries(name: str) -> list[dict[str, Any]]:
 
 
 def left_notes() -> Iterator[Path]:
-    """Yield the notes of killed servers; in a copied home also those of the original's servers."""
+    """Yield the files with request counts that killed servers left.
+
+    In a copied home they include those of the original's servers.
+    """
     for file in sorted(_folder().glob("canary-*.json")):
         with suppress(FileNotFoundError):
             if _standing(json.loads(file.read_bytes())) == "dead":
@@ -71,16 +77,17 @@ def left_notes() -> Iterator[Path]:
 
 
 def _standing(noted: Mapping[str, Any]) -> Standing:
-    """Return the state of the server that left a note; `dead` for a server of the home that this one is a copy of."""
+    """Return whether the server that wrote a file with request counts is alive.
+
+    It counts as `dead` if this home was copied from the server's home.
+    """
     if "home" in noted and not HomeIdentity.model_validate(noted["home"]).is_here():
         return "dead"
     return ProcessIdentity.model_validate(noted["process"]).standing()
 
 
 def as_lines(canary: Mapping[str, Any]) -> list[str]:
-    """Return the request counts of champion and challenger for people: a line, and a table with a row for each
-    version.
-    """
+    """Return the request counts of a canary as lines of text: a title, and a table with a row for each version."""
     age_s = max(0.0, time.time() - canary["time_s"])
     versions = (canary["champion"], canary["challenger"])
     rows = [HEADING, *(_row(one, canary) for one in canary["versions"] if one["version"] in versions)]
@@ -115,7 +122,7 @@ def _file(name: str) -> Path:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """Make a folder for the server that this process runs, and remove it in the end."""
+    """Yield a new folder for the server that this process runs; remove the folder in the end."""
     servers = home() / "servers"
     servers.mkdir(parents=True, exist_ok=True)
     with (servers / "serving.lock").open("w") as makers:
@@ -132,7 +139,10 @@ def own_folder() -> Iterator[Path]:
 
 
 def left_folders() -> Iterator[Path]:
-    """Yield folders that no `serve --follow` uses any more, also those that earlier versions made for each engine."""
+    """Yield the temporary folders that no running `serve --follow` process uses, for removal.
+
+    They include those that earlier versions made for each engine.
+    """
     in_use = working_directories()
     for folder in sorted((home() / "servers").glob("*/")):
         if folder.name.startswith(PREFIX):

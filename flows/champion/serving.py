@@ -1,4 +1,4 @@
-"""Engines of registered versions that are served: started, checked, watched, ended after the last answer.
+"""Inference engines of registered model versions: start, check, watch, and end after the last answer.
 
 An adapter of a base that runs already needs no engine of its own: it is loaded into the running one, and ends with it.
 Each version of an adapter has a name of its own in its server, such as `adder@3`; the proxy knows it by the registered
@@ -34,17 +34,18 @@ from stages.serving.tally import ServedVersion
 
 WATCH_INTERVAL_S = 0.4
 UNWELL = (502, 503)
-"""Bad answers of `/health`: of our proxy when the engine does not answer, of vLLM when its engine process ended."""
+"""HTTP statuses of `/health` that count as bad: 502 when the engine does not answer the proxy, 503 when vLLM's engine
+process ended."""
 MAX_UNWELL = 2
-"""Bad health answers in a row after which an engine counts as dead; its processes may end seconds later."""
+"""Number of bad health answers in a row after which an engine counts as dead; its process may end only later."""
 BUSY_S = 30.0
-"""Seconds after which an engine that did not answer is known to be busy or dead."""
+"""Seconds after which an engine that does not answer is known to be busy or dead."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Served version with its engine, which ends when `stack` is closed.
+    """Model version that is being served, with its inference engine, which ends when `stack` is closed.
 
     backend: the proxy's view of it.
     died: set once the engine has ended by itself.
@@ -59,14 +60,14 @@ class Serving:
 
     @property
     def served(self) -> ServedVersion:
-        """Return a serving version as metrics name it."""
+        """Return the served version's name and number, by which metrics count its requests."""
         return ServedVersion(self.version.name, self.version.number)
 
 
 def start_engine(
     version: RegisteredVersion, folder: Path, is_begun: Callable[[Server], None] = lambda server: None
 ) -> Serving:
-    """Start an engine for a version; return it healthy and checked.
+    """Start an inference engine for a model version; return it once it is healthy and its answers are checked.
 
     folder: for the temporary files of this process's engines; the log lies beside it.
     is_begun: called with the server as soon as it has a process that can be stopped.
@@ -94,7 +95,7 @@ def start_engine(
 
 
 def load_adapter(version: RegisteredVersion, running: Serving) -> Serving | None:
-    """Load an adapter into a running engine; return it checked, or None when that is not its base's engine.
+    """Load an adapter into a running engine and check it; return None when the engine serves another base model.
 
     Raises what loading and checking raise; the engine is then as before, unless it has ended.
     """
@@ -104,7 +105,7 @@ def load_adapter(version: RegisteredVersion, running: Serving) -> Serving | None
 
 
 def unload_adapter(former: Serving) -> None:
-    """Unload a version without requests from the engine that goes on with others."""
+    """Unload an adapter that gets no requests any more from an engine that goes on serving others."""
     if former.died.is_set():
         return
     server, naming = former.server, former.backend.naming
@@ -134,13 +135,13 @@ def end_serving(former: Serving, is_shared: bool, is_over: threading.Event) -> N
 
 
 def end_dead(serving: Serving) -> None:
-    """End what is left of an engine that died, without a grace period, since requests wait for the next one."""
+    """End the remaining processes of a dead engine at once, since requests wait for the next engine."""
     end_processes(lambda: descendants(serving.server.pid))
     serving.stack.close()
 
 
 def _watched(server: Server, stack: ExitStack) -> threading.Event:
-    """Watch an engine until `stack` is closed; return an event that is set about a second after it has died.
+    """Watch an engine until `stack` is closed; return an event that is set about a second after the engine has died.
 
     A busy engine answers late or well, so it does not count as dead.
     """
@@ -165,7 +166,7 @@ def _backend(server: Server, version: RegisteredVersion) -> Backend:
 
 
 def swapping_spec(version: RegisteredVersion, idle: Path) -> LaunchSpec:
-    """Return the launch spec of a version whose server can swap adapters; a whole model's spec is unchanged.
+    """Return how to serve a version on a server that can swap adapters at run time; unchanged for a whole model.
 
     idle: path at which an adapter without effect is written.
     """
@@ -179,12 +180,12 @@ def swapping_spec(version: RegisteredVersion, idle: Path) -> LaunchSpec:
 
 
 def naming_of(version: RegisteredVersion) -> Naming:
-    """Return the names of an adapter in requests and in its server."""
+    """Return an adapter's name in clients' requests, and its name with the version, as in `adder@3`, on its server."""
     return Naming(public=version.name, inside=f"{version.name}@{version.number}")
 
 
 def swap_in(server: Server, version: RegisteredVersion) -> bool:
-    """Load a version into a running server and check it; return False if the server is not that of its base.
+    """Load an adapter version into a running server and check it; return False if the server has another base model.
 
     Raises what loading and checking raise; the server is then as before.
     """
@@ -210,7 +211,10 @@ def swap_in(server: Server, version: RegisteredVersion) -> bool:
 
 
 def check_adapter(server: Server, name: str, folder: Path) -> None:
-    """Raise ServerError unless an adapter of a swapping server is listed, answers, and is what was trained."""
+    """Check that the server lists and answers for an adapter, with the log-probabilities of its training.
+
+    Raises ServerError otherwise.
+    """
     client = replace(server.client, model=name)
     check_server(client, server.engine.smoke_log_probabilities)
     spec = server.spec.model_copy(update={"adapters": {**server.spec.adapters, name: folder}})
@@ -227,11 +231,11 @@ def _idle_name(spec: LaunchSpec) -> str:
 
 
 class StartStoppedError(Exception):
-    """A start was stopped, because another one was more urgent."""
+    """Start of an engine that was stopped, because another one was more urgent."""
 
 
 class Start:
-    """Start of one version in a thread: of an engine, or within `running`, if that is the engine of its base.
+    """Start of a model version in a thread: in an engine of its own, or as an adapter loaded into a running engine.
 
     Two engines that start at the same time disturb each other, since each measures the memory that is free; so a start
     waits for the end of what was stopped before it.
@@ -250,10 +254,10 @@ class Start:
         self._is_stopped = threading.Event()
         self._server: Server | None = None
         self.outcome: Future[Serving] = in_background(lambda: self._run([*after]))
-        """Outcome of a start. Raises StartStoppedError, or what starting raises, after removing everything."""
+        """Outcome of the start. Raises StartStoppedError, or the error of the start, after removing everything."""
 
     def stop(self) -> Future[None]:
-        """Stop a start of an engine; return a future that is done when nothing is left of it."""
+        """Stop the start of an engine; return a future that is done when nothing of the engine is left."""
         self._is_stopped.set()
         return in_background(self._end)
 

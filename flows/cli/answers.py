@@ -1,4 +1,4 @@
-"""Answers of commands: text, or with `--json` one JSON object on stdout and nothing else there; shared options."""
+"""Output of commands, as text or (with `--json`) as one JSON object alone on stdout; options that commands share."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SET_OPTION = click.option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override of the recipe, as in stages.sft.learning_rate=1e-4.",
+    help="Override a field of the recipe, as in stages.sft.learning_rate=1e-4; repeatable.",
 )
 
 
 def print_json(value: Any) -> None:
-    """Print an object as strict JSON, which has no NaN and no infinity: they become null."""
+    """Print an object as strict JSON, which has no NaN and no infinity: such numbers become null."""
     click.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
 def warn_of_missing_worker() -> None:
-    """Print a warning on stderr when recipes are scheduled but no worker runs."""
+    """Print a warning on stderr when recipes are scheduled but no worker runs to start them."""
     from flows.servers.records import missing_worker
 
     if line := missing_worker():

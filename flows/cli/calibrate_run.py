@@ -1,4 +1,4 @@
-"""Steps of `lifecycle calibrate`: find runs, fit, write the hardware file, show how good the fit is."""
+"""Steps of `lifecycle calibrate`: find measured runs, fit the planner's constants, write them, show the errors left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEAST_RUNS = 3
 
 
 def calibrate_logged(experiment: str, where: str | None, out: Path | None) -> tuple[Calibration, Path]:
-    """Fit to runs of one machine that MLflow has; see `_calibrate`."""
+    """Fit the planner's constants to training runs of one machine that MLflow has recorded; see `_calibrate`."""
     ready_servers()
     wanted = f"tags.{HARDWARE} = '{hardware()}'" if where is None else where
     runs = [run for run in find_runs(experiment, wanted) if "model_shape" in run.tags]
@@ -39,13 +39,14 @@ def calibrate_logged(experiment: str, where: str | None, out: Path | None) -> tu
 
 
 def calibrate_measured(file: Path, out: Path) -> tuple[Calibration, Path]:
-    """Fit to the measurements of our engines by `tests/benchmarks/gpu.py`; see `_calibrate`."""
+    """Fit the planner's constants to engine measurements by `tests/benchmarks/gpu.py`; see `_calibrate`."""
     return _calibrate(measured_runs(file), file.name, out)
 
 
 def _calibrate(runs: Sequence[LoggedRun], source: str, path: Path) -> tuple[Calibration, Path]:
-    """Fit the planner's constants, and write the machine's description; unpredictable runs are left out with reasons.
+    """Fit the planner's constants to measured runs, and write them into the machine's hardware file.
 
+    Runs that the planner cannot predict are left out, with reasons.
     Raises RecipeError when there are too few runs, or they are of several machines.
     """
     price = from_yaml(path).price_per_device_hour if path.is_file() else None  # runs do not contain it
@@ -65,7 +66,7 @@ def _calibrate(runs: Sequence[LoggedRun], source: str, path: Path) -> tuple[Cali
 
 
 def as_text(calibration: Calibration, path: Path) -> str:
-    """Return a calibration as text: constants before and after, a line a run, errors of predictions."""
+    """Return the planner's constants before and after a fit, and each run's prediction errors, as text."""
     start, fitted = calibration.start, calibration.hardware
     values = {name: (getattr(start.efficiency, name), getattr(fitted.efficiency, name)) for name in CONSTANTS}
     values[LATENCY] = (start.intra_node_latency_s, fitted.intra_node_latency_s)
@@ -85,7 +86,7 @@ def as_text(calibration: Calibration, path: Path) -> str:
 
 
 def as_object(calibration: Calibration, path: Path) -> dict[str, Any]:
-    """Return the object that `--json` prints."""
+    """Return a calibration as the object that `lifecycle calibrate --json` prints."""
     runs = []
     for run in calibration.observations:
         before, after = run.predict(calibration.start), run.predict(calibration.hardware)
@@ -112,7 +113,7 @@ def as_object(calibration: Calibration, path: Path) -> dict[str, Any]:
 
 
 def _start_of(runs: Sequence[LoggedRun], source: str) -> Hardware:
-    """Return the built-in description of the machine of the runs."""
+    """Return the built-in hardware description of the machine that the runs were on."""
     machines = sorted({run.tags.get(HARDWARE, "unknown") for run in runs})
     if len(machines) > 1:
         raise RecipeError(

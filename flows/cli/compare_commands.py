@@ -1,4 +1,4 @@
-"""Commands that measure layouts: `lifecycle compare`, `calibrate`.
+"""Commands that measure parallel layouts, and fit the planner to measurements: `lifecycle compare`, `calibrate`.
 
 Each command imports what it needs, so that `lifecycle --help` stays fast.
 """
@@ -16,7 +16,7 @@ from flows.cli.answers import JSON_OPTION, SET_OPTION, print_json, terminal_widt
 
 
 class ManyValues(click.Command):
-    """Command whose `--layouts` takes all words up to the next option, as a shell's `*` would give them."""
+    """Command whose `--layouts` takes all words up to the next option, as a shell's `*` produces them."""
 
     OPTION = "--layouts"
 
@@ -34,16 +34,20 @@ class ManyValues(click.Command):
 
 @click.command(cls=ManyValues)
 @click.argument("recipe", required=False, type=click.Path(path_type=Path))
-@click.option("--stage", metavar="NAME", help="The train stage to measure.")
+@click.option("--stage", metavar="NAME", help="Train stage of the recipe to measure.")
 @click.option(
     "--layouts",
     multiple=True,
     metavar="FILE|LAYOUT…",
-    help='Layouts such as "fsdp dp_shard=2" "megatron tp=2", or a file.',
+    help='Layouts to measure, such as "fsdp dp_shard=2" "megatron tp=2", or a file of them.',
 )
 @SET_OPTION
 @click.option(
-    "--steps", type=click.IntRange(1), default=20, show_default=True, help="Number of measured steps in a round."
+    "--steps",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="Number of measured training steps of each run.",
 )
 @click.option(
     "--warmup",
@@ -52,10 +56,24 @@ class ManyValues(click.Command):
     show_default=True,
     help="Number of warm-up steps before the measured ones.",
 )
-@click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Number of runs of each layout.")
-@click.option("--experiment", metavar="NAME", help="Compare runs that MLflow has, instead of running any.")
-@click.option("--where", default="", metavar="FILTER", help="Compare only runs that match this MLflow search filter.")
-@click.option("--allow-mixed", is_flag=True, help="Compare runs of different hardware, code or work, too.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="Number of rounds; each round runs every layout once.",
+)
+@click.option(
+    "--experiment",
+    metavar="NAME",
+    help="Compare training runs already in this MLflow experiment, instead of running any.",
+)
+@click.option(
+    "--where", default="", metavar="FILTER", help="Compare only those MLflow runs that match this MLflow search filter."
+)
+@click.option(
+    "--allow-mixed", is_flag=True, help="Compare MLflow runs although their hardware, code or training work differs."
+)
 @JSON_OPTION
 def compare(
     recipe: Path | None,
@@ -70,7 +88,7 @@ def compare(
     allow_mixed: bool,
     as_json: bool,
 ) -> int:
-    """Run a few steps of a train stage under several layouts, in turns, and compare them.
+    """Run a few steps of a train stage under several layouts, in turns, and compare their speed and memory.
 
     With --experiment, compare runs that are in MLflow already.
     """
@@ -87,19 +105,27 @@ def compare(
 
 
 @click.command()
-@click.option("--experiment", default="llm-lifecycle", show_default=True, metavar="NAME", help="Experiment in MLflow.")
-@click.option("--where", metavar="FILTER", help="MLflow search filter of runs; default: those of this machine.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="Hardware file to write; default: the one that predictions read."
+    "--experiment",
+    default="llm-lifecycle",
+    show_default=True,
+    metavar="NAME",
+    help="MLflow experiment whose runs are fitted to.",
+)
+@click.option("--where", metavar="FILTER", help="MLflow search filter of the runs; default: all runs of this machine.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Hardware file to write; default: the one that predictions on this machine read.",
 )
 @click.option(
     "--measured",
     type=click.Path(path_type=Path),
-    help="Measurements of tests/benchmarks/gpu.py, a file, instead of runs in MLflow; needs --out.",
+    help="File of measurements by tests/benchmarks/gpu.py to fit to, instead of runs in MLflow; needs --out.",
 )
 @JSON_OPTION
 def calibrate(experiment: str, where: str | None, out: Path | None, measured: Path | None, as_json: bool) -> None:
-    """Fit the constants that predictions start from to runs of train stages that MLflow has."""
+    """Fit the constants of the planner's predictions to training runs that MLflow has recorded."""
     from flows.cli.calibrate_run import as_object, as_text, calibrate_logged, calibrate_measured
 
     if measured is None:

@@ -1,4 +1,4 @@
-"""Steps of `lifecycle compare`: plan, servers, the Prefect flow; or a comparison of runs that MLflow has."""
+"""Steps of `lifecycle compare`: plan, start servers, run the Prefect flow; or compare runs already in MLflow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_IN_FILE_NAMES = r"[^\w.-]"
 
 
 def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launcher = stage_process.start) -> RefreshRun:
-    """Run a comparison to its end, showing events on `stream` as they happen.
+    """Measure all layouts of a comparison, printing progress on `stream`, and return the finished run.
 
     Raises what keeps it from starting: a bad recipe, a bad layout, servers that do not answer. Later failures are in
     the record.
@@ -46,7 +46,7 @@ def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launch
 
 
 def compare_logged(experiment: str, where: str, *, allow_mixed: bool) -> tuple[list[Row], Path]:
-    """Return rows of runs that MLflow has, and write the HTML page. Raises what `rows_of_runs` and `find_runs` do."""
+    """Compare training runs already in MLflow, without running any; return the table's rows and the HTML page."""
     from flows.compare.logged import rows_of_runs
     from flows.report.page import layouts_page
     from flows.tracking.logged_runs import find_runs
@@ -61,7 +61,7 @@ def compare_logged(experiment: str, where: str, *, allow_mixed: bool) -> tuple[l
 
 
 def exit_code(record: RefreshRecord) -> int:
-    """Return the exit code: 0 if any layout was measured; finding out that others do not fit is the purpose."""
+    """Return the exit code of a comparison: 0 if any layout was measured, since others may well not fit."""
     codes = {"completed": 0, "cancelled": RefreshStoppedError.exit_code}
     return codes.get(record.state, StageCrashError.exit_code)
 

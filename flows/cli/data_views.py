@@ -1,4 +1,4 @@
-"""Views of a stage's prepared data (`lifecycle data`): text for the terminal, and one HTML page.
+"""Output of `lifecycle data`, which shows a stage's prepared training data: terminal text and one HTML page.
 
 Learned tokens are coloured, or enclosed in marks where there are no colours. The page loads nothing from elsewhere.
 """
@@ -20,14 +20,14 @@ from stages.data.summaries import Bar, DataLook, ShownDocument, ShownPortion, Sh
 BEGIN, END = "⟦", "⟧"
 BAR_CHARACTERS = 40
 MAX_CHARACTERS = 3000
-"""Most characters of a document shown on the terminal; the HTML page has more."""
+"""Largest number of characters of a document shown on the terminal; the HTML page has more."""
 STYLES = {(True, False): "green", (True, True): "green dim", (False, True): "dim", (False, False): ""}
-"""Style of tokens by whether they are learned, and whether they are special."""
+"""Terminal style of a token by two booleans: whether the loss counts it, and whether it is a special token."""
 TEMPLATE = Path(__file__).with_name("data_page.html.jinja")
 
 
 def print_look(look: DataLook) -> None:
-    """Print a stage's data to the terminal, or without colours to a file or pipe."""
+    """Print a stage's prepared data to stdout, in colours on a terminal."""
     console = Console(file=raw_stream(sys.stdout), highlight=False, soft_wrap=True)
     is_coloured = console.is_terminal and console.color_system is not None and not console.no_color
     for portion in look.portions:
@@ -41,7 +41,7 @@ def print_look(look: DataLook) -> None:
 
 
 def portion_lines(portion: ShownPortion) -> list[str]:
-    """Return lines on a portion of data: counts, left-out rows and reasons, warnings, and a histogram."""
+    """Return text about one portion of a stage's data: counts, rows left out and why, warnings, document lengths."""
     lines = [f"{portion.name}: {summary(portion)}"]
     if portion.unread_after:
         lines.append(f"  there was no time for the rows after {visible(portion.unread_after)}")
@@ -57,12 +57,12 @@ def portion_lines(portion: ShownPortion) -> list[str]:
 
 
 def span(bar: Bar) -> str:
-    """Return a range of tokens, such as `12-15`."""
+    """Return a histogram bar's range of document lengths, in tokens, such as `12-15`."""
     return f"{bar.first:,}" if bar.first == bar.last else f"{bar.first:,}-{bar.last:,}"
 
 
 def summary(portion: ShownPortion) -> str:
-    """Return the amount of data, and the share that is learned."""
+    """Return one line with a portion's numbers of rows, documents and tokens, and the share that is learned."""
     if portion.sequence_length is None:
         return f"{counted(portion.num_source_rows, 'row')}, {portion.num_tokens:,} tokens"
     visited = "" if portion.share is None else f"; {portion.share:.1%} of what is learned, {portion.epochs:.3g} epochs"
@@ -80,7 +80,7 @@ def summary(portion: ShownPortion) -> str:
 
 
 def left_out(portion: ShownPortion) -> Iterator[str]:
-    """Yield a line for each reason why rows were left out or cut, with the count."""
+    """Yield a line for each reason why dataset rows were left out or cut off, with the number of rows."""
     if portion.num_over_long:
         what = "were cut off at" if portion.over_long == "truncate" else "were left out, longer than"
         yield f"{portion.num_over_long:,} rows {what} {portion.sequence_length:,} tokens"
@@ -98,13 +98,13 @@ def _row(row: ShownRow, *, coloured: bool) -> Iterator[Text]:
 
 
 def heading(row: ShownRow) -> str:
-    """Return the heading of a row: its name, and what it holds."""
+    """Return the heading of a shown training row: its name, and its numbers of documents and padding tokens."""
     padding = f", {row.num_padding_tokens:,} tokens of padding" if row.num_padding_tokens is not None else ""
     return f"{visible(row.name)}: {counted(len(row.documents), 'document')}{padding}"
 
 
 def document_heading(document: ShownDocument) -> str:
-    """Return the heading of a shown document: its name and numbers of tokens."""
+    """Return the heading of a shown document: its name, its tokens, and how many of them are learned."""
     counts = f"{document.num_tokens:,} tokens, {document.num_target_tokens:,} learned" if document.num_tokens else ""
     return ": ".join(filter(None, [document.name, counts]))
 
@@ -128,7 +128,7 @@ def _text(document: ShownDocument, *, coloured: bool) -> Text:
 
 
 def write_page(look: DataLook, recipe: Path, stage: str, page: Path | None) -> Path:
-    """Write the HTML page of a stage's data to `page`, or below the home; return its path."""
+    """Write the HTML page about a stage's data to `page`, by default below the lifecycle home; return its path."""
     target = (page or home() / "data" / f"{recipe.stem}-{stage}.html").absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, data_page(look, f"Data of {stage} in {recipe.name}"))
@@ -136,7 +136,7 @@ def write_page(look: DataLook, recipe: Path, stage: str, page: Path | None) -> P
 
 
 def data_page(look: DataLook, title: str) -> str:
-    """Return the HTML page of a stage's data. Texts of rows are escaped."""
+    """Return the HTML page about a stage's prepared data, with texts of the dataset escaped."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)

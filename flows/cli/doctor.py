@@ -1,4 +1,4 @@
-"""Examination of this machine (`lifecycle doctor`): what it has, what is missing, and what to do about it."""
+"""Checks of `lifecycle doctor`: what this machine has, what a refresh would miss, and what to do about it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ import json, sys, torch
 from stages.parallel.accelerator import unseen_devices
 print(json.dumps([torch.accelerator.device_count(), unseen_devices(int(sys.argv[1]))]))
 """
-"""Program that prints how many devices torch sees and, if it sees none of those listed, what was found and what to do.
+"""Program that prints as JSON how many GPUs torch sees and, if it sees none, the problem and its remedy.
 
 Its argument: the number of GPUs that the driver lists.
 """
@@ -41,7 +41,10 @@ SMALLEST_SHARED_MEMORY_GIB = 0.25
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check, with a remedy if something is wrong. state `missing`: no refresh can run."""
+    """Result of one check of the machine, with a remedy if something is wrong.
+
+    `missing` means that no refresh can run.
+    """
 
     subject: str
     state: Literal["ok", "warning", "missing"]
@@ -50,7 +53,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Check everything that a refresh needs."""
+    """Run all checks of the machine and return their results."""
     checks: tuple[Callable[[], list[Finding]], ...] = (
         _python,
         _cores_and_memory,
@@ -67,17 +70,17 @@ def examine() -> list[Finding]:
 
 
 def can_run(findings: list[Finding]) -> bool:
-    """Return whether a refresh can run: no check found a necessary thing missing."""
+    """Return whether a refresh can run here: no check found anything necessary missing."""
     return all(finding.state != "missing" for finding in findings)
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:
-    """Return the object that `doctor --json` prints."""
+    """Return the results of all checks as the object that `lifecycle doctor --json` prints."""
     return {"can_run": can_run(findings), "findings": [asdict(finding) for finding in findings]}
 
 
 def as_text(findings: list[Finding]) -> str:
-    """Return a line for each finding, with the remedy below."""
+    """Return a line for each check's result, with the remedy below it."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.state:<8} {finding.subject:<14} {finding.found}")
@@ -106,7 +109,7 @@ def _cores_and_memory() -> list[Finding]:
 
 
 def _home() -> list[Finding]:
-    """Check the home folder by writing: mode and owner do not show a file system that is mounted read-only."""
+    """Check by writing a file that the lifecycle home is writable, since permissions do not show a read-only mount."""
     try:
         with tempfile.TemporaryFile(dir=_existing()):
             return [Finding("home", "ok", str(home()))]
@@ -116,7 +119,7 @@ def _home() -> list[Finding]:
 
 
 def _existing() -> Path:
-    """Return the home folder, or its closest parent that exists."""
+    """Return the lifecycle home, or its closest parent that exists."""
     return next(folder for folder in (home(), *home().parents) if folder.exists())
 
 
@@ -139,7 +142,7 @@ def _shared_memory() -> list[Finding]:
 
 
 def _gpus() -> list[Finding]:
-    """Compare the GPUs that the driver lists with those that torch sees."""
+    """Check that torch sees the GPUs that the driver lists."""
     names = gpus()
     if not names:
         return [Finding("GPUs", "ok", "none: everything runs on the CPU")]
@@ -158,7 +161,7 @@ def _gpus() -> list[Finding]:
 
 
 def _clusters() -> list[Finding]:
-    """List the clusters that this machine reaches; a refresh needs none."""
+    """List the clusters (Slurm, Kubernetes) that this machine can submit to; a refresh needs none."""
     ways_in = {launcher: cluster.way_in() for launcher, cluster in CLUSTERS.items()}
     return [Finding(launcher, "ok", way_in) for launcher, way_in in ways_in.items() if way_in]
 

@@ -1,4 +1,4 @@
-"""Layouts with their predictions, as text and as JSON."""
+"""Output of `lifecycle layouts`: parallel layouts with predicted memory and step time, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS = {
     "micro_batch_size": "mbs",
     "recompute": "recompute",
 }
-"""Columns of the table of layouts: the layout's field → its heading."""
+"""Column headings of the table of layouts, by the layout's field."""
 MEMORY_GROUPS = {
     "states": ("weights", "gradients", "optimizer"),
     "activ.": ("activations", "workspace"),
@@ -41,7 +41,7 @@ TIME_GROUPS = {
 
 
 def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
-    """Return one layout with its predictions."""
+    """Return a layout and its predicted memory, step time and throughput as an object for `--json`."""
     return {
         "engine": candidate.engine,
         **candidate.layout.model_dump(),
@@ -60,7 +60,7 @@ def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
 
 
 def ranked_as_json(answer: Ranked) -> dict[str, Any]:
-    """Return the ranked layouts as an object for `--json`, with everything that the text shows."""
+    """Return the ranked layouts as an object for `--json`, with everything that the text output shows."""
     best = answer.result.best
     return {
         **_request_as_json(answer.request),
@@ -73,7 +73,7 @@ def ranked_as_json(answer: Ranked) -> dict[str, Any]:
 
 
 def ranked_as_text(answer: Ranked) -> str:
-    """Return the ranked layouts as a table with a line a layout, then the explanation."""
+    """Return the ranked layouts as a table, one line for each layout, and the reasons for the ranking."""
     best, request = answer.result.best, answer.request
     lines = [_headline(request), *_table(answer.shown, request), ""]
     if best is None:
@@ -84,7 +84,7 @@ def ranked_as_text(answer: Ranked) -> str:
 
 
 def explained_as_json(answer: Explained) -> dict[str, Any]:
-    """Return one explained layout as JSON, with each pipeline stage's memory."""
+    """Return one layout's predictions as an object for `--json`, with the memory of each pipeline stage."""
     return {
         **_request_as_json(answer.request),
         "layout": row_as_json(answer.candidate, answer.request),
@@ -95,7 +95,7 @@ def explained_as_json(answer: Explained) -> dict[str, Any]:
 
 
 def explained_as_text(answer: Explained) -> str:
-    """Return memory by part and pipeline stage, time by part of a step, and warnings of one layout."""
+    """Return one layout's predictions in full, as text: memory of each pipeline stage, step time by part, warnings."""
     candidate, request = answer.candidate, answer.request
     lines = [
         _headline(request),
@@ -179,7 +179,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _margin(candidate: Candidate) -> str:
-    """Return the meaning of `fits`, `tight` and `does not fit` for this layout's memory."""
+    """Return a sentence with the memory, in GiB, up to which a layout counts as `fits` and as `tight`."""
     least, most = (1 - UNCERTAINTY) * candidate.available_gib, candidate.available_gib / (1 - UNCERTAINTY)
     return f"memory: fits up to {least:.1f} GiB, tight up to {most:.1f}: predictions may be off by {UNCERTAINTY:.0%}"
 
@@ -192,7 +192,10 @@ def _duration(candidate: Candidate, request: SearchRequest) -> str:
 
 
 def _days_and_gpu_hours(candidate: Candidate, request: SearchRequest) -> tuple[float | None, float | None]:
-    """Return the duration and GPU-hours of a whole training, its reference pass included."""
+    """Return the days and GPU-hours of the whole training, with the reference model's forward passes.
+
+    None without a total number of tokens.
+    """
     tokens = request.workload.total_tokens
     if tokens is None:
         return None, None

@@ -1,4 +1,4 @@
-"""Commands about the origin of models: `lifecycle lineage`, `diff`; and their answers as text.
+"""Commands about where models come from (`lifecycle lineage`, `diff`), with their text output.
 
 Each command imports what it needs, so that `lifecycle --help` stays fast.
 """
@@ -82,7 +82,7 @@ def _side(name: str, index: Index) -> Side:
 
 
 def lineage_as_text(lineage: Lineage) -> str:
-    """Return a tree with a branch a stage; an artifact that is in it twice is shown once.
+    """Return the lineage of a model as a text tree of its stages; an artifact that occurs twice is shown once.
 
     Stages that came from outside have their files.
     """
@@ -95,7 +95,10 @@ def lineage_as_text(lineage: Lineage) -> str:
 
 
 def _lines(node: Node, field: str, indent: str, shown: set[str]) -> Iterator[str]:
-    """Yield the lines of a node in the lineage tree. field: of the stage above, which refers to this one."""
+    """Yield the text lines of one artifact in a lineage tree.
+
+    `field`: config field of the stage above that refers to the artifact.
+    """
     title = f"{field}: " if field else ""
     again = f"{node.kind}/{node.version}" in shown
     shown.add(f"{node.kind}/{node.version}")
@@ -140,7 +143,7 @@ def _file(file: ContentFile) -> str:
 
 
 def differences_as_text(differences: Differences) -> str:
-    """Return the differences under a heading for each kind."""
+    """Return the differences between two models or refreshes as text, under headings such as data, config and code."""
     lines = [f"from {differences.old}", f"to   {differences.new}"]
     for heading in ("data", "config", "code", "stages", "scores"):
         sentences = getattr(differences, heading)

@@ -1,4 +1,4 @@
-"""Views of a refresh while it runs: a live table on a terminal, plain lines in a pipe.
+"""Progress display of a running refresh: a live table on a terminal, plain lines in a pipe or file.
 
 A view is a thread that reads the refresh's record and the files that running stages write; it changes nothing.
 """
@@ -38,22 +38,22 @@ STATE_STYLES = {
 }
 REFUSED = "not promoted"
 REFUSED_STYLE = "bold yellow"
-"""Terminal style of a promotion that was refused, by this refresh or by the one that built the cached stage."""
+"""Terminal style of `not promoted`, the outcome of a promote stage that kept the old champion."""
 ENDED = ("built", "cached", "failed", "cancelled")
 SHOWN_METRICS = 3
 WIDE = 100
-"""Terminal width from which on the table shows kinds, and metrics of running stages."""
+"""Smallest terminal width, in characters, at which the table shows stage kinds and metrics of running stages."""
 LINE_EVERY_S = 60.0
-"""Seconds between lines on a running stage, where there is no terminal."""
+"""Seconds between two progress lines about a running stage when there is no terminal."""
 AROUND_ROWS = 3
-"""Lines around a table's rows: its title, its heading and the empty line below."""
+"""Number of lines that a table needs around its rows: title, heading and an empty line below."""
 BAR_CELLS, DONE, LEFT = 10, "━", "·"
 SHOWN_CHARACTERS = 120
-"""Most characters of a failure's reason while a comparison runs; its end shows more."""
+"""Largest number of characters of a failure's reason while a comparison runs; the summary at its end shows more."""
 
 
 class StageFeed:
-    """Reader of a running stage's events and metrics, from their present ends."""
+    """Reader of the progress events and metrics that a running stage appends to its files, from now on."""
 
     def __init__(self, work: Path):
         self._events = Tail(work / "events.jsonl", at_end=True)
@@ -68,7 +68,7 @@ class StageFeed:
         self.metrics: dict[str, float] = {}
 
     def news(self) -> list[str]:
-        """Read new events and metrics of the stage; return milestones and warnings."""
+        """Read the stage's new events and metrics; return its new milestones and warnings."""
         messages = []
         for row in self._events.rows():
             if row.get("event") == "progress":
@@ -80,7 +80,7 @@ class StageFeed:
         return messages
 
     def close(self) -> None:
-        """Close the file of events."""
+        """Close the stage's event file."""
         self._events.close()
 
     def _note_progress(self, row: dict[str, object]) -> None:
@@ -100,7 +100,7 @@ class StageFeed:
 
 
 class View(ABC):
-    """View of a refresh, shown from `with` to its end. read: returns the record as it is now."""
+    """Progress display of a refresh, active inside a `with` block. `read` returns the refresh's current record."""
 
     def __init__(self, read: Callable[[], RefreshRecord]):
         self._read = read
@@ -122,11 +122,11 @@ class View(ABC):
 
     @abstractmethod
     def line(self, text: str) -> None:
-        """Print a line above the live table that stays on the screen."""
+        """Print a line that stays on the screen above the live table."""
 
     @abstractmethod
     def show(self, record: RefreshRecord) -> None:
-        """Show the present progress of all stages, replacing what was shown before."""
+        """Show the present progress of all stages, in place of what was shown before."""
 
     def _follow(self) -> None:
         while not self._ended.wait(INTERVAL_S):
@@ -158,14 +158,14 @@ class View(ABC):
         self.show(record)
 
     def _look_at_wait(self, name: str, entry: StageEntry) -> None:
-        """Print once the reason why a stage waits, after it has waited for a second."""
+        """Print once why a stage waits, after the stage has waited for a second."""
         waits = entry.state == "waiting" and entry.waits_for not in ("", ANOTHER_TRY)
         self._num_looks[name] = self._num_looks.get(name, 0) + 1 if waits else 0
         if self._num_looks[name] == LOOKS_OF_A_WAIT:
             self.line(f"{name:<16} waiting  for {entry.waits_for}")
 
     def _is_repeated(self, message: str) -> bool:
-        """Return whether another stage has had the same warning; the end of the refresh names all of them."""
+        """Return whether a warning was shown before for another stage; the summary of the refresh names all stages."""
         known = message in self._warnings
         if message.startswith(WARNING):
             self._warnings.add(message)
@@ -173,7 +173,7 @@ class View(ABC):
 
 
 class PlainView(View):
-    """View as lines: begin and end of stages, milestones, and each minute the progress of running stages."""
+    """Progress display as plain lines: start and end of each stage, milestones, and progress once a minute."""
 
     def __init__(self, read: Callable[[], RefreshRecord], stream: TextIO):
         super().__init__(read)
@@ -184,7 +184,7 @@ class PlainView(View):
         say(text, self._stream)
 
     def show(self, record: RefreshRecord) -> None:
-        """Print a line a minute on each running stage."""
+        """Print the progress of each running stage, at most one line a minute for each."""
         now_s = time.monotonic()
         for name, feed in self._feeds.items():
             if record.stages[name].state == "running" and now_s - self._last_s.setdefault(name, now_s) >= LINE_EVERY_S:
@@ -194,7 +194,7 @@ class PlainView(View):
 
 
 class TerminalView(View):
-    """View as a table that is redrawn below the lines that stay."""
+    """Progress display as a terminal table that is redrawn below the printed lines."""
 
     def __init__(self, read: Callable[[], RefreshRecord], console: Console):
         from rich.live import Live
@@ -230,7 +230,7 @@ class TerminalView(View):
 def stage_table(
     record: RefreshRecord, feeds: dict[str, StageFeed], width: int = 120, num_rows: int | None = None
 ) -> Table:
-    """Return a table of stages with state, progress, rate, time left and metrics.
+    """Return the progress table of a refresh: each stage's state, progress, speed, time left and metrics.
 
     width: characters of the terminal.
     num_rows: number of stages that fit; running ones come first, then waiting ones, then the rest.
@@ -261,7 +261,7 @@ def stage_table(
 
 
 def _rows(record: RefreshRecord, num_rows: int | None) -> list[str]:
-    """Return the stages that the table shows, in the recipe's order."""
+    """Return the names of stages to show when a table is too short for all, preferably running or waiting ones."""
     names = list(record.stages)
     urgency = {"running": 0, "waiting": 1}
     first = sorted(names, key=lambda name: urgency.get(record.stages[name].state, 2))
@@ -276,13 +276,13 @@ def _progress(record: RefreshRecord, entry: StageEntry, feed: StageFeed | None) 
 
 
 def waiting_text(record: RefreshRecord, entry: StageEntry) -> str:
-    """Return what a waiting stage waits for: a resource, or stages that are not done."""
+    """Return what a waiting stage waits for: a resource, or stages that are not done; "" for nothing."""
     missing = [name for name in entry.upstream if record.stages[name].state not in ("built", "cached")]
     return f"for {', '.join(missing) or entry.waits_for}" if missing or entry.waits_for else ""
 
 
 def summary(entry: StageEntry) -> str:
-    """Return one line on a stage's state, such as its progress or result."""
+    """Return one line about a stage's state, with its duration and metrics, or its error."""
     if entry.state == "running":
         return f"running  ({entry.reason})" if entry.reason else "running"
     if entry.state == "failed":
@@ -296,7 +296,7 @@ def summary(entry: StageEntry) -> str:
 
 
 def trial_text(record: RefreshRecord, trial: TrialEnded) -> str:
-    """Return one line on the end of a comparison's trial."""
+    """Return one line about a finished trial (one run of one layout) of a layout comparison."""
     assert record.comparison
     layout = record.comparison.layouts[trial.layout].text
     outcome, reason = ("failed", first_line(trial.error, SHOWN_CHARACTERS)) if trial.error else ("measured", "")
@@ -304,18 +304,18 @@ def trial_text(record: RefreshRecord, trial: TrialEnded) -> str:
 
 
 def outcome_text(entry: StageEntry) -> str:
-    """Return the result of a stage: `not promoted`, or the first few of its metrics."""
+    """Return a stage's result as text: `not promoted`, or its first few metrics."""
     return REFUSED if entry.verdict == REFUSED else metrics_text(headline(entry))
 
 
 def headline(entry: StageEntry) -> dict[str, float]:
-    """Return the first few of a stage's metrics."""
+    """Return a stage's first few metrics, without standard errors."""
     shown = [(name, value) for name, value in entry.metrics.items() if not name.endswith("_stderr")]
     return dict(shown[:SHOWN_METRICS])
 
 
 def metrics_text(metrics: dict[str, float]) -> str:
-    """Return `loss 0.0123  tokens_per_s 8,012`."""
+    """Return metrics as text, such as `loss 0.0123  tokens_per_s 8,012`."""
     texts = {name: _metric_text(name, value) for name, value in metrics.items()}
     return "  ".join(f"{name} {text}" for name, text in texts.items())
 
@@ -327,12 +327,15 @@ def _metric_text(name: str, value: float) -> str:
 
 
 def seconds_text(entry: StageEntry) -> str:
-    """Return the duration of a stage; empty while it runs."""
+    """Return a finished stage's duration as text, such as `12.3 s`; "" while the stage runs."""
     return f"{entry.seconds:.1f} s" if entry.state in ENDED else ""
 
 
 def progress_text(feed: StageFeed) -> str:
-    """Return `━━········ 120/600 steps, 4.1/s, 1:57 left`, or the present activity without a count."""
+    """Return a stage's progress bar with counts, such as `━━········ 120/600 steps, 4.1/s, 1:57 left`.
+
+    Without counts, it is the stage's present activity.
+    """
     if feed.done is None or feed.total is None:
         return feed.doing
     done_cells = round(BAR_CELLS * min(1.0, feed.done / feed.total)) if feed.total else 0
@@ -340,7 +343,10 @@ def progress_text(feed: StageFeed) -> str:
 
 
 def amounts_text(feed: StageFeed) -> str:
-    """Return `120/600 steps, 4.1/s, 1:57 left`, `120/2,500 MB, 31 MB/s, 1:20 left`, or the present activity."""
+    """Return a stage's progress as text, such as `120/600 steps, 4.1/s, 1:57 left`.
+
+    A download's is such as `120/2,500 MB, 31 MB/s, 1:20 left`. Without counts, it is the stage's present activity.
+    """
     if feed.done is None or feed.total is None:
         return feed.doing
     if feed.unit == "B":

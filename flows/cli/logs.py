@@ -1,4 +1,4 @@
-"""Output of all processes of a stage (`lifecycle logs`), from its work folder or artifact. Needs no server."""
+"""Output of all processes of a stage, for `lifecycle logs`, from its work folder or artifact. Needs no server."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CHUNK_BYTES = 65_536
 
 @dataclass(frozen=True)
 class StageLog:
-    """Log of a stage, and the attempt that may still be writing it, if a ledger knows one."""
+    """Log file of a stage, with the run of the stage that may still be writing it."""
 
     folder: Path
     ledger: Ledger | None = None
     attempt: str = ""
 
     def is_growing(self) -> bool:
-        """Return whether the attempt that writes the log still runs."""
+        """Return whether the stage whose log it is still runs."""
         if not self.ledger:
             return False
         record = self.ledger.read()
@@ -37,7 +37,10 @@ class StageLog:
         return record.attempts[self.attempt].ended is None and not is_over
 
     def read(self, follow: bool) -> Iterator[str]:
-        """Yield the log's text in pieces; with `follow`, until the attempt ends. Raises `StoreError` if it is gone."""
+        """Yield the log's text in chunks; with `follow`, until the stage ends.
+
+        Raises StoreError when the log is gone.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         try:
             # Opened before checking whether the attempt runs, because its folder moves into the store at its end.
@@ -55,7 +58,7 @@ class StageLog:
             ) from error
 
     def _opened(self) -> BinaryIO:
-        """Open a stage's log, waiting for an attempt that has only begun, or whose folder is being moved."""
+        """Open the stage's log file; wait for it if the stage has only begun, or its folder is being moved."""
         while True:
             growing = self.is_growing()
             try:
@@ -68,7 +71,7 @@ class StageLog:
 
 
 def find_log(name: str, refresh: str | None) -> StageLog:
-    """Return the log of the latest attempt at the stage of this name, or of an artifact.
+    """Return the log of the latest run of a stage, or of an artifact, by name.
 
     refresh: beginning of the id of the refresh whose attempts count; default: any. Raises `StoreError` when there is
     neither.

@@ -1,4 +1,4 @@
-"""Command line of `lifecycle`: parses arguments, calls the modules beside it, answers with text or JSON.
+"""Entry point of the `lifecycle` command line: parses arguments, runs commands, maps errors to exit codes.
 
 Each command imports everything beyond click itself, so that `lifecycle --help` answers at once.
 """
@@ -33,12 +33,16 @@ from stages.core.lines import VisibleStream, say
 from stages.core.redaction import redact
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
-UNTIL_OPTION = click.option("--until", metavar="STAGE", help="Run only this stage and the stages that it depends on.")
-FORCE_OPTION = click.option("--force", multiple=True, metavar="STAGE", help="Build this stage although it is cached.")
+UNTIL_OPTION = click.option(
+    "--until", metavar="STAGE", help="Run only this stage and the stages that it depends on; default: all."
+)
+FORCE_OPTION = click.option(
+    "--force", multiple=True, metavar="STAGE", help="Build this stage although it is cached; repeatable."
+)
 
 
 def _exit_codes() -> str:
-    """Return one line for each error class, for the help text."""
+    """Return the help text about exit codes: one line for each error class."""
     codes = {error.exit_code: name for name, error in error_classes().items() if error is not LifecycleError}
     codes |= {0: "success", USAGE_ERROR: "wrong command line", INTERNAL_ERROR: "internal error, please report it"}
     return "\n".join(["\b", "Exit codes:", *(f"  {code:>2}  {codes[code]}" for code in sorted(codes))])
@@ -70,11 +74,11 @@ def run(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequen
 
 @cli.command()
 @RECIPE
-@click.option("--stage", required=True, metavar="NAME", help="The stage to build again.")
+@click.option("--stage", required=True, metavar="NAME", help="Stage to build again.")
 @SET_OPTION
 @JSON_OPTION
 def rerun(recipe: Path, stage: str, overrides: Sequence[str], as_json: bool) -> int:
-    """Build a stage again, and what depends on it; all else is reused."""
+    """Build a stage again, and the stages that depend on it; reuse all others."""
     from flows.recipe.recipe import load_recipe
     from flows.running.request import RefreshRequest
 
@@ -96,7 +100,7 @@ def _run(request: Any, as_json: bool) -> int:
 @FORCE_OPTION
 @JSON_OPTION
 def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequence[str], as_json: bool) -> None:
-    """Show what `run` would do: per stage cached or run, why, and what differs from the nearest earlier version."""
+    """Show what `run` would do: which stages are cached and which would run, and why."""
     from flows.cli import show as shown
     from flows.running.request import RefreshRequest, make_plan
 
@@ -112,7 +116,7 @@ def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Seque
 
 @cli.command()
 def schema() -> None:
-    """Print the JSON schema of recipes, for editors."""
+    """Print the JSON schema of recipes, for completion and checks in editors."""
     from flows.recipe.recipe import json_schema
 
     print_json(json_schema())
@@ -123,13 +127,13 @@ COMMANDS = (
     *(lineage, diff, champion, rollback, canary, schedule, schedules, notify, render, up, down, status, doctor),
 )
 WATCHED = ("run", "rerun", "retry", "compare")
-"""Commands whose output is read later where there is no terminal; each line has its time, errors included."""
+"""Commands that run for long, so that their output often goes to a log: there each line begins with its time."""
 for command in COMMANDS:
     cli.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `lifecycle` and exit with the code of the error class; a user's mistake shows no traceback."""
+    """Run `lifecycle` and exit with the error class's code; a user's mistake shows no traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     collect_rarely()
     os.umask(0o077)  # stores, logs and databases are readable by their owner only
@@ -142,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run_command(arguments: Sequence[str]) -> int:
-    """Run a command of `lifecycle` and return its exit code."""
+    """Run one command of `lifecycle` from its arguments and return its exit code."""
     try:
         code = cli.main(list(arguments), prog_name="lifecycle", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -160,7 +164,7 @@ def _run_command(arguments: Sequence[str]) -> int:
 
 
 def _fail_unexpectedly(error: Exception, arguments: Sequence[str]) -> int:
-    """Report an unusable home as such, wherever it was used first; any other exception is a bug of ours."""
+    """Report an unexpected exception as an internal error, or as an unusable lifecycle home if that caused it."""
     from flows.ledger.home import unusable
 
     if expected := unusable(error):

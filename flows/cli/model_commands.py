@@ -16,7 +16,7 @@ from flows.cli.answers import JSON_OPTION, print_json
 @click.argument("name")
 @JSON_OPTION
 def champion(name: str, as_json: bool) -> None:
-    """Show the champion of a registered model, where it is, and which version a rollback would restore."""
+    """Show a registered model's champion, its artifact, and which version a rollback would restore."""
     from flows.champion import champions
 
     registry = champions.connect()
@@ -42,7 +42,11 @@ def rollback(name: str, as_json: bool) -> None:
 @click.argument("name")
 @click.argument("version", type=click.IntRange(1), required=False)
 @click.option("--promote", is_flag=True, help="Make the challenger of the model its champion.")
-@click.option("--withdraw", is_flag=True, help="Remove the alias `challenger` from the model.")
+@click.option(
+    "--withdraw",
+    is_flag=True,
+    help="Remove the alias `challenger`, so that no server sends requests to the challenger any more.",
+)
 @JSON_OPTION
 def canary(name: str, version: int | None, promote: bool, withdraw: bool, as_json: bool) -> None:
     """Make VERSION of a registered model the challenger: `serve --follow --canary` sends it some requests.

@@ -1,4 +1,4 @@
-"""Commands about notifications of refreshes: `lifecycle notify`.
+"""Commands about notifications of how refreshes end: `lifecycle notify`.
 
 Each command imports what it needs, so that `lifecycle --help` stays fast.
 """
@@ -19,18 +19,27 @@ OCCASIONS = ["failed", "late", "skipped", "not-promoted", "promoted"]
 
 @click.group()
 def notify() -> None:
-    """Notify a webhook, Slack, or somebody by e-mail of how refreshes end, or that they do not begin."""
+    """Send notifications to a webhook, Slack or an e-mail address when refreshes end, fail or do not begin."""
 
 
 @notify.command()
 @click.argument("channel", type=CHANNELS)
-@click.option("--url-from", required=True, metavar="VARIABLE", help="Environment variable that holds the address.")
 @click.option(
-    "--on", "occasions", multiple=True, type=click.Choice(OCCASIONS), help="Occasion to notify of; default: all."
+    "--url-from",
+    required=True,
+    metavar="VARIABLE",
+    help="Environment variable that holds the channel's address (its URL).",
+)
+@click.option(
+    "--on",
+    "occasions",
+    multiple=True,
+    type=click.Choice(OCCASIONS),
+    help="Event to notify of; repeatable; default: all events.",
 )
 @JSON_OPTION
 def add(channel: Any, url_from: str, occasions: Sequence[Any], as_json: bool) -> None:
-    """Notify a channel when a refresh failed, is late or was skipped, or its model was promoted or not.
+    """Notify a channel when a refresh fails, is late or is skipped, or its model is promoted or not.
 
     Replaces its former notifications. A `ping` asks for its address after each refresh that did not fail, for services
     that notify people when they miss it.
@@ -42,7 +51,7 @@ def add(channel: Any, url_from: str, occasions: Sequence[Any], as_json: bool) ->
 @notify.command("list")
 @JSON_OPTION
 def list_notifications(as_json: bool) -> None:
-    """List the channels that are notified, and their occasions."""
+    """List the channels that get notifications, and the events that each is notified of."""
     _show(_notifications().notifications(), as_json)
 
 
@@ -59,13 +68,13 @@ def test(channel: Any, as_json: bool) -> None:
 @click.argument("channel", type=CHANNELS)
 @JSON_OPTION
 def remove(channel: str, as_json: bool) -> None:
-    """Stop notifying a channel."""
+    """Stop sending notifications to a channel."""
     _notifications().remove(channel)
     print_json({"removed": channel}) if as_json else click.echo(f"{channel} is no longer notified")
 
 
 def _notifications() -> Any:
-    """Return the module `flows.service.notifications`, once Prefect's client knows its server."""
+    """Import and return `flows.service.notifications`, after pointing Prefect's client to its server."""
     from flows.cli import run_command
 
     run_command.ready_servers()

@@ -1,4 +1,4 @@
-"""Commands about a recipe before it runs: `lifecycle init`, `data`, `layouts`, `render`.
+"""Commands for work on a recipe before it runs: `lifecycle init`, `data`, `layouts`, `render`.
 
 Each command imports what it needs, so that `lifecycle --help` stays fast.
 """
@@ -22,11 +22,16 @@ from stages.core.errors import RecipeError
     required=True,
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="Your rows: a JSONL, JSON, CSV or Parquet file, or a folder of such files.",
+    help="Your training data: a JSONL, JSON, CSV or Parquet file, or a folder of such files.",
 )
-@click.option("--model", metavar="SOURCE", help="Source of the model, as in a recipe; default: hf://Qwen/Qwen3-0.6B.")
 @click.option(
-    "--columns", multiple=True, metavar="THEIRS=OURS,…", help="Your names of columns, and the formats' names."
+    "--model", metavar="SOURCE", help="Model to train, in the syntax of recipes; default: hf://Qwen/Qwen3-0.6B."
+)
+@click.option(
+    "--columns",
+    multiple=True,
+    metavar="THEIRS=OURS,…",
+    help="Columns of your data to rename: each your name, then the name that the data format expects.",
 )
 @click.option(
     "--folder",
@@ -35,7 +40,7 @@ from stages.core.errors import RecipeError
     help="Folder to write the recipe to; default: the current one.",
 )
 def init(data: Path, model: str | None, columns: Sequence[str], folder: Path) -> None:
-    """Write a commented recipe for rows of your own, and a task of the rows that training holds out."""
+    """Write a commented recipe that trains on your own data, with an evaluation on held-out rows."""
     from flows.planning.starter import DEFAULT_MODEL, starter
 
     name = re.sub(r"[^a-z0-9_-]+", "-", data.absolute().name.split(".")[0].lower()).strip("-_")[:60] or "mine"
@@ -52,7 +57,7 @@ def init(data: Path, model: str | None, columns: Sequence[str], folder: Path) ->
 
 
 def _renamed(options: Sequence[str]) -> dict[str, str]:
-    """Return the person's column names → the formats' names. Raises RecipeError."""
+    """Return the data format's column name for each of the user's column names. Raises RecipeError for bad options."""
     from flows.recipe.text import closest
     from stages.core.redaction import quoted
     from stages.data.formats import COLUMN_NAMES
@@ -77,20 +82,30 @@ def _renamed(options: Sequence[str]) -> dict[str, str]:
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--stage", required=True, metavar="NAME", help="Name of a stage that trains or generates.")
+@click.option("--stage", required=True, metavar="NAME", help="Name of a train or generate stage of the recipe.")
 @click.option(
-    "--rows", "num_rows", type=click.IntRange(1, 1000), default=5, show_default=True, help="Number of rows to show."
+    "--rows",
+    "num_rows",
+    type=click.IntRange(1, 1000),
+    default=5,
+    show_default=True,
+    help="Number of training rows to show.",
 )
 @SET_OPTION
-@click.option("--download", is_flag=True, help="Fetch the data and the model from elsewhere, if they are not here yet.")
 @click.option(
-    "--html", "page", type=click.Path(path_type=Path), help="File for the HTML page; default: below the home."
+    "--download", is_flag=True, help="Download the dataset and the model first, if they are not in the store yet."
+)
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(path_type=Path),
+    help="File for the HTML page; default: one below the lifecycle home.",
 )
 @JSON_OPTION
 def data(
     recipe: Path, stage: str, num_rows: int, overrides: Sequence[str], download: bool, page: Path | None, as_json: bool
 ) -> None:
-    """Show the rows of a stage as the model sees them, before any training: what is learned, cut off and left out.
+    """Show a stage's training data as the model sees it, before any training: what is learned, cut off and left out.
 
     Learned tokens are green; where there are no colours, ⟦ and ⟧ enclose them.
     """
@@ -110,26 +125,42 @@ def data(
 
 @click.command()
 @click.argument("model", required=False, metavar="RECIPE|MODEL_CONFIG")
-@click.option("--stage", metavar="NAME", help="Train stage of the recipe; default: its first.")
-@click.option("--gpus", "num_gpus", type=int, help="Number of devices, those of a server that samples included.")
+@click.option("--stage", metavar="NAME", help="Train stage of the recipe; default: the first one.")
+@click.option("--gpus", "num_gpus", type=int, help="Number of devices, those of a sampling server included.")
 @click.option(
     "--gpu",
     default="h100-80gb",
     show_default=True,
     metavar="NAME|YAML",
-    help="Kind of the devices, such as a GPU's name.",
+    help="Type of the devices, such as a GPU's name.",
 )
-@click.option("--gpus-per-node", type=int, help="Devices of a node; default: the usual number of this kind.")
-@click.option("--seq-len", type=int, help="Tokens of a packed row; default: the recipe's, else 4096.")
-@click.option("--global-batch-size", type=int, help="Packed rows of a step; default: the recipe's, else 1024.")
+@click.option("--gpus-per-node", type=int, help="Number of devices in a node; default: the usual number for this type.")
 @click.option(
-    "--precision", type=click.Choice(["fp32", "bf16", "fp8"]), help="Precision; default: the recipe's, else bf16."
+    "--seq-len", type=int, help="Tokens in a packed row (the sequence length); default: the recipe's, else 4096."
 )
-@click.option("--lora-rank", type=int, help="Train adapters of this rank; default: the recipe's, if it trains any.")
-@click.option("--tokens", type=float, help="Tokens of the whole training; default: the recipe's, if it counts steps.")
-@click.option("--engine", type=click.Choice(["fsdp", "megatron"]), help="Training engine; default: both.")
-@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of layouts to show.")
-@click.option("--explain", metavar="LAYOUT", help='Explain only this layout, in full: "dp_shard=2 tp=4 pp=2".')
+@click.option(
+    "--global-batch-size",
+    type=int,
+    help="Packed rows in a training step (the global batch size); default: the recipe's, else 1024.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp8"]),
+    help="Training precision; default: the recipe's, else bf16.",
+)
+@click.option(
+    "--lora-rank", type=int, help="Train LoRA adapters of this rank; default: the recipe's rank, else the whole model."
+)
+@click.option(
+    "--tokens",
+    type=float,
+    help="Number of tokens of the whole training, for its duration; default: the recipe's, if it sets the steps.",
+)
+@click.option(
+    "--engine", type=click.Choice(["fsdp", "megatron"]), help="Training engine; default: both engines are searched."
+)
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of best layouts to show.")
+@click.option("--explain", metavar="LAYOUT", help='Explain only this layout, in full, as in "dp_shard=2 tp=4 pp=2".')
 @JSON_OPTION
 def layouts(
     model: str | None,
@@ -139,7 +170,7 @@ def layouts(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Rank all layouts of a model on a cluster by predicted step time, with memory, and explain the best."""
+    """Rank all parallel layouts of a model on a cluster by predicted step time and memory, and explain the best."""
     if model is None or num_gpus is None:
         raise click.UsageError("expected a recipe, a config.json or the name of a model, and --gpus NUMBER")
     from flows.cli import layout_table
@@ -158,12 +189,12 @@ def layouts(
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option(
-    "--stage", required=True, metavar="NAME", help="Name of the stage to show; a serve stage becomes a Deployment."
+    "--stage", required=True, metavar="NAME", help="Stage to print as manifests; a serve stage becomes a Deployment."
 )
 @SET_OPTION
 @click.option("--replicas", nargs=2, type=click.IntRange(1), default=(1, 4), show_default=True, metavar="LEAST MOST")
 def render(recipe: Path, stage: str, overrides: Sequence[str], replicas: tuple[int, int]) -> None:
-    """Print a stage as manifests, for `kubectl apply --filename -`."""
+    """Print Kubernetes manifests of a stage, for `kubectl apply --filename -`."""
     import yaml
 
     from flows.cli.render import stage_manifests

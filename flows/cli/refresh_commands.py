@@ -1,4 +1,4 @@
-"""Commands about refreshes that have run: `lifecycle retry`, `runs`, `logs`, `report`.
+"""Commands about refreshes that have already started: `lifecycle retry`, `runs`, `logs`, `report`.
 
 Each command imports what it needs, so that `lifecycle --help` stays fast.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("refresh", required=False)
 @JSON_OPTION
 def retry(refresh: str | None, as_json: bool) -> int:
-    """Go on with a refresh that failed, was stopped or killed (default: the latest).
+    """Continue a refresh that failed, was stopped or was killed (default: the latest) where it stopped.
 
     Stages that are done are reused; the one that failed continues from its last checkpoint.
     """
@@ -32,14 +32,18 @@ def retry(refresh: str | None, as_json: bool) -> int:
 
 
 @click.command()
-@click.option("--recipe", metavar="NAME", help="List only attempts of this recipe.")
-@click.option("--stage", metavar="NAME", help="List only attempts at this stage.")
+@click.option("--recipe", metavar="NAME", help="List only stage runs of this recipe.")
+@click.option("--stage", metavar="NAME", help="List only runs of this stage.")
 @click.option(
-    "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Largest number of lines, newest first."
+    "--limit",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Largest number of stage runs to list, newest first.",
 )
 @JSON_OPTION
 def runs(recipe: str | None, stage: str | None, limit: int, as_json: bool) -> None:
-    """List the latest attempts at building stages, with the outcome and the MLflow run of each."""
+    """List the latest runs of stages, retries included, with the outcome and the MLflow run of each."""
     from flows.cli import runs as listed
 
     unreadable: list[str] = []
@@ -52,10 +56,12 @@ def runs(recipe: str | None, stage: str | None, limit: int, as_json: bool) -> No
 
 @click.command()
 @click.argument("name", metavar="STAGE|VERSION")
-@click.option("--refresh", metavar="ID", help="Refresh of the log; default: the latest that tried to build the stage.")
-@click.option("--follow", "-f", is_flag=True, help="Go on printing until the stage has ended.")
+@click.option(
+    "--refresh", metavar="ID", help="Refresh whose log is printed; default: the latest that tried to build the stage."
+)
+@click.option("--follow", "-f", is_flag=True, help="Follow the log until the stage has ended.")
 def logs(name: str, refresh: str | None, follow: bool) -> None:
-    """Print what all processes of a stage have printed, in its latest attempt or for its artifact."""
+    """Print the output of all processes of a stage, from its latest run or from its artifact."""
     from flows.cli.logs import find_log
 
     log, is_empty = find_log(name, refresh), True
@@ -68,8 +74,8 @@ def logs(name: str, refresh: str | None, follow: bool) -> None:
 
 @click.command()
 @click.argument("name", required=False, metavar="[REFRESH|NAME@champion]")
-@click.option("--compare", nargs=2, metavar="A B", help="Compare two refreshes side by side instead.")
-@click.option("--open", "opened", is_flag=True, help="Open the page in a browser.")
+@click.option("--compare", nargs=2, metavar="A B", help="Write a page that compares two refreshes instead.")
+@click.option("--open", "opened", is_flag=True, help="Open the HTML page in a browser.")
 @JSON_OPTION
 def report(name: str | None, compare: tuple[str, str] | None, opened: bool, as_json: bool) -> None:
     """Write one HTML page about a refresh (default: the latest), and print its path.
@@ -129,7 +135,7 @@ def _record(name: str | None) -> RefreshRecord:
 
 
 def _refresh_of(name: str) -> str:
-    """Return the refresh that promoted what an alias points to, or else the one that built it."""
+    """Return the id of the refresh that promoted the version behind an alias, or else that built its artifact."""
     from flows.champion import champions
 
     uri = name if name.startswith(champions.URI_PREFIX) else f"{champions.URI_PREFIX}{name}"

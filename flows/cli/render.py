@@ -1,4 +1,4 @@
-"""Kubernetes manifests of a recipe's stage: those that the launcher creates, or those that serve a model."""
+"""Kubernetes manifests of a recipe's stage, for `lifecycle render`: the stage's job, or a serve stage's server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stages.kinds.serve.config import ServeConfig
 
 
 def stage_manifests(recipe: Path, stage: str, overrides: tuple[str, ...], replicas: Replicas) -> list[Manifest]:
-    """Return the Kubernetes manifests of a stage.
+    """Return the Kubernetes manifests of a stage: its job, or for a serve stage the Deployment of its server.
 
     Raises `RecipeError` when the stage does not run on Kubernetes, or what it serves is not built yet.
     """
@@ -40,7 +40,10 @@ def stage_manifests(recipe: Path, stage: str, overrides: tuple[str, ...], replic
 
 
 def _built(made: PlannedRefresh, planned: PlannedStage, name: str) -> Path:
-    """Return the artifact of a stage that a serve stage refers to."""
+    """Return the artifact of the model or adapter that a serve stage serves.
+
+    Raises RecipeError when it is not built yet.
+    """
     upstream = made.plan.stages[name]
     artifact = made.store.find(upstream.kind, upstream.version)
     if artifact is None:

@@ -1,4 +1,4 @@
-"""Steps of `lifecycle run`, `rerun` and `retry`: plan, servers, the Prefect flow, and the answer."""
+"""Steps of `lifecycle run`, `rerun` and `retry`: plan, start servers, run the Prefect flow, print the outcome."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PREFECT_SETTINGS = {
     # A server that dies during a refresh holds up its end by 6 s instead of 62 s.
     "PREFECT_CLIENT_MAX_RETRIES": "2",
 }
-"""Settings that Prefect reads when it is imported."""
+"""Environment variables that Prefect reads when it is imported: quiet logs, and few retries of a dead server."""
 ANSWERED_FIELDS = ("kind", "version", "state", "seconds", "artifact", "mlflow_run_id", "metrics", "verdict", "error")
 
 
@@ -49,7 +49,7 @@ def run_refresh(
     retried: RefreshRecord | None = None,
     launch: Launcher = stage_process.start,
 ) -> RefreshRecord:
-    """Run a refresh to its end.
+    """Run a refresh to its end and return its record.
 
     quiet: keep stdout free; messages go to stderr.
     retried: the refresh that is continued; default: a new one. Raises what keeps a refresh from starting: a bad recipe,
@@ -70,7 +70,7 @@ def run_refresh(
 
 
 def retry_refresh(name: str | None, *, quiet: bool, launch: Launcher = stage_process.start) -> RefreshRecord:
-    """Continue a refresh that failed, was cancelled or killed (default: the latest), in the same ledger.
+    """Continue a refresh that failed, was cancelled or killed (default: the latest), as the same refresh.
 
     Raises `StoreError` when there is nothing to continue, and what `run_refresh` raises.
     """
@@ -95,7 +95,7 @@ def _to_retry(name: str | None) -> RefreshRecord:
 
 
 def ready_servers(*, worker: bool = False) -> servers.Endpoints:
-    """Start the local servers unless others are named, and set the variables of Prefect and MLflow clients.
+    """Start the local Prefect and MLflow servers, unless the environment names others, and point clients to them.
 
     Call it before Prefect is imported. Raises `ServerError`.
     """
@@ -132,7 +132,10 @@ def _run_flow(request: RefreshRequest, run: RefreshRun, retried: RefreshRecord |
 
 
 def view_of(run: RefreshRun, quiet: bool) -> View:
-    """Return a live table on a terminal, lines elsewhere; on stderr if stdout is to be kept free."""
+    """Return the progress display of a refresh: a live table on a terminal, plain lines elsewhere.
+
+    `quiet` puts it on stderr.
+    """
     stream = sys.stderr if quiet else sys.stdout
     if stream.isatty():
         from rich.console import Console
@@ -142,7 +145,7 @@ def view_of(run: RefreshRun, quiet: bool) -> View:
 
 
 def answer(record: RefreshRecord, as_json: bool) -> int:
-    """Print the outcome of a refresh; return the exit code."""
+    """Print the outcome of a finished refresh; return its exit code."""
     if as_json:
         print_json(to_json(record))
     else:
@@ -164,7 +167,7 @@ def exit_code(record: RefreshRecord) -> int:
 
 
 def to_json(record: RefreshRecord) -> dict[str, Any]:
-    """Return the outcome of a refresh as the object that `--json` prints."""
+    """Return the outcome of a refresh as the object that `lifecycle run --json` prints."""
     stages = {
         name: {field: value for field, value in entry_as_json(entry).items() if field in ANSWERED_FIELDS}
         for name, entry in record.stages.items()
@@ -179,7 +182,7 @@ def to_json(record: RefreshRecord) -> dict[str, Any]:
 
 
 def closing_words(record: RefreshRecord) -> str:
-    """Return the closing lines of a refresh: its outcome, and where to find more."""
+    """Return the last lines that `lifecycle run` prints: the refresh's outcome, and the commands that show more."""
     words = f"{record.refresh}: {record.state.replace('_', ' ')} in {record.seconds:.1f} s"
     if record.error:
         words += f" ({record.error})"

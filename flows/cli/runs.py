@@ -1,4 +1,4 @@
-"""Attempts at building stages (`lifecycle runs`), newest first, each with its MLflow run. Needs no server."""
+"""Runs of stages, retries included, for `lifecycle runs`: newest first, each with its MLflow run. Needs no server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stages.core.errors import StoreError
 
 @dataclass(frozen=True)
 class StageRun:
-    """Attempt at building a stage.
+    """One run of a stage in a refresh; a retry is another run.
 
     outcome: None while it runs, or when its process died and no command has recorded that yet.
     mlflow_run_id: None while MLflow does not have it.
@@ -40,7 +40,7 @@ class StageRun:
 
 
 def stage_runs(*, recipe: str | None, stage: str | None, limit: int, unreadable: list[str]) -> list[StageRun]:
-    """Return the newest `limit` attempts, of all refreshes or of a recipe's, of all stages or of one.
+    """Return the newest `limit` runs of stages, of one recipe or stage if they are named, else of all.
 
     unreadable: gets the refreshes whose ledgers were skipped.
     """
@@ -48,7 +48,7 @@ def stage_runs(*, recipe: str | None, stage: str | None, limit: int, unreadable:
 
 
 def not_listed(unreadable: Sequence[str]) -> list[str]:
-    """Return a sentence for each group of refreshes that `stage_runs` cannot list."""
+    """Return a sentence for each group of refreshes that `lifecycle runs` cannot list, for lack of readable records."""
     earlier = home() / "refreshes"  # where versions before ledgers kept refreshes
     num_earlier = sum(folder.is_dir() for folder in earlier.iterdir()) if earlier.is_dir() else 0
     sentences = []
@@ -62,12 +62,12 @@ def not_listed(unreadable: Sequence[str]) -> list[str]:
 
 
 def as_json(runs: list[StageRun]) -> dict[str, Any]:
-    """Return the object that `runs --json` prints."""
+    """Return stage runs as the object that `lifecycle runs --json` prints."""
     return {"runs": [asdict(run) for run in runs]}
 
 
 def as_text(runs: list[StageRun]) -> str:
-    """Return a line for each attempt at building a stage."""
+    """Return stage runs as text, one line for each."""
     return "\n".join(_line(run) for run in runs) or "no stage has been run here yet"
 
 

@@ -1,4 +1,4 @@
-"""Commands about refreshes at fixed times: `lifecycle schedule`, `schedules`.
+"""Commands that refresh recipes at fixed times: `lifecycle schedule`, `schedules`.
 
 Each command imports what it needs, so that `lifecycle --help` stays fast.
 """
@@ -20,15 +20,18 @@ NAME = click.argument("name", metavar="RECIPE_NAME")
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option(
-    "--cron", required=True, metavar="EXPRESSION", help='Times in cron syntax, as in "0 3 * * *": every night at three.'
+    "--cron",
+    required=True,
+    metavar="EXPRESSION",
+    help='Times in cron syntax, such as "0 3 * * *" for every night at three.',
 )
 @click.option(
-    "--timezone", default="UTC", show_default=True, help="Time zone of the cron expression, as in Europe/Berlin."
+    "--timezone", default="UTC", show_default=True, help="Time zone of the cron expression, such as Europe/Berlin."
 )
 @SET_OPTION
 @JSON_OPTION
 def schedule(recipe: Path, cron: str, timezone: str, overrides: Sequence[str], as_json: bool) -> None:
-    """Refresh a recipe at fixed times; the worker, which this starts, runs it. One schedule a recipe."""
+    """Schedule a recipe at fixed times, and start the worker that runs it. A recipe has one schedule."""
     from prefect.context import refresh_global_settings_context
 
     from flows.service import schedule as plans
@@ -51,7 +54,7 @@ def schedules(context: click.Context, as_json: bool) -> None:
 @schedules.command("list")
 @JSON_OPTION
 def list_schedules(as_json: bool) -> None:
-    """List the schedules, and when each is due."""
+    """List the schedules, each with the time of its next refresh."""
     _list(as_json)
 
 
@@ -70,7 +73,7 @@ def pause(name: str, as_json: bool) -> None:
 @NAME
 @JSON_OPTION
 def resume(name: str, as_json: bool) -> None:
-    """Resume a schedule; runs that were due while it was paused are not made up."""
+    """Resume a paused schedule; refreshes missed during the pause are not made up for."""
     _reach_servers()
     from flows.service import schedule as plans
 
@@ -81,7 +84,7 @@ def resume(name: str, as_json: bool) -> None:
 @NAME
 @JSON_OPTION
 def remove(name: str, as_json: bool) -> None:
-    """Remove a schedule. A refresh of it that is running goes on."""
+    """Remove a schedule. A refresh that it has started goes on."""
     _reach_servers()
     from flows.service import schedule as plans
 
@@ -98,7 +101,7 @@ def _list(as_json: bool) -> None:
 
 
 def _reach_servers(*, worker: bool = False) -> None:
-    """Start absent servers, and set the address of Prefect's server, before its client is imported."""
+    """Start the local servers if needed, and point Prefect's client to its server before the client is imported."""
     from flows.cli import run_command
 
     run_command.ready_servers(worker=worker)
@@ -117,7 +120,7 @@ def _show(schedules: Sequence[Any], as_json: bool) -> None:
 
 
 def _time(item: Any, precision: str) -> str | None:
-    """Return when a schedule is due next, in its time zone."""
+    """Return the time of a schedule's next refresh, in the schedule's time zone; None when unknown."""
     from zoneinfo import ZoneInfo
 
     return item.next_due.astimezone(ZoneInfo(item.timezone)).isoformat(" ", precision) if item.next_due else None

@@ -17,7 +17,7 @@ from stages.core.errors import ResourceError, ServerError
 @click.option(
     "--foreground",
     is_flag=True,
-    help="Stay in the foreground as the servers' supervisor, as for systemd; SIGTERM does what `down` does.",
+    help="Stay in the foreground and supervise the servers, as systemd wants it; SIGTERM stops them, as `down` does.",
 )
 @JSON_OPTION
 def up(foreground: bool, as_json: bool) -> None:
@@ -36,7 +36,10 @@ def up(foreground: bool, as_json: bool) -> None:
 @click.command()
 @JSON_OPTION
 def down(as_json: bool) -> None:
-    """Stop what `up` or `run` started; a refresh that the worker runs is cancelled, and can be retried later."""
+    """Stop the servers and the worker that `up` or `run` started.
+
+    A refresh that the worker runs is cancelled, and can be retried later.
+    """
     from flows.servers import local as servers
 
     stopped = servers.down()
@@ -47,11 +50,11 @@ def down(as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--open", "opened", is_flag=True, help="Open the pages of the local servers in a browser, logged in.")
+@click.option("--open", "opened", is_flag=True, help="Open the web pages of the local servers in a browser, logged in.")
 @JSON_OPTION
 @click.pass_context
 def status(context: click.Context, opened: bool, as_json: bool) -> None:
-    """Show where the servers are, and whether they answer."""
+    """Show the addresses of the Prefect and MLflow servers, and whether they answer."""
     answering = _show_status(as_json)
     if opened:
         from flows.servers import login
@@ -67,7 +70,7 @@ def status(context: click.Context, opened: bool, as_json: bool) -> None:
 @JSON_OPTION
 @click.pass_context
 def doctor(context: click.Context, as_json: bool) -> None:
-    """Show what this machine has, what is missing, and what to do."""
+    """Check what this machine has, and show what is missing for a refresh and what to do about it."""
     from flows.cli import doctor as examination
 
     findings = examination.examine()
@@ -80,7 +83,7 @@ def doctor(context: click.Context, as_json: bool) -> None:
 
 
 def _show_status(as_json: bool) -> bool:
-    """Print the servers' addresses; return whether those that are needed answer."""
+    """Print the servers' addresses; return whether all servers that a refresh needs answer."""
     from flows.servers import local as servers
 
     statuses = servers.status()

@@ -1,4 +1,4 @@
-"""Plans, refreshes, artifacts and samples of evaluations as text and as JSON.
+"""Output of `lifecycle plan` and `show`: plans, refreshes, artifacts and evaluation samples, as text and as JSON.
 
 Reads the store and the ledgers; needs no server.
 """
@@ -33,12 +33,12 @@ SHORTEST_PREFIX = 4
 NOT_SHOWN_FIELDS = ("home", "stages", "attempts", "comparison", "trials", "measured")
 LISTED_FIELDS = ("refresh", "recipe", "state", "started_ms", "seconds")
 MOST_SAMPLES = 20
-"""Most samples of a task that are shown; files hold the rest."""
+"""Largest number of evaluation samples shown for each task; the files of the artifact hold all."""
 SHOWN_CHARACTERS = 1000
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Return the object that `lifecycle plan --json` prints."""
+    """Return a plan as the object that `lifecycle plan --json` prints."""
     stages = [
         {
             "name": stage.name,
@@ -59,7 +59,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def without_secrets(value: Any) -> Any:
-    """Return an object for JSON with every text in it redacted; its keys are kept."""
+    """Return a JSON value with secrets such as keys masked in all its strings; keys of objects are kept."""
     if isinstance(value, dict):
         return {name: without_secrets(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -68,7 +68,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def plan_as_text(plan: Plan) -> str:
-    """Return a plan as text: a line for each stage, and how many will run."""
+    """Return a plan as text: a line for each stage with `run` or `cached` and the reason, then how many will run."""
     width = max(len(name) for name in plan.stages)
     lines = [
         f"{stage.name:<{width}}  {stage.kind:<9} "
@@ -87,7 +87,7 @@ def plan_as_text(plan: Plan) -> str:
 
 
 def recent_as_json(index: Index) -> dict[str, Any]:
-    """Return the latest refreshes, and every artifact, newest first."""
+    """Return the latest refreshes, and all artifacts of the store, newest first, as an object for `--json`."""
     records = [read_now(ledger) for ledger in islice(ledgers(), RECENT_REFRESHES)]
     return {
         "refreshes": [{name: getattr(record, name) for name in LISTED_FIELDS} for record in records],
@@ -96,7 +96,7 @@ def recent_as_json(index: Index) -> dict[str, Any]:
 
 
 def recent_as_text(index: Index) -> str:
-    """Return the latest refreshes and all artifacts, a line each."""
+    """Return the latest refreshes and all artifacts of the store as text, one line for each."""
     lines = ["refreshes"]
     for ledger in islice(ledgers(), RECENT_REFRESHES):
         record = read_now(ledger)
@@ -109,14 +109,14 @@ def recent_as_text(index: Index) -> str:
 
 
 def find_refresh(name: str) -> Ledger | None:
-    """Return the refresh of this id, or the only one whose id begins so; else None."""
+    """Return the refresh with this id, or the only one whose id begins with it; else None."""
     matches = [ledger for ledger in ledgers() if ledger.folder.name.startswith(name)]
     exact = [ledger for ledger in matches if ledger.folder.name == name]
     return exact[0] if exact else matches[0] if len(matches) == 1 else None
 
 
 def find_artifact(index: Index, name: str) -> Artifact:
-    """Return the artifact of a version (or its first digits), a STAGE-VERSION, or the newest of a stage.
+    """Return the artifact that the user names: by version, its first digits, STAGE-VERSION, or a stage's newest.
 
     Raises `StoreError` when there is none, or several versions begin so.
     """
@@ -140,7 +140,7 @@ def find_artifact(index: Index, name: str) -> Artifact:
 
 
 def refresh_as_json(record: RefreshRecord) -> dict[str, Any]:
-    """Return a refresh with everything known about it and its stages."""
+    """Return a refresh and its stages, with everything recorded about them, as an object for `--json`."""
     fields = {name: value for name, value in vars(record).items() if name not in NOT_SHOWN_FIELDS}
     stages = {name: entry_as_json(entry) for name, entry in record.stages.items()}
     fields |= {"recipe_path": str(record.recipe_path), "process": record.process.model_dump(), "stages": stages}
@@ -148,7 +148,7 @@ def refresh_as_json(record: RefreshRecord) -> dict[str, Any]:
 
 
 def entry_as_json(entry: StageEntry) -> dict[str, Any]:
-    """Return a stage of a refresh, with the MLflow run of the attempt that built it, or tries to."""
+    """Return one stage of a refresh as an object for `--json`, with the id of the MLflow run that records it."""
     return {
         "kind": entry.kind,
         "version": entry.version,
@@ -166,7 +166,7 @@ def entry_as_json(entry: StageEntry) -> dict[str, Any]:
 
 
 def refresh_as_text(record: RefreshRecord) -> str:
-    """Return a refresh and its stages as text for the terminal."""
+    """Return a refresh and its stages as text for the terminal, with durations, metrics and errors."""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started_ms / 1000))
     lines = [
         f"{record.refresh}: {state_of(record)}, began {began}, {record.seconds:.1f} s",
@@ -186,7 +186,7 @@ def refresh_as_text(record: RefreshRecord) -> str:
 
 
 def artifact_as_json(artifact: Artifact, index: Index) -> dict[str, Any]:
-    """Return an artifact's record, folder, metrics, base model (of an adapter), and MLflow run."""
+    """Return an artifact as an object for `--json`: record, folder, metrics, MLflow run, an adapter's base model."""
     base = index.base_of(artifact.record)
     return {
         "folder": str(artifact.folder),
@@ -198,7 +198,7 @@ def artifact_as_json(artifact: Artifact, index: Index) -> dict[str, Any]:
 
 
 def artifact_as_text(artifact: Artifact, index: Index) -> str:
-    """Return an artifact as text: what it is, what it was built from, and its metrics."""
+    """Return an artifact as text: its config, what it was built from, and its metrics."""
     record = artifact.record
     base = index.base_of(record)
     product = f"an adapter of {base.stage} {base.version}" if base else f"a {record.product}"
@@ -221,7 +221,7 @@ def artifact_as_text(artifact: Artifact, index: Index) -> str:
 
 
 def serve_arguments(artifact: Artifact, index: Index) -> list[str]:
-    """Return arguments of `python -m stages.kinds.serve` for an artifact.
+    """Return the command-line arguments of `python -m stages.kinds.serve` that serve an artifact.
 
     Raises StoreError for an adapter without its base.
     """
@@ -240,26 +240,26 @@ def serve_arguments(artifact: Artifact, index: Index) -> list[str]:
 
 
 def launch_arguments(spec: LaunchSpec) -> list[str]:
-    """Return the serve program's arguments for a server's launch spec, with its adapters."""
+    """Return the command-line arguments of `python -m stages.kinds.serve` for a launch spec, adapters included."""
     adapters = [argument for name, folder in spec.adapters.items() for argument in ("--adapter", f"{name}={folder}")]
     named = [*("--name", spec.served_name), *(("--base-name", spec.base_name) if spec.base_name else ())]
     return [str(spec.model), *named, *adapters, "--serving", spec.serving.model_dump_json()]
 
 
 def read_now(ledger: Ledger) -> RefreshRecord:
-    """Read a refresh's record, with the time that running stages have taken so far."""
+    """Read a refresh's record, with the seconds that running stages have taken until now."""
     return with_time_so_far(ledger.read(), time.time_ns() // 1_000_000)
 
 
 def state_of(record: RefreshRecord) -> str:
-    """Return a refresh's state; one whose process died could not record that it failed."""
+    """Return a refresh's state, such as `completed`; `killed` if its process died before it could record an end."""
     if record.interrupted:
         return "copied" if record.is_copied else "killed"
     return f"unknown, on {record.elsewhere}" if record.elsewhere else record.state
 
 
 def _config(artifact: Artifact) -> dict[str, Any]:
-    """Return the config that identifies an artifact; of what was fetched also its source, which does not."""
+    """Return the config in an artifact's cache key; for a download also its source, which the key does not contain."""
     record = artifact.record
     config = record.identity.get("config")
     shown: dict[str, Any] = dict(config) if isinstance(config, dict) else {}
@@ -311,7 +311,7 @@ def samples_of(artifact: Artifact) -> Iterator[dict[str, Any]]:
 
 
 def samples_as_text(samples: Iterable[dict[str, Any]]) -> str:
-    """Return an evaluation's samples as text, a paragraph for each."""
+    """Return an evaluation's samples as text, one paragraph for each."""
     paragraphs = []
     for sample in samples:
         scores = ", ".join(f"{name} {value}" for name, value in sample["scores"].items())

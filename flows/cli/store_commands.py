@@ -1,4 +1,4 @@
-"""Commands about artifacts: `lifecycle show`, `adopt`, `verify`, `gc`, `serve`, `chat`.
+"""Commands to show, add, check, delete or serve artifacts: `lifecycle show`, `adopt`, `verify`, `gc`, `serve`, `chat`.
 
 Each command imports what it needs, so that `lifecycle --help` stays fast.
 """
@@ -27,10 +27,14 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name", required=False, metavar="[REFRESH|ARTIFACT]")
-@click.option("--samples", is_flag=True, help="Show an evaluation's samples: question, answer and expected answer.")
+@click.option(
+    "--samples",
+    is_flag=True,
+    help="Show an evaluation's samples: each question, the model's answer and the expected answer.",
+)
 @JSON_OPTION
 def show(name: str | None, samples: bool, as_json: bool) -> None:
-    """Show a refresh by its id, or an artifact by stage or version; without a name, what there is."""
+    """Show a refresh by its id, or an artifact by stage or version; without a name, list all."""
     from flows.cli import show as shown
     from flows.ledger.home import store_root
     from flows.store.store import Store
@@ -60,13 +64,13 @@ def show(name: str | None, samples: bool, as_json: bool) -> None:
     "--kind",
     type=click.Choice(["model", "adapter", "dataset"]),
     required=True,
-    help="Kind of product that lies at PATH.",
+    help="Type of the files at PATH.",
 )
-@click.option("--name", required=True, help="Stage name of the artifact.")
-@click.option("--base", help="Artifact of the model that an adapter belongs to, by stage or version.")
+@click.option("--name", required=True, help="Stage name to give the artifact.")
+@click.option("--base", help="Base model's artifact, by stage or version; for an adapter.")
 @JSON_OPTION
 def adopt(path: Path, kind: Literal["model", "adapter", "dataset"], name: str, base: str | None, as_json: bool) -> None:
-    """Copy a model, an adapter or a dataset from outside into the store, checked like a download."""
+    """Copy a model, an adapter or a dataset from PATH into the store, with the same checks as a download."""
     from flows.cli import show as shown
     from flows.ledger.home import store_root
     from flows.running import adopt as adoption
@@ -86,7 +90,7 @@ def adopt(path: Path, kind: Literal["model", "adapter", "dataset"], name: str, b
 @click.command()
 @JSON_OPTION
 def verify(as_json: bool) -> None:
-    """Hash every artifact again, and name what is damaged."""
+    """Check every artifact against its recorded hashes, and list the damaged ones."""
     from flows.ledger.home import store_root
     from flows.store import collect
     from flows.store.store import Store
@@ -118,13 +122,13 @@ def verify(as_json: bool) -> None:
     "--policy",
     "by_policy",
     is_flag=True,
-    help="Also remove old refreshes that the home's retention.yaml does not keep.",
+    help="Also remove old refreshes, beyond those that retention.yaml in the lifecycle home keeps.",
 )
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @click.option("--older-than-days", type=click.FloatRange(min=0), default=7.0, show_default=True)
 @JSON_OPTION
 def gc(by_policy: bool, dry_run: bool, older_than_days: float, as_json: bool) -> None:
-    """Remove what nothing needs: superseded artifacts, leftovers, and work and cache not used for long.
+    """Remove what nothing needs any more: superseded artifacts, leftovers of killed processes, and old caches.
 
     What an alias of a registered model points to is kept. With --policy, as the worker does it each night: refreshes
     that `keep` in LIFECYCLE_HOME/retention.yaml does not name go, from Prefect and MLflow, too, and the artifacts of
@@ -159,7 +163,7 @@ def gc(by_policy: bool, dry_run: bool, older_than_days: float, as_json: bool) ->
 
 
 class Percentage(click.ParamType):
-    """Parameter type of a share: `10%` → 0.1."""
+    """Parameter type of a percentage, such as `10%`, which becomes 0.1."""
 
     name = "percent"
 
@@ -172,32 +176,36 @@ class Percentage(click.ParamType):
 
 @click.command()
 @click.argument("artifact", metavar="ARTIFACT|models:/NAME@ALIAS")
-@click.option("--follow", is_flag=True, help="Switch to a new champion when the alias moves; only with models:/….")
-@click.option("--canary", type=Percentage(), metavar="PERCENT", help="Share of requests for the challenger, as in 10%.")
+@click.option("--follow", is_flag=True, help="Switch to a new champion when the alias moves; only for models:/….")
+@click.option(
+    "--canary", type=Percentage(), metavar="PERCENT", help="Share of requests that the challenger gets, such as 10%."
+)
 @click.option(
     "--canary-gate",
     type=click.IntRange(2),
     metavar="N",
-    help="Promote or withdraw the challenger after N requests of each.",
+    help="Promote or withdraw the challenger after champion and challenger have had N requests each.",
 )
 @click.option(
     "--sample-requests",
     type=Percentage(),
     metavar="PERCENT",
-    help="Share of conversations that are recorded with --samples.",
+    help="Share of conversations to record, such as 10%; needs --samples.",
 )
 @click.option(
-    "--samples", type=click.Path(path_type=Path, file_okay=False), help="Folder for a dataset of recorded requests."
+    "--samples",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder to write the recorded conversations to, as a dataset.",
 )
 @click.option(
     "--samples-mib",
     type=click.IntRange(1),
     default=256,
     show_default=True,
-    help="Largest size of the folder of --samples.",
+    help="Largest size of the folder of --samples, in MiB.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(1, 65535), help="Port to listen on; default: a free one.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port to listen on; default: any free port.")
 @click.option("--descriptor", type=int, hidden=True)
 def serve(
     artifact: str,
@@ -211,7 +219,7 @@ def serve(
     port: int | None,
     descriptor: int | None,
 ) -> None:
-    """Serve a model until Ctrl-C: an artifact, what a serve stage served, or a champion.
+    """Serve a model until Ctrl-C: an artifact, a serve stage's model, or a champion.
 
     The API key is VLLM_API_KEY, or a new one, which is printed. `--canary` is about the version that `lifecycle canary`
     made the challenger.
@@ -233,7 +241,7 @@ def serve(
 
 
 class Temperature(click.FloatRange):
-    """Parameter type of a finite number from 0 to 2, the range of OpenAI's API."""
+    """Parameter type of a sampling temperature: a finite number from 0 to 2, the range of OpenAI's API."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)
@@ -248,13 +256,17 @@ class Temperature(click.FloatRange):
 @click.command()
 @click.argument("artifact", metavar="ARTIFACT|models:/NAME@ALIAS")
 @click.argument("beside", required=False, metavar="[ARTIFACT]")
-@click.option("--temperature", type=Temperature(), help="Sampling temperature; default: the model's, else 0.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Largest number of tokens in an answer; default: what fits.")
-@click.option("--system", help="System message of each conversation.")
+@click.option("--temperature", type=Temperature(), help="Sampling temperature; default: the model's own, else 0.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    help="Largest number of tokens in an answer; default: what fits into the context.",
+)
+@click.option("--system", help="System message that begins each conversation.")
 def chat(
     artifact: str, beside: str | None, temperature: float | None, max_tokens: int | None, system: str | None
 ) -> None:
-    """Talk to a model in the terminal: an artifact, what a serve stage served, or a champion.
+    """Talk to a model in the terminal: an artifact, a serve stage's model, or a champion.
 
     With two, each question is answered by both. Servers are started first, on a CPU without compiling, and end with
     the conversation (Ctrl-D). `/new` begins another one.
@@ -272,14 +284,17 @@ def chat(
 
 
 def _become_server(served: list[str], options: list[str]) -> NoReturn:
-    """Replace this process by the server's guardian. served: the result of `_what_to_serve`."""
+    """Replace this process by the program that serves a model.
+
+    `served` holds the program's arguments from `_what_to_serve`.
+    """
     command = [sys.executable, "-m", "stages.kinds.serve", *served, *options]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 (no shell)
 
 
 def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Samples:
-    """Record served conversations into `folder` until `stack` is closed."""
+    """Record a share of the served conversations into a folder, until `stack` is closed."""
     from stages.core.lines import print_timed
     from stages.serving.samples import Samples
 
@@ -288,7 +303,7 @@ def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Sa
 
 
 def _keep_following(uri: str, host: str, port: int | None) -> NoReturn:
-    """Become the supervisor of a process that serves with the same arguments."""
+    """Turn this process into the supervisor of one that serves with the same command line."""
     from flows.champion import champions
     from flows.champion.kept import keep_serving
 
@@ -306,7 +321,7 @@ def _following(uri: str, canary_share: float, gate_requests: int | None) -> Foll
 
 
 def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
-    """Return the arguments of `python -m stages.kinds.serve` for what the user named.
+    """Return the command-line arguments of `python -m stages.kinds.serve` for the model that the user named.
 
     An artifact that its stage refuses is served only for a trial.
     """
@@ -335,7 +350,7 @@ def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
 
 
 class Silent:
-    """Observer that reports nothing, for a stage that belongs to no refresh."""
+    """Observer of a stage run outside any refresh, which reports only that it waits."""
 
     def __init__(self) -> None:
         self._has_reported_wait = False
