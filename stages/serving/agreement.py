@@ -1,4 +1,4 @@
-"""Compare what is served with what was trained: predictions of recorded documents, and prompts with tools.
+"""Comparison of a served model with its training: token predictions, and prompts that offer tools.
 
 An adapter can be lost on its way in silence: loaded but of no effect, left out by name, or another in its slot. So
 each is also compared with its base in the same server: one that is nearer to its base than to what training recorded
@@ -40,7 +40,7 @@ SHOWN_TOKENS, SHOWN_CHARACTERS = 24, 100
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of one served model with what its training recorded.
+    """Agreement between what a server predicts and what training recorded, for one served model.
 
     differing_tool_prompts: number of prompts with tools that the server renders to other tokens than training did; None
     if none was compared.
@@ -51,7 +51,7 @@ class Agreement:
     differing_tool_prompts: int | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the measured differences by their names in MLflow."""
+        """Return the measured differences as MLflow metrics, by metric name."""
         differing = self.differing_tool_prompts
         prompts = {} if differing is None else {"differing_tool_prompts": float(differing)}
         return {**self.from_training.metrics(), **prompts}
@@ -65,7 +65,7 @@ def compare_with_records(
     warn: Callable[[str], None],
     base_name: str | None = None,
 ) -> dict[str, Agreement]:
-    """Compare served models with the records of their training; returns name in requests → agreement.
+    """Compare served models with the predictions that their training recorded; returns an Agreement by model name.
 
     Models without a record beside their folder are left out.
 
@@ -100,7 +100,10 @@ def compare_with_records(
 
 
 def agreement_metrics(agreements: Mapping[str, Agreement], served_name: str) -> dict[str, float]:
-    """Return metric → value of all agreements; names of models other than `served_name` are appended as `_NAME`."""
+    """Return the metrics of all models' agreements by metric name.
+
+    Metrics of models other than `served_name` end in `_NAME`.
+    """
     metrics: dict[str, float] = {}
     for name, agreement in sorted(agreements.items(), key=lambda item: item[0] != served_name):
         suffix = "" if name == served_name else f"_{name}"
@@ -139,7 +142,7 @@ def _differing_tool_prompts(
     context_tokens: int,
     warn: Callable[[str], None],
 ) -> int | None:
-    """Count recorded prompts with tools that the server renders differently, and warn of each; None: not compared."""
+    """Count recorded prompts with tools that the server tokenizes differently; None if none could be compared."""
     engine, compared = engine_of(spec.engine), [prompt for prompt in prompts if len(prompt.token_ids) < context_tokens]
     if not compared or not engine.capabilities.prompt_token_ids:
         if prompts:
@@ -159,7 +162,7 @@ def _differing_tool_prompts(
 
 
 def _rendered_otherwise(client: Client, spec: LaunchSpec, prompt: ToolPrompt) -> str | None:
-    """Return a message if the server renders a prompt to other tokens than training did; else None."""
+    """Return a warning if the server turns a recorded prompt into other token ids than training did, else None."""
     try:
         served = client.prompt_tokens(
             _as_client_sends(prompt.messages),
@@ -179,8 +182,9 @@ def _rendered_otherwise(client: Client, spec: LaunchSpec, prompt: ToolPrompt) ->
 
 
 def _as_client_sends(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turn messages of a template into those of a request: arguments of calls as JSON text, thoughts as `reasoning`.
+    """Convert chat messages from the form that chat templates take to the form of OpenAI's requests.
 
+    Arguments of tool calls become JSON text, and thoughts the field `reasoning`.
     Calls that have no id get one, which requests need, and tools' answers that of their call.
     """
     sent, unanswered = [], []
@@ -199,7 +203,7 @@ def _as_client_sends(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _first_difference(model_folder: Path, learned: list[int], served: list[int]) -> str:
-    """Show where two prompts begin to differ, as text."""
+    """Return a text that shows where the served prompt's tokens begin to differ from those that training saw."""
     from stages.data.tokenizer import DocumentTokenizer  # and Transformers, in over a second
 
     tokenizer = DocumentTokenizer(model_folder, None, "assistant")
@@ -212,13 +216,13 @@ def _first_difference(model_folder: Path, learned: list[int], served: list[int])
 
 
 def _predictions(engine: Engine, client: Client, documents: Sequence[RecordedDocument]) -> list[Predicted]:
-    """Return the served predictions of each document's targets."""
+    """Ask the server for its predictions of the tokens that training learned in each recorded document."""
     rows = engine.predictions(client, [one.tokens for one in documents])
     return [_of_targets(row, one) for row, one in zip(rows, documents, strict=True)]
 
 
 def _of_targets(row: Predicted, document: RecordedDocument) -> Predicted:
-    """Select the predictions of a document's targets from those of all its tokens."""
+    """Select from a document's token predictions those at positions that training learned (its targets)."""
     places = [place for place, target in enumerate(document.targets) if target >= 0]
     greedy = [row.greedy[place] for place in places] if row.greedy else ()
     return Predicted([row.log_probabilities[place] for place in places], greedy)

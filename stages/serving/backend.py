@@ -1,4 +1,4 @@
-"""Backends of the proxy: an engine, or a model in it, and the choice between two of them for a request.
+"""Backends of the proxy (an engine, or one model in an engine), and the choice between champion and canary.
 
 A canary gets a share of the requests by a hash of their session, user or address, so that no one is answered by one
 version now and by another later. Without a session or a user, the client's address is all that the proxy knows.
@@ -26,7 +26,7 @@ SESSION_HEADER = "X-Session-Id"
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Address where an engine listens: a Unix socket in a private folder, or a port of the loopback.
+    """Address where an engine listens: a Unix socket in a private folder, or a port on 127.0.0.1.
 
     named: URL, without `/v1`, of an engine that others started.
     """
@@ -36,7 +36,10 @@ class EngineAddress:
     named: str | None = None
 
     def connector(self) -> aiohttp.BaseConnector:
-        """Return an aiohttp connector for one request: a kept connection that the engine is closing would lose it."""
+        """Return an aiohttp connector that opens a new connection for each request.
+
+        A kept connection could be closed by the engine just when a request is sent on it.
+        """
         if self.socket:
             return aiohttp.UnixConnector(str(self.socket), limit=0, force_close=True)
         return aiohttp.TCPConnector(limit=0, force_close=True)
@@ -49,7 +52,7 @@ class EngineAddress:
 def post_to_engine(
     address: EngineAddress, expected: Expected, route: str, bodies: Iterable[dict[str, Any]]
 ) -> list[Answer]:
-    """Post requests to an engine at its own address, past the proxy, with its key; return the answers in order.
+    """Post requests directly to an engine, bypassing the proxy, with the engine's API key; return the answers in order.
 
     Raises as `ask_aiohttp` does.
     """
@@ -65,14 +68,14 @@ def post_to_engine(
 
 @dataclass(frozen=True)
 class Naming:
-    """Public name of one model, and its name in the engine, which has other models too."""
+    """Two names of one model: the public name that clients send, and the name inside an engine with several models."""
 
     public: str
     inside: str
 
 
 class Backend:
-    """An engine behind the proxy, or a model in it, with the number of its requests.
+    """Backend of the proxy (an engine, or one model in it), with the number of requests that it is answering.
 
     naming: None for an engine whose names are public.
     version: None if no versions are compared; requests then pass unread.
@@ -91,20 +94,26 @@ class Backend:
 
 @dataclass(frozen=True)
 class Canary:
-    """A backend that gets a share of the requests, 0 to 1."""
+    """Canary: a second model version that answers a share (0 to 1) of the requests."""
 
     backend: Backend
     share: float
 
     def takes(self, key: str) -> bool:
-        """Return whether the canary gets the requests of a key: always the same keys, others for another version."""
+        """Return whether the canary answers the requests of a client with this key.
+
+        The same version always gets the same keys; another version gets others.
+        """
         version = self.backend.version
         digest = hashlib.sha256(f"{version.version if version else ''}\n{key}".encode("utf-8", "surrogatepass"))
         return int.from_bytes(digest.digest()[:8]) < self.share * 2**64
 
 
 def sticky_key(request: web.BaseRequest, asked: dict[str, Any] | None) -> str:
-    """Return a key of the request's origin: its session, else the user of OpenAI's API, else its address."""
+    """Return a key that identifies the client, so that one client always gets the same model version.
+
+    It is the session's header, else the user of OpenAI's API, else the client's address.
+    """
     if session := request.headers.get(SESSION_HEADER):
         return f"session {session}"
     user = asked.get("user") if asked else None

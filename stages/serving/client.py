@@ -32,17 +32,17 @@ Shape = TypeVar("Shape")
 Value = TypeVar("Value")
 
 NUMBERED = "token_id:"
-"""Prefix of a token's number in answers that give numbers instead of texts (`return_tokens_as_token_ids`)."""
+"""Prefix of token ids in answers that name tokens by id instead of text (option `return_tokens_as_token_ids`)."""
 BASE_BYTES = 2**20
 TOKEN_BYTES = 512
-"""Largest JSON of one token in an answer: a token has at most some 100 characters, of up to 6 bytes each in JSON."""
+"""Upper bound of the JSON bytes of one token in an answer: some 100 characters of up to 6 bytes each."""
 DEFAULT_TOKENS = 128 * 1024
-"""Largest number of tokens in an answer to a request without `max_tokens`."""
+"""Number of answer tokens that the size limit assumes for a request without `max_tokens`."""
 
 
 HEALTH_TIMEOUT_S = 5.0
 STREAM_TIMEOUT_S = 3600.0
-"""Longest time for a whole streamed answer."""
+"""Time limit of a whole streamed answer, in seconds."""
 METRICS_BYTES = 32 * 2**20
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -50,7 +50,7 @@ CHAT = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Client:
-    """Client of one server. Its methods raise ServerError for a bad answer, TransientError for none.
+    """Client of one OpenAI-compatible server; raises ServerError for a bad answer, TransientError for no answer.
 
     url: address of the server, without `/v1`.
     model: name that requests ask for.
@@ -62,7 +62,7 @@ class Client:
     timeout_s: float = 120.0
 
     def expected(self, path: str, max_bytes: int, total_s: float | None = None) -> Expected:
-        """Return the size and time limits of an answer of the client's server."""
+        """Return the limits of size and time that an answer from this client's server must keep."""
         return Expected(f"{self.url}{path}", max_bytes, total_s or self.timeout_s, key=self.api_key)
 
     def is_healthy(self) -> bool:
@@ -70,53 +70,53 @@ class Client:
         return self.health_status() == http.client.OK
 
     def health_status(self) -> int | None:
-        """Return the HTTP status of `/health`; None if there is no answer in time."""
+        """Return the HTTP status of the server's `/health` route; None if the server does not answer in time."""
         try:
             return self._asked("/health", BASE_BYTES, total_s=HEALTH_TIMEOUT_S).status
         except (ServerError, TransientError):
             return None
 
     def model_names(self) -> list[str]:
-        """Return the names of the served models; needs the right key."""
+        """Return the names of the models that the server serves; raises ServerError for a wrong API key."""
         return [model.id for model in self.models()]
 
     def models(self) -> list[ListedModel]:
-        """Return the server's list of models."""
+        """Return the models that the server lists at `/v1/models`."""
         return self.answer("/v1/models", Models[ListedModel]).data
 
     def check_lists_model(self, server: str, advice: str = "") -> None:
-        """Raise ServerError unless the server lists our model. server: description of the server, for the message."""
+        """Raise ServerError unless the server lists this client's model. server: name of the server in the message."""
         if self.model not in (names := self.model_names()):
             serves = shortened(", ".join(names), QUOTED_CHARACTERS)
             raise ServerError(f"{server} at {self.url} serves {serves}, not {self.model}{advice}")
 
     def context_tokens(self) -> int:
-        """Return the server's context length by its first listed model, for prompt and answer together."""
+        """Return the context length (prompt and answer together) that the server reports for its first listed model."""
         listed = self.models()
         if not listed or listed[0].max_model_len is None:
             raise ServerError(f"{self.url}/v1/models lists no model with a `max_model_len`")
         return listed[0].max_model_len
 
     def complete(self, prompt: str | list[int], **options: Any) -> Choice:
-        """Return the first choice of a greedy completion; `options` as in the OpenAI API."""
+        """Return a greedy completion of a prompt (text or token ids); `options` are fields of OpenAI's request."""
         request = {"model": self.model, "prompt": prompt, "temperature": 0, **options}
         return self.answer(COMPLETIONS, Choices[Choice], request).choices[0]
 
     def answer(self, path: str, shape: type[Shape], request: dict[str, Any] | None = None) -> Shape:
-        """Send a GET, or a POST of `request`, to the server; return the JSON checked against `shape`."""
+        """Send a GET request, or a POST of `request`, to the server; return its JSON answer parsed as `shape`."""
         max_bytes = BASE_BYTES if request is None else answer_bytes(request)
         return self._asked(path, max_bytes, request).parsed(shape)
 
     def log_probabilities(self, token_ids: list[int]) -> list[float]:
-        """Return ln p(token | those before it) of every token but the first: `len(token_ids) - 1` floats."""
+        """Return the model's ln p of every given token but the first, each after the tokens before it."""
         return list(self.predictions([token_ids])[0].log_probabilities)
 
     def predictions(self, rows: list[list[int]]) -> list[Predicted]:
-        """Return, for several rows of tokens, log-probabilities and likeliest tokens of all but the first token."""
+        """Return, for token sequences, ln p of every token but the first, and the likeliest token at its position."""
         return [self._predicted(echoed, len(row)) for echoed, row in zip(self.echoed(rows), rows, strict=True)]
 
     def echoed(self, rows: list[list[int]]) -> list[TokenLogProbs]:
-        """Return the `logprobs` of completions that echo the rows as prompts."""
+        """Return the `logprobs` that the server gives for token sequences sent as prompts with `echo`."""
         request = {"model": self.model, "prompt": rows, "temperature": 0, "max_tokens": 1, "echo": True, "logprobs": 1}
         answer = self.answer(COMPLETIONS, Choices[Choice], {**request, "return_tokens_as_token_ids": True})
         choices = sorted(answer.choices, key=lambda choice: choice.index)
@@ -125,7 +125,7 @@ class Client:
         return [choice.reported(self.url) for choice in choices]
 
     def chat(self, messages: list[dict[str, str]], **options: Any) -> Iterator[str]:
-        """Yield the answer to a conversation in parts, as the model makes them; `options` as in the OpenAI API."""
+        """Yield the answer to a chat in pieces as the server streams them; `options` are fields of OpenAI's request."""
         request = {"model": self.model, "messages": messages, "stream": True, **options}
         expected = self.expected(CHAT, answer_bytes(request), STREAM_TIMEOUT_S)
         with self._opened(CHAT, expected, request) as response:
@@ -140,17 +140,20 @@ class Client:
             events.end()
 
     def prompt_tokens(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Return the prompt's token ids as the server's chat template renders a conversation."""
+        """Return the token ids into which the server's chat template turns a conversation."""
         request = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 1, **options}
         return self.answer(CHAT, ChatPrompt, {**request, "return_token_ids": True}).prompt_token_ids
 
     def counter(self, name: str) -> float:
-        """Return the sum over the samples of a counter in `/metrics`, such as `vllm:request_success_total`."""
+        """Return the value of a Prometheus counter in the server's `/metrics`, summed over its labels.
+
+        name: such as `vllm:request_success_total`.
+        """
         lines = self._asked("/metrics", METRICS_BYTES).check().body.decode(errors="replace").splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
     def _predicted(self, logprobs: TokenLogProbs, num_tokens: int) -> Predicted:
-        """Return the predictions of all tokens of a prompt but the first."""
+        """Return the log-probabilities and likeliest tokens of an echoed prompt, for every token but the first."""
         likeliest = [max(top, key=lambda name: top[name]) for top in logprobs.likeliest_of_prompt(num_tokens, self.url)]
         return Predicted(logprobs.of_prompt(num_tokens, self.url), [token_number(name, self.url) for name in likeliest])
 
@@ -165,7 +168,7 @@ class Client:
     def _opened(
         self, path: str, expected: Expected, request: dict[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Open the server's response to a request, for reading."""
+        """Send a request and provide the HTTP response for reading."""
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         body = None if request is None else json.dumps(request).encode()
         try:
@@ -177,7 +180,7 @@ class Client:
 
 
 def check_server(client: Client, smoke_log_probabilities: Callable[[Client], list[float]]) -> None:
-    """Raise ServerError unless the server serves our model, and generates with finite log-probabilities ≤ 0.
+    """Raise ServerError unless the server lists its model and generates tokens with finite log-probabilities ≤ 0.
 
     smoke_log_probabilities: request of the server's engine that returns a few log-probabilities.
     """
@@ -200,22 +203,25 @@ class Usage(AnswerModel):
 
 
 class TokenLogProbs(AnswerModel):
-    """Log-probabilities of a completion's tokens; None for the first token of a prompt."""
+    """Log-probabilities of the tokens of a completion; None for a prompt's first token, which nothing precedes."""
 
     token_logprobs: list[float | None] = Field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] | None = None
 
     def of_prompt(self, num_tokens: int, server: str) -> list[float]:
-        """Return ln p of every token but the first of an echoed prompt. Raises ServerError when some are missing."""
+        """Return ln p of every token but the first of an echoed prompt. Raises ServerError if some are missing."""
         return _all(self.token_logprobs[1:num_tokens], num_tokens - 1, server)
 
     def likeliest_of_prompt(self, num_tokens: int, server: str) -> list[dict[str, float]]:
-        """Return ln p of the likeliest tokens at every place but the first. Raises as `of_prompt` does."""
+        """Return, for every token but the first of an echoed prompt, ln p of the likeliest tokens at its position.
+
+        Raises ServerError if some are missing.
+        """
         return _all([top or None for top in (self.top_logprobs or ())[1:num_tokens]], num_tokens - 1, server)
 
 
 class Choice(AnswerModel):
-    """One completion. `prompt_token_ids` and `token_ids` are vLLM's, requested by `return_token_ids`."""
+    """Completion in an answer of the server; vLLM adds token ids where the request has `return_token_ids`."""
 
     index: Count = 0
     text: str | None = None
@@ -225,13 +231,13 @@ class Choice(AnswerModel):
     token_ids: list[Count] | None = None
 
     def written(self, server: str) -> str:
-        """Return the completion's text. Raises ServerError when there is none."""
+        """Return the completion's text. Raises ServerError if it has none."""
         if self.text is None:
             raise ServerError(f"{server} answered with a completion that has no text")
         return self.text
 
     def sampled(self, server: str) -> tuple[list[int], list[float]]:
-        """Return the tokens of the completion and ln p of each. Raises ServerError unless there are as many of both."""
+        """Return the sampled token ids and ln p of each. Raises ServerError unless there are equally many of both."""
         values = [value for value in self.reported(server).token_logprobs if value is not None]
         if self.token_ids is None or len(values) != len(self.token_ids):
             count = "no tokens" if self.token_ids is None else f"{len(self.token_ids)} tokens"
@@ -239,58 +245,58 @@ class Choice(AnswerModel):
         return self.token_ids, values
 
     def reported(self, server: str) -> TokenLogProbs:
-        """Return the log-probabilities of a chat's answer. Raises ServerError when there are none."""
+        """Return the log-probabilities that came with a completion. Raises ServerError if there are none."""
         if self.logprobs is None:
             raise ServerError(f"{server} returned no log-probabilities, which were requested")
         return self.logprobs
 
 
 class Choices(AnswerModel, Generic[Shape]):
-    """Answer to a request for completions or for a chat."""
+    """Answer of the server to a completion or chat request: its choices and token counts."""
 
     choices: Annotated[list[Shape], Field(min_length=1)]
     usage: Usage | None = None
 
 
 class Message(AnswerModel):
-    """Text of a chat's answer, or the part of it in one event."""
+    """Text of a chat answer, or the part of the text in one event of a stream."""
 
     content: str | None = None
 
 
 class ChatToken(AnswerModel):
-    """One token of a chat's answer."""
+    """Log-probability of one token of a chat answer."""
 
     logprob: float
 
 
 class ChatLogProbs(AnswerModel):
-    """Log-probabilities of a chat's answer."""
+    """Log-probabilities of the tokens of a chat answer."""
 
     content: list[ChatToken] | None = None
 
 
 class ChatChoice(AnswerModel):
-    """One answer to a chat."""
+    """Choice in the server's answer to a chat: the message and, if requested, its log-probabilities."""
 
     message: Message
     logprobs: ChatLogProbs | None = None
 
 
 class ChatPrompt(AnswerModel):
-    """Prompt of a chat as the server rendered it; vLLM's, requested by `return_token_ids`."""
+    """Token ids of a chat's prompt as vLLM's chat template made them, returned for `return_token_ids`."""
 
     prompt_token_ids: list[Count]
 
 
 class EventChoice(AnswerModel):
-    """Part of an answer in one event of a stream."""
+    """Part of an answer that one event of a streamed chat brings."""
 
     delta: Message = Message()
 
 
 class ChatEvent(AnswerModel):
-    """One event of a streamed chat or completion; the last one may hold only the usage.
+    """Event of a streamed chat or completion; the last event may hold only the token counts (`usage`).
 
     error: reason of the server for ending the answer early.
     """
@@ -301,13 +307,13 @@ class ChatEvent(AnswerModel):
 
 
 class Models(AnswerModel, Generic[Shape]):
-    """List of the models that a server serves."""
+    """List of models in the server's answer at `/v1/models`."""
 
     data: list[Shape]
 
 
 class ListedModel(AnswerModel):
-    """One model in a server's list.
+    """Entry of the server's model list: a model's name and context length.
 
     max_model_len: context length for prompt and answer together; None where the server does not report it.
     """
@@ -324,7 +330,7 @@ def _all(values: Sequence[Value | None], count: int, server: str) -> list[Value]
 
 
 def answer_bytes(request: Mapping[str, Any]) -> int:
-    """Return an upper bound of the size of an answer, from the tokens and log-probabilities requested.
+    """Return an upper bound of an answer's bytes, computed from the tokens and log-probabilities that are requested.
 
     An echoed prompt is answered with log-probabilities of its own tokens, which makes large answers legitimate.
     """
@@ -337,7 +343,7 @@ def answer_bytes(request: Mapping[str, Any]) -> int:
 
 
 def token_number(name: str, server: str) -> int:
-    """Return NUMBER of a token named `token_id:NUMBER`. Raises ServerError for another name."""
+    """Return the token id in a token's name of the form `token_id:NUMBER`. Raises ServerError for another form."""
     number = number_in(name.removeprefix(NUMBERED)) if name.startswith(NUMBERED) else None
     if number is None or number >= 2**31:
         raise ServerError(f"{server} calls a token {quoted(name, 50)}; expected `{NUMBERED}` and its number")

@@ -1,4 +1,4 @@
-"""Settings of a server in recipes: how it holds a model, its benchmark, its address, and what its model rules out."""
+"""Recipe settings of a model server, its benchmark and its address, and checks of them against the model's config."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from stages.models.model_folder import check_config
 
 EngineName = Literal["vllm", "llama_cpp", "sglang", "lmdeploy"]
 MOST_STOP_TEXTS = 64
-"""Largest number of stop texts in one request; every server that a stage starts takes as many."""
+"""Largest number of stop texts in one request; every server that a stage starts accepts this many."""
 StopTexts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MOST_STOP_TEXTS)]
-"""Type of a field with texts that end an answer."""
+"""Config type for stop texts, at which generation of an answer ends."""
 
 
 class ServingConfig(StrictModel):
-    """Settings of an engine that may change a model's answers, or its speed."""
+    """Settings of a serving engine that may change a model's answers or its speed."""
 
     engine: Annotated[EngineName | None, AddedLater()] = Field(
         None, description="Serving engine. Default: vllm; llama_cpp for a model quantized with `method: gguf`."
@@ -33,30 +33,30 @@ class ServingConfig(StrictModel):
         "auto", description="Dtype of computation. auto: dtype of the weights, but bf16 for fp32 weights."
     )
     max_model_len: PositiveInt | None = Field(
-        None, description="Context length of prompt and answer; default: the model's."
+        None, description="Largest context length, prompt and answer together, in tokens. Default: the model's."
     )
     max_num_seqs: PositiveInt | None = Field(
-        None, description="Largest number of requests in a batch; default: the engine's."
+        None, description="Largest number of requests that are computed as one batch. Default: the engine's own."
     )
     tensor_parallel_size: PositiveInt = Field(
         1, description="Tensor parallelism: number of GPUs that share each layer."
     )
     kv_cache_memory_gib: PositiveFloat | None = Field(
-        None, description="Memory of the KV cache. Default: the memory that is free on a GPU; 4 GiB on a CPU."
+        None, description="Memory for the KV cache in GiB. Default: the free memory of a GPU; 4 GiB on a CPU."
     )
     enforce_eager: bool = Field(
         False, description="Eager mode: do not compile or capture graphs; the server starts sooner and runs slower."
     )
-    trust_remote_code: bool = Field(False, description="Run Python files that come with the model.")
+    trust_remote_code: bool = Field(False, description="Allow the Python code that comes with the model to run.")
     tool_call_parser: Annotated[str | None, AddedLater()] = Field(
         None,
         min_length=1,
-        description="Parser of the engine that reads tool calls from answers. Default: chosen by the chat template for "
-        "vllm; llama_cpp has its own. Without a parser, requests with tools are refused.",
+        description="Name of the engine's parser that reads tool calls from answers. Default: chosen by the chat "
+        "template for vllm; llama_cpp has its own. Without a parser, requests with tools are refused.",
     )
     arguments: Annotated[dict[str, JsonValue], AddedLater()] = Field(
         default_factory=dict,
-        description="Further options of the engine's server: name without leading dashes → value.",
+        description="Further options for the engine's server process, by option name without leading dashes.",
     )
 
     @field_validator("arguments")
@@ -66,38 +66,48 @@ class ServingConfig(StrictModel):
 
 
 class BenchmarkConfig(StrictModel):
-    """Load that a benchmark puts on the server."""
+    """Settings of the load benchmark that a serve stage runs against its server."""
 
     concurrencies: tuple[PositiveInt, ...] = Field(
-        (1, 8), min_length=1, description="Numbers of concurrent requests that the benchmark measures."
+        (1, 8),
+        min_length=1,
+        description="Numbers of concurrent requests; the benchmark measures speed at each of them.",
     )
     requests_per_concurrency: PositiveInt = Field(
-        8, description="Number of benchmark requests per unit of concurrency."
+        8,
+        description="Number of benchmark requests for each concurrent request: 8 means 8 requests at concurrency "
+        "1, 64 at concurrency 8.",
     )
     input_tokens: PositiveInt = Field(128, description="Number of tokens of each benchmark prompt.")
     output_tokens: PositiveInt = Field(64, description="Number of tokens of each benchmark answer.")
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a prompt and its answer together."""
+        """Number of tokens of a benchmark prompt and its answer together."""
         return self.input_tokens + self.output_tokens
 
 
 LESS_MEMORY = "lower serving.kv_cache_memory_gib or serving.max_model_len, or raise execution.slots"
-"""Advice where the kernel kills a server for lack of memory."""
+"""Advice in error messages when the kernel kills a server for lack of memory."""
 
 
 class ServeExecution(Execution):
-    """Address that the server listens on, and how long it may take to start."""
+    """Execution settings of a server: the address that it listens on, and how long it may take to start."""
 
     host: str = Field(
-        "127.0.0.1", pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:%_-]*$", description="Address that the server listens on."
+        "127.0.0.1",
+        pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:%_-]*$",
+        description="Host name or IP address that the server listens on.",
     )
-    port: int | None = Field(None, ge=1, le=65535, description="Port that the server listens on; default: a free one.")
-    ready_timeout_s: Seconds = Field(600, description="Longest time that the server may take to start.")
+    port: int | None = Field(
+        None, ge=1, le=65535, description="TCP port that the server listens on. Default: a free one."
+    )
+    ready_timeout_s: Seconds = Field(
+        600, description="Time in seconds within which the server must be ready, loading of the model included."
+    )
 
     def problems_here(self) -> Iterator[str]:
-        """Yield an error for a host that this machine cannot listen on; a cluster job's host is not checked here."""
+        """Yield an error if this machine cannot listen on `host`; a host for a cluster job is not checked."""
         if not self.is_local:
             return
         names = Answers[Any](PLANNING_LIMIT_S)
@@ -114,9 +124,9 @@ class ServeExecution(Execution):
 
 
 LONG_IN_THEMSELVES = ("longrope", "su", "llama3", "default", "mrope")
-"""Kinds of rotary embedding whose `max_position_embeddings` already is the extended context length."""
+"""Rotary embedding types whose `max_position_embeddings` already is the extended context length."""
 MAY_BE_TOO_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
-"""Variable by which vLLM allows lengths beyond the model's positions."""
+"""Environment variable by which vLLM accepts contexts that are longer than the model's positions."""
 BYTES_PER_GIB = 2**30
 
 
@@ -126,7 +136,7 @@ def limit_problems(
     benchmark: BenchmarkConfig | None,
     environment: Mapping[str, str],
 ) -> Iterator[tuple[str, str]]:
-    """Yield (dotted field of the stage, problem) for settings that the model's `config.json` rules out.
+    """Yield (dotted config field, problem) for server settings that the model's `config.json` does not allow.
 
     environment: of the server.
 
@@ -155,7 +165,7 @@ def _too_long(serving: ServingConfig, benchmark: BenchmarkConfig | None, max_tok
 
 
 def _undivided(fields: Mapping[str, Any], ranks: int) -> Iterator[tuple[str, str]]:
-    """Yield a problem unless tensor parallelism gives every rank whole heads and equal feed-forward shares."""
+    """Yield a problem unless tensor parallelism splits the attention heads and the feed-forward width evenly."""
     queries = next((fields[name] for name in SPELLINGS["num_heads"] if fields.get(name)), 0)
     keys = fields.get("num_key_value_heads") or queries
     field = "serving.tensor_parallel_size"
@@ -173,7 +183,7 @@ def _undivided(fields: Mapping[str, Any], ranks: int) -> Iterator[tuple[str, str
 
 
 def _too_little_memory(facts: ModelFacts, serving: ServingConfig, gib: float, tokens: int) -> Iterator[tuple[str, str]]:
-    """Yield a problem if the KV cache cannot hold one request of the greatest length: engines refuse to start then."""
+    """Yield a problem if the KV cache cannot hold one request of full length, for engines then refuse to start."""
     try:
         shape = facts.shape
     except ModelError:  # of a family whose sizes are not known
@@ -192,7 +202,7 @@ def _too_little_memory(facts: ModelFacts, serving: ServingConfig, gib: float, to
 
 
 def _max_tokens(fields: Mapping[str, Any]) -> int | None:
-    """Return the context length as vLLM derives it: `max_position_embeddings` times the rotary scaling factor.
+    """Return the model's context length as vLLM derives it: `max_position_embeddings` times the RoPE scaling factor.
 
     None where the config does not give it.
     """

@@ -1,4 +1,4 @@
-"""Endpoint of a model that a stage asks: the server of the serve stage that it names, or one that it starts itself."""
+"""Endpoint for stages that query a model: the server of a serve stage, or one that the querying stage starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stages.serving.server import Server, api_key, started_server
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Address of a served model. `server` is None when it belongs to a serve stage."""
+    """Endpoint of a served model. `server` is None if a serve stage, not this stage, started the server."""
 
     client: Client
     spec: LaunchSpec
@@ -30,11 +30,11 @@ class Endpoint:
 
     @property
     def asked_folder(self) -> Path:
-        """Folder of the asked model or adapter, with the chat template of its training."""
+        """Folder of the queried model or adapter, which holds the chat template of its training."""
         return self.spec.folders[self.spec.served_name]
 
     def await_model(self) -> ServedModel:
-        """Wait until the endpoint's model can be asked, and compare it with its training's record.
+        """Wait until the server is ready, then log how far its predictions are from those that training recorded.
 
         Raises ServerError when our own server does not come up, or an adapter has no effect.
         """
@@ -53,14 +53,14 @@ class Endpoint:
         )
 
     def _compare(self, context_tokens: int) -> None:
-        """Log how well the served model agrees with the record of its training."""
+        """Log metrics of how far the server's predictions are from those that the model's training recorded."""
         name = self.spec.served_name
         agreements = compare_with_records(self.client, self.spec, [name], context_tokens, self.context.warn)
         if agreements:
             self.context.log_metrics(0, agreement_metrics(agreements, name))
 
     def raise_if_gone(self) -> None:
-        """Raise TransientError if the server was up and does not answer any more."""
+        """Raise TransientError if the server was ready before and no longer answers."""
         if self.server and not self.server.was_ready:  # our server is still starting: the failure has another cause
             return
         if self.client.is_healthy():
@@ -73,7 +73,7 @@ class Endpoint:
 
 @contextlib.contextmanager
 def endpoint_for(config: AskedModelConfig, context: StageContext) -> Iterator[Endpoint]:
-    """Open an endpoint: the leased server of a serve stage while it answers, else a server that ends with the context.
+    """Provide the endpoint of a stage's model: a serve stage's running server if it answers, else a new server.
 
     A server of our own may still be starting. Raises ModelError or ResourceError before anything slow.
     """
@@ -88,7 +88,7 @@ def endpoint_for(config: AskedModelConfig, context: StageContext) -> Iterator[En
 
 
 def _launch_spec(config: AskedModelConfig, context: StageContext) -> LaunchSpec:
-    """Return the launch spec that the serve stage left, or a new one for a model or an adapter."""
+    """Return the launch spec in the serve stage's artifact, or a new one if the stage queries a model or adapter."""
     artifact = context.inputs[config.model]
     if (artifact / LAUNCH_FILE).is_file():
         if config.serving:
@@ -106,7 +106,10 @@ def _launch_spec(config: AskedModelConfig, context: StageContext) -> LaunchSpec:
 
 
 def _leased_client(config: AskedModelConfig, context: StageContext, spec: LaunchSpec) -> Client | None:
-    """Return a client of the leased server that the refresh keeps up; None without one, or if it fails its check."""
+    """Return a client of the server that the serve stage keeps running for this refresh.
+
+    None if there is no such server, or if it fails its check.
+    """
     lease = context.leases.get(config.model)
     if lease is None:
         return None

@@ -1,4 +1,4 @@
-"""Serving engines: the protocol that each implements, the launch spec of a server, and what several engines share.
+"""Serving engines: the protocol that each implements, the launch spec of a server, and code that engines share.
 
 A new engine is a module and a line in `registry.py`. An engine lives in an environment of its own and is never
 imported: its program is started and spoken to over HTTP, through a proxy (`proxy.py`) that alone reaches it. It answers
@@ -43,7 +43,7 @@ REASON_CHARACTERS = 200
 
 
 class LaunchSpec(StrictModel):
-    """Everything needed to start the same server again; the content of `launch.json`, which a serve stage leaves.
+    """Launch spec: everything needed to start the same server again. A serve stage stores it as `launch.json`.
 
     Files written before there was more than one engine have `vllm_version`.
 
@@ -53,20 +53,24 @@ class LaunchSpec(StrictModel):
 
     model: Path
     served_name: str
-    adapters: dict[str, Path] = Field(default_factory=dict, description="Name in requests → folder of the adapter.")
-    base_name: str | None = Field(None, description="Name of `model` in requests, where `served_name` is an adapter.")
+    adapters: dict[str, Path] = Field(
+        default_factory=dict, description="Folder of each adapter, by its name in requests."
+    )
+    base_name: str | None = Field(
+        None, description="Name that requests use for `model` itself, where `served_name` is an adapter."
+    )
     swaps_adapters: bool = Field(
-        False, description="True if other adapters of `model` may be loaded while the server runs."
+        False, description="True if more adapters of `model` may be loaded while the server runs."
     )
     for_training: bool = Field(
         False,
-        description="True if a training learns from its answers: other weights may be loaded while it runs, and only "
-        "the request determines how to sample.",
+        description="True if a training stage learns from the server's answers: new weights may be loaded while it "
+        "runs, and the model's own sampling defaults are ignored.",
     )
     num_tried: int = Field(
         0,
-        description="Number of servers that a person tries side by side, this one included, which start fast and "
-        "share the devices; 0 for a server with other users.",
+        description="Number of servers that a user tries at the same time, this one included: they start fast and "
+        "share the GPUs. 0 for any other server.",
     )
     serving: ServingConfig
     engine: str = "vllm"
@@ -74,43 +78,43 @@ class LaunchSpec(StrictModel):
 
     @property
     def own_name(self) -> str:
-        """Name of the model itself in requests, beside its adapters."""
+        """Name that requests use for the model itself rather than for one of its adapters."""
         return self.base_name or self.served_name
 
     @property
     def folders(self) -> dict[str, Path]:
-        """Folders of the served model and its adapters, by their names in requests."""
+        """Folders of the served model and of its adapters, by the names that requests use."""
         return {self.own_name: self.model, **self.adapters}
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Facts of the served model, from its config."""
+        """Architecture and sizes of the served model, read from its `config.json`."""
         return ModelFacts(self.model)
 
     def asking(self, name: str) -> LaunchSpec:
-        """Return the spec of the same server, but with another of its names as `served_name`."""
+        """Return the spec of the same server with another of its model names as the default in requests."""
         return self.model_copy(update={"served_name": name, "base_name": self.own_name})
 
     @property
     def version_tag(self) -> dict[str, str]:
-        """The tag {`ENGINE_version`: version}, as artifact versions hold it."""
+        """Tag with the engine's version for the artifact, such as {"vllm_version": "0.32.0"}."""
         return {f"{self.engine}_version": self.engine_version}
 
 
 GgufType = Literal["f16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_0", "q4_k_m", "q4_k_s", "q4_0"]
 K_BLOCK_SIZE = 256
-"""Numbers in a block of a K-quant."""
+"""Number of weights in a block of llama.cpp's K-quant formats."""
 WeightFormat = Literal["int4", "int8", "fp8"] | GgufType
 
 
 def is_k_quant(weights: str) -> bool:
-    """Return whether a weight format is a K-quant, whose blocks llama.cpp's own library makes."""
+    """Return whether a weight format is one of GGUF's K-quants, which only llama.cpp's own library can write."""
     return "_k" in weights
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Facts of a quantization that the engine which will serve the model must know.
+    """Description of a quantization, by which a serving engine checks that it can serve the quantized model.
 
     method: name of the method in recipes.
     group_size: input channels that share a scale (int4).
@@ -126,13 +130,13 @@ class Quantization:
     tensor_parallel_size: int
 
     def layers(self, projections: list[Projection]) -> list[Projection]:
-        """Return the layers of a model that are quantized."""
+        """Return those linear layers of a model that the quantization does not leave out."""
         return [layer for layer in projections if not matches(layer.name, self.ignore)]
 
 
 @dataclass(frozen=True)
 class NotAsked:
-    """Result of a check of options that was not made. why: continues the phrase `whether ENGINE takes them`."""
+    """Result where options could not be checked. why: end of the message `whether ENGINE takes them …`."""
 
     why: str
 
@@ -145,7 +149,7 @@ WeightFiles = Literal["safetensors", "gguf"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Features that an engine supports.
+    """Capabilities of a serving engine, by which recipes are checked.
 
     weights: kind of weight files that it reads.
     prompt_log_probabilities: whether `/v1/completions` gives them with `echo`, for tasks that compare log-likelihoods.
@@ -171,7 +175,7 @@ class Capabilities:
 
 
 class Program(Protocol):
-    """Program of an installed engine: path and version."""
+    """Protocol of an engine's installed program: its path, its version, and how to start its server."""
 
     @property
     def command(self) -> Path: ...
@@ -180,15 +184,15 @@ class Program(Protocol):
     def version(self) -> str: ...
 
     def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
-        """Return the command line of an engine's server that listens only at `address`; the environment has the key."""
+        """Return the command line of a server that listens only at `address`; the API key is in its environment."""
 
     def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
-        """Return the whole environment of an engine's server, which will run in a temporary folder of its own."""
+        """Return all environment variables of the engine's server process, which runs in a temporary folder."""
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Measurements under a load of `concurrency` requests at a time: medians in ms, throughput over all.
+    """Benchmark result at `concurrency` concurrent requests: median latencies in ms, and total throughput.
 
     inter_token_latency_ms: median over requests of the mean time to each token after the first.
     num_output_tokens: number of tokens in all answers.
@@ -204,7 +208,7 @@ class LoadResult:
 
 
 class Engine(Protocol):
-    """Protocol of a serving engine.
+    """Protocol of a serving engine, such as vLLM: how to start its server, query it and change its weights.
 
     name: in recipes, records and metrics (`NAME_version`).
     title: in messages.
@@ -225,13 +229,13 @@ class Engine(Protocol):
     def installation(self) -> str: ...
 
     def find_program(self) -> Program:
-        """Return the engine's installed program. Raises ResourceError, with how to install it, if there is none."""
+        """Return the engine's installed program. Raises ResourceError, with how to install it, if it is missing."""
 
     def program_in_image(self, *, on_cpu: bool) -> Program:
-        """Return the engine's program as it is found in a container image made for it."""
+        """Return the engine's program as it lies in a container image that was made for the engine."""
 
     def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
-        """Return `OPTION: why` for each option that this engine cannot be started with, or why that is not known.
+        """Return `OPTION: reason` for each server option that the engine does not accept, or why it could not be asked.
 
         at_once: answer without checks that take seconds.
 
@@ -239,16 +243,19 @@ class Engine(Protocol):
         """
 
     def root_cause(self, log: str) -> str | None:
-        """Return why the server that wrote `log` died or did not start; None if the log does not say."""
+        """Return from a server's log why it died or did not start; None if the log does not say."""
 
     def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
-        """Return the context length of a server of `spec`, for prompt and answer together."""
+        """Return the context length of a running server, prompt and answer together, in tokens."""
 
     def smoke_log_probabilities(self, client: Client) -> list[float]:
-        """Return a few log-probabilities of any tokens that the server generates. Raises ServerError for none."""
+        """Return the log-probabilities of a few generated tokens, to check a new server.
+
+        Raises ServerError for none.
+        """
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
-        """Return log-probability and likeliest token for every token of each row but the first.
+        """Return, for token sequences, ln p of every token but the first, and the likeliest token at its position.
 
         The likeliest tokens are left out if the engine gives no token ids.
         """
@@ -256,19 +263,19 @@ class Engine(Protocol):
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
     ) -> list[LoadResult]:
-        """Put each of the benchmark's concurrencies on a server; leaves `benchmark.json` and `benchmark.log`.
+        """Run the load benchmark at each concurrency; writes `benchmark.json` and `benchmark.log` into `folder`.
 
         Raises ServerError if the load could not be generated.
         """
 
     def check_adapters(self, spec: LaunchSpec) -> None:
-        """Raise ModelError, saying what to change, when this engine could not put the adapters of `spec` on its model.
+        """Raise ModelError, with a remedy, if the engine could not serve the adapters of `spec` on its model.
 
         Reads configs and headers only.
         """
 
     def has_room(self, spec: LaunchSpec, adapter: Path) -> bool:
-        """Return whether a running server of `spec`, which swaps adapters, could also load and apply this adapter."""
+        """Return whether a running server could load and fully apply one more adapter, given how it was started."""
 
     def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
         """Load an adapter into a running server.
@@ -277,10 +284,10 @@ class Engine(Protocol):
         """
 
     def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
-        """Unload an adapter from a running server, once it has no more requests. Raises as `load_adapter` does."""
+        """Unload an adapter from a running server once no request uses it. Raises as `load_adapter` does."""
 
     def check_takes_weights(self, client: Client, num_tokens: int, dtype: str) -> None:
-        """Raise ServerError unless a server that others started can be given weights and learned from.
+        """Raise ServerError unless a server that the user started can take new weights and sample for training.
 
         The message says how to start it.
 
@@ -289,22 +296,26 @@ class Engine(Protocol):
         """
 
     def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-        """Raise ServerError unless a running server can read files that we write to a folder; weights stay."""
+        """Raise ServerError unless a running server can read files that we write to `folder`.
+
+        The server's weights stay as they are.
+        """
 
     def prepare_reloads(self, folder: Path, client: Client | None = None) -> None:
-        """Prepare a model's folder, which the caller owns, for a start or for `reload_weights`.
+        """Prepare a model folder so that a server can start from it, or load new weights from it while it runs.
 
+        The caller owns the folder.
         client: of the server, if others started it.
         """
 
     def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-        """Replace the weights of a running server of a spec `for_training` by those in `folder`.
+        """Replace the weights of a running server, started with `for_training`, by those in `folder`.
 
         No request may be under way. Raises as `load_adapter` does.
         """
 
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
-        """Raise RecipeError, saying what to change, if a model with these layers could not be served quantized.
+        """Raise RecipeError, with a remedy, if the engine could not serve these layers once they are quantized.
 
         facts: of the unquantized model.
         """
@@ -323,7 +334,7 @@ def problems_by_parser(
     *,
     at_once: bool = False,
 ) -> list[str] | NotAsked:
-    """Return `OPTION: why` for each option that this version of an engine refuses, or why its parser was not asked.
+    """Return `OPTION: reason` for each option that the engine's own parser refuses, or why the parser was not asked.
 
     Answers are cached in the home. Where the parser cannot run, nothing is cached: it is asked again.
 
@@ -351,7 +362,7 @@ def problems_by_parser(
 
 @functools.cache
 def parsed(command: tuple[str | Path, ...], asked: str) -> list[str] | NotAsked:
-    """Return the parser program's problems, or why it cannot run: a build for GPUs may not be imported without one."""
+    """Run a program that checks options with an engine's parser; returns the problems, or why it cannot run here."""
     try:
         ended = subprocess.run(
             command, input=asked, capture_output=True, text=True, timeout=PARSER_TIMEOUT_S, check=False
@@ -373,7 +384,7 @@ def _unable(reason: str) -> NotAsked:
 
 @dataclass(frozen=True)
 class PassedOptions:
-    """Table of options that a recipe may pass to an engine's server; all others are refused.
+    """Allow-list of the options that a recipe may pass to an engine's server; all others are refused.
 
     Most options of these servers do more than tune: they load weights that are no safetensors, run code of others, name
     files that no version knows, or open ways around the proxy.
@@ -386,7 +397,7 @@ class PassedOptions:
     names: tuple[str, ...]
 
     def refusals(self, arguments: Mapping[str, JsonValue]) -> Iterator[str]:
-        """Yield `OPTION: why` for each option that no server gets."""
+        """Yield `OPTION: reason` for each option that is not on the allow-list or has no valid value."""
         for name, value in arguments.items():
             if name not in self.names:
                 close = difflib.get_close_matches(name, self.names, n=2)
@@ -396,7 +407,7 @@ class PassedOptions:
                 yield f"{name}: found {json.dumps(value)}; leave the option out, or say true for one without a value"
 
     def written(self, arguments: Mapping[str, JsonValue]) -> dict[str, list[str]]:
-        """Return engine option → its arguments on the command line. Raises RecipeError if one is refused."""
+        """Return the command-line arguments of each option, by name. Raises RecipeError if an option is refused."""
         if refused := list(self.refusals(arguments)):
             raise RecipeError(f"the arguments of {self.title}: {'; '.join(refused)}")
         return {
@@ -408,7 +419,10 @@ class PassedOptions:
 
 
 def dtype_of(spec: LaunchSpec) -> str:
-    """Return the recipe's dtype; for `auto` and fp32 weights bfloat16, where the engine itself would take float16."""
+    """Return the dtype for the engine's command line: the recipe's, but bfloat16 for `auto` with fp32 weights.
+
+    The engine itself would choose float16 for such weights.
+    """
     stored = spec.facts.config
     if spec.serving.dtype == "auto" and "float32" in (stored.get("dtype"), stored.get("torch_dtype")):
         return "bfloat16"
@@ -416,7 +430,7 @@ def dtype_of(spec: LaunchSpec) -> str:
 
 
 class FixedWeights:
-    """The part of the engine protocol for engines that serve no adapters and load their weights once.
+    """Mixin for engines that serve no adapters and load their weights only once.
 
     Recipes that ask for more are refused by `Capabilities` when they are read; these errors are the last line of
     defence.
@@ -452,7 +466,7 @@ class FixedWeights:
         self._refuse_reloads()
 
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
-        """Accept every model: nothing is quantized for this engine unless a subclass checks it."""
+        """Accept every quantized model; engines that can serve only some override this check."""
 
     def caveats(self, quantization: Quantization) -> list[str]:
         return []

@@ -1,4 +1,4 @@
-"""Client of HTTP/1.1 for engines, with only what the proxy needs: aiohttp's took a third of the proxy's time."""
+"""HTTP/1.1 client of the proxy for its engines, which costs less processor time than aiohttp's client."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from stages.serving.backend import EngineAddress
 
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 2.0
-"""Longest idle time after which a connection is used again.
+"""Longest idle time, in seconds, after which a connection to an engine is used again.
 
 Engines close connections that are idle for longer: uvicorn, which most of them use, after 5 s.
 """
 MAX_HEAD_BYTES = 64 * 2**10
 MAX_UNREAD_BYTES = 256 * 2**10
-"""Largest unread part of an answer: if its client reads more slowly than the engine writes, the engine waits."""
+"""Number of buffered answer bytes at which the engine must wait for a client that reads more slowly."""
 
 
 class NotConnectedError(Exception):
-    """An engine took no connection, so it has not got the request."""
+    """Error for an engine that accepts no connection, so it has not received the request."""
 
 
 class ServerDisconnectedError(Exception):
-    """An engine closed its connection before the answer was complete, or sent something else than HTTP."""
+    """Error for an engine that closed its connection before the answer was complete, or that sent invalid HTTP."""
 
 
 class EngineConnections:
-    """Connections to one engine, which are reused. For one event loop."""
+    """Pool of reusable connections to one engine, for use in one event loop."""
 
     def __init__(self, address: EngineAddress):
         self._address = address
         self._idle: deque[tuple[EngineConnection, float]] = deque()
 
     async def ask(self, method: str, target: str, headers: bytes, body: bytes = b"") -> EngineConnection:
-        """Send a request to the engine; returns its connection once the answer's headers have arrived.
+        """Send a request to the engine; returns the connection once the headers of the answer have arrived.
 
         headers: their lines, without the host and the body's length.
 
@@ -65,14 +65,14 @@ class EngineConnections:
             return await new.ask(request)
 
     def keep(self, connection: EngineConnection) -> None:
-        """Keep an engine connection whose answer is complete for another request."""
+        """Return a connection whose answer is complete to the pool, for the next request."""
         now_s = time.monotonic()
         self._idle.append((connection, now_s))
         while self._idle[0][1] + KEEP_ALIVE_S < now_s:
             self._idle.popleft()[0].close()
 
     def close(self) -> None:
-        """Close the idle connections to the engine."""
+        """Close all idle connections to the engine."""
         while self._idle:
             self._idle.pop()[0].close()
 
@@ -99,7 +99,7 @@ class EngineConnections:
 
 
 class EngineConnection(asyncio.Protocol):
-    """A connection to an engine, with the latest answer.
+    """Connection to an engine, which carries one request and its answer at a time.
 
     As a context, it is kept if the answer is complete, else closed.
 
@@ -121,7 +121,7 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """True while neither side has closed the connection."""
+        """True while neither the engine nor the proxy has closed the connection."""
         return not self._transport.is_closing()
 
     @property
@@ -130,7 +130,10 @@ class EngineConnection(asyncio.Protocol):
         return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
     async def ask(self, request: bytes) -> Self:
-        """Send a request to the engine; returns once the answer's headers are there. Raises ServerDisconnectedError."""
+        """Send a request to the engine; returns once the headers of the answer have arrived.
+
+        Raises ServerDisconnectedError.
+        """
         self.status, self.reason, self.headers = 0, "", CIMultiDict()
         self.is_whole = self._is_kept_alive = False
         self._parts: list[bytes] = []
@@ -146,7 +149,7 @@ class EngineConnection(asyncio.Protocol):
         return self
 
     async def part(self) -> bytes:
-        """Wait for the next part of the answer's body, as much as has arrived; the last part may be empty.
+        """Wait for the next bytes of the answer's body, as many as have arrived; the last part may be empty.
 
         Raises ServerDisconnectedError.
         """
@@ -155,7 +158,7 @@ class EngineConnection(asyncio.Protocol):
         return self._arrived()
 
     async def hand_on(self, take: Callable[[bytes], bool]) -> None:
-        """Call `take` with each part of an answer as it arrives, until it returns False or the last one has arrived.
+        """Call `take` with each chunk of an answer as it arrives, until `take` returns False or the last chunk arrives.
 
         `part` returns that one. No task is woken for the others, which would take half of the proxy's time for a part.
         """
@@ -168,7 +171,7 @@ class EngineConnection(asyncio.Protocol):
             self._take = None
 
     def close(self) -> None:
-        """Close the connection to the engine at once, which ends its work on an answer."""
+        """Close the connection at once, so that the engine stops generating an answer that no one reads."""
         self._transport.abort()
 
     def __enter__(self) -> Self:

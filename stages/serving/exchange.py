@@ -1,4 +1,4 @@
-"""An exchange: a request and its answer, read as they pass through the proxy, for tokens, finish reasons and content.
+"""Exchange: a request and its answer, from which the proxy reads token counts, finish reasons and content.
 
 An engine counts the tokens of a stream only if it is asked to. So it always is, and a client that did not ask for that
 last event does not get it. Nothing else is changed.
@@ -16,22 +16,24 @@ from typing import Any
 from pydantic_core import from_json
 
 MAX_ANSWER_BYTES = 32 * 2**20
-"""Largest answer, or event of a stream, that is read; a longer one passes unread."""
+"""Largest answer, or event of a stream, that the proxy parses, in bytes; longer ones are passed on without being
+parsed."""
 CLIENT_CLOSED = 499
-"""Status of a request whose client went away, as in nginx."""
+"""HTTP status under which the proxy counts requests whose client disconnected, as nginx does."""
 MAX_COUNT = 2**53
 END_BYTES = 3
-"""Length in bytes of the end of a server-sent event, without its last byte."""
+"""Longest end-of-event marker of a server-sent event stream, without its last byte, in bytes."""
 END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
 ENDS_OF_EVENTS = (b"\n\n", b"\n\r\n")
 DATA = b"data:"
 COUNTED = re.compile(rb'"(?:usage|finish_reason)"\s*+:\s*+(?!null)')
-"""Pattern of an event with token counts or a finish reason. Within a text, the quotes are escaped."""
+"""Pattern of server-sent events that hold token counts or a finish reason. Within a generated text, the quotes would be
+escaped."""
 
 
 @dataclass
 class Choice:
-    """One answer to a request; the parts of a stream are joined."""
+    """Choice of an answer: text, tool calls and finish reason, joined from the events of a stream."""
 
     content: str = ""
     reasoning: str = ""
@@ -39,7 +41,7 @@ class Choice:
     finish_reason: str | None = None
 
     def add(self, message: dict[str, Any]) -> None:
-        """Add a message, or a streamed addition, to the choice."""
+        """Append a whole message, or the delta of a streamed event, to the choice."""
         self.content += message.get("content") or ""
         self.reasoning += message.get("reasoning_content") or ""
         for position, call in enumerate(message.get("tool_calls") or ()):
@@ -51,7 +53,7 @@ class Choice:
 
     @property
     def message(self) -> dict[str, Any]:
-        """Message in the form of OpenAI's API."""
+        """Assistant message of the choice in the form of OpenAI's API."""
         calls = [
             {
                 "type": "function",
@@ -69,7 +71,7 @@ class Choice:
 
 
 class Exchange:
-    """Facts about a request that are read while its answer passes.
+    """Request and what the proxy has read of its answer so far: status, token counts, finish reasons, content.
 
     status: of the answer, once it is complete; 502 if the engine broke it off.
     asked: the request's JSON object.
@@ -93,7 +95,7 @@ class Exchange:
 
     @property
     def body(self) -> bytes:
-        """Body of the request to the engine."""
+        """Body of the request to the engine, with `include_usage` added to streams so that the engine counts tokens."""
         if not self._adds_usage:
             return json.dumps(self.asked).encode()
         options = {**(self.asked.get("stream_options") or {}), "include_usage": True}
@@ -101,11 +103,11 @@ class Exchange:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Finish reasons of the choices that ended."""
+        """Finish reasons of the answer's complete choices, such as `stop` and `length`."""
         return [choice.finish_reason for choice in self.choices.values() if choice.finish_reason]
 
     def begin(self, status: int, content_type: str, encoding: str | None) -> None:
-        """Record the answer's status and headers, once they have arrived."""
+        """Record the answer's status and headers once they have arrived from the engine."""
         self._answer_status = status
         if status >= 400:
             self.status = status
@@ -113,7 +115,7 @@ class Exchange:
         self._is_read = status == 200 and not encoding
 
     def passed(self, chunk: bytes) -> bytes:
-        """Read some bytes of an answer that passes the proxy; returns the bytes that the client gets now."""
+        """Parse the next bytes of an answer; returns the bytes that the proxy can send to the client now."""
         if not self._is_read:
             return chunk
         # Most chunks of a stream are whole events without counts: they pass without being split or parsed.
@@ -128,19 +130,22 @@ class Exchange:
         return out
 
     def end(self) -> bytes:
-        """Finish reading a passing answer when it is complete; returns the bytes that were held back."""
+        """Finish parsing an answer once it is complete; returns bytes that were not sent to the client yet."""
         self.status = self._answer_status
         if self._is_read and not self._reads_events:
             self._read(_object(bytes(self._held)))
         return self._unread()
 
     def _unread(self) -> bytes:
-        """Return and clear held bytes of an answer that did not pass yet."""
+        """Return and clear the buffered bytes that were not sent to the client yet."""
         held, self._held = bytes(self._held), bytearray()
         return held if self._reads_events else b""
 
     def _events(self, start: int) -> Iterator[bytes]:
-        """Take the complete events of a stream from the held bytes; none ends before `start`."""
+        """Remove the complete server-sent events from the buffer, and yield those that the client is to get.
+
+        None ends before `start`.
+        """
         while end := END_OF_EVENT.search(self._held, start):
             start = 0
             event = bytes(self._held[: end.end()])
@@ -152,11 +157,14 @@ class Exchange:
                 yield event
 
     def _counts(self, events: bytes) -> bool:
-        """Return whether events of a stream have token counts or content to read."""
+        """Return whether some bytes of a stream hold token counts, or content that is wanted, and must be parsed."""
         return self.keeps_content or COUNTED.search(events) is not None
 
     def _read(self, content: dict[str, Any]) -> None:
-        """Read token counts and content of an answer or event. An unexpected form is ignored and passes anyway."""
+        """Read token counts and content from an answer or event.
+
+        Invalid ones are ignored, and still reach the client.
+        """
         with suppress(TypeError, ValueError, AttributeError, OverflowError):
             usage = content.get("usage") or {}
             self.prompt_tokens = _count(usage.get("prompt_tokens")) or self.prompt_tokens
@@ -169,12 +177,12 @@ class Exchange:
 
 
 def _count(value: object) -> int:
-    """Return a number of tokens; 0 for an invalid one, which would spoil the sums."""
+    """Return a token count from an answer, or 0 for an invalid value, which would spoil the sums."""
     return value if type(value) is int and 0 <= value <= MAX_COUNT else 0
 
 
 def json_object(body: bytes) -> dict[str, Any] | None:
-    """Parse a JSON object; None for another body, and for NaN, lone surrogates and more than 200 levels.
+    """Parse a JSON object; None for anything else, and for NaN, lone surrogates and over 200 levels of nesting.
 
     Some parsers refuse those.
     """

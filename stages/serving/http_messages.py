@@ -1,4 +1,4 @@
-"""Parts of HTTP that the proxy needs: headers that pass, bodies of bounded size, errors."""
+"""HTTP helpers of the proxy: headers that it forwards, request bodies of limited size, and error responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_PASSED_ON = frozenset(
         *("host", "date", "server", "origin", "expect"),
     }
 )
-"""Headers of one connection (RFC 9110, section 7.6.1), and of one server.
+"""Headers that the proxy does not forward: those of one connection (RFC 9110, section 7.6.1) or one server.
 
 `Origin` is among them since the proxy stands in for the client: an engine would check it against its allowed origins.
 """
@@ -30,17 +30,20 @@ NOT_SENT = frozenset(name.encode() for name in ("content-length", *NOT_PASSED_ON
 
 
 def passed(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """Return the headers of an answer that are passed on to the client."""
+    """Return those headers of the engine's answer that the proxy forwards to the client."""
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_PASSED_ON)
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Write the headers of a request that are passed on to the engine; without the length, as the body may differ."""
+    """Return the header lines of a request that the proxy forwards to the engine.
+
+    Content-Length is left out, as the body may differ.
+    """
     return b"".join(b"%b: %b\r\n" % header for header in headers if header[0].lower() not in NOT_SENT)
 
 
 async def body_of(request: web.BaseRequest, max_bytes: int) -> bytes | None:
-    """Read a request's body from the client; None if it is too large."""
+    """Read the body of a client's request; None if it has more than `max_bytes`."""
     parts, size = [], 0
     async for part in request.content.iter_any():
         size += len(part)
@@ -51,6 +54,6 @@ async def body_of(request: web.BaseRequest, max_bytes: int) -> bytes | None:
 
 
 def error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    """Return an error in the form that OpenAI's clients expect."""
+    """Return an error response in the JSON form that OpenAI's clients expect."""
     content: dict[str, Any] = {"error": {"message": message, "type": "ProxyError", "code": status}}
     return web.json_response(content, status=status, headers=headers)

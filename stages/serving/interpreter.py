@@ -1,4 +1,4 @@
-"""Packages of other environments, such as engines: the interpreter of each, and root causes in its log."""
+"""Python environments of other programs, such as serving engines: their interpreters, packages and error logs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MAX_CHARACTERS = 600
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return our environment variables without those that would confuse another Python's program."""
+    """Return our environment variables for a program of another Python, without those that would confuse it."""
     return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
 
 
 def find_interpreter(package: str, *, title: str, variable: str, environment: str, how: str) -> tuple[Path, str]:
-    """Return the interpreter that has a package, with the package's version.
+    """Return the Python interpreter of the environment in which a package is installed, and the package's version.
 
     It is the one that `variable` names, or `ENVIRONMENT/bin/python` beside our environment.
 
@@ -60,7 +60,7 @@ def find_interpreter(package: str, *, title: str, variable: str, environment: st
 
 @dataclass(frozen=True)
 class InstalledPackage:
-    """Package of another Python environment. site_packages: folder that it lies in."""
+    """Package in another Python environment: its version and the `site-packages` folder that holds it."""
 
     site_packages: Path
     version: str
@@ -68,7 +68,7 @@ class InstalledPackage:
 
 @cache
 def find_package(command: Path, package: str) -> InstalledPackage:
-    """Find a package by the metadata in the environment of `command`: importing it could cost seconds.
+    """Return a package of the environment of `command`, found by its metadata, since an import could take seconds.
 
     Raises PackageNotFoundError, which is not cached: the environment may still be made.
     """
@@ -86,7 +86,7 @@ def root_cause(
     generic: Collection[str],
     cures: Mapping[str, str] = MappingProxyType({}),
 ) -> str | None:
-    """Return the root cause in an engine's log, with a cure where one is known; None without a cause.
+    """Return the root cause of a failure from an engine's log, with a remedy if known; None if the log shows none.
 
     It is what the option parser says, else the first exception with its message, or, where it has none, with the code
     that raised it.
@@ -116,7 +116,7 @@ def _exceptions(lines: Sequence[str], generic: Collection[str]) -> Iterator[str]
 
 
 def _continuation(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the further lines of a message of several lines, which pydantic indents."""
+    """Yield the indented lines that continue an error message of several lines, such as pydantic's."""
     for line in lines[:MAX_CONTINUATION_LINES]:
         if not line.startswith(" ") or line.lstrip().startswith(("File ", "For further information")):
             return
@@ -124,6 +124,6 @@ def _continuation(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _failing_code(lines: Sequence[str]) -> Iterator[str]:
-    """Return the innermost place of the traceback that ends a log's `lines`, and its code, for bare errors."""
+    """Return the last frame (file, line, code) of the traceback at the end of `lines`, for errors without a message."""
     start = next((index for index in reversed(range(len(lines))) if lines[index].startswith('  File "')), len(lines))
     return (line.strip() for line in lines[start : start + 2])

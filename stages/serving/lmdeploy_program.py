@@ -1,4 +1,4 @@
-"""LMDeploy's own HTTP server: `lmdeploy_program.py MODEL OPTION…`, with the options of `lmdeploy serve api_server`.
+"""Program that runs LMDeploy's HTTP server: `lmdeploy_program.py MODEL OPTION…`, as `lmdeploy serve api_server`.
 
 With `--check-options` alone, its parser is asked about the options on stdin instead (JSON, option → its arguments); the
 last line on stdout is a JSON list of problems. A program for the interpreter of LMDeploy's environment; it imports
@@ -17,7 +17,7 @@ from lmdeploy.cli.serve import SubCliServe
 
 
 def main() -> None:
-    """Run LMDeploy's server until SIGTERM, or check options."""
+    """Run LMDeploy's server until SIGTERM; with `--check-options`, only check options with its argument parser."""
     SubCliServe.add_parser_api_server()
     parser = SubCliServe.subparsers.choices["api_server"]
     if sys.argv[1:] == ["--check-options"]:
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    """Raise ValueError, where argparse would end the process."""
+    """Raise ValueError with an option's problem, where argparse would end the process."""
     raise ValueError(message)
 
 

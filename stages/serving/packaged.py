@@ -1,4 +1,4 @@
-"""SGLang and LMDeploy: engines whose Python package brings an HTTP server, each described by the rows of one table.
+"""SGLang and LMDeploy as serving engines, each described by one class with a table of its server's options.
 
 Written from their sources (SGLang 0.5.23, LMDeploy 0.18.0) and checked against their own argument parsers; no server of
 either was ever run here. What was not seen to work is not promised: neither puts adapters on a model, nor takes new
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # their HTTP imports would slow every plan
     from stages.serving.client import Client
 
 CHECK = "--check-options"
-"""Argument of a program that asks the engine's own parser instead of starting a server."""
+"""Argument by which a server program checks options with the engine's own parser instead of starting."""
 QUIET: Mapping[str, str] = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 CHAT = "/v1/chat/completions"
 SHARED_OPTIONS = {"dtype": "--dtype", "tool_call_parser": "--tool-call-parser"}
@@ -44,7 +44,7 @@ SHARED_OPTIONS = {"dtype": "--dtype", "tool_call_parser": "--tool-call-parser"}
 
 @dataclass(frozen=True)
 class PackagedProgram:
-    """An engine's interpreter, with the version of its package."""
+    """Installed engine: the Python interpreter of its environment, and its package's version."""
 
     engine: PackagedEngine
     command: Path
@@ -75,7 +75,7 @@ class PackagedProgram:
 
 
 class PackagedEngine(FixedWeights):
-    """An engine described by its class attributes; a subclass says how its server is asked.
+    """Serving engine that comes as a Python package with an HTTP server; its class attributes describe the options.
 
     before_model: option that precedes the model's folder; empty where that is a positional argument.
     options: setting → the name of the engine's option for it.
@@ -106,7 +106,7 @@ class PackagedEngine(FixedWeights):
 
     @property
     def program(self) -> Path:
-        """Script that runs the engine's server, for the interpreter of its environment."""
+        """Script that starts the engine's server, run by the interpreter of the engine's environment."""
         return Path(__file__).with_name(f"{self.name}_program.py")
 
     @property
@@ -140,7 +140,7 @@ class PackagedEngine(FixedWeights):
         )
 
     def max_model_len(self, spec: LaunchSpec) -> int | None:
-        """Return the length that the command line states; None to leave it to the engine."""
+        """Return the context length for the server's command line; None leaves the choice to the engine."""
         return spec.serving.max_model_len
 
     def generate_load(
@@ -152,7 +152,7 @@ class PackagedEngine(FixedWeights):
 
 
 class Sglang(PackagedEngine):
-    """SGLang: scores prompts, but names tokens by their texts."""
+    """SGLang as a serving engine: it scores prompts, but names tokens by text instead of by id."""
 
     name = "sglang"
     title = "SGLang"
@@ -207,18 +207,21 @@ class Sglang(PackagedEngine):
         return [math.nan if value is None else value for value in choice.reported(client.url).token_logprobs]
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
-        """Return log-probabilities of prompts only: tokens may have the same text, so likeliest tokens lack ids."""
+        """Return log-probabilities without the likeliest tokens, whose ids are unknown.
+
+        SGLang names them by their texts, which several tokens may share.
+        """
         reports = zip(rows, client.echoed(rows), strict=True)
         return [Predicted(report.of_prompt(len(row), client.url), ()) for row, report in reports]
 
 
 def _chat_of_ids(prompt: list[int]) -> dict[str, Any]:
-    """Return the fields of an LMDeploy chat whose prompt is token ids: without messages, it answers to those."""
+    """Return the fields of a chat request whose prompt is token ids: LMDeploy takes them where `messages` is empty."""
     return {"messages": [], "input_ids": prompt}
 
 
 class Lmdeploy(PackagedEngine):
-    """LMDeploy: takes token ids in chats only, where it gives log-probabilities of what it generates.
+    """LMDeploy as a serving engine: only its chat route takes token ids and returns log-probabilities.
 
     Its `/v1/completions` takes a list of token ids for a list of prompts, and gives no log-probabilities. So prompts
     are texts, and what it serves is compared with no record of training.
@@ -271,8 +274,9 @@ class Lmdeploy(PackagedEngine):
     load_request = (CHAT, _chat_of_ids)
 
     def max_model_len(self, spec: LaunchSpec) -> int:
-        """Return the context length, which is always stated: no answer of the server reports its own choice.
+        """Return the context length for the command line.
 
+        It is always given, since no answer of LMDeploy's server reports the length.
         Raises ModelError where neither the recipe nor the model's config gives one.
         """
         length = spec.serving.max_model_len or spec.facts.max_positions
@@ -287,7 +291,7 @@ class Lmdeploy(PackagedEngine):
         return self.max_model_len(spec)
 
     def smoke_log_probabilities(self, client: Client) -> list[float]:
-        """Ask by a chat of token ids, which needs no chat template."""
+        """Return the log-probabilities of a short chat answer; its prompt is token ids, which need no chat template."""
         from stages.serving.client import ChatChoice, Choices
 
         options = {"temperature": 0, "max_tokens": 2, "ignore_eos": True, "logprobs": True}

@@ -1,4 +1,4 @@
-"""The proxy in front of every server, the only way to an engine, and the thread in which it listens.
+"""Authenticating HTTP proxy in front of every model server; clients reach engines only through the proxy.
 
 Engines guard some of their routes with a key, and leave others open: vLLM's own key guards `/v1` only. So an engine
 listens where only the proxy is (`EngineAddress`), and the proxy, on the public address, asks for the key on every path,
@@ -57,10 +57,11 @@ ROUTES = {
     METRICS: "GET",
     VERSIONS: "GET",
 }
-"""Path → method. An engine's other routes (vLLM: `/collective_rpc`, `/tokenize`, …) are not passed on."""
+"""HTTP method of each route of the proxy, by path. An engine's other routes (vLLM: `/collective_rpc`, `/tokenize`, …)
+cannot be reached."""
 MAX_BODY_BYTES = 32 * 2**20
 MAX_REQUESTS = 1024
-"""Largest number of requests under way."""
+"""Largest number of requests that the proxy handles at a time; further ones get status 429."""
 API_KEY_VARIABLE = "VLLM_API_KEY"
 BODY_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 3600.0
@@ -69,35 +70,38 @@ HEALTH_TIMEOUT_S = 5.0
 VERSION_HEADER = "X-Lifecycle-Version"
 OF_ENGINE = Expected("the model server", 32 * 2**20, METRICS_TIMEOUT_S)
 TEXT_FORMAT = "text/plain; version=0.0.4"
-"""Format of Prometheus' metrics; engines may answer some clients in another."""
+"""Prometheus' text format, which the proxy asks of engines; some answer other clients in another format."""
 ERROR_EVENT = b'data: {"error"'
-"""Beginning of a stream after the end of vLLM's process that computes."""
+"""Beginning of the streamed answer that vLLM's server sends when its engine process has died."""
 MAX_CONNECTIONS = 2048
 FILES_AT_A_TIME = 65_536
 IDLE_TIMEOUT_S = 60.0
-"""Longest idle time of a client's connection: without data, or without a whole request."""
+"""Time in seconds after which an idle client connection is closed: without data, or without a whole request."""
 MAX_UNSENT_BYTES = 64 * 2**10
-"""Largest part of an answer that waits for its client to read."""
+"""Number of answer bytes buffered for a slow client before the proxy stops reading from the engine."""
 LINGER_S = 2.0
-"""Time for which a refused client's further data are read; else it might not see why it was refused."""
+"""Time in seconds for which a refused client's further data are read, so that the client can read the refusal."""
 
 
 class BrokenStreamError(Exception):
-    """An answer that began with the error of an engine that ends."""
+    """Error for a stream that began with the error message of a dying engine."""
 
 
 class Sampler(Protocol):
-    """Protocol of a sampler, which takes a share of the conversations."""
+    """Protocol of a sampler, which stores a share of the served conversations."""
 
     def draws(self) -> bool:
-        """Return whether the sampler takes the next conversation."""
+        """Return whether the sampler stores the next conversation, by chance."""
 
     def take(self, exchange: Exchange, version: str) -> None:
-        """Take a complete conversation as a sample, with the version that answered. Returns at once."""
+        """Store a complete conversation and the model version that answered it, in the background."""
 
 
 class Proxy:
-    """HTTP proxy of an engine. It answers in one event loop's thread; other methods may be called from any thread."""
+    """HTTP proxy of an engine, with an optional canary.
+
+    It answers in one event loop's thread; other methods may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -106,7 +110,7 @@ class Proxy:
         sampler: Sampler | None = None,
         waiting: WaitingRoom | None = None,
     ):
-        """Create the proxy of an engine; it does not listen yet.
+        """Create the proxy of an engine without listening yet.
 
         sampler: takes conversations for a dataset.
         waiting: where requests wait for the next engine when one is gone; None where there will be none.
@@ -122,7 +126,7 @@ class Proxy:
         self._connections: dict[Backend, EngineConnections] = {}
 
     def switch(self, backend: Backend) -> Backend:
-        """Send requests to another engine or model from now on; returns the former one, which may still have requests.
+        """Send new requests to another engine or model; returns the former one, which may still be answering some.
 
         A canary that becomes the backend is no canary any more.
         """
@@ -135,13 +139,16 @@ class Proxy:
         return before
 
     def set_canary(self, canary: Canary | None) -> None:
-        """Send a share of the requests to a canary from now on, or to none. The former one may still have requests."""
+        """Send a share of the new requests to a canary, or with None to no canary."""
         with self._lock:
             self._canary = canary
             self.tallies_of_canary = Tallies()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one client's request. Cancelled when the client goes away, which ends the engine's work too."""
+        """Answer one client's request.
+
+        If the client disconnects, this is cancelled, and the engine stops generating.
+        """
         refusal = self._refusal(request)
         if refusal:
             return refusal
@@ -171,7 +178,7 @@ class Proxy:
             connections.close()
 
     def side_by_side(self) -> dict[str, Any]:
-        """Return the champion, the challenger with its share, and the counts of each version that was served."""
+        """Return the served versions, the canary's share of the requests, and the counts of each version, as JSON."""
         with self._lock:
             champion, canary = self._backend.version, self._canary
         challenger = canary.backend.version if canary else None
@@ -199,7 +206,10 @@ class Proxy:
 
     @contextmanager
     def _under_way(self, key: str | None) -> Iterator[Backend]:
-        """Count a request with the backend that gets it, to the last byte of its answer. key: None for no canary."""
+        """Choose the backend for a request, and count the request as active there until its answer is complete.
+
+        key: of the client, for the canary's share; None to leave the canary out.
+        """
         with self._lock:
             backend = self._backend
             if self._canary and key is not None and self._canary.takes(key):
@@ -246,7 +256,10 @@ class Proxy:
         return backend is not self._backend
 
     async def _is_healthy(self, backend: Backend) -> bool:
-        """Ask an engine for its health, unless it is known to be gone: another may listen there by now."""
+        """Return whether an engine answers its health check; False without asking if the engine is known to have ended.
+
+        Another engine may listen at its address by then.
+        """
         if backend.is_gone:
             return False
         headers = header_lines([(b"Authorization", self._bearer)])
@@ -257,14 +270,14 @@ class Proxy:
         return False
 
     async def _is_left(self, backend: Backend) -> bool:
-        """Return whether another engine should answer: an error came from a challenger, or from an engine that ends."""
+        """Return whether another engine should answer a failed request: a canary failed, or the engine is dying."""
         is_challenger = backend is not self._backend
         return is_challenger or (self._waiting is not None and not await self._is_healthy(backend))
 
     async def _observed(
         self, request: web.BaseRequest, body: bytes, asked: dict[str, Any] | None, backend: Backend
     ) -> web.StreamResponse:
-        """Pass a request on to an engine, and count its outcome."""
+        """Forward a request to an engine, and count its answer, tokens and latency for the metrics."""
         is_post = request.method == "POST"
         if is_post and (naming := backend.naming):
             if asked is None or asked.get("model") != naming.public:
@@ -288,7 +301,10 @@ class Proxy:
     async def _passed_on(
         self, request: web.BaseRequest, body: bytes, backend: Backend, exchange: Exchange | None = None
     ) -> web.StreamResponse:
-        """Pass a request on to an engine. Raises EngineGoneError while the client has got nothing yet."""
+        """Forward a request to an engine, and its answer to the client.
+
+        Raises EngineGoneError if the engine fails before the client got any of it.
+        """
         response: web.StreamResponse | None = None
         try:
             connections, headers = self._connections_to(backend), header_lines(request.raw_headers)
@@ -320,7 +336,7 @@ class Proxy:
         backend: Backend,
         exchange: Exchange | None,
     ) -> None:
-        """Send each part of an answer as it arrives, the last together with the end."""
+        """Stream an engine's answer to the client in chunks as they arrive."""
         part, is_last = b"", False
         while not is_last:
             chunk = await answer.part()
@@ -339,7 +355,7 @@ class Proxy:
         await response.write_eof(part)
 
     async def _metrics(self) -> str:
-        """Return our own counts, and the metrics of every engine, each line with its version."""
+        """Return the proxy's own metrics and those of every engine, each labelled with the model version."""
         with self._lock:
             backends = [self._backend, *([self._canary.backend] if self._canary else [])]
         by_address: dict[EngineAddress, list[ServedVersion]] = {}
@@ -372,12 +388,12 @@ class Proxy:
 
 
 def _path(request: web.BaseRequest) -> str:
-    """Return the raw path of a request: an engine may decode it differently."""
+    """Return a request's path without decoding it, since an engine may decode it differently."""
     return request.raw_path.partition("?")[0]
 
 
 def _begun(answer: EngineConnection, version: ServedVersion | None) -> web.StreamResponse:
-    """Return a response with the status and headers of an engine's answer."""
+    """Return a response to the client with the status and headers of the engine's answer."""
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed(answer.headers))
     if version:
         response.headers[VERSION_HEADER] = version.version
@@ -385,14 +401,14 @@ def _begun(answer: EngineConnection, version: ServedVersion | None) -> web.Strea
 
 
 def _sent_on(client: asyncio.Transport, exchange: Exchange | None, chunk: bytes) -> bool:
-    """Send a client a part of a chunked answer; returns False if the client reads too slowly for more at once."""
+    """Write a chunk of an answer to the client; returns False when the client reads too slowly for another."""
     if part := exchange.passed(chunk) if exchange else chunk:
         client.write(b"%x\r\n%b\r\n" % (len(part), part))
     return not client.is_closing() and client.get_write_buffer_size() < MAX_UNSENT_BYTES
 
 
 async def _whole(answer: EngineConnection) -> bytes:
-    """Read the body of an engine's answer. Raises ServerError for one that is too large."""
+    """Read the whole body of an engine's answer. Raises ServerError if it is too large."""
     reader, body = BodyReader(OF_ENGINE, answer.headers), bytearray()
     while True:
         body += reader.add(await answer.part())
@@ -402,7 +418,7 @@ async def _whole(answer: EngineConnection) -> bytes:
 
 
 async def _models(answer: EngineConnection, naming: Naming) -> web.Response:
-    """Answer with the list of models under their public names."""
+    """Return the engine's list of models with each model's public name."""
     try:
         listed = OF_ENGINE.parsed(await _whole(answer), Models[dict[str, Any]]).data
     except ServerError as wrong:
@@ -413,7 +429,7 @@ async def _models(answer: EngineConnection, naming: Naming) -> web.Response:
 
 @contextmanager
 def listening(proxy: Proxy, public: socket.socket, last_answers_s: float = 1.0) -> Iterator[None]:
-    """Answer on `public`, a listening socket, in a thread; in the end, the socket is closed.
+    """Run the proxy in a thread on the listening socket `public`, until the context ends; then close the socket.
 
     last_answers_s: time in the end for answers under way.
     """
@@ -457,7 +473,10 @@ async def _answer_until(
 
 
 class _Connection(web.RequestHandler):
-    """Connection that refuses other data than HTTP, without logging its text as aiohttp does: it may hold a key."""
+    """Client connection that answers invalid HTTP with an error.
+
+    It logs none of the client's text, which may hold an API key; aiohttp would.
+    """
 
     def handle_error(
         self,
@@ -475,7 +494,7 @@ class _Connection(web.RequestHandler):
 
 
 class _BoundedServer(web.Server):
-    """Server that closes connections beyond the limit.
+    """HTTP server that closes connections beyond a largest number.
 
     Only once they are made: of many at the same time, none would count yet.
     """

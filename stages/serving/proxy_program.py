@@ -1,4 +1,4 @@
-"""Program that runs the proxy in the pod of a server: `python -m stages.serving.proxy_program SOCKET PORT`.
+"""Program that runs the proxy in a Kubernetes pod: `python -m stages.serving.proxy_program SOCKET PORT`.
 
 It answers on every address of the pod, until SIGTERM; the engine listens on SOCKET. While kubelet restarts the engine,
 requests wait. The API key is VLLM_API_KEY. It holds a lock beside the socket until it ends, by which others know when
@@ -21,11 +21,12 @@ from stages.serving.waiting import WaitingRoom
 
 LOCK_NAME = "proxy.lock"
 LAST_ANSWERS_TIMEOUT_S = 600.0
-"""Time for answers under way after SIGTERM: long ones take minutes. Without any, it ends at once."""
+"""Time in seconds that running answers get after SIGTERM, as long ones take minutes; without any, the proxy ends at
+once."""
 
 
 def main() -> None:
-    """Run the proxy until SIGTERM; answers under way then are completed."""
+    """Run the proxy until SIGTERM, then complete the running answers."""
     engine = Backend(EngineAddress(Path(sys.argv[1])))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

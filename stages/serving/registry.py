@@ -1,4 +1,4 @@
-"""Registry of the serving engines.
+"""Registry of the serving engines: vLLM, llama.cpp, SGLang and LMDeploy, by name.
 
 A new engine is a room beside `vllm/`, or a class in `packaged.py`, and one line here.
 """
@@ -21,40 +21,43 @@ from stages.serving.vllm.engine import Vllm
 ENGINES: dict[str, Engine] = {"vllm": Vllm(), "llama_cpp": LlamaCpp(), "sglang": Sglang(), "lmdeploy": Lmdeploy()}
 DEFAULT_ENGINE = "vllm"
 DEFAULT_ENGINES: dict[WeightFiles, str] = {"gguf": "llama_cpp"}
-"""Kind of weight files → engine, where it is not `DEFAULT_ENGINE`."""
+"""Default engine by kind of weight files, where it is not `DEFAULT_ENGINE`."""
 
 
 def chosen_engine(serving: ServingConfig | None) -> Engine:
-    """Return the engine that a recipe's `serving` block names, or the default."""
+    """Return the engine that a recipe's `serving` block names, or the default engine."""
     return ENGINES[(serving and serving.engine) or DEFAULT_ENGINE]
 
 
 def installed_version(engine: Engine) -> dict[str, str]:
-    """Return {`ENGINE_version`: version}, as artifact versions hold it. Raises ResourceError if there is none."""
+    """Return the installed engine's version as an artifact's tag, such as {"vllm_version": "0.32.0"}.
+
+    Raises ResourceError if it is not installed.
+    """
     return {f"{engine.name}_version": engine.find_program().version}
 
 
 def engine_of(name: str) -> Engine:
-    """Return the engine that a `launch.json` names. Raises ResourceError if this code does not have it."""
+    """Return the engine that a `launch.json` names. Raises ResourceError if this version of the code lacks it."""
     if name not in ENGINES:
         raise ResourceError(f"looking for the serving engine {name}: there are {', '.join(ENGINES)}; update this code")
     return ENGINES[name]
 
 
 def weight_files_of(model: Path) -> WeightFiles:
-    """Return the kind of weight files in a model folder."""
+    """Return whether a model folder holds `gguf` or `safetensors` weight files."""
     return "gguf" if holds_gguf(model) else "safetensors"
 
 
 def check_weight_files(model: Path, engine: Engine) -> None:
-    """Raise ModelError for a model folder whose weight files an engine does not read."""
+    """Raise ModelError if the engine cannot read a model folder's kind of weight files (safetensors or GGUF)."""
     found, expected = weight_files_of(model), engine.capabilities.weights
     if found != expected:
         raise ModelError(f"serving {model}: it holds {found}, and {engine.title} serves {expected}; {_advice(found)}")
 
 
 def with_engine(serving: ServingConfig | None, model: str, stages: Mapping[str, StageConfig]) -> ServingConfig | None:
-    """Return the `serving` settings for the stage `model`, with the engine filled in where it is not the default."""
+    """Return a stage's `serving` settings, with llama_cpp as engine if the stage `model` makes GGUF files."""
     engine = DEFAULT_ENGINES.get(_made_by(model, stages))
     if engine is None or (serving and serving.engine):
         return serving
@@ -64,7 +67,7 @@ def with_engine(serving: ServingConfig | None, model: str, stages: Mapping[str, 
 def engine_problems(
     serving: ServingConfig | None, model: str, adapters: bool, stages: Mapping[str, StageConfig]
 ) -> Iterator[str]:
-    """Yield problems of a server of the stage `model`, with or without adapters, by what its engine supports."""
+    """Yield problems of a recipe whose serving engine cannot serve the stage's model, its adapters or its dtype."""
     engine, found = chosen_engine(serving), _made_by(model, stages)
     if found != engine.capabilities.weights:
         yield (
@@ -79,7 +82,7 @@ def engine_problems(
 
 
 def idle_serving_fields(serving: ServingConfig | None) -> Iterator[tuple[str, str]]:
-    """Yield (field, reason) for fields of `serving` that the engine does not use."""
+    """Yield (field, reason) for fields of the recipe's `serving` block that the chosen engine ignores."""
     engine = chosen_engine(serving)
     for field in engine.capabilities.idle_fields:
         yield f"serving.{field}", f"{engine.title} has no such option"
@@ -104,8 +107,9 @@ def new_launch_spec(
     adapters: Mapping[str, Path] = MappingProxyType({}),
     base_name: str | None = None,
 ) -> LaunchSpec:
-    """Return a launch spec for an installed engine: `engine`, the one that `serving` names, or the one for the files.
+    """Return a launch spec for serving a model folder with an installed engine.
 
+    engine: default: the one that `serving` names, or else the one for the folder's weight files.
     Raises ResourceError if the engine is not installed.
     """
     name = serving.engine or DEFAULT_ENGINES.get(weight_files_of(model), DEFAULT_ENGINE)

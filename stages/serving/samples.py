@@ -1,4 +1,4 @@
-"""Samples of served conversations → rows of a dataset: a share of them, redacted, in bounded disk space.
+"""Sampling of served conversations into dataset rows: a share of them, without personal data, in limited disk space.
 
 - `<folder>/requests-<UTC time>-<process>.jsonl`: rows of the format `messages`; never changed again
 - `<folder>/.requests-…`: file that is being written; hidden, so that no dataset holds half a row
@@ -32,19 +32,19 @@ from stages.data.personal_data import KINDS, redacted
 from stages.serving.exchange import Exchange
 
 WHOLE = ("stop", "tool_calls")
-"""Finish reasons of answers that are complete."""
+"""Finish reasons of complete answers; others, such as `length`, were cut off."""
 MAX_ROW_BYTES = 2**20
 MAX_WAITING = 32
-"""Largest number of sampled conversations waiting to be written; further ones are left out."""
+"""Largest number of sampled conversations that wait to be written; further ones are dropped."""
 NUM_FILES = 8
-"""Approximate number of files in a full folder; the oldest is removed for a new one."""
+"""Approximate number of files at the disk limit; then the oldest file is removed for each new one."""
 FILE_AGE_S = 3600.0
 OPEN_PREFIX = "."
 NAME = "requests-"
 
 
 class Samples:
-    """A context that writes a share (0 to 1) of the conversations that it gets, in a thread of its own.
+    """Writer of sampled conversations: a context that stores a share (0 to 1) of those served, in its own thread.
 
     max_bytes: limit for all files together; the oldest are removed for new ones.
     random_seed: seed of the choice; None for another choice every time.
@@ -64,7 +64,7 @@ class Samples:
         self._num_left_out = 0
 
     def __enter__(self) -> Self:
-        """Start the thread that writes samples. Raises ResourceError for a folder that cannot be written to."""
+        """Start the thread that writes samples. Raises ResourceError if the folder is not writable."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._complete_leftovers()
@@ -81,11 +81,11 @@ class Samples:
         print_timed(f"{self._num_written} conversations were written to {self._folder}, {self._num_left_out} left out")
 
     def draws(self) -> bool:
-        """Return whether the next conversation is to be sampled."""
+        """Return by chance whether the next conversation is to be sampled."""
         return self._numbers.random() < self._share
 
     def take(self, exchange: Exchange, version: str) -> None:
-        """Queue a conversation, with the version that answered, for writing. Returns at once."""
+        """Queue a conversation and the model version that answered it for writing. Returns at once."""
         with suppress(queue.Full):  # a sample may miss some, and an answer must not wait for a disk
             self._waiting.put_nowait((exchange, version))
 
@@ -141,7 +141,7 @@ class Samples:
             self._has_dropped = True
 
     def _complete_leftovers(self) -> None:
-        """Publish the whole rows of sample files that a killed process left."""
+        """Complete sample files that a killed process left: cut off a half-written last row, and publish the rest."""
         for path in self._folder.glob(f"{OPEN_PREFIX}{NAME}*.jsonl"):
             with path.open("r+b") as file:
                 try:
@@ -153,7 +153,7 @@ class Samples:
 
 
 def row_of(exchange: Exchange, version: str) -> bytes | None:
-    """Return a sampled conversation as a line of JSON without personal data; None if it teaches nothing."""
+    """Return a conversation as a JSON line without personal data; None if it is incomplete or no valid training row."""
     choice = exchange.choices.get(0)
     messages = exchange.asked.get("messages")
     if choice is None or choice.finish_reason not in WHOLE or not isinstance(messages, list):
@@ -180,7 +180,7 @@ def _without_secrets(value: Any) -> Any:
 
 
 def _as_text(message: Any) -> Any:
-    """Return a message with one text, where its content is a list of texts, as some clients send it."""
+    """Return a chat message with one text as content, where the client sent a list of text parts."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     parts = message["content"]

@@ -1,4 +1,4 @@
-"""Models of servers in recipes: adapters on their base, and the settings of stages that ask a model.
+"""Stages that serve or query a model: their config fields, and checks of adapters against their base model.
 
 An adapter belongs to one base. In a recipe that is found by lineage and filled in as `base`, so that the base is among
 the stage's inputs: no clean-up removes it, and containers have it. A stage asks a model by the server of a serve stage,
@@ -34,18 +34,21 @@ if TYPE_CHECKING:
     from stages.serving.client import Client
 
 NOT_PUT_ON_A_BASE = ("use_dora", "modules_to_save", "target_parameters")
-"""Options of a trained adapter that vLLM, the engine of new servers, serves only after merging."""
+"""Adapter options that vLLM can serve only after the adapter is merged into its base model."""
 
 
 def adapters_base(model: str, stages: Mapping[str, StageConfig]) -> str | None:
-    """Return the base of the stage `model` if that stage makes an adapter, else None."""
+    """Return the name of the stage that made the base model if the stage `model` makes an adapter, else None."""
     return base_of(model, stages) if stages[model].product == "adapter" else None
 
 
 def base_problems(
     model: str, base: str | None, adapters: Sequence[str], stages: Mapping[str, StageConfig]
 ) -> Iterator[str]:
-    """Yield problems of a stage that serves `model`, on `base` if it is an adapter, with other `adapters` beside it."""
+    """Yield problems of a stage that serves `model` and adapters, such as adapters of different base models.
+
+    `base` is the model under `model`, if that is an adapter.
+    """
     for field, name in (("model", model), *((f"adapters.{number}", name) for number, name in enumerate(adapters))):
         trained = getattr(stages[name], "adapter", None)
         if found := [option for option in NOT_PUT_ON_A_BASE if getattr(trained, option, None)]:
@@ -66,7 +69,10 @@ def base_problems(
 
 
 def adapter_folders(names: Sequence[str], base: str, inputs: Mapping[str, Path]) -> dict[str, Path]:
-    """Return name → folder of the adapters to serve on `base`. Raises ModelError for one trained on another model."""
+    """Return the folder of each adapter to serve on the base model, by name.
+
+    Raises ModelError for one that was trained on another model.
+    """
     folders = {name: (inputs[name] / ADAPTER_FOLDER).resolve() for name in names}
     for name, folder in folders.items():
         trained_on = read_headers(folder).base
@@ -80,7 +86,7 @@ def adapter_folders(names: Sequence[str], base: str, inputs: Mapping[str, Path])
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model on a server that is ready to be asked.
+    """Model on a running server, with what a querying stage needs to know about it.
 
     folder: of the model, for its tokenizer.
     context_tokens: length of prompt and answer together.
@@ -95,28 +101,32 @@ class ServedModel:
 
 
 class AskExecution(ServeExecution):
-    """Execution settings of a stage that asks a model, and of the server that it may start."""
+    """Execution settings of a stage that queries a model, and of the server that it may start."""
 
-    concurrent_requests: PositiveInt = Field(16, description="Number of requests sent to the server at a time.")
+    concurrent_requests: PositiveInt = Field(
+        16, description="Number of requests that are sent to the server concurrently."
+    )
 
 
 class AskedModelConfig(StageConfig):
-    """Base config of stages that ask a served model: a serve stage's, or a model or an adapter on their own server."""
+    """Base config of stages that query a model: on a serve stage's server, or on a server of their own."""
 
     LESS_MEMORY: ClassVar[str] = LESS_MEMORY
 
     model: ServableReference
     adapter: Annotated[AdapterReference | None, AddedLater()] = Field(
-        None, description="Adapter to ask, if the server has several; default: the server's `model`."
+        None, description="Adapter to query, if the serve stage serves several; default: the serve stage's `model`."
     )
     base: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="For an adapter: the model that it was trained on; found automatically."
+        None, description="Base model of the adapter in `model`; found automatically."
     )
     serving: ServingConfig | None = Field(
-        None, description="Server settings, only for a model or an adapter; a serve stage brings its own."
+        None,
+        description="Settings of the server that this stage starts for a model or an adapter; not allowed if "
+        "`model` is a serve stage, which has its own.",
     )
     engine: Annotated[EngineName | None, AddedLater()] = Field(
-        None, description="Engine of a serve stage, if it is not vllm; found automatically."
+        None, description="Engine of the serve stage in `model`, if it is not vllm; found automatically."
     )
     execution: AskExecution = AskExecution()
 
@@ -161,5 +171,5 @@ class AskedModelConfig(StageConfig):
 
     @property
     def serving_engine(self) -> Engine:
-        """Serving engine of the server that is asked."""
+        """Serving engine of the server that the stage queries."""
         return engine_of(self.engine) if self.engine else chosen_engine(self.serving)

@@ -1,4 +1,4 @@
-"""Servers of any engine: start, wait and stop; a server never outlives the process that started it.
+"""Start, readiness check and stop of model servers; a server never outlives the process that started it.
 
 In: a `LaunchSpec`. Out: a `Server` with its address and its key, whose processes, port and temporary files are gone
 when the context ends, however it ends. Requests to the server are in `client.py`.
@@ -36,7 +36,7 @@ SOCKET_NAME = "engine.sock"
 
 @dataclass
 class Server:
-    """A started server; call `wait_until_ready` before the first request.
+    """Started model server (engine and proxy); call `wait_until_ready` before the first request.
 
     client: speaks to the proxy.
     address: of the engine itself, for another proxy of this process.
@@ -50,30 +50,31 @@ class Server:
     process: Supervised
     started_s: float
     was_ready: bool = False
-    """True once the server has been healthy."""
+    """True once the server has answered a health check."""
 
     @property
     def url(self) -> str:
-        """Address of the server's proxy, without `/v1`."""
+        """URL of the server's proxy, without `/v1`."""
         return self.client.url
 
     @property
     def api_key(self) -> str:
-        """Key of the server, sent as a bearer token."""
+        """API key of the server, which clients send as a bearer token."""
         return self.client.api_key
 
     @property
     def pid(self) -> int:
-        """Process id of the server's supervisor; ending it ends the server."""
+        """Process id of the supervisor process; ending that process ends the server."""
         return self.process.pid
 
     def alive(self) -> bool:
-        """Return whether the server still runs, ready or not."""
+        """Return whether the engine's process still runs, ready or not."""
         return self.process.alive()
 
     def wait_until_ready(self, timeout_s: float, report: Callable[[float], None] = lambda elapsed_s: None) -> float:
-        """Return the seconds from start to the first healthy answer; `report` gets the elapsed seconds each second.
+        """Wait until the server passes its health check; returns the seconds since its start.
 
+        `report` gets the elapsed seconds, once a second.
         Raises ServerError with the root cause from the log when the server ends, or is not ready in time.
         """
         reported_s = 0.0
@@ -89,7 +90,7 @@ class Server:
         raise self.failure(f"was not ready within {timeout_s:g} s")
 
     def check(self) -> None:
-        """Raise ServerError unless the server serves our model, generates, and gives finite log-probabilities.
+        """Raise ServerError unless the server lists its model and generates tokens with finite log-probabilities.
 
         Some engines start with a model that they cannot run, and die of the first request: their logs give the reason.
         """
@@ -101,8 +102,9 @@ class Server:
             raise self.failure(f"failed at its first request ({error})") from error
 
     def failure(self, what: str) -> ServerError:
-        """Return an error that says why the server failed, from its log; waits some seconds for its end.
+        """Return an error with the cause of the server's failure, from its log.
 
+        Waits a few seconds for the process to end.
         A server that has ended died if a signal ended it, or if its log has no cause: then one of its processes was
         killed, a signal that only its parent sees, and the others have ended by themselves.
         """
@@ -129,7 +131,7 @@ def started_server(
     environment: Mapping[str, str] = MappingProxyType({}),
     version: str | None = None,
 ) -> Iterator[Server]:
-    """Start `spec.engine` for `spec.model`, and a proxy on the address in `execution`, the only way to it.
+    """Start a server for a launch spec: the engine, and in front of it a proxy at the address in `execution`.
 
     On leaving, no process, port or temporary file of them is left. The API key is VLLM_API_KEY of our environment, or a
     new one.
@@ -174,13 +176,13 @@ def started_server(
 
 
 def api_key() -> str:
-    """Return the key that servers of this refresh share (VLLM_API_KEY), or a new one."""
+    """Return the API key for servers of this refresh: VLLM_API_KEY if it is set, else a new random one."""
     return os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
 
 
 @contextlib.contextmanager
 def _emptied(folder: Path) -> Iterator[None]:
-    """Provide an empty `folder`, private to this user, and remove it in the end."""
+    """Provide `folder`, emptied and readable only by this user, and remove it in the end."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
     try:
@@ -191,7 +193,7 @@ def _emptied(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddress, EngineAddress]]:
-    """Provide two addresses of the engine: as the engine, which runs in `runtime`, names it, and as we do.
+    """Provide the address on which the engine listens, twice: as the engine must name it, and as this process does.
 
     The path of a socket may have 107 bytes, so both name it relative to the folder.
     """
@@ -211,13 +213,13 @@ def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddre
 
 
 def last_lines(log: str, num_lines: int = 5) -> str:
-    """Return the last lines of the server's log, for errors without a known cause."""
+    """Return the last lines of a server's log, for errors whose cause is unknown."""
     written = [line for line in log.splitlines() if line.strip()]
     return "\n".join(written[-num_lines:]) or "(the log is empty)"
 
 
 def listening_socket(host: str, port: int | None) -> socket.socket:
-    """Return a socket that listens on `port`, or on a free one. Raises ResourceError if the port is taken.
+    """Return a socket that listens on `port`, or with None on a free port. Raises ResourceError if the port is taken.
 
     Open it before anything slow starts: from then on no other process can listen there and be taken for our server, and
     early clients wait. A socket that is only bound would lose the port to the first process that listens.
@@ -241,6 +243,6 @@ def listening_socket(host: str, port: int | None) -> socket.socket:
 
 
 def reachable(host: str) -> str:
-    """Return the address by which this machine reaches a server that listens on `host`."""
+    """Return the address by which this machine reaches a server on `host`, such as 127.0.0.1 for 0.0.0.0."""
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 (compared, not bound)
     return f"[{own}]" if ":" in own else own

@@ -1,4 +1,4 @@
-"""SGLang's own HTTP server: `sglang_program.py OPTION…`, with the options of `sglang serve`.
+"""Program that runs SGLang's HTTP server: `sglang_program.py OPTION…`, with the options of `sglang serve`.
 
 With `--check-options` alone, its parser is asked about the options on stdin instead (JSON, option → its arguments); the
 last line on stdout is a JSON list of problems. A program for the interpreter of SGLang's environment; it imports
@@ -25,7 +25,7 @@ class Refusing(argparse.ArgumentParser):
 
 
 def main() -> None:
-    """Run SGLang's server until SIGTERM, or check options."""
+    """Run SGLang's server until SIGTERM; with `--check-options`, only check options with its argument parser."""
     if sys.argv[1:] == ["--check-options"]:
         check_options()
         return
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def check_options() -> None:
-    """Print `OPTION: reason` for each option on stdin that the parser refuses, as a JSON list."""
+    """Print a JSON list of `OPTION: reason` for the options on stdin that SGLang's parser refuses."""
     parser = Refusing(allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
     problems = []

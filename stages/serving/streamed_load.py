@@ -1,4 +1,4 @@
-"""Load generator for any server of OpenAI's API, by streamed completions, for engines that bring none."""
+"""Load generator for OpenAI-compatible servers by streamed completions, for engines that come without their own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one benchmark request, in seconds.
+    """Timing of one benchmark request, in seconds.
 
     first_s: until the first text.
     tokens: length of the answer, by the server's count.
@@ -47,7 +47,7 @@ def generate_load(
     path: str = "/v1/completions",
     asked: Callable[[list[int]], Request] = lambda prompt: {"prompt": prompt},
 ) -> list[LoadResult]:
-    """Measure each concurrency under load, with prompts of random token ids below `vocabulary`.
+    """Measure latency and throughput at each concurrency of a benchmark, with random token ids as prompts.
 
     Leaves `benchmark.json` in `folder`.
 
@@ -108,7 +108,7 @@ async def _under_load(
 
 
 async def _timed(http: aiohttp.ClientSession, client: Client, path: str, request: Request) -> Timing | None:
-    """Send one benchmark request; returns its times, or None if it failed."""
+    """Send one benchmark request; returns its timing, or None if it failed."""
     started_s, first_s, used = time.monotonic(), None, 0
     expected = client.expected(path, answer_bytes(request), STREAM_TIMEOUT_S)
     try:

@@ -1,4 +1,4 @@
-"""Counts of the proxy's answers by version, for Prometheus, and for people who compare two versions.
+"""Counts of the proxy's answers by model version, for Prometheus and for comparing a canary with its champion.
 
 Lines of the engines' own metrics get the same two labels, `lifecycle_model` and `lifecycle_version`, so that a panel of
 one dashboard shows a champion and its challenger, whichever engine serves them.
@@ -23,14 +23,14 @@ from stages.serving.exchange import Exchange
 LABELS = ("lifecycle_model", "lifecycle_version")
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
 NUM_LATENCIES = 10_000
-"""Number of the latest answers from which quantiles are computed."""
+"""Number of most recent answers from which latency percentiles are computed."""
 SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?P<brace>\{)?")
 COMMENT = re.compile(r"# (?:HELP|TYPE) (?P<name>\S+)")
 
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """Version of a registered model, or of an artifact, that the proxy serves."""
+    """Name and version of a registered model, or of an artifact, that the proxy serves."""
 
     model: str
     version: str
@@ -38,7 +38,7 @@ class ServedVersion:
 
 @dataclass
 class Tally:
-    """Counts of one version's requests: answers, errors, tokens, latencies.
+    """Counts of one model version: requests by status, finish reasons, tokens, latencies.
 
     latencies_s: of answers without error, from a request's arrival to the answer's last byte.
     """
@@ -57,12 +57,12 @@ class Tally:
 
     @property
     def num_errors(self) -> int:
-        """Number of errors of the server (5xx)."""
+        """Number of requests that ended with a server error (5xx)."""
         # A copy, here and below: these methods are called from other threads than the one that counts.
         return sum(count for (_, status), count in [*self.statuses.items()] if status >= 500)
 
     def count(self, route: str, exchange: Exchange, seconds: float) -> None:
-        """Count a request and its answer in the tally."""
+        """Add a request and its answer to the counts."""
         self.statuses[route, exchange.status] += 1
         self.finish_reasons.update(exchange.finish_reasons)
         self.prompt_tokens += exchange.prompt_tokens
@@ -73,7 +73,7 @@ class Tally:
             self.latencies_s.append(seconds)
 
     def latency_s(self, percent: int) -> float | None:
-        """Return a percentile of the latest answers; None for fewer than two."""
+        """Return a percentile of the recent answers' latency in seconds; None for fewer than two answers."""
         latencies_s = [*self.latencies_s]
         if len(latencies_s) < 2:
             return None
@@ -81,7 +81,7 @@ class Tally:
 
 
 class Tallies(Collector):
-    """Counts of requests of all versions that were served."""
+    """Counts of all model versions that the proxy has served, as a Prometheus collector."""
 
     def __init__(self) -> None:
         self._tallies: dict[ServedVersion, Tally] = {}
@@ -89,11 +89,11 @@ class Tallies(Collector):
         self._registry.register(self)
 
     def of(self, version: ServedVersion) -> Tally:
-        """Return the tally of a version, which is empty at first."""
+        """Return the counts of a model version, creating empty ones at first."""
         return self._tallies.setdefault(version, Tally())
 
     def side_by_side(self) -> list[dict[str, Any]]:
-        """Return the figures of each served version for people to compare. Durations in seconds."""
+        """Return requests, errors, latencies (seconds), tokens and finish reasons of each served model version."""
         return [
             {
                 "model": version.model,
@@ -145,7 +145,7 @@ def _cumulative(buckets: Counter[float]) -> Iterator[tuple[str, float]]:
 
 
 def labelled(engines: Iterable[tuple[ServedVersion, str]]) -> str:
-    """Join the metrics of several engines to one text, each line with its version.
+    """Join the Prometheus metrics of several engines into one text, each sample labelled with its model version.
 
     Families are kept together, as the format requires: of each, the comments of the first engine that has it, and the
     samples of all.

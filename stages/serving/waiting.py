@@ -1,4 +1,4 @@
-"""Requests that wait while no engine answers, as they do while a champion's engine is started again.
+"""Queue of the proxy for requests that wait while no engine runs, such as during a restart of the champion's.
 
 They wait for a bounded time, with bodies of a bounded size together. A request of whose answer nothing was sent is sent
 to the next engine; not endlessly, since it may be what the engines die of.
@@ -18,14 +18,14 @@ from stages.serving.http_messages import error
 MAX_WAIT_S = 120.0
 MAX_WAITING_BYTES = 256 * 2**20
 MAX_ENGINES = 3
-"""Number of engines that may die while they have the same request."""
+"""Number of engines that may die while handling the same request before the request is refused."""
 RETRY_AFTER_S = 10
 LOOK_INTERVAL_S = 1.0
 PAUSE_S = 0.1
 
 
 class EngineGoneError(Exception):
-    """An engine ended before its answer began, so another one may be asked.
+    """Error for an engine that ended before its answer began, so that another one may be asked.
 
     was_sent: whether it may have got the request.
     """
@@ -36,7 +36,7 @@ class EngineGoneError(Exception):
 
 
 class WaitingRoom:
-    """Waiting requests, their total size, and the event that wakes them. For one event loop, but for `wake`."""
+    """Waiting requests of one event loop: the total size of their bodies, and the event that wakes them."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -44,12 +44,12 @@ class WaitingRoom:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def visit(self, num_bytes: int) -> Visit:
-        """Return the wait of one request for an engine. num_bytes: size of its body."""
+        """Create the waiting state of one request. num_bytes: size of its body."""
         self._loop = asyncio.get_running_loop()
         return Visit(self, num_bytes)
 
     def wake(self) -> None:
-        """Make all waiting requests look for another engine. May be called from any thread."""
+        """Make all waiting requests look for a new engine. May be called from any thread."""
         if self._loop:
             self._loop.call_soon_threadsafe(self._wake)
 
@@ -59,7 +59,7 @@ class WaitingRoom:
 
 
 class Visit:
-    """Wait of one request for an engine, with one time limit for all engines that it is sent to."""
+    """Waiting of one request for a running engine, with one time limit in total."""
 
     def __init__(self, room: WaitingRoom, num_bytes: int):
         self._room = room
@@ -70,7 +70,7 @@ class Visit:
     async def wait(
         self, gone: EngineGoneError, is_replaced: Callable[[], bool], is_healthy: Callable[[], Awaitable[bool]]
     ) -> web.Response | None:
-        """Wait until an engine may be asked again; returns an error to answer with if that does not happen.
+        """Wait until the request can be sent to an engine again; returns an error response if that takes too long.
 
         gone: why the engine that was asked did not answer.
         is_replaced: returns whether there is another engine by now.
@@ -104,5 +104,5 @@ class Visit:
 
 
 def not_served(why: str) -> web.Response:
-    """Return an error that there is no engine now, but will be."""
+    """Return an error response (503): no engine runs at the moment, so the client should try again later."""
     return error(503, why, {"Retry-After": str(RETRY_AFTER_S)})

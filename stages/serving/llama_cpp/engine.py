@@ -1,4 +1,4 @@
-"""llama.cpp as a serving engine: GGUF files, on a CPU; its program, its log, and the models that it can compute.
+"""llama.cpp as the serving engine of GGUF files on a CPU: its program, its log, and the models that it supports.
 
 It lives in an environment of its own, as the wheel `xllamacpp`, and is never imported here.
 """
@@ -42,11 +42,11 @@ DEFAULT_SLOTS = 4
 
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
-"""Types of models whose GGUF files were compared with Transformers; the same names as in GGUF."""
+"""Model types (`model_type` in config.json) that GGUF files are written for; each was compared with Transformers."""
 LANGUAGE_MODEL = "ForCausalLM"
 ROTARY = ("default", "llama3")
 BLOCK_SIZE = 32
-"""Numbers that share a scale, in all formats but f16."""
+"""Number of weights that share a scale in every GGUF format but f16."""
 
 
 ERROR = re.compile(r"^[\d.]+ E (.+)$", re.MULTILINE)
@@ -64,7 +64,7 @@ NUM_NAMED = 3
 
 @dataclass(frozen=True)
 class LlamaCppProgram:
-    """Interpreter of the environment of `xllamacpp`, and the version of that wheel."""
+    """Installed llama.cpp: the Python interpreter of the wheel `xllamacpp`, and the wheel's version."""
 
     command: Path
     version: str
@@ -81,7 +81,7 @@ class LlamaCppProgram:
 
 
 def free_cores() -> int:
-    """Return the number of cores that were idle of late, at least 1.
+    """Return the number of CPU cores that were idle in the last minute, at least 1, for the server's threads.
 
     Threads beyond those spin at barriers: an answer that takes 6 ms on an idle core took 6 s with two threads on two
     busy ones.
@@ -91,7 +91,7 @@ def free_cores() -> int:
 
 
 def find_llama_cpp() -> LlamaCppProgram:
-    """Return the interpreter that LIFECYCLE_LLAMA_CPP names, or `.venv-llama-cpp/bin/python` beside our environment.
+    """Return llama.cpp's Python from LIFECYCLE_LLAMA_CPP, else `.venv-llama-cpp/bin/python` beside our environment.
 
     Raises ResourceError if there is none, or it has no `xllamacpp`.
     """
@@ -107,7 +107,7 @@ def find_llama_cpp() -> LlamaCppProgram:
 
 
 class LlamaCpp(FixedWeights):
-    """llama.cpp as a serving engine (protocol `Engine`)."""
+    """llama.cpp as a serving engine (implements the protocol `Engine`)."""
 
     name = "llama_cpp"
     title = "llama.cpp"
@@ -173,13 +173,13 @@ class LlamaCpp(FixedWeights):
 
 
 def find_root_cause(log: str) -> str | None:
-    """Return the first error in llama.cpp's log, of which later ones are consequences; None without one."""
+    """Return the first error in llama.cpp's log, which causes the later ones; None if the log has no error."""
     errors = [*ERROR.findall(log), *(line for line in PYTHON.findall(log) if GENERIC not in line)]
     return shortened(" ".join(errors[0].split()), MAX_CHARACTERS) if errors else None
 
 
 def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why a model with this `config.json` cannot be written as GGUF, or computed by llama.cpp."""
+    """Yield the reasons why a model with this `config.json` cannot be written as GGUF or run by llama.cpp."""
     if config.get("model_type") not in MODEL_TYPES:
         yield f"its model_type is {config.get('model_type')}; expected {' or '.join(MODEL_TYPES)}"
         return

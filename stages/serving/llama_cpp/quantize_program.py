@@ -1,4 +1,4 @@
-"""Program that quantizes matrices to K-quants with the library in the wheel `xllamacpp`; no other package makes them.
+"""Program that quantizes weight matrices to GGUF's K-quants with llama.cpp's library in the wheel `xllamacpp`.
 
 It runs in that wheel's environment and imports nothing of ours.
 
@@ -22,7 +22,7 @@ HEADER = struct.Struct("<3q")
 
 
 def main() -> None:
-    """Quantize the matrices on stdin. Exits with 1, and says why, for a type that the library cannot make."""
+    """Quantize the matrices on stdin to stdout. Exits with 1 and a message if the library does not support the type."""
     spec = find_spec("xllamacpp.xllamacpp")
     if spec is None or spec.origin is None:
         sys.exit("the package xllamacpp holds no library")

@@ -1,4 +1,4 @@
-"""Queries to a llama.cpp server beyond OpenAI's API: predictions of given tokens, and token ids of texts.
+"""Queries that OpenAI's API lacks, for a llama.cpp server: log-probabilities of given tokens, and tokenization.
 
 The server knows no `echo`, so each token is asked for on its own: after the tokens before it, one token is sampled that
 a bias makes certain. Its log-probability is reported as it is without the bias, and so is the likeliest token. The
@@ -19,7 +19,7 @@ from stages.serving.backend import EngineAddress, post_to_engine
 from stages.serving.client import Choices, Client, Count, Models
 
 CERTAIN = 1e4
-"""Bias added to a logit, larger than any difference of logits."""
+"""Logit bias that makes the sampler choose one given token; larger than any difference between logits."""
 
 
 TOKENIZE_TIMEOUT_S = 600.0
@@ -27,7 +27,7 @@ TOKEN_ID_BYTES = 16
 
 
 class Meta(AnswerModel):
-    """Sizes of the model that a llama.cpp server serves.
+    """Context length and vocabulary size of the model, as a llama.cpp server reports them.
 
     n_ctx: context length, for prompt and answer together.
     """
@@ -46,7 +46,7 @@ class _Token(AnswerModel):
 
 
 class _Entry(_Token):
-    """Report of one sampled token."""
+    """Sampled token in the server's answer, with its log-probability and those of the likeliest tokens."""
 
     top_logprobs: list[_Token]
 
@@ -64,7 +64,7 @@ class _Tokenized(AnswerModel):
 
 
 def meta_of(client: Client) -> Meta:
-    """Return the facts of the model that the server lists first."""
+    """Return the context length and vocabulary size of the first model that the server lists."""
     listed = client.answer("/v1/models", Models[_Listed]).data
     if not listed:
         raise ServerError(f"{client.url}/v1/models lists no model")
@@ -72,13 +72,17 @@ def meta_of(client: Client) -> Meta:
 
 
 def predictions(client: Client, rows: list[list[int]]) -> list[Predicted]:
-    """Return predictions of every token of each row but the first. Raises ServerError if the server gives none."""
+    """Return ln p and the likeliest token at each position of token sequences but the first.
+
+    Raises ServerError if the server gives none.
+    """
     return [_of_row(client, row) for row in rows]
 
 
 def tokenize(address: EngineAddress, api_key: str, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
-    """Return the token ids of each text, which may hold special tokens, from the engine: the proxy has no such route.
+    """Return the token ids of each text, asked from the engine directly, since the proxy has no such route.
 
+    The texts may hold special tokens.
     add_special: whether to add the special tokens around a text.
 
     Raises ServerError if the server refuses, TransientError if it does not answer.
@@ -114,7 +118,7 @@ def _of_row(client: Client, row: list[int]) -> Predicted:
 
 
 def _all(client: Client, prompt: list[int], whole: int | None) -> dict[int, float]:
-    """Return token → log-probability for llama.cpp's whole vocabulary."""
+    """Return the log-probability of every token of the vocabulary after a prompt, by token id."""
     entry = None if whole is None else _sampled(client, prompt, whole, meta_of(client).n_vocab)
     if entry is None:
         raise ServerError(
@@ -124,7 +128,7 @@ def _all(client: Client, prompt: list[int], whole: int | None) -> dict[int, floa
 
 
 def _sampled(client: Client, prompt: list[int], token: int, num_likeliest: int) -> _Entry | None:
-    """Return the report of one forced token; None where the server gives none."""
+    """Return the server's report of a next token that a logit bias forces; None if the server reports none."""
     options = {"max_tokens": 1, "temperature": 0, "logprobs": num_likeliest, "logit_bias": [[token, CERTAIN]]}
     request = {"model": client.model, "prompt": prompt, **options}
     reported = client.answer("/v1/completions", Choices[_Choice], request).choices[0].logprobs

@@ -14,7 +14,7 @@ import xllamacpp
 
 
 def main() -> None:
-    """Serve until SIGTERM. Exits with 1 if the server does not start; its log gives the reason."""
+    """Run llama.cpp's server until SIGTERM. Exits with 1 if it does not start; its log has the reason."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--socket", required=True)

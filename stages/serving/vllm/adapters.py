@@ -1,4 +1,4 @@
-"""Adapters in vLLM 0.32: the options that put them on their base, and checks of what it cannot serve, by file headers.
+"""LoRA adapters in vLLM 0.32: the server options that they need, and checks of what vLLM cannot serve.
 
 Each option was checked with a server that fails without it (tests/pipeline/test_serve_adapters.py):
 
@@ -21,18 +21,18 @@ from stages.core.errors import ModelError
 from stages.serving.engine import LaunchSpec
 
 MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM accepts for `--max-lora-rank`."""
+"""LoRA ranks that vLLM accepts for `--max-lora-rank`."""
 EDGES = {"embed_tokens", "lm_head"}
 UNKNOWN = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "use_qalora", "use_bdlora")
-"""Options of PEFT's config that vLLM does not apply."""
+"""Options in PEFT's adapter_config.json that vLLM does not support."""
 EXPERTS = "experts"
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Config fields with the number of experts, by architecture."""
+"""Names under which model configs hold the number of experts."""
 NUM_NAMED = 5
 
 
 def adapter_arguments(spec: LaunchSpec) -> list[str]:
-    """Return the arguments of `vllm serve` for a server with adapters. Reads the adapters' headers."""
+    """Return the options of `vllm serve` for a server with adapters, from the headers of the adapters' files."""
     max_rank, modules = _room(spec)
     # As JSON: a path may hold any character.
     named = [json.dumps({"name": name, "path": str(folder)}) for name, folder in spec.adapters.items()]
@@ -46,14 +46,14 @@ def adapter_arguments(spec: LaunchSpec) -> list[str]:
 
 
 def has_room(spec: LaunchSpec, adapter: Path) -> bool:
-    """Return whether a server that was started for `spec` could also load this adapter, and apply all of it."""
+    """Return whether a server that was started for `spec` could also load this adapter and apply all its layers."""
     headers = read_headers(adapter)
     max_rank, modules = _room(spec)
     return not any(_problems(headers)) and max(headers.ranks.values()) <= max_rank and _modules(headers) <= modules
 
 
 def _room(spec: LaunchSpec) -> tuple[int, set[str]]:
-    """Return the rank and the last parts of layer names that a server of `spec` is started with."""
+    """Return the largest LoRA rank, and the names of the adapted layers, that a server of `spec` is started with."""
     headers = [read_headers(folder) for folder in spec.adapters.values()]
     highest = max(rank for adapter in headers for rank in adapter.ranks.values())
     modules = {name for adapter in headers for name in _modules(adapter)}
@@ -61,7 +61,7 @@ def _room(spec: LaunchSpec) -> tuple[int, set[str]]:
 
 
 def check_adapters(spec: LaunchSpec) -> None:
-    """Raise ModelError for a duplicate adapter name, or a base or an adapter that vLLM could not serve."""
+    """Raise ModelError for a duplicate adapter name, or a base model or an adapter that vLLM could not serve."""
     if spec.own_name in spec.adapters:
         raise ModelError(f"two of the served models are called {spec.own_name}: give each a name of its own")
     if spec.facts.quantization:
@@ -85,7 +85,7 @@ def check_adapters(spec: LaunchSpec) -> None:
 
 
 def _problems(headers: AdapterHeaders) -> Iterator[str]:
-    """Yield why vLLM could not serve an adapter with these headers."""
+    """Yield the reasons why vLLM could not serve an adapter, from the headers of its file and its config."""
     config = headers.config
     options = [f"{field}: {_first(config[field])}" for field in UNKNOWN if config.get(field)]
     options += [f"bias: {config['bias']}"] if config.get("bias", "none") != "none" else []
@@ -104,10 +104,10 @@ def _problems(headers: AdapterHeaders) -> Iterator[str]:
 
 
 def _first(value: object) -> object:
-    """Shorten a long list for a message: it may name every expert's parameter of every layer."""
+    """Return a config value for a message, with a long list cut short, as it may name thousands of parameters."""
     return [*value[:NUM_NAMED], "…"] if isinstance(value, list) and len(value) > NUM_NAMED else value
 
 
 def _modules(headers: AdapterHeaders) -> set[str]:
-    """Return the last parts of the adapted layers' names; vLLM has all experts of a layer in one module."""
+    """Return the names of the adapted kinds of layers, such as `q_proj`; all experts of a layer count as `experts`."""
     return {EXPERTS if f".{EXPERTS}." in layer else layer.rpartition(".")[2] for layer in headers.ranks}

@@ -1,4 +1,4 @@
-"""Options of `vllm serve` that a recipe passes through: which are refused, and how the others are written.
+"""Options of `vllm serve` in a recipe's `serving.arguments`: refused ones, and the command line of the others.
 
 Refused are options that this project sets itself, that open a way around the proxy or run code of others, and that name
 files or servers whose content no version would know.
@@ -37,7 +37,7 @@ SET_HERE = {
         ("uds", "generation-config", "logprobs-mode", "distributed-executor-backend"), "it is set where it is needed"
     ),
 }
-"""vLLM option → field of the recipe that sets it."""
+"""vLLM options that other recipe fields set, with the field to use instead."""
 DOORS = {
     **dict.fromkeys(
         (
@@ -69,27 +69,27 @@ DOORS = {
         "the model is what its folder holds, and what lies elsewhere is in no version",
     ),
 }
-"""vLLM option → why it is refused: it would open a door to code, files or networks."""
+"""vLLM options that are refused because they open a way to foreign code, files or networks, with the reason."""
 REFUSED = {**{name: f"it is set by the recipe's other fields: {where}" for name, where in SET_HERE.items()}, **DOORS}
 ELSEWHERE = re.compile(
     r".*_(plugin|cls|class|path|dir|file|url|endpoint)|inductor_passes|model|tokenizer|(.*_)?revision|custom_class"
 )
-"""Keys, or methods, in a vLLM option's value that name code, files or models outside the artifact."""
+"""Pattern of keys and methods in an option's value that refer to code, files or models outside the artifact."""
 QUALIFIED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-"""Dotted name of Python code, as `compilation-config` takes one for its `backend`."""
+"""Pattern of the dotted name of a Python object, which vLLM's `compilation-config` would import as its `backend`."""
 PARSER = "tool-call-parser"
 CHECK = Path(__file__).with_name("option_check.py")
 
 
 def written(arguments: Mapping[str, JsonValue]) -> dict[str, list[str]]:
-    """Return vLLM option → its arguments on the command line. Raises RecipeError if one is refused."""
+    """Return the command-line arguments of each vLLM option, by name. Raises RecipeError if one is refused."""
     if refused := list(refusals(arguments)):
         raise RecipeError(f"the arguments of `vllm serve`: {'; '.join(refused)}")
     return {name: _written(name, value) for name, value in arguments.items()}
 
 
 def refusals(arguments: Mapping[str, JsonValue]) -> Iterator[str]:
-    """Yield `OPTION: why` for each vLLM option that no server gets."""
+    """Yield `OPTION: reason` for each option in a recipe that may not be passed to vLLM."""
     for name, value in arguments.items():
         # vLLM's parser takes an unambiguous beginning of an option for the option.
         whole = next((refused for refused in REFUSED if refused.startswith(name)), None)
@@ -108,8 +108,9 @@ def refusals(arguments: Mapping[str, JsonValue]) -> Iterator[str]:
 def argument_problems(
     python: Path, version: str, arguments: Mapping[str, JsonValue], *, at_once: bool = False
 ) -> list[str] | NotAsked:
-    """Return `OPTION: why` for options refused here, or by the parser of this vLLM, whose answers are cached.
+    """Return `OPTION: reason` for options that this project or the parser of the installed vLLM refuses.
 
+    The parser's answers are cached.
     python: interpreter of vLLM's environment.
     at_once: only answer from the cache.
     """
@@ -132,7 +133,10 @@ def _written(name: str, value: JsonValue) -> list[str]:
 
 
 def _elsewhere(value: JsonValue) -> Iterator[str]:
-    """Yield keys and methods that name something outside the artifact, at any depth and also in JSON strings."""
+    """Yield the keys and methods in an option's value that refer to something outside the artifact.
+
+    Lists, nested objects and JSON strings are searched too.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)

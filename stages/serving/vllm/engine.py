@@ -1,4 +1,4 @@
-"""vLLM as a serving engine: its program, the command and environment of a server, its log, and its load generator.
+"""vLLM as a serving engine: its program, its server's command line and environment, its log, its load generator.
 
 vLLM lives in an environment of its own and is never imported here: it is started as a program and spoken to over HTTP.
 """
@@ -40,12 +40,12 @@ if TYPE_CHECKING:  # their HTTP imports would slow every plan
 
 BYTES_PER_GIB = 2**30
 CPU_KV_CACHE_GIB = 4.0
-"""Size of the KV cache on a CPU, where the recipe gives none.
+"""Size of the KV cache on a CPU in GiB, where the recipe gives none.
 
 vLLM would take 92% of the host's memory, and refuse to start when something else uses more than the rest.
 """
 GPU_SHARE = 0.9
-"""Part of a GPU's memory that servers tried side by side share."""
+"""Share of a GPU's memory for all servers that a user tries at the same time."""
 QUIET = {
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -53,7 +53,7 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
 }
-"""Variables that keep vLLM and its libraries from reporting usage and from asking hubs."""
+"""Environment variables that keep vLLM and its libraries from sending usage reports and from contacting model hubs."""
 SETTINGS = {
     **QUIET,
     # vLLM's default is 4, and it answers 400 to tasks of lm-eval that have more, the end token among them.
@@ -61,11 +61,11 @@ SETTINGS = {
 }
 
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Variables by which the processes of a server, all on one machine, reach one another."""
+"""Environment variables by which a server's processes communicate over the loopback interface only."""
 
 
 SMOKE_PROMPT = "1 + 1 = 2"
-"""Prompt of the first request to a server, of several tokens.
+"""Prompt of the request that checks a new server; it must have more than one token.
 
 On CPUs with AMX, attention of vLLM 0.32 in bf16 dies by SIGILL until a product of two matrices, which a single token
 does not need, has asked the kernel for the tile registers.
@@ -78,7 +78,7 @@ LOAD_TIMEOUT_S = 3600.0
 
 
 PREFIX = re.compile(r"^(?:\(\w+[^)]*pid=\d+\)\s*)?(?:(?:ERROR|CRITICAL)\s+\d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s?)?")
-"""Beginning of a line in vLLM's log: the process, then the level, the time and the module."""
+"""Pattern of the prefix of vLLM's log lines: process, level, time and module."""
 USAGE = re.compile(r"^(?:vllm|vllm serve|api_server\.py)\S*: error: (.+)")
 GENERIC = (
     "engine core initialization failed",
@@ -93,7 +93,7 @@ GENERIC = (
 
 @dataclass(frozen=True)
 class VllmProgram:
-    """Installed vLLM: its `vllm` command, the interpreter beside it, and its version."""
+    """Installed vLLM: its `vllm` command, its Python interpreter, and its version."""
 
     command: Path
     python: Path
@@ -101,7 +101,7 @@ class VllmProgram:
 
     @property
     def runs_on_cpu(self) -> bool:
-        """Return whether the installed vLLM is a build for CPUs; it serves there even if the machine has a GPU."""
+        """Return whether the installed vLLM is a build for CPUs, which uses no GPU even where there is one."""
         return "cpu" in self.version
 
     def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
@@ -137,7 +137,10 @@ class VllmProgram:
         return command
 
     def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
-        """Return our environment without what would confuse vLLM, with the key and the CPU's settings."""
+        """Return the environment of vLLM's server: ours, with the API key and with settings for CPUs.
+
+        Variables that would confuse vLLM are left out.
+        """
         serving = spec.serving
         # Sockets get names relative to the working folder, since their paths may not be longer than 107 bytes.
         environment = {**inherited_environment(), **SETTINGS, "VLLM_API_KEY": api_key, "VLLM_RPC_BASE_PATH": "."}
@@ -159,19 +162,19 @@ class VllmProgram:
         return environment
 
     def _is_eager(self, spec: LaunchSpec) -> bool:
-        """Return whether vLLM compiles nothing (eager mode).
+        """Return whether vLLM runs in eager mode, without compilation.
 
         On a CPU compilation takes minutes, which a person who tries a model would spend waiting for its first answer.
         """
         return spec.serving.enforce_eager or (spec.num_tried > 0 and self.runs_on_cpu)
 
     def _runs_in_one_worker(self, serving: ServingConfig) -> bool:
-        """Return whether vLLM's worker lives in the engine's process, which saves the import of another one."""
+        """Return whether vLLM's worker runs inside the engine's process, which saves a second import of vLLM."""
         return self.runs_on_cpu and serving.tensor_parallel_size == 1
 
 
 def find_vllm() -> VllmProgram:
-    """Return the program that LIFECYCLE_VLLM names, or `.venv-serve/bin/vllm` beside our environment, or that on PATH.
+    """Return the `vllm` in LIFECYCLE_VLLM, else `.venv-serve/bin/vllm` beside our environment, else the one on PATH.
 
     Raises ResourceError if there is none.
     """
@@ -206,7 +209,7 @@ def _find_command() -> Path:
 
 
 class Vllm:
-    """vLLM as a serving engine (protocol `Engine`)."""
+    """vLLM as a serving engine (implements the protocol `Engine`)."""
 
     name = "vllm"
     title = "vLLM"
@@ -295,7 +298,7 @@ class Vllm:
 
 
 def find_root_cause(log: str) -> str | None:
-    """Return the first exception in `log` that is not a consequence of another, with its message; None without one.
+    """Return the first exception in vLLM's log that no other exception caused, with its message; None without one.
 
     Several processes write into one log, each with a prefix of its own, and the first traceback has the cause. The last
     line does not help (`RuntimeError: Engine core initialization failed. See root cause above`).
@@ -304,7 +307,7 @@ def find_root_cause(log: str) -> str | None:
 
 
 def generate_load(client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path) -> list[LoadResult]:
-    """Run `vllm bench serve` for each concurrency; leaves `benchmark.json` (vLLM's own results) and `benchmark.log`.
+    """Run `vllm bench serve` at each concurrency; writes `benchmark.json` (vLLM's results) and `benchmark.log`.
 
     Raises ServerError if the load generator fails.
     """

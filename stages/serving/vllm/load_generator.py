@@ -22,7 +22,7 @@ gc.enable()
 
 
 def run_benchmarks() -> None:
-    """Run the benchmarks one after the other, each as the `vllm` command would."""
+    """Run the benchmarks one after another, each as the `vllm` command would."""
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     results = [main(parser.parse_args(arguments)) for arguments in json.load(sys.stdin)]

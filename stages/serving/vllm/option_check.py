@@ -1,4 +1,4 @@
-"""Program that checks options with the parser of `vllm serve`.
+"""Program that checks server options with the argument parser of `vllm serve`.
 
 It runs in vLLM's environment and imports nothing of ours. stdin: JSON, option → its arguments on the command line.
 stdout: its last line is a JSON list of problems.
@@ -23,7 +23,7 @@ class Refusing(FlexibleArgumentParser):
 
 
 def main() -> None:
-    """Print `OPTION: reason` for each option on stdin that the parser refuses, as a JSON list."""
+    """Print a JSON list of `OPTION: reason` for the options on stdin that vLLM's parser refuses."""
     parser = make_arg_parser(Refusing())
     names = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
     problems = []

@@ -1,4 +1,4 @@
-"""Checks that vLLM can serve a model once it is quantized, from shapes alone, before anything slow is imported.
+"""Checks from layer shapes, before a model is quantized, that vLLM will be able to serve the quantized model.
 
 The rules are those of the kernels that vLLM 0.32 selects, on the kind of device that this machine has:
 
@@ -31,29 +31,32 @@ from stages.serving.engine import Quantization
 Device = Literal["cpu", "cuda"]
 
 GROUP_SIZES = (128, 64, 32)
-"""Group sizes that every device serves, best compression first."""
+"""Quantization group sizes that vLLM serves on every device, the best compression first."""
 CHANGES: list[dict[str, Any]] = [
     {"symmetric": True},
     *({"group_size": size} for size in GROUP_SIZES),
     *({"group_size": size, "symmetric": True} for size in GROUP_SIZES),
 ]
-"""Changes that may make a quantize recipe servable, the smallest first."""
+"""Changes of a quantize stage's config that may make its model servable, in the order in which they are tried."""
 CUDA_GROUP_SIZES = (32, 64, 128, 256)
 CUDA_EXPERT_GROUP_SIZES = (32, 64, 128)
 PACKED = 8
-"""Number of 4-bit zero points in an int32."""
+"""Number of 4-bit zero points that are packed into one int32."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of the model; tensor parallelism gives each rank whole heads."""
+    """Numbers of query and key heads of the model; tensor parallelism gives each rank whole heads."""
 
     queries: int
     keys: int
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any]) -> Heads | None:
-        """Return the heads by a `config.json` (of the language model, if it has parts); None if it has none."""
+        """Return the head numbers in a `config.json`, or None if it has none.
+
+        Of a model with several parts, they are the language model's.
+        """
         text_config = model_config.get("text_config", model_config)
         queries = text_config.get("num_attention_heads")
         return cls(queries, text_config.get("num_key_value_heads") or queries) if queries else None
@@ -61,14 +64,14 @@ class Heads:
 
 @dataclass(frozen=True)
 class Problem:
-    """Layer that vLLM could not serve quantized, and why."""
+    """Layer that vLLM could not serve once it is quantized, and the reason."""
 
     layer: str
     reason: str
 
 
 def serving_device() -> Device:
-    """Return the kind of device that vLLM would run on here."""
+    """Return the kind of device, `cpu` or `cuda`, that vLLM would use on this machine."""
     gpus = Path("/proc/driver/nvidia/gpus")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return "cuda" if gpus.is_dir() and any(gpus.iterdir()) and not hidden else "cpu"
@@ -81,7 +84,7 @@ def check_servable(
     device: Device,
     flags: Collection[str] = (),
 ) -> None:
-    """Raise RecipeError if vLLM could not serve the result, with the layers, the reasons and what to change.
+    """Raise RecipeError if vLLM could not serve the quantized model; names the layers, the reasons and a remedy.
 
     flags: instruction sets of the CPU that is to serve it.
     """
@@ -110,7 +113,7 @@ def caveats(quantization: Quantization, device: Device, cpu_flags: set[str]) -> 
 
 
 def cpu_flags() -> set[str]:
-    """Return the instruction sets of this machine's CPU; none where the system does not list them."""
+    """Return the instruction sets of this machine's CPU, such as `avx512f`; none if the system does not list them."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     return set(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
@@ -142,7 +145,10 @@ def _experts(
 
 
 def _unread_by_transformers(quantization: Quantization) -> str | None:
-    """Return why Transformers 5.17 cannot read these quantized experts, though vLLM serves them on CUDA."""
+    """Return why Transformers 5.17 cannot read the quantized experts of a mixture, or None.
+
+    Transformers measures the quantization error; vLLM would serve them on CUDA.
+    """
     if quantization.weights == "int8":
         return "Transformers reads no int8 experts, and the KL is measured with it"
     if quantization.weights == "int4" and not quantization.symmetric:
@@ -151,7 +157,7 @@ def _unread_by_transformers(quantization: Quantization) -> str | None:
 
 
 def _no_cpu_kernel(quantization: Quantization, flags: Collection[str]) -> str | None:
-    """Return why vLLM has no kernel for these experts on this CPU; None if it has one."""
+    """Return why vLLM has no kernel for these quantized experts on this CPU; None if it has one."""
     if quantization.weights == "fp8":
         return "vLLM has no kernel for fp8 experts on a CPU"
     if "amx_tile" not in flags:
@@ -172,7 +178,7 @@ def _split_evenly(layers: list[Projection], heads: Heads | None, ranks: int) -> 
 
 
 def _quantized_together(projections: list[Projection], layers: list[Projection]) -> Iterator[Problem]:
-    """Yield fused matrices of which only a part is quantized, which vLLM refuses."""
+    """Yield layers that vLLM fuses into one matrix, such as q, k and v, if only some of them are quantized."""
     kept = {layer.name for layer in layers}
     for name, group in _by_fused_name(projections).items():
         ignored = [layer.name for layer in group if layer.name not in kept]
@@ -222,7 +228,7 @@ def _outputs_per_rank(layer: Projection, heads: Heads | None, ranks: int) -> int
 
 
 def _is_replicated(layer: Projection, heads: Heads | None, ranks: int) -> bool:
-    """Return whether each rank holds one whole key and value head, as with more ranks than key heads."""
+    """Return whether tensor parallelism copies this key or value projection: more ranks than key heads."""
     return heads is not None and ranks > heads.keys and layer.suffix in ("k_proj", "v_proj")
 
 
@@ -236,7 +242,7 @@ def _by_fused_name(layers: list[Projection]) -> dict[str, list[Projection]]:
 def _advice(
     projections: list[Projection], quantization: Quantization, problems_of: Callable[[Quantization], list[Problem]]
 ) -> str:
-    """Return the smallest change that makes a model servable: another group size, an ignored layer, fewer ranks."""
+    """Return the smallest config change that makes the model servable, such as another group size, for the message."""
     for change in CHANGES if quantization.weights == "int4" else ():
         if not problems_of(replace(quantization, **change)):
             return "set " + " and ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())
@@ -254,7 +260,7 @@ def _advice(
 
 
 def _advice_for_experts(quantization: Quantization, problems_of: Callable[[Quantization], list[Problem]]) -> str:
-    """Return advice for experts: beside unquantized experts, Transformers reads only fp8."""
+    """Return the config change that makes a mixture of experts servable: method fp8, or unquantized experts."""
     fp8 = replace(quantization, method="fp8", weights="fp8")
     if not problems_of(fp8):
         return "choose method fp8"

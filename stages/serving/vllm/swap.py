@@ -1,4 +1,4 @@
-"""Other weights for a running vLLM: adapters and whole models, loaded at its own address, never through the proxy.
+"""Replacement of adapters and whole models in a running vLLM, requested from vLLM directly instead of by the proxy.
 
 Each version of an adapter has a name and a folder of its own. Under a name that was used before, vLLM would answer from
 the prefix cache of the former weights, or read the files again at every request. Whole weights replace those that it
@@ -32,9 +32,9 @@ ANSWER_BYTES = 2**20
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs"
 SAID_OF_ITSELF = "/server_info?config_format=json"
 SAMPLED_AS_ASKED = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
-"""vLLM's settings of a server whose samples are learned from.
+"""vLLM settings without which a server's samples and log-probabilities cannot be used for training.
 
-Else the model's own generation_config.json changes what is sampled, and log-probabilities are not those of the
+By default, the model's own generation_config.json changes what is sampled, and log-probabilities are not those of the
 distribution that was sampled from.
 """
 
@@ -49,13 +49,14 @@ def load_adapter(address: EngineAddress, api_key: str, name: str, folder: Path, 
 
 
 def unload_adapter(address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
-    """Unload an adapter from vLLM by name; its weights make room when needed. Raises as `load_adapter` does."""
+    """Unload an adapter from vLLM by name. Raises as `load_adapter` does."""
     post(address, api_key, "v1/unload_lora_adapter", {"lora_name": name}, f" {name}", timeout_s)
 
 
 def reload_weights(address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-    """Replace the model's weights by those of `folder`, which `prepare_reloads` has seen; no request may be under way.
+    """Replace the model's weights in a running vLLM by those in `folder`, which `prepare_reloads` has prepared.
 
+    No request may be running.
     Raises as `load_adapter` does; but where vLLM refuses, it ends at the next request.
     """
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -65,7 +66,7 @@ def reload_weights(address: EngineAddress, api_key: str, folder: Path, timeout_s
 
 
 def prepare_reloads(folder: Path) -> None:
-    """Write an untied head for a model whose embedding serves as its head, and say so in its config.
+    """Write an output head as a matrix of its own into a model folder that ties the head to the embedding.
 
     vLLM on a CPU keeps the head in another order, and does not renew that when it is tied: new layers would answer
     through an old head. Raises ModelError for a model whose weights have other names than most have.
@@ -95,7 +96,10 @@ def prepare_reloads(folder: Path) -> None:
 
 
 def post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], what: str, timeout_s: float) -> None:
-    """Post to vLLM's own route; `what` follows the route's name in messages. Raises as `load_adapter` does."""
+    """Send a POST request to one of vLLM's own routes. Raises as `load_adapter` does.
+
+    what: text that follows the route's name in messages.
+    """
     doing = f"{route.rpartition('/')[2]}{what}"
     expected = Expected(f"asking vLLM to {doing}: it", ANSWER_BYTES, timeout_s, key=api_key)
     try:
@@ -106,8 +110,9 @@ def post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any],
 
 
 def check_takes_weights(client: Client, num_tokens: int, dtype: str) -> None:
-    """Raise ServerError unless a server can be given weights and learned from; TransientError if it does not answer.
+    """Raise ServerError unless a vLLM that the user started can take new weights and sample for training.
 
+    Raises TransientError if it does not answer.
     num_tokens: length of a prompt and its answer.
     dtype: `float32` or `bfloat16`.
     """
@@ -117,7 +122,7 @@ def check_takes_weights(client: Client, num_tokens: int, dtype: str) -> None:
 
 
 def check_reads(address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-    """Raise ServerError unless vLLM finds files that we write to this folder.
+    """Raise ServerError unless a running vLLM can read files that we write to `folder`.
 
     A file without weights is written and loaded. `is_checkpoint_format: False` says that the weights are in vLLM's own
     order: of a checkpoint that lacks some, vLLM would be left with half a model.
@@ -137,7 +142,7 @@ def check_reads(address: EngineAddress, api_key: str, folder: Path, timeout_s: f
 
 
 def runs_on_cpu(client: Client) -> bool:
-    """Return whether the server computes on a CPU. Raises as `check_takes_weights` does."""
+    """Return whether a vLLM server that the user started runs on a CPU. Raises as `check_takes_weights` does."""
     return _configured(client).device_config.device == "cpu"
 
 
@@ -162,7 +167,7 @@ class _ServerInfo(AnswerModel):
 
 
 def _configured(client: Client) -> _Configured:
-    """Return vLLM's report of its own settings."""
+    """Return the settings that a vLLM server reports of itself."""
     try:
         return client.answer(SAID_OF_ITSELF, _ServerInfo).vllm_config
     except ServerError as error:

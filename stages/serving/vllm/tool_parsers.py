@@ -1,4 +1,4 @@
-"""Parsers by which vLLM reads tool calls from answers: chosen by the chat template, checked with vLLM's own list.
+"""Parsers by which vLLM reads tool calls from answers, chosen from the model's chat template.
 
 Without one, vLLM refuses each request that has tools. A chat template writes calls of earlier turns as the model writes
 new ones, so the texts around them there identify the parser.
@@ -47,7 +47,8 @@ MARKERS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("<|tool_call|>",), "granite", ()),
     (("<|start|>functions.",), "openai", ()),
 )
-"""Rows of: texts in a chat template, the parser if all of them are there, and the tokens that the parser needs.
+"""Tool call parsers in the order in which they are tried, with texts by which a chat template shows its format. Each
+entry: texts that the template must all contain, the parser's name, and tokens that the parser needs.
 
 Without those tokens it raises at each request. The first row that fits counts: `<tool_call>` alone means JSON, but it
 also stands around other forms of calls.
@@ -55,7 +56,7 @@ also stands around other forms of calls.
 
 
 def parser_of(model: Path, python: Path) -> str | None:
-    """Return the parser for the chat template of a model folder; None where none is known or could work.
+    """Return the name of vLLM's tool call parser for a model's chat template; None if none is known or would work.
 
     python: the interpreter of vLLM's environment.
     """
@@ -69,7 +70,7 @@ def parser_of(model: Path, python: Path) -> str | None:
 
 
 def parser_problem(name: Any, python: Path) -> str | None:
-    """Return an error if vLLM has no tool parser of a name, or None."""
+    """Return an error if vLLM has no tool call parser of this name, else None."""
     known = known_parsers(python)
     if known is None or name in known:
         return None
@@ -80,7 +81,7 @@ def parser_problem(name: Any, python: Path) -> str | None:
 
 @cache
 def known_parsers(python: Path) -> frozenset[str] | None:
-    """Return the names of the parsers of the installed vLLM; None where its list is not found.
+    """Return the names of the tool call parsers in the installed vLLM; None if its list is not found.
 
     It is read, not imported: importing vLLM takes seconds.
     """
@@ -95,7 +96,7 @@ def known_parsers(python: Path) -> frozenset[str] | None:
 
 
 def _templates(model: Path) -> str:
-    """Return all chat templates of a model folder as one text; a model may have another for tools."""
+    """Return all chat templates of a model folder joined into one text; some models have a second one for tools."""
     files = [model / "chat_template.jinja", *sorted((model / "additional_chat_templates").glob("*.jinja"))]
     texts = [file.read_text("utf-8", errors="replace") for file in files if file.is_file()]
     config = model / "tokenizer_config.json"
