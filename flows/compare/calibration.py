@@ -1,8 +1,8 @@
-"""Calibration of the planner: constants of a machine's efficiency, fitted to runs that MLflow has. Pure.
+"""Calibration of the planner: constants of a machine's efficiency, fitted to earlier runs logged in MLflow.
 
 Least squares over the logarithms of predicted over measured step time and memory. A run or two cannot determine all
 constants, so each is also held near its built-in value: being off by a factor of e weighs as much as one run that is
-predicted wrongly by that factor (a log-normal prior).
+predicted wrongly by that factor (a log-normal prior). The module does no I/O.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ TIME_CONSTANTS = ("matmul", "attention", "memory", "intra_link", "launch_s")
 MEMORY_CONSTANTS = ("runtime_gib",)
 CONSTANTS = (*TIME_CONSTANTS, *MEMORY_CONSTANTS)
 SHARES = ("matmul", "attention", "memory", "intra_link")
-"""Fitted constants that are shares of a peak, and so at most 1."""
+"""Fitted constants that are a share of a peak rate, and so at most 1."""
 LATENCY = "intra_node_latency_s"
 WORKLOAD = "workload"
-"""Tag of a run in which its stage records the workload that the planner predicted."""
+"""MLflow tag in which a train stage records the workload for which the planner made its prediction."""
 WIDEST_FACTOR = 100.0
 FITTED_FROM = ("engine", "layout.dp_shard", "global_batch_size", "data.sequence_length", "precision")
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Observation for calibration: measurements of a run, and what the planner needs to predict them."""
+    """Measured step time and memory of one run, with what the planner needs to predict them."""
 
     run_id: str
     request: SearchRequest
-    """Layout-search request for the whole machine; on a CPU, `predict` divides the cores among the run's processes."""
+    """Search request for the whole machine; on a CPU, `predict` divides the cores among the run's processes."""
     engine: EngineName
     layout: Layout
     is_cpu: bool
@@ -47,44 +47,44 @@ class Observation:
 
     @property
     def text(self) -> str:
-        """Return the layout in one line, with the batch."""
+        """Return the run's layout and batch (rows × tokens) in one line."""
         rows = self.request.workload.global_batch_size
         return f"{describe_layout(self.engine, self.layout)} ({rows} × {self.request.workload.sequence_length})"
 
     def predict(self, hardware: Hardware) -> Candidate:
-        """Predict a run's step time and memory on given hardware."""
+        """Predict the run's step time and memory on hardware with given constants."""
         share = shared_cpu(hardware, self.layout.world_size) if self.is_cpu else hardware
         return estimate(replace(self.request, hardware=share), self.engine, self.layout)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Hardware with fitted constants."""
+    """Result of a calibration: hardware with fitted constants, and the runs that they were fitted to."""
 
     hardware: Hardware
     start: Hardware
     observations: tuple[Observation, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Run → reason why calibration could not use it."""
+    """Reasons why runs could not be used for the calibration, by run."""
 
     @property
     def constants(self) -> dict[str, float]:
-        """Return constant → fitted value: those of `Efficiency` and the latency of a collective."""
+        """Return the fitted constants by name: those of `Efficiency`, and the latency of a collective within a node."""
         return {**{name: getattr(self.hardware.efficiency, name) for name in CONSTANTS}, LATENCY: self.latency_s}
 
     @property
     def latency_s(self) -> float:
-        """Return the latency of a collective within a node."""
+        """Return the fitted seconds of latency of a collective within a node."""
         return self.hardware.intra_node_latency_s
 
 
 def observations_of(runs: Sequence[LoggedRun], hardware: Hardware) -> list[Observation]:
-    """Return the runs of train stages that have everything a prediction needs."""
+    """Return an observation for each run of a train stage that records everything a prediction needs."""
     return [_observation(run, hardware) for run in runs if why_left_out(run) is None]
 
 
 def why_left_out(run: LoggedRun) -> str | None:
-    """Return what a run lacks that a prediction needs, in words; None for a usable run."""
+    """Return why a run cannot be used for calibration, such as a metric that it lacks; None for a usable run."""
     lacking = [name for name in ("step_time_s", "peak_memory_gib") if not run.metrics.get(name, 0) > 0]
     lacking += [name for name in ("model_shape",) if name not in run.tags]
     lacking += [name for name in FITTED_FROM if name not in run.params]
@@ -103,7 +103,7 @@ def why_left_out(run: LoggedRun) -> str | None:
 
 
 def fit(observations: Sequence[Observation], start: Hardware) -> Calibration:
-    """Return the constants that explain the observations best, near those of `start`."""
+    """Fit the hardware constants to the observations by least squares, held near those of `start`."""
     from scipy.optimize import least_squares
 
     values = {name: getattr(start.efficiency, name) for name in CONSTANTS} | {LATENCY: start.intra_node_latency_s}
@@ -125,13 +125,13 @@ def fit(observations: Sequence[Observation], start: Hardware) -> Calibration:
 
 
 def with_constants(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
-    """Return the hardware with other constants."""
+    """Return the hardware with its efficiency constants and latency replaced."""
     efficiency = replace(hardware.efficiency, **{name: values[name] for name in CONSTANTS})
     return replace(hardware, efficiency=efficiency, intra_node_latency_s=values[LATENCY])
 
 
 def errors(observation: Observation, hardware: Hardware) -> tuple[float, float]:
-    """Return the logarithms of predicted over measured: of step time, and of memory."""
+    """Return the logarithms of predicted over measured step time and of predicted over measured memory."""
     candidate = observation.predict(hardware)
     return (
         math.log(candidate.time.step_time_s / observation.step_time_s),
@@ -140,7 +140,7 @@ def errors(observation: Observation, hardware: Hardware) -> tuple[float, float]:
 
 
 def rank_correlation(calibration: Calibration, hardware: Hardware) -> float:
-    """Return Spearman's correlation of predicted and measured step times; NaN for fewer than two runs."""
+    """Return Spearman's rank correlation of predicted and measured step times; NaN for fewer than two runs."""
     from scipy.stats import spearmanr
 
     if len(calibration.observations) < 2:
@@ -150,7 +150,7 @@ def rank_correlation(calibration: Calibration, hardware: Hardware) -> float:
 
 
 def mean_errors(calibration: Calibration, hardware: Hardware) -> tuple[float, float]:
-    """Return the mean of |predicted / measured - 1|: of the step time, of the memory."""
+    """Return the mean relative errors |predicted / measured - 1| of step time and of memory."""
     times, memories = zip(*(errors(run, hardware) for run in calibration.observations), strict=True)
     return _mean_error(times), _mean_error(memories)
 
@@ -194,7 +194,10 @@ def _observation(run: LoggedRun, hardware: Hardware) -> Observation:
 
 
 def _workload(run: LoggedRun) -> Workload:
-    """Return the workload that the stage recorded; of old runs, one epoch over all weights."""
+    """Return the workload that a run recorded.
+
+    For old runs without one, assume one epoch that trains the whole model.
+    """
     if WORKLOAD in run.tags:
         return Workload.from_json(run.tags[WORKLOAD])
     return Workload(

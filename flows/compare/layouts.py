@@ -1,4 +1,4 @@
-"""Layouts of a comparison: lines such as `fsdp dp_shard=2 micro_batch_size=4` → the stage's config under each. Pure.
+"""Layouts of a comparison, read from lines such as `fsdp dp_shard=2`, and the stage's config under each.
 
 Omitted fields have the default of a layout, not the value of the recipe, so that a line means the same for every recipe
 (`flows/planning/layout_text.py`). A line may also have `global_batch_size`, for weak scaling. A misspelt line stops a
@@ -28,13 +28,13 @@ from stages.parallel.layout import Layout, describe_layout
 
 BATCH_FIELD = "global_batch_size"
 SHOWN_CHARACTERS = 200
-"""Most characters of a layout line in a message."""
+"""Most characters of a layout's line that an error message shows."""
 KEYS = (*Layout.model_fields, BATCH_FIELD)
 
 
 @dataclass(frozen=True)
 class RefusedLayout:
-    """Layout of a correct line that cannot work, with the reason."""
+    """Layout of a comparison that is spelled correctly but cannot work, with the reason."""
 
     text: str
     engine: str
@@ -44,7 +44,7 @@ class RefusedLayout:
 
 
 def read_layouts(texts: Sequence[str], stage: TrainConfig) -> tuple[list[TrainConfig], list[RefusedLayout]]:
-    """Return the stage's config under each layout, and the layouts that cannot work.
+    """Parse the layouts of a comparison; return the stage's config under each, and the layouts that cannot work.
 
     texts: each is a layout, or a file with a layout a line (`#` begins a comment). Raises RecipeError that lists every
     bad layout, with what was found, what is allowed, and the closest key, when one is misspelt or none can work.
@@ -72,7 +72,7 @@ def read_layouts(texts: Sequence[str], stage: TrainConfig) -> tuple[list[TrainCo
 def without_misfits(
     configs: Sequence[TrainConfig], shape: ModelShape, refused: Sequence[RefusedLayout]
 ) -> tuple[list[TrainConfig], list[RefusedLayout]]:
-    """Move configs whose layout the model's sizes do not allow to the refused layouts.
+    """Separate the configs whose layout does not suit the model's sizes, adding them to the refused layouts.
 
     Raises RecipeError when none is left.
     """
@@ -100,7 +100,7 @@ def _bad_layouts(problems: Sequence[str], refused: Sequence[RefusedLayout]) -> R
 
 
 def text_of(config: TrainConfig, recipe_batch: int) -> str:
-    """Return the line that `read_layouts` reads as this layout, with the batch when it is not the recipe's."""
+    """Return a config's layout as a line for `read_layouts`, with the batch size if it is not the recipe's."""
     text = describe_layout(config.engine, config.layout)
     batch = config.global_batch_size
     return text if batch == recipe_batch else f"{text} {BATCH_FIELD}={batch}"

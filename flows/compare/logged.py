@@ -1,7 +1,7 @@
-"""Rows of a comparison from runs that MLflow has, unless they should not be in one table. Pure.
+"""Comparison rows made from runs that MLflow already has, if they differ in nothing but their layouts.
 
 A table compares layouts; runs that differ in hardware, in the version of the code or in the work itself would compare
-those instead, so they are refused, with their differences, unless mixing is requested.
+those instead, so they are refused, with their differences, unless mixing is requested. The module does no I/O.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stages.core.errors import RecipeError
 from stages.parallel.layout import Layout
 
 HARDWARE = "hardware"
-"""Tag of MLflow with the machine: `8 × NVIDIA H100 80GB HBM3`."""
+"""MLflow tag that names the machine of a run, such as `8 × NVIDIA H100 80GB HBM3`."""
 GIT_COMMIT = "git_commit"
 EQUAL_TAGS = (HARDWARE, GIT_COMMIT, "upstream.model", "upstream.data.dataset")
 SAME_WORK_PARAMS = ("method", "precision", "data.sequence_length", "data.packing")
@@ -27,7 +27,7 @@ RELATIVE = ("relative_tokens_per_s", "loss_difference")
 
 
 def rows_of_runs(runs: Sequence[LoggedRun], *, allow_mixed: bool) -> list[Row]:
-    """Return a row for each run of a train stage that has a layout, and metrics or an error.
+    """Return a comparison row for each run of a train stage that has a layout, and metrics or an error.
 
     Mixed runs are grouped by refresh, stage and method, which their rows name; differences are within a group. Raises
     RecipeError when there is none, or when the runs differ in more than layouts and `allow_mixed` is not set.
@@ -66,13 +66,13 @@ def _listed(values: Mapping[str, int]) -> str:
 
 
 def _work(run: LoggedRun) -> str:
-    """Return a run's work as `REFRESH STAGE METHOD`, as far as they are known."""
+    """Return the work of a run as `REFRESH STAGE METHOD`, as far as each is known."""
     refresh = run.tags.get("refresh") or run.tags.get("comparison")
     return " ".join(filter(None, [refresh, run.tags.get("stage"), run.params.get("method")]))
 
 
 def _place(run: LoggedRun) -> tuple[str, int]:
-    """Return a run's sort key: runs of a comparison in the order of its layouts, after all others."""
+    """Return a run's sort key: runs of a comparison follow all others, in the order of the comparison's layouts."""
     comparison, _, number = run.tags.get(COMPARISON_IDENTITY, "").partition("/")
     return comparison, int(number or 0)
 

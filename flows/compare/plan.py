@@ -1,4 +1,4 @@
-"""Plan of a comparison: the refresh of what a stage depends on, and the stage under each layout."""
+"""Plan of `lifecycle compare`: a refresh of the upstream stages, then the compared stage under each layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stages.kinds.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """Arguments of `lifecycle compare`, before the recipe is read."""
+    """Command-line arguments of `lifecycle compare`, before the recipe is read."""
 
     recipe: str
     stage: str
@@ -39,7 +39,7 @@ class ComparisonRequest:
 
 
 def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
-    """Plan a refresh of what the stage depends on, followed by the comparison.
+    """Plan a refresh of all stages upstream of the compared one, followed by a trial of each layout.
 
     Raises what `load_recipe`, `resolve_outside` and `plan` raise, and RecipeError that lists every bad layout.
     """
@@ -78,7 +78,7 @@ def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
 
 
 def _under_layout(planned: PlannedStage, config: TrainConfig, upstream: dict[str, PlannedStage]) -> PlannedStage:
-    """Return the stage as a refresh would plan it with this layout."""
+    """Return the compared stage as a refresh would plan it with another layout."""
     versions = {name: upstream[name].version for name in planned.upstream}
     outside = planned.identity["outside"]
     assert isinstance(outside, dict)
@@ -105,7 +105,7 @@ def _entry(text: str, planned: PlannedStage, config: TrainConfig) -> LayoutEntry
 
 
 def _refused_entry(refused: RefusedLayout, like: PlannedStage) -> LayoutEntry:
-    """Return the ledger entry of a refused layout, with its run's parameters, but no version."""
+    """Return the ledger entry of a layout that cannot work: its parameters and the reason, without a version."""
     fields = {f"layout.{name}": str(value) for name, value in refused.layout.model_dump(mode="json").items()}
     changed = {"engine": refused.engine, BATCH_FIELD: str(refused.global_batch_size)}
     tags = {name: value for name, value in tags_of(like).items() if name != "version"}

@@ -1,4 +1,4 @@
-"""Changes in the files that a recipe names, in words, such as `train.jsonl 300 → 350 rows`.
+"""Descriptions of what changed in the files that a recipe names, such as `train.jsonl 300 → 350 rows`, for the plan.
 
 Files that are copied into artifacts are compared there. Of a `task_folder` or a `chat_template` only a hash is recorded
 in the identity, so a cache of the store keeps what they held by their hash. Lines are kept of tasks and templates only,
@@ -33,29 +33,29 @@ from stages.hubs.files import requested_files
 from stages.hubs.registry import HUBS
 
 ROW_FILES = (".jsonl", ".ndjson", ".csv")
-"""Suffixes of files whose rows are counted to describe a change."""
+"""File suffixes for which a change is described by the number of rows."""
 TEXT_FILES = (".yaml", ".yml", ".jinja", ".jinja2", ".j2", ".json", ".txt", ".md")
-"""Suffixes of text files whose lines are kept to describe a change."""
+"""Suffixes of text files whose lines are recorded, so that a later plan can show which line changed."""
 MAX_COUNTED_BYTES = 1 << 28
-"""Largest file whose rows are counted, which takes about a second; of a larger one the size is shown."""
+"""Largest file in bytes whose rows are counted, which takes about a second; a larger file is described by its bytes."""
 MAX_KEPT_BYTES = 1 << 16
-"""Largest text whose lines are kept and compared."""
+"""Largest text file in bytes whose lines are recorded and compared."""
 MAX_COMPARED_LINES = 500
 LONGEST_LINE = 60
 _WORD = re.compile(r"[\w-]+")
 _LIKE_A_KEY = re.compile(r"(?=[\w+/=-]*[0-9])(?=[\w+/=-]*[A-Za-z])[\w+/=-]{20,}")
-"""Pattern of text like a key: 20 characters or more, with letters and digits."""
+"""Pattern of text that may be an API key: 20 characters or more, with letters and digits. It is recorded as `***`."""
 REVISION = "content of revision"
 CONTENT = "content of "
 CONTENTS_CACHE = "contents"
-"""Name of the store's cache for contents of files that recipes name."""
+"""Name of the artifact store's cache in which the contents of recipes' files are recorded."""
 MAX_NAMED = 5
 Hashed = dict[str, tuple[str, Path]]
-"""Hashed files of a folder: name → sha256 and path."""
+"""Hashed files of a folder: each file's SHA-256 and path, by file name."""
 
 
 class Content(StrictModel):
-    """Content of a file at one time: its hash, its size in words and, of a short text, its lines.
+    """Recorded content of a file at one time: its hash, its number of rows or bytes, and the lines of a short text.
 
     amount: rows or bytes, in words.
     text: its lines without keys; None of files of rows, which are only counted, and of code.
@@ -67,12 +67,15 @@ class Content(StrictModel):
 
 
 Contents = dict[str, Content]
-"""Recorded contents of files, by name."""
+"""Recorded file contents by file name, of one file or folder."""
 CONTENTS = TypeAdapter(Contents)
 
 
 def keep_contents(folder: Path, digest: str, path: Path) -> None:
-    """Record in `folder` what is at `path`, whose hash is `digest`. A home that cannot be written keeps nothing."""
+    """Record the contents of the file or folder at `path` under its hash `digest`, in the cache folder `folder`.
+
+    Nothing is recorded where the folder cannot be written.
+    """
     before = kept_contents(folder, digest)
     with suppress(OSError):
         if before is None:
@@ -87,7 +90,7 @@ def keep_contents(folder: Path, digest: str, path: Path) -> None:
 
 
 def kept_contents(folder: Path, digest: str) -> Contents | None:
-    """Return what was recorded for this hash, or None when there is no record or it is damaged."""
+    """Return the contents recorded under a hash, or None if there is no record or it is damaged."""
     note = folder / f"{digest}.json"
     try:
         contents = CONTENTS.validate_json(note.read_bytes())
@@ -98,7 +101,7 @@ def kept_contents(folder: Path, digest: str) -> Contents | None:
 
 
 def contents_of(path: Path) -> Contents:
-    """Return the contents of a file, or of a folder's files without logs and bookkeeping. Raises OSError."""
+    """Read and hash a file, or all files of a folder except logs and bookkeeping. Raises OSError."""
     files = outside_files(path)
     hashes = sha256_of_files(files)
     return {
@@ -107,7 +110,7 @@ def contents_of(path: Path) -> Contents:
 
 
 def content_changes(before: Contents, after: Contents) -> Iterator[str]:
-    """Yield each file that is gone, new or changed, with its first changed line.
+    """Yield a description of each file that is gone, new or changed, with its first changed line.
 
     Such as `t.yaml line 3: 'a: 1' → 'a: 2'`.
     """
@@ -123,19 +126,22 @@ def content_changes(before: Contents, after: Contents) -> Iterator[str]:
 
 
 def changed_amount(old: str, new: str) -> str:
-    """Return a file's change of size, `300 → 350 rows`, or `other rows, 300 rows`."""
+    """Describe a file's change of size as `300 → 350 rows`; at the same size as `other rows, 300 rows`."""
     number, _, unit = old.partition(" ")
     return f"{number} → {new}" if old != new and new.endswith(unit) else f"other {unit}, {new}"
 
 
 def amount_of(file: Path) -> str:
-    """Return a file's size as `350 rows`, or `1,234 bytes`. Raises OSError."""
+    """Return a file's size as text: `350 rows`, or `1,234 bytes` if it has no rows. Raises OSError."""
     num_rows = rows_of(file)
     return f"{file.stat().st_size:,} bytes" if num_rows is None else f"{num_rows:,} rows"
 
 
 def rows_of(file: Path) -> int | None:
-    """Return the number of rows of a file, or None when it has none or counting takes long. Raises OSError."""
+    """Return the number of rows in a data file; None for other files, and for files too large to count.
+
+    Raises OSError.
+    """
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -161,14 +167,14 @@ def _text(file: Path) -> str | None:
 
 
 def _kept(name: str, text: str | None) -> str | None:
-    """Return the lines of a file that may be kept, with `***` instead of keys."""
+    """Return a file's text with `***` instead of possible keys, as it is recorded; None for files of other kinds."""
     if text is None or not name.endswith(TEXT_FILES):
         return None
     return _LIKE_A_KEY.sub(REPLACEMENT, redact("".join(_without_named_secrets(text))))
 
 
 def _without_named_secrets(text: str) -> Iterator[str]:
-    """Yield the lines, with `***` for those that name a key or a password and for those nested below."""
+    """Yield a text's lines, with `***` instead of lines that name a key or password and of lines nested below them."""
     hidden_below = None
     for line in text.splitlines(keepends=True):
         content = line.lstrip()
@@ -181,7 +187,7 @@ def _without_named_secrets(text: str) -> Iterator[str]:
 
 
 def _changed_lines(old: str, new: str) -> str | None:
-    """Return the first line that changed and how many more did; None where lines do not show it."""
+    """Describe the first changed line of a text and how many more changed; None if lines do not show the change."""
     before, after = old.splitlines(), new.splitlines()
     if max(len(before), len(after)) > MAX_COMPARED_LINES:
         return None
@@ -198,7 +204,7 @@ def _changed_lines(old: str, new: str) -> str | None:
 
 
 def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
-    """Return the plan with the changed files named instead of two hashes; reads the files that it names.
+    """Return the plan with reasons that describe changed files in words instead of by their old and new hash.
 
     kept: folder of the contents at earlier plans; the present contents are recorded there.
     """
@@ -207,7 +213,7 @@ def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
 
 
 def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
-    """Return the stage with the changes in paths outside the store, such as `task_folder`."""
+    """Return the planned stage with changes described in files of the recipe's paths, such as `task_folder`."""
     reason = stage.reason
     outside = stage.identity["outside"]
     assert isinstance(outside, dict)
@@ -224,7 +230,7 @@ def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
 
 
 def _with_sources(stage: PlannedStage, index: Index) -> PlannedStage:
-    """Return the planned stage with the changes in the source that it fetches: in its files and its name."""
+    """Return the planned stage with changes described in the files and name of the source that it fetches."""
     config = stage.config
     if not isinstance(config, FetchedConfig):
         return stage
@@ -248,7 +254,7 @@ def _with_files(stage: PlannedStage, config: FetchedConfig, index: Index) -> Pla
 
 
 def _with_source(stage: PlannedStage, config: FetchedConfig, index: Index) -> PlannedStage:
-    """Return the stage with its former and present source, whole.
+    """Return the planned stage with its former and present source spelled out in the reason to run.
 
     A path is no identity, so the differences of identities do not show it.
     """
@@ -266,12 +272,12 @@ def _listed(changes: list[str]) -> str:
 
 
 def artifact_changes(old: Artifact, new: Artifact) -> Iterator[str]:
-    """Yield which files that dependents read are gone, new or changed; `train.jsonl 300 → 350 rows`."""
+    """Yield how an artifact's content files differ from an older one's, such as `train.jsonl 300 → 350 rows`."""
     return _file_changes(_contents(old), _contents(new))
 
 
 def kept_changes(kept: Path, differing: Difference) -> str | None:
-    """Return what changed in a path outside the store whose hash differs; None where nothing was recorded."""
+    """Describe what changed in a path of the recipe between two recorded hashes; None if either was not recorded."""
     before, after = (kept_contents(kept, str(digest)) for digest in (differing.old, differing.new))
     changes = [*content_changes(before, after)] if before and after else []
     return _listed(changes) if changes else None

@@ -1,4 +1,4 @@
-"""Checks of a plan before anything runs: idle fields, options of servers, and what each kind of stage checks itself."""
+"""Checks of a recipe and plan before anything runs: fields without effect, server options, each stage's own checks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from stages.serving.engine import NotAsked
 from stages.serving.registry import chosen_engine
 
 OFTEN_OVERRIDDEN = ("execution.", "epochs")
-"""Fields that may have no effect: overrides for a short or local try of a recipe leave them there."""
+"""Prefixes of fields that may be set without effect, since overrides for a short or local trial run leave them so."""
 
 
 class Problems:
-    """Problems of a plan, collected over all checks, so that a person can fix them together.
+    """Collector of all problems found in a plan, so that a person can fix them in one go.
 
     Errors keep the order in which they were found; equal texts count once.
     """
@@ -33,18 +33,18 @@ class Problems:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Collect the error that a check raises, and continue."""
+        """Collect the error that the `with` block raises, and continue after the block."""
         try:
             yield
         except LifecycleError as error:
             self.add(error)
 
     def add(self, error: LifecycleError) -> None:
-        """Add an error to the problems of a plan."""
+        """Add an error to the collected problems; an equal message counts once."""
         self._errors.setdefault(str(error), error)
 
     def check(self) -> None:
-        """Raise the problem of a plan, or of several a RecipeError that lists them.
+        """Raise the collected problem, or for several of them one error that lists all.
 
         Several of one class stay of that class. A source that does not answer counts only when nothing else is wrong:
         another attempt would find the other problems again.
@@ -59,7 +59,7 @@ class Problems:
 
 
 def check_among(recipe: Recipe, chosen: Collection[str]) -> None:
-    """Raise `RecipeError` that lists what these stages find wrong with the others, such as gates that none may pass."""
+    """Raise RecipeError with what is wrong between stages, such as a promotion gate that no model can pass."""
     problems = [
         f"stages.{name}.{problem}"
         for name, config in recipe.stages.items()
@@ -71,7 +71,7 @@ def check_among(recipe: Recipe, chosen: Collection[str]) -> None:
 
 
 def check_idle(recipe: Recipe, chosen: Collection[str]) -> list[str]:
-    """Return a sentence for each field of these stages that has no effect and is often overridden.
+    """Return a warning for each field without effect that trial runs often override (`execution.*`, `epochs`).
 
     Raises `RecipeError` that lists all other fields without effect: who set one meant something else.
     """
@@ -87,7 +87,7 @@ def check_idle(recipe: Recipe, chosen: Collection[str]) -> list[str]:
 
 
 def _idle(config: StageConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield path, value and reason of each set config field without effect; one with its default counts as unset."""
+    """Yield the path, value and reason of each field that is set in a stage's config but has no effect."""
     set_fields = config.model_dump(mode="json", exclude_defaults=True)
     for path, why in dict(config.idle_fields()).items():
         *blocks, field = path.split(".")
@@ -97,7 +97,7 @@ def _idle(config: StageConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def check_limits(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs) -> None:
-    """Raise `RecipeError` that lists what this machine and their models do not allow these stages."""
+    """Raise RecipeError with every setting of these stages that this machine or their models do not allow."""
     problems = [
         f"stages.{name}.{problem}"
         for name, config in recipe.stages.items()
@@ -112,7 +112,10 @@ def check_limits(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs)
 
 
 def _beyond_the_model(recipe: Recipe, stage: str, configs: ModelConfigs) -> list[str]:
-    """Return what a stage's model does not allow; empty where its download, or the check of its files, reports it."""
+    """Return what a stage's config asks for that its model does not allow, such as too long a sequence.
+
+    Empty if the model's config cannot be read, since another check reports that.
+    """
 
     def read_config() -> Mapping[str, Any]:
         facts = configs.of(download_of(recipe, stage))
@@ -125,10 +128,10 @@ def _beyond_the_model(recipe: Recipe, stage: str, configs: ModelConfigs) -> list
 
 
 def check_arguments(recipe: Recipe, chosen: Collection[str], *, at_once: bool) -> list[str]:
-    """Return notes on options of these stages' servers that cannot be checked here.
+    """Check the options that recipes pass to inference servers.
 
-    at_once: leave out questions whose answer takes an engine seconds; a run asks them. Raises `RecipeError` that lists
-    the options that the engines do not take.
+    Return a note for each stage whose server cannot be asked here. at_once: leave out questions whose answer takes an
+    engine seconds; a run asks them. Raises `RecipeError` that lists the options that the engines do not take.
     """
     given = {
         f"stages.{name}.{path}": serving
@@ -166,7 +169,7 @@ def check_arguments(recipe: Recipe, chosen: Collection[str], *, at_once: bool) -
 
 
 def check_publishing(plan: Plan) -> None:
-    """Raise `RecipeError` for stages that will run and whose target cannot take what they publish."""
+    """Raise RecipeError for stages that will run, but whose target cannot take what they publish."""
     problems = [
         f"stages.{name}.{problem}"
         for name, stage in plan.stages.items()
@@ -178,7 +181,7 @@ def check_publishing(plan: Plan) -> None:
 
 
 def installation_notes(planned: Plan) -> Iterator[str]:
-    """Yield what stages that will run install first. Raises ResourceError where it cannot be installed."""
+    """Yield a note on each stage that will first install something, such as a serving engine."""
     for name, stage in planned.stages.items():
         if stage.action == "run" and (missing := stage.config.to_install()):
             yield f"{name}: {missing}"

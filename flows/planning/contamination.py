@@ -1,4 +1,4 @@
-"""Warnings about evaluated models that learned from data that was not decontaminated against the benchmark.
+"""Warnings that an evaluated model learned from data that was not decontaminated against the benchmark.
 
 They are based on records of artifacts, so they cover models that another recipe trained.
 """
@@ -15,11 +15,12 @@ from stages.kinds.registry import kind_of, makes
 
 Find = Callable[[str, str], Artifact | None]
 Task = tuple[str, str, str | None]
-"""Name of a task, its harness, and the hash of the folder that defines it; None for the harness's own tasks."""
+"""Evaluation task: its name, its harness, and the hash of the folder that defines it (None for the harness's own
+tasks)."""
 
 
 def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEntry], find: Find) -> Iterator[str]:
-    """Yield the warnings for an evaluation of this identity; none for other kinds.
+    """Yield contamination warnings for an evaluation stage; none for stages of other kinds.
 
     upstream: artifacts that it depends on, by field.
     find: returns the artifact of a kind and version.
@@ -37,7 +38,7 @@ def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEn
 
 
 def _learned(upstream: Mapping[str, UpstreamEntry], find: Find) -> Iterator[tuple[str, UpstreamEntry]]:
-    """Yield training stage and dataset of every training that the artifacts come from."""
+    """Yield each training stage, with a dataset that it learned from, among all ancestors of the given artifacts."""
     for entry in upstream.values():
         record = _record(entry, find)
         if not record or record.product == "dataset":
@@ -49,7 +50,7 @@ def _learned(upstream: Mapping[str, UpstreamEntry], find: Find) -> Iterator[tupl
 
 
 def _compared_with(dataset: UpstreamEntry, find: Find) -> set[Task]:
-    """Return the tasks against which all rows of a dataset were decontaminated.
+    """Return the evaluation tasks against which all rows of a dataset were decontaminated.
 
     A dataset counts as decontaminated by its own stage, or when all datasets that it is made of are.
     """
@@ -65,7 +66,7 @@ def _compared_with(dataset: UpstreamEntry, find: Find) -> set[Task]:
 
 
 def _tasks_of(identity: Identity, block: Any, path: str) -> set[Task]:
-    """Return the tasks that a block of the identity's config names. path: prefix of its fields' dotted paths."""
+    """Return the evaluation tasks named in one block of a stage's config. path: dotted prefix of the block's fields."""
     outside: Any = identity["outside"]
     harness = block.get("harness", DEFAULT_HARNESS)
     return {(task, harness, outside.get(f"{path}task_folder")) for task in block["tasks"]}

@@ -1,4 +1,7 @@
-"""Slots and GPUs that a stage gets on this machine. Pure, except for looking whether there are GPUs."""
+"""Assignment of this machine's CPU slots and GPUs to the stages of a plan.
+
+Does no I/O, except for looking whether there are GPUs.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ from stages.parallel.device_types import are_hidden, device_type
 
 GPU = device_type("cuda")
 VISIBLE_DEVICES = GPU.visible_devices or ""
-"""Variable that limits a process to some of the GPUs that `gpus` finds."""
+"""Environment variable that limits a process to some of the machine's GPUs (`CUDA_VISIBLE_DEVICES`)."""
 
 
 def wanted_slots(config: StageConfig, count: int) -> int:
-    """Return the number of slots that a stage holds, of `count`.
+    """Return how many of the machine's `count` slots a stage occupies while it runs, so that stages do not crowd it.
 
-    Processes may share cores, but not GPUs. What runs on a cluster is queued there.
+    0 for a stage that needs no GPU on a machine with GPUs, and on a cluster, which queues it. Processes may share
+    cores, but not GPUs.
     """
     if not config.execution.is_local:
         return 0
@@ -31,24 +35,24 @@ def wanted_slots(config: StageConfig, count: int) -> int:
 
 
 def num_devices(config: StageConfig) -> int:
-    """Return the number of devices that a stage keeps busy, on all nodes together."""
+    """Return the number of GPUs that a stage occupies, over all nodes; 0 for a stage that does not wait for GPUs."""
     return config.devices * config.execution.nodes if config.WAITS_FOR_GPUS else 0
 
 
 def own_gpus(config: StageConfig) -> list[int]:
-    """Return the numbers of the GPUs of this machine that a stage was limited to (`on_devices`), if it was."""
+    """Return the indices of this machine's GPUs to which `on_devices` limited a stage; empty if it did not."""
     named = config.execution.environment.get("CUDA_VISIBLE_DEVICES", "") if gpus() else ""
     return [int(number) for number in named.split(",") if number.isdecimal()]
 
 
 def sees_gpus(config: StageConfig) -> bool:
-    """Return whether a stage runs on GPUs of this machine, which neither the recipe nor the environment hides."""
+    """Return whether a stage runs on this machine's GPUs, hidden neither by its recipe nor by the environment."""
     environment = {**os.environ, **config.execution.environment}
     return bool(gpus()) and config.execution.is_local and not are_hidden(GPU, environment)
 
 
 def check_devices(planned: Plan) -> None:
-    """Raise `ResourceError` when a stage would get too few GPUs, or this machine lacks something else that it needs."""
+    """Raise ResourceError if a stage would get too few GPUs, or this machine lacks something else that it needs."""
     for name, stage in planned.stages.items():
         if stage.action != "run" or not stage.config.WAITS_FOR_GPUS:
             continue
@@ -62,7 +66,7 @@ def check_devices(planned: Plan) -> None:
 
 
 def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
-    """Yield how the devices of a stage are divided, where some train and others sample."""
+    """Yield a note on each stage that divides its devices, between training and sampling for example."""
     for name in chosen:
         config = recipe.stages[name]
         if roles := config.device_roles(VISIBLE_DEVICES, _named(config)):
@@ -70,7 +74,7 @@ def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
 
 
 def _device_problems(config: StageConfig) -> Iterator[str]:
-    """Yield what to change in a stage, as the end of a sentence that says how many GPUs it wants."""
+    """Yield why a stage cannot get its GPUs, as the end of an error message that begins with how many it wants."""
     execution, count, wanted = config.execution, len(gpus()), _num_gpus(config)
     if not execution.is_local:
         if problem := execution.options.gpu_problem(wanted):
@@ -94,13 +98,13 @@ def _device_problems(config: StageConfig) -> Iterator[str]:
 
 
 def _named(config: StageConfig) -> list[str]:
-    """Return the GPUs that the recipe names for a stage; "" and -1 mean none."""
+    """Return the GPU indices that the recipe names for a stage in `CUDA_VISIBLE_DEVICES`; "" and -1 mean none."""
     named = config.execution.environment.get(VISIBLE_DEVICES, "")
     return [one.strip() for one in named.split(",")] if named not in ("", "-1") else []
 
 
 def on_devices(planned: PlannedStage, numbers: Sequence[int]) -> PlannedStage:
-    """Return the stage with its environment limited to these GPUs, unless the recipe names others.
+    """Return the planned stage limited to the GPUs with these indices, unless its recipe sets `CUDA_VISIBLE_DEVICES`.
 
     The stage's version does not change.
     """
@@ -117,5 +121,8 @@ def _devices(config: StageConfig) -> int:
 
 
 def _num_gpus(config: StageConfig) -> int:
-    """Return the number of GPUs: one for each process where each takes its own, whatever slots they hold."""
+    """Return the number of GPUs that a stage needs.
+
+    Where each process takes a GPU of its own, `execution.slots` does not lower the number.
+    """
     return max(config.devices, _devices(config)) if config.GPU_FOR_EACH_PROCESS else _devices(config)

@@ -1,4 +1,4 @@
-"""Files on this machine that a plan gives to its stages' own checks, before anything is copied."""
+"""Checks of models, rows and adapters that already lie on this machine, before a plan runs or copies anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stages.models.facts import CONFIG_FILE, ModelFacts
 
 
 def check_models(recipe: Recipe, outside: Outside, index: Index) -> list[str]:
-    """Return notes on what is unusual about the stages in `outside` and their models, a sentence each.
+    """Check the models of these stages where their config is on this machine; return a note for each unusual finding.
 
     Raises RecipeError that lists every model that cannot be trained, every layout that its model does not allow, and
     every bad chat template.
@@ -43,7 +43,7 @@ def check_models(recipe: Recipe, outside: Outside, index: Index) -> list[str]:
 
 
 def _model(recipe: Recipe, name: str, outside: Outside, index: Index) -> ModelAtHand | None:
-    """Return the model that a stage starts from, if its config is on this machine."""
+    """Return the model that a stage starts from, or None if its config is not on this machine."""
     download = download_of(recipe, name)
     if download not in outside:
         return None
@@ -55,7 +55,7 @@ def _model(recipe: Recipe, name: str, outside: Outside, index: Index) -> ModelAt
 
 
 def _local_facts(source: FetchedConfig, outside: dict[str, Any], index: Index) -> ModelFacts | None:
-    """Return the facts of the model that a stage downloads, if its config is on this machine."""
+    """Return the facts (sizes, tokens) of a stage's downloaded model, or None if its config is not on this machine."""
     artifact = index.find(source.kind, version_of(identity_of(source, {}, outside)))
     if artifact and not artifact.damage and (artifact.folder / "model" / CONFIG_FILE).is_file():
         return ModelFacts(artifact.folder / "model")
@@ -63,7 +63,7 @@ def _local_facts(source: FetchedConfig, outside: dict[str, Any], index: Index) -
 
 
 def check_first_inputs(recipe: Recipe, will_run: Collection[str], outside: Outside, index: Index) -> None:
-    """Raise RecipeError that lists what is wrong with rows and adapters of these stages."""
+    """Raise RecipeError with every problem in the rows and adapters of these stages that lie on this machine."""
     problems = [
         f"stages.{name}.{problem}"
         for name, config in recipe.stages.items()
@@ -77,12 +77,12 @@ def check_first_inputs(recipe: Recipe, will_run: Collection[str], outside: Outsi
 
 
 def _model_folder(recipe: Recipe, outside: Outside, index: Index, name: str) -> Path | None:
-    """Return the local folder of the model that a stage starts from, or None."""
+    """Return the local folder of the model that a stage starts from, or None if it is not on this machine."""
     return _folder(recipe, outside, index, download_of(recipe, name))
 
 
 def _folder(recipe: Recipe, outside: Outside, index: Index, name: str) -> Path | None:
-    """Return the local folder of a download's files, in the store or at their source, or None.
+    """Return the local folder of a download's files, in the artifact store or at their source, or else None.
 
     A dataset may be one file. A selection of a folder's files is left to the check of inputs.
     """

@@ -1,4 +1,4 @@
-"""Layouts that `lifecycle layouts` shows: from a recipe or a model's config, ranked, or one explained."""
+"""Layout search behind `lifecycle layouts`: for a recipe or a model's config, all layouts ranked or one explained."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEFAULT_BATCH_ROWS = 1024
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """Options of the command line; None means the recipe's value or the default."""
+    """Command-line options of `lifecycle layouts`; None means the recipe's value or the default."""
 
     num_gpus: int
     gpu: str
@@ -53,7 +53,7 @@ class LayoutOptions:
 
 @dataclass(frozen=True)
 class Ranked:
-    """Result of a layout search that `lifecycle layouts` shows: layouts, best first."""
+    """Result of a layout search for `lifecycle layouts`, which shows the `top` best layouts."""
 
     request: SearchRequest
     result: SearchResult
@@ -61,7 +61,7 @@ class Ranked:
 
     @property
     def shown(self) -> tuple[Candidate, ...]:
-        """Return the layouts that fit, then those that are tight; if there are none, the nearest ones."""
+        """Return the best layouts that fit, then tight ones; if none fits, those that lack least memory."""
         return (safest_first(self.result.fitting) or self.result.too_large)[: self.top]
 
 
@@ -75,7 +75,7 @@ class Explained:
 
 
 def search_request(model: str, options: LayoutOptions) -> SearchRequest:
-    """Return what to search for: a recipe's stage, a config or a known model, changed by the command line.
+    """Return the layout search that the command line asks for, from a recipe's stage, a `config.json` or a known model.
 
     Raises RecipeError, ModelError, DownloadError.
     """
@@ -105,7 +105,10 @@ def ranked(request: SearchRequest, top: int) -> Ranked:
 
 
 def explained(request: SearchRequest, text: str) -> Explained:
-    """Predict one layout in full. Raises LayoutError for one that cannot work, with all reasons."""
+    """Predict time and memory of one layout given as text, with warnings.
+
+    Raises LayoutError, with all reasons, if it cannot work.
+    """
     engine, layout = parse_layout(text, request.num_gpus)
     constraints, shape = request.constraints, request.shape
     if errors := [*layout_errors(engine, layout, constraints), *RULES[engine].model_errors(layout, shape)]:
@@ -117,7 +120,7 @@ def explained(request: SearchRequest, text: str) -> Explained:
 
 
 def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
-    """Parse a line such as `tp=4 pp=2 micro_batch_size=2`.
+    """Parse a layout given as text, such as `tp=4 pp=2 micro_batch_size=2`.
 
     Raises LayoutError, also for a layout that does not use all GPUs.
     """
@@ -139,7 +142,10 @@ def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
 
 
 def _hardware(options: LayoutOptions) -> Hardware:
-    """Return the hardware to plan for. On a CPU, processes share the machine of the calibration, if any."""
+    """Return the hardware to plan for, by the option `--gpu`.
+
+    With `cpu` it is this machine as calibrated, or the built-in CPU, shared by all processes.
+    """
     if options.gpu != "cpu":
         return load_hardware(options.gpu, options.gpus_per_node)
     machine = from_yaml(hardware_file()) if hardware_file().is_file() else built_in("cpu")
@@ -147,7 +153,7 @@ def _hardware(options: LayoutOptions) -> Hardware:
 
 
 def _adapter(of_recipe: LowRank | None, rank: int | None) -> LowRank | None:
-    """Return the recipe's adapter with the command line's rank, or without one an adapter on all linear layers."""
+    """Return the adapter to plan for: the recipe's with the rank of `--lora-rank`, or one on all linear layers."""
     if rank is None:
         return of_recipe
     return replace(of_recipe, rank=rank) if of_recipe else LowRank(rank)
@@ -168,7 +174,7 @@ def _check_positive(options: LayoutOptions) -> None:
 
 
 def _training_gpus(config: TrainConfig, num_gpus: int) -> int:
-    """Return the number of GPUs without those of a sampling server. Raises RecipeError when none is left."""
+    """Return the number of GPUs left for training beside a server that samples. Raises RecipeError if none is left."""
     left = num_gpus - config.sampling_devices
     if left < 1:
         raise RecipeError(
@@ -192,7 +198,7 @@ def _of_recipe(path: Path, stage: str | None) -> tuple[ModelShape, TrainConfig]:
 
 
 def _of_config(model: str) -> ModelShape:
-    """Return the shape from a `config.json`, a folder that has one, or the name of a known model."""
+    """Return the shape of a model from a `config.json`, a folder that contains one, or a published model's name."""
     path = Path(model)
     if path.is_file() or (path / CONFIG_FILE).is_file():
         return ModelFacts(path).shape

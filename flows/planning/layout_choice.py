@@ -1,4 +1,4 @@
-"""Choice of the layout for `layout: auto`: the fastest on this machine by the planner's prediction.
+"""Choice of the layout for `layout: auto`: the one that the planner predicts to be fastest on this machine.
 
 The layout is chosen when a refresh is planned, before versions are computed: the version holds the chosen layout, so
 the same machine finds its artifact again; another machine, or a calibration that changes the choice, trains again.
@@ -24,7 +24,7 @@ from stages.planner.search import Candidate, fitting_layouts
 
 NUM_SHOWN = 3
 MUCH_FASTER = 0.9
-"""Fraction of the chosen layout's step time below which another engine's layout is mentioned.
+"""Step time relative to the chosen layout's below which a layout of another engine is mentioned as faster.
 
 Choosing another engine is left to people, because it changes the version.
 """
@@ -37,7 +37,7 @@ class LayoutChoice:
     stage: str
     candidates: tuple[Candidate, ...]
     other_engine: Candidate | None = None
-    """Best layout of another engine, where that is much faster."""
+    """Best layout of another engine, if it is much faster; else None."""
 
     def __str__(self) -> str:
         best, *others = map(_described, self.candidates[:NUM_SHOWN])
@@ -52,7 +52,7 @@ def choose_layouts(
     unreachable: MutableMapping[str, str] | None = None,
     failed: Collection[str] = (),
 ) -> tuple[Recipe, list[LayoutChoice]]:
-    """Return the recipe with every `auto` of these stages replaced, and what was chosen from.
+    """Return the recipe with a concrete layout in place of each `layout: auto`, and each choice with its alternatives.
 
     unreachable: where given, a stage whose model's hub does not answer keeps its `auto`, and is noted with the reason.
     failed: stages with an error of their own; trainings of their models keep their `auto`. Raises LayoutError when no
@@ -78,7 +78,10 @@ def choose_layouts(
 
 
 def choose_layout(name: str, config: TrainConfig, shape: ModelShape) -> LayoutChoice:
-    """Return the fastest layouts of a stage on this machine. Raises LayoutError when none fits, ResourceError."""
+    """Return a stage's fastest layout on this machine, with alternatives.
+
+    Raises LayoutError if none fits, and ResourceError for a GPU that the planner does not know.
+    """
     counts = _process_counts(config)
     requests = [SearchRequest(shape, config.workload, _hardware(name, count), count, ENGINES) for count in counts]
     candidates = [candidate for request in requests for candidate in fitting_layouts(request)]
@@ -111,7 +114,10 @@ def _hardware(name: str, processes: int) -> Hardware:
 
 
 def _process_counts(config: TrainConfig) -> list[int]:
-    """Return the recipe's number of processes, or else all GPUs that no server has, or 1 to all cores."""
+    """Return the numbers of processes to search layouts for.
+
+    This is the recipe's number, else all GPUs without those of a sampling server, else (on a CPU) 1 to all cores.
+    """
     execution = config.execution
     if execution.processes:
         return [execution.processes * execution.nodes]

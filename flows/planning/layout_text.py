@@ -1,4 +1,4 @@
-"""Layouts as one line of text, such as `megatron tp=2 dp_shard=4`: parsed into engine and fields.
+"""Parser of layouts written as one line, such as `megatron tp=2 dp_shard=4`, into engine and layout fields.
 
 A line contains what a recipe has under `engine:` and `layout:`, and means the same in every command; omitted fields
 have the default of a layout. Only the engine may be omitted, where the fields show which it is.
@@ -16,11 +16,11 @@ from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import ENGINES, EngineName
 
 LEFT_OUT = (1, False)
-"""Values of a layout's degree that switch it off, and so are accepted by an engine that lacks the degree."""
+"""Values that switch a parallel degree off. An engine without that degree accepts them."""
 
 
 def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
-    """Yield problems of a layout's line of text, whose keys must be among `keys`."""
+    """Yield the problems of a layout written as one line, such as a key that is not among `keys`."""
     words = _words(line)
     if not words or ("=" not in words[0] and words[0] not in (*ENGINES, *keys)):
         engine = words[0] if words else ""
@@ -39,7 +39,7 @@ def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
 
 
 def engine_and_fields(line: str) -> tuple[EngineName, dict[str, Any]]:
-    """Return the engine and the fields of a line without problems.
+    """Return the engine and the layout fields of a line in which `line_problems` found nothing.
 
     Values are read as YAML, and not validated yet.
     """

@@ -1,4 +1,4 @@
-"""Shape of the model that a train stage starts from, whether or not it has been downloaded.
+"""Shape (layers, widths, …) of the model that a train stage starts from, known even before it is downloaded.
 
 Training and quantization do not change a model's shape, so it is that of the download at the root: read from the store,
 else from the source itself, or a table of published models while the source does not answer.
@@ -25,7 +25,7 @@ from stages.models.shape import ModelShape
 
 
 def download_of(recipe: Recipe, stage: str) -> str:
-    """Return the stage that fetches what the field `model` of a stage leads to; of adapters, that of their base."""
+    """Return the name of the download stage from which a stage's `model` descends; for an adapter, its base model's."""
     name = base_of(stage, recipe.stages)
     while name not in recipe.fetched:
         upstream = recipe.stages[name].references().get("model")
@@ -36,7 +36,7 @@ def download_of(recipe: Recipe, stage: str) -> str:
 
 
 class ModelConfigs:
-    """Facts of the models that the stages in `outside` download; each hub is asked once.
+    """Facts (config, sizes) of the models that a recipe's stages download; each model hub is asked once.
 
     A download that is not in `outside` has none.
     limit_s: time for all hubs together; what has not come by then counts as never coming.
@@ -47,10 +47,10 @@ class ModelConfigs:
         self._limit_s = limit_s
         offline_limit_s = None if limit_s is None else PLANNING_OFFLINE_LIMIT_S
         self._answers = {True: Answers[ModelFacts | None](offline_limit_s), False: Answers[ModelFacts | None](limit_s)}
-        """Facts of models by whether they are read without a network."""
+        """Pending answers about models: under True those read without a network, under False those asked of a hub."""
 
     def of(self, name: str) -> ModelFacts | None:
-        """Return the facts of the model that a stage downloads; None when its hub has not answered.
+        """Return the facts of the model that a stage downloads; None if its hub has not answered yet.
 
         Raises DownloadError or ModelError when it cannot be read.
         """
@@ -68,7 +68,10 @@ class ModelConfigs:
             return None
 
     def shape_of(self, name: str) -> ModelShape:
-        """Return the shape of a stage's model. Raises also ModelError for a family unknown to the planner."""
+        """Return the shape of the model that a stage downloads.
+
+        Raises also ModelError for a model family unknown to the planner.
+        """
         facts = self.of(name)
         if facts is not None:
             return facts.shape
@@ -89,7 +92,7 @@ class ModelConfigs:
 
 
 def read_known_facts(config: FetchedConfig, outside: dict[str, JsonValue]) -> ModelFacts | None:
-    """Read the config of a model from its source; None where the hub has not named the revision.
+    """Read a model's config from its source; None if the hub has not named the revision yet.
 
     Files on this machine need no revision: the config is read while the weights beside it are still being hashed.
     """

@@ -1,4 +1,7 @@
-"""Plan of a refresh: recipe, outside inputs and store index → what runs, what is cached, and why. Pure."""
+"""Plan of a refresh: which stages run, which are cached, and why, computed from recipe, outside inputs and store.
+
+Does no I/O: the store is given as an index in memory.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from stages.core.redaction import shortened
 
 Action = Literal["run", "cached"]
 FINDING_CHARACTERS = 300
-"""Most characters of a refused artifact's finding that a plan's reason shows."""
+"""Most characters of the reason why an artifact was refused that a plan shows."""
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage of a plan.
+    """Stage of a plan: its version, its config, and whether it runs or is cached, with the reason.
 
     upstream: stages that it refers to.
     ancestors: all stages that it depends on.
@@ -56,17 +59,17 @@ class Plan:
     recipe: str
     stages: dict[str, PlannedStage]
     unknown: dict[str, str] = field(default_factory=dict)
-    """Stage whose version is not known now → why: its source, or an ancestor's, did not answer."""
+    """Reasons why versions of stages are not known yet, by stage: a source of it or of an ancestor did not answer."""
 
     def base_of(self, name: str) -> str | None:
-        """Return the stage whose model an adapter will belong to; None for other stages."""
+        """Return the stage whose base model the adapter of a stage belongs to; None if the stage makes no adapter."""
         config = self.stages[name].config
         return nearest_base(config.references()) if config.product == "adapter" else None
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision about a stage: its action, and the reason."""
+    """Decision whether a stage runs or is cached, with the reason."""
 
     action: Action
     reason: str
@@ -74,7 +77,7 @@ class Decision:
 
 
 def chosen_stages(recipe: Recipe, until: str | None) -> tuple[str, ...]:
-    """Return all stages, or `until` and its ancestors. Raises `RecipeError` when there is no such stage."""
+    """Return the names of all stages, or of `until` and its ancestors. Raises RecipeError if there is no such stage."""
     if until is None:
         return tuple(recipe.stages)
     _check_names(recipe, [until])
@@ -90,10 +93,10 @@ def plan(
     until: str | None = None,
     unreachable: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
-    """Decide for every stage (with `until`: for that stage and its ancestors) whether it runs, and say why.
+    """Decide whether each stage runs or is cached, with the reason.
 
-    outside, unreachable: of these stages, from `resolve_outside`. Raises `RecipeError` when `force` or `until` names a
-    stage that the recipe lacks.
+    `until` restricts the plan to that stage and its ancestors. outside, unreachable: of these stages, from
+    `resolve_outside`. Raises `RecipeError` when `force` or `until` names a stage that the recipe lacks.
     """
     _check_names(recipe, force)
     planned: dict[str, PlannedStage] = {}

@@ -1,4 +1,4 @@
-"""Writer of a first recipe for a person's rows, with a task of their own held-out rows; as texts, not files.
+"""Writer of a first recipe for a person's data (`lifecycle init`), with an evaluation task from held-out rows.
 
 Each proposed value has its reason in a comment: sizes follow from the rows, the learning rate from the size of the
 model and the method, and the choice of an adapter from this machine's memory.
@@ -27,27 +27,27 @@ from stages.models.shape import ModelShape
 from stages.rewards.number import NUMBER
 
 FEW_TOKENS = 200_000
-"""Tokens over all epochs below which rows are packed shorter: a hundred steps of four packed rows of 512."""
+"""Total tokens over all epochs below which packed rows are made shorter: a hundred steps of four rows of 512 tokens."""
 LONGEST_ROW = 8192
 SHORT_ANSWER_CHARACTERS = 40
 FASTER_ADAPTER = 10
-"""Ratio of an adapter's learning rate to that of whole models (Schulman et al. 2025)."""
+"""Factor by which an adapter's learning rate exceeds that of training the whole model (Schulman et al. 2025)."""
 ADAPTERS = {
     "rank 16": "{rank: 16, alpha: 32, target_modules: all-linear}",
     "4 bits": "{rank: 16, alpha: 32, target_modules: all-linear, base_precision: nf4}",
 }
 METHOD_FOR = {method.rows: method for method in METHODS.values() if method.usual_learning_rates}
-"""Kind of rows → method of a first recipe for them."""
+"""Training method that a first recipe uses, by kind of rows."""
 SHOWN_ROW = {"prompts": "prompt", "pairs": "pair"}
-"""Kind of rows → word for one row; any other is called a row."""
+"""Word for one row in a recipe's comments, by kind of rows; other kinds are called rows."""
 DEFAULT_MODEL = "hf://Qwen/Qwen3-0.6B"
 GROUPS, GENERATIONS = 16, 8
-"""Number of prompts in a step of GRPO, and of answers to each."""
+"""Number of prompts in a GRPO step, and number of answers sampled to each."""
 
 
 @dataclass(frozen=True)
 class Starter:
-    """Texts by the file they are for, relative to the recipe's folder, and notes about the rows for the person."""
+    """First recipe and its other files as texts, by path relative to the recipe's folder, with notes for the person."""
 
     files: dict[str, str]
     notes: tuple[str, ...]
@@ -55,7 +55,10 @@ class Starter:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Facts that a first recipe is written from. adapter: one of `ADAPTERS`; None where all weights learn."""
+    """Facts from which a first recipe is written: data, model and adapter.
+
+    adapter: a key of `ADAPTERS`; None if the whole model is trained.
+    """
 
     name: str
     data: Path
@@ -69,12 +72,12 @@ class _Plan:
 
     @property
     def samples(self) -> bool:
-        """Return whether training samples answers to prompts, instead of learning from rows."""
+        """Return whether the training method samples answers to prompts instead of learning from given answers."""
         return METHOD_FOR[self.rows.kind].needs_rollouts
 
     @property
     def billions(self) -> float:
-        """Return the parameters in billions: from the config, else from a name such as `Qwen3-0.6B`, else 7."""
+        """Return the model's billions of parameters: from its config, else from a name such as `Qwen3-0.6B`, else 7."""
         if self.model.shape:
             return self.model.shape.num_parameters / 1e9
         named = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z])", self.model.source.lower())
@@ -82,17 +85,17 @@ class _Plan:
 
     @property
     def longest_allowed(self) -> int:
-        """Return the tokens of the longest row that is learned."""
+        """Return the most tokens of a row that the recipe trains on, limited by the model's longest text."""
         return min(LONGEST_ROW, _power_of_two_below(self.model.max_positions or LONGEST_ROW))
 
     @property
     def completion_tokens(self) -> int:
-        """Return the most tokens of a sampled answer."""
+        """Return the most tokens of an answer that is sampled in training."""
         return min(512, self.longest_allowed // 2)
 
     @property
     def sequence_length(self) -> int:
-        """Return the tokens of a packed row: a power of two that the longest row fits in.
+        """Return the tokens of a packed row: the smallest power of two that fits the longest row, within limits.
 
         Short where there is little to learn from: a hundred short rows, packed into three, would be two steps.
         """
@@ -102,41 +105,41 @@ class _Plan:
 
     @property
     def is_over_long(self) -> bool:
-        """Return whether some rows may be longer than the packed row."""
+        """Return whether some rows of the data may be longer than a packed row."""
         return self.rows.longest > self.sequence_length
 
     @property
     def epochs(self) -> int:
-        """Return the number of epochs; small sets are seen more than once."""
+        """Return the number of epochs: three for fewer than 20,000 rows, else one."""
         return 3 if self.rows.num_rows < 20_000 else 1
 
     @property
     def num_packed_rows(self) -> int:
-        """Return the approximate number of packed rows of one epoch."""
+        """Return the approximate number of packed rows per epoch."""
         return max(1, self.rows.num_tokens // self.sequence_length)
 
     @property
     def batch(self) -> int:
-        """Return the packed rows per step, so that there are a hundred steps or more where the rows suffice."""
+        """Return the number of packed rows per step; training takes at least a hundred steps if the rows suffice."""
         wanted = _power_of_two(self.num_packed_rows * self.epochs / 200, least=4, most=64)
         return min(wanted, _power_of_two_below(self.num_packed_rows))
 
     @property
     def num_steps(self) -> int:
-        """Return the approximate number of steps of the whole training."""
+        """Return the approximate number of optimizer steps of the whole training."""
         if self.samples:
             return max(1, self.rows.num_rows * self.epochs // GROUPS)
         return max(1, self.num_packed_rows * self.epochs // self.batch)
 
     @property
     def learning_rate(self) -> float:
-        """Return the learning rate of AdamW for a first recipe."""
+        """Return the AdamW learning rate that a first recipe uses, by method and model size, higher for an adapter."""
         rate = next(rate for most, rate in METHOD_FOR[self.rows.kind].usual_learning_rates if self.billions <= most)
         return rate * FASTER_ADAPTER if self.adapter else rate
 
 
 def starter(name: str, data: Path, model: str, columns: Mapping[str, str]) -> Starter:
-    """Return the recipe `NAME.yaml`, and a task of the rows that are held out."""
+    """Return the first recipe `NAME.yaml` for a person's data and model, with an evaluation task of held-out rows."""
     data = data.absolute()
     with tempfile.TemporaryDirectory() as scratch:
         known = find_model(model, Path(scratch))
@@ -173,7 +176,7 @@ def _notes(plan: _Plan) -> list[str]:
 
 
 def _with_adapter(plan: _Plan) -> tuple[_Plan, list[str]]:
-    """Return the plan, with an adapter where this machine's memory is too small for training all weights."""
+    """Return the plan with an adapter if this machine has too little memory to train the whole model."""
     tried = [plan, *(_Plan(plan.name, plan.data, plan.model, plan.rows, adapter) for adapter in ADAPTERS)]
     if plan.samples:
         tried.pop()  # no server samples beside a base in 4 bits
@@ -200,7 +203,7 @@ def _fits(plan: _Plan, shape: ModelShape) -> bool:
 
 
 def _like(billions: float) -> ModelShape:
-    """Return the shape of a model of so many parameters: 12 × layers × width², with 128 of the width for each layer."""
+    """Return a plausible model shape for a number of parameters (12 × layers × width²), with width 128 × layers."""
     layers = max(2, round((billions * 1e9 / (12 * 128**2)) ** (1 / 3)))
     width = 128 * layers
     return ModelShape(layers, width, layers, layers, 128, 8 * width // 3, 32_000)
@@ -218,7 +221,7 @@ def _power_of_two_below(most: int) -> int:
 
 
 def _over_long(plan: _Plan) -> tuple[str, str]:
-    """Return the policy for rows that do not fit: as the recipe has it, and in words."""
+    """Return the policy for rows that are too long, as the value of the recipe's field and in words."""
     if not plan.is_over_long:
         return "fail", ""
     if plan.rows.form == "text":
@@ -227,7 +230,7 @@ def _over_long(plan: _Plan) -> tuple[str, str]:
 
 
 def _other_files(plan: _Plan) -> dict[str, str]:
-    """Return the task with its questions, and a chat template, where there are any."""
+    """Return the other files of a first recipe by path: an evaluation task with its questions, and a chat template."""
     name, rows = plan.name, plan.rows
     files: dict[str, str] = {}
     if rows.questions:
@@ -244,7 +247,7 @@ def _other_files(plan: _Plan) -> dict[str, str]:
 
 
 def _asks_numbers(plan: _Plan) -> bool:
-    """Return whether every right answer has a number, which the last number of an answer must equal."""
+    """Return whether every right answer contains a number, so that answers are judged by their last number."""
     return plan.samples and all(NUMBER.search(reference) for reference in plan.rows.references)
 
 

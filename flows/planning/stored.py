@@ -1,4 +1,4 @@
-"""Sources that name artifacts of this store, replaced by their present folders before outside inputs are resolved.
+"""Sources that name artifacts of this store (`store://…`, a champion), resolved to the artifacts' present folders.
 
 `store://sft`, `store://sft-0123456789ab`, `adopted:NAME` and `models:/NAME@champion` may stand wherever `file://PATH`
 may; their content is identity, like that of other files.
@@ -23,7 +23,7 @@ from stages.hubs.registry import HUBS
 
 ADOPTED_RECIPE = "adopted"
 CHAMPION_PROGRAM = "flows.champion.key"
-"""Program that asks MLflow for a champion.
+"""Module that asks MLflow for the champion, run as a separate program.
 
 Named as text, because it lies in a room above this one and imports mlflow, which takes seconds.
 """
@@ -32,7 +32,7 @@ Named as text, because it lies in a room above this one and imports mlflow, whic
 def find_stored(
     recipe: Recipe, chosen: Collection[str], index: Index, failed: MutableMapping[str, LifecycleError] | None = None
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe with sources in the store replaced by folders, and a sentence for each.
+    """Return the recipe with sources that name artifacts replaced by their folders, and a note on each.
 
     failed: where given, takes the error of each stage that has one; other stages are replaced. Raises `RecipeError` for
     what is not in the store, and what asking for the champion raises, with stage and field.
@@ -81,7 +81,10 @@ def _find(source: Source, product: Product, index: Index) -> Artifact:
 
 
 def _champion(uri: str) -> str:
-    """Return `KIND/VERSION` of the model that an alias points to. Raises the error of the program that asks MLflow."""
+    """Ask MLflow for the model that an alias such as `champion` points to; return its `KIND/VERSION`.
+
+    Raises the error of the program that asks MLflow.
+    """
     done = subprocess.run([sys.executable, "-m", CHAMPION_PROGRAM, uri], capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return str(json.loads(done.stdout)["model"])

@@ -1,4 +1,4 @@
-"""Reader of a person's rows and of a model, for the facts that a first recipe is made of. Writes nothing."""
+"""Survey of a person's rows and of a model, whose facts decide what a first recipe says (`lifecycle init`)."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ if TYPE_CHECKING:
     from stages.data.tokenizer import DocumentTokenizer
 
 FIRST_ROWS = 1000
-"""Number of rows that decide the kind of all rows and the share that is held out."""
+"""Number of first rows that decide the kind of all rows and the held-out share."""
 HELD_OUT_FRACTIONS = (0.05, 0.1, 0.2, 0.5)
-"""Candidate shares of held-out rows; the first that leaves enough rows on both sides is taken."""
+"""Candidate shares of held-out rows; the first that leaves enough rows to learn and to evaluate is taken."""
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 MAX_QUESTIONS = 200
 MAX_TEXT_CHARACTERS = 4000
-"""Most characters of a held-out text that is scored whole."""
+"""Most characters of a held-out text that the evaluation task scores."""
 SECONDS = 20.0
-"""Processor seconds in which rows are tokenized; if they are not enough, bytes are counted instead."""
+"""Processor seconds allowed for tokenizing rows; if they do not suffice, tokens are estimated from bytes instead."""
 NUM_RENDERED = 200
-"""Number of documents by which a chat template is chosen."""
+"""Number of documents that are rendered in order to choose a chat template."""
 TEMPLATE_TOKENS, TOOLS_TOKENS, MESSAGE_TOKENS = 128, 256, 16
-"""Most tokens that chat templates add: a system prompt, instructions for tools, the frame of a message."""
+"""Most tokens that a chat template adds: for a system prompt, for tool instructions, and around each message."""
 BYTES_PER_TOKEN = 3
-"""Bytes of a token, a low estimate; in English a token has 4 or more."""
+"""Bytes per token, for estimates; deliberately low, since English text has 4 or more."""
 NO_LIMIT = 1 << 40
 TOKENIZER_FILES = (
     CONFIG_FILE,
@@ -80,7 +80,7 @@ ANSWER_NAMES = ("answer", "response", "completion", "solution", "output", "targe
 
 @dataclass(frozen=True)
 class KnownModel:
-    """Facts about a model before any of it is downloaded.
+    """Facts about a model (source, shape, longest text) that are known before it is downloaded.
 
     shape: None where it is unknown.
     max_positions: tokens of its longest text.
@@ -95,7 +95,7 @@ class KnownModel:
 
 @dataclass
 class Survey:
-    """Facts about a person's rows, for a first recipe.
+    """Facts about a person's rows (format, splits, number of tokens, bad rows) that decide a first recipe.
 
     form: their format; `auto` of prompts.
     num_tokens: of all rows.
@@ -112,7 +112,7 @@ class Survey:
     held_out_fraction: float = 0.0
     num_rows: int = 0
     bad_rows: Counter[bool] = field(default_factory=Counter)
-    """Number of bad rows in training and held-out data; key: whether held out."""
+    """Number of bad rows, under True among held-out rows and under False among training rows."""
     all_rows: Counter[bool] = field(default_factory=Counter)
     first_bad: str = ""
     num_tokens: int = 0
@@ -122,9 +122,9 @@ class Survey:
     system: str = ""
     template: Path | None = None
     has_template: bool = True
-    """True if the model has a chat template of its own, as far as is known."""
+    """True if the model has a chat template of its own, or if that is unknown."""
     labels: set[bool | None] = field(default_factory=set)
-    """Labels of the rows that are learned."""
+    """Distinct labels (good or bad answer) of the training rows."""
     questions: list[dict[str, str]] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
 
@@ -135,20 +135,21 @@ class Survey:
 
     @property
     def bad_fraction(self) -> float:
-        """Return the share of bad rows, of training or of held-out data, whichever is larger; rounded up to a
-        percent.
-        """
+        """Return the larger share of bad rows, among training or held-out rows, rounded up to a percent."""
         shares = (self.bad_rows[held_out] / count for held_out, count in self.all_rows.items() if count)
         return math.ceil(100 * max(shares, default=0.0)) / 100
 
     def add_bad(self, place: Place, reason: str, *, held_out: bool) -> None:
-        """Count a bad row; the first one is described."""
+        """Count a bad row, and describe the first one for a message."""
         self.bad_rows[held_out] += 1
         self.first_bad = self.first_bad or f"{place} {reason}"
 
 
 def find_model(source: str, scratch: Path) -> KnownModel:
-    """Return what this machine and, within seconds, its hub say about a model. Raises RecipeError for no source."""
+    """Return what this machine, and within seconds the model's hub, know about a model.
+
+    Raises RecipeError for text that is not a model source.
+    """
     path = Path(source).expanduser()
     if "://" not in source and path.is_dir() and (path / CONFIG_FILE).is_file():
         source = f"file://{path.absolute()}"
@@ -185,7 +186,7 @@ def _known(source: str, facts: ModelFacts | None, folder: Path | None) -> KnownM
 
 
 def _tokenizer_of(config: FetchedConfig, revision: str, scratch: Path) -> Path | None:
-    """Fetch only the tokenizer into a folder; None where the hub does not give it now, or makes the model itself."""
+    """Download only a model's tokenizer into a scratch folder; None if its hub does not provide it now."""
     folder = scratch / "tokenizer"
     folder.mkdir()
     try:
@@ -199,7 +200,7 @@ def _tokenizer_of(config: FetchedConfig, revision: str, scratch: Path) -> Path |
 
 
 def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
-    """Survey a dataset: read every row. Raises DataError when there are no rows that any method learns from."""
+    """Read all rows of a dataset and return their facts. Raises DataError if no training method can learn from them."""
     folder, split = _split_of(data)
     files = find_files(folder, split) if data.is_dir() else [data]
     facts = _kind_of(data, folder, files, columns, split)
@@ -230,7 +231,7 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
 
 
 def _split_of(data: Path) -> tuple[Path, str]:
-    """Return the folder of the dataset, and the split of its rows."""
+    """Return a dataset's folder, and the name of the split to train on."""
     if data.exists() and not os.access(data, os.R_OK):
         raise DataError(f"looking for rows: {quoted(str(data), 300)} may not be read; expected read permission")
     if data.is_file():
@@ -264,7 +265,7 @@ def _data_suffix(path: Path) -> bool:
 
 
 def _held_out_files(facts: Survey, folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Return the files of a split to hold out, and note it in `facts`; empty where there is no such split."""
+    """Return the files of the dataset's evaluation split, and record its name in `facts`; empty if there is none."""
     for split in HELD_OUT_SPLITS:
         try:
             others = find_files(folder, split)
@@ -277,8 +278,9 @@ def _held_out_files(facts: Survey, folder: Path, files: Sequence[Path]) -> list[
 
 
 def _fraction(folder: Path, files: list[Path]) -> float:
-    """Return the held-out share: the smallest that holds out ten rows, or a fifth of fewer; 0 if it would leave no rows
-    to learn or to hold out.
+    """Return the share of rows to hold out: the smallest candidate that holds out enough rows.
+
+    Enough are ten rows, or a fifth of fewer than fifty. 0 if no rows would be left to learn or to hold out.
     """
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
     counts = {share: sum(is_held_out(row, share) for row in rows) for share in HELD_OUT_FRACTIONS}
@@ -288,7 +290,7 @@ def _fraction(folder: Path, files: list[Path]) -> float:
 
 
 def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, str], split: str) -> Survey:
-    """Decide the kind of all rows by the first ones: by the table of formats, else by the names of their columns."""
+    """Decide the kind and format of all rows from the first ones, by known formats or else by usual column names."""
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
     objects = [row for row in rows if isinstance(row, dict)]
     if not objects:
@@ -333,7 +335,7 @@ def _reference(row: Mapping[str, Any]) -> bool:
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, str]:
-    """Map columns of a question and its answer to those of a chat, where no format fits."""
+    """Return how to rename question and answer columns (`query`, `response`) if a row fits no known format."""
     named = rename_columns(row, {})
     if likeliest_format(named) or (is_prompt_alone(named) and ("messages" in named or _reference(named))):
         return {}
@@ -349,14 +351,14 @@ def _renamed(row: dict[str, Any]) -> dict[str, str]:
 
 
 class _Reader:
-    """Reader of the rows of one dataset, as training reads them, or as prompts are read."""
+    """Reader of a dataset's rows as training reads them: documents to learn from, or prompts with right answers."""
 
     def __init__(self, facts: Survey) -> None:
         self._prompts = PromptReader(None, columns=facts.columns) if facts.kind == "prompts" else None
         self._answers = RowReader(facts.form, facts.kind, facts.columns)
 
     def read(self, content: object) -> tuple[tuple[Document, ...], bool | None, str | None]:
-        """Return documents, label and right answer. Raises RowError."""
+        """Return a row's documents, its label and its right answer. Raises RowError for a bad row."""
         if self._prompts is None:
             documents = self._answers.read(content)
             self._answers.margin(content)
@@ -368,7 +370,7 @@ class _Reader:
 
 
 def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool = False) -> list[Document]:
-    """Count the rows and keep the questions of held-out ones; return the first documents."""
+    """Count all rows, collect held-out questions for the evaluation task, and return the first documents."""
     first: list[Document] = []
     systems: set[str] = set()
     reader = _Reader(facts)
@@ -411,7 +413,7 @@ def _system(document: Document) -> str:
 
 
 def _question(document: Document, reference: str | None) -> dict[str, str] | None:
-    """Return the first question of a document and its answer, or a text alone; None for a call of tools."""
+    """Return the first question and answer of a document, or a plain text; None if the answer is a tool call."""
     if isinstance(document, PlainText):
         if not document.prompt:
             return {"text": document.completion[:MAX_TEXT_CHARACTERS]}
@@ -424,7 +426,7 @@ def _question(document: Document, reference: str | None) -> dict[str, str] | Non
 
 
 def most_tokens(document: Document) -> int:
-    """Return an upper bound of a document's tokens under any tokenizer of bytes and any usual chat template."""
+    """Return an upper bound of a document's number of tokens for any byte-level tokenizer and usual chat template."""
     if isinstance(document, PlainText):
         return _num_bytes(document) + 2  # the special tokens around it
     framed = TEMPLATE_TOKENS + MESSAGE_TOKENS * len(document.messages) + TOOLS_TOKENS * bool(document.tools)
@@ -432,7 +434,7 @@ def most_tokens(document: Document) -> int:
 
 
 def _num_bytes(document: Document) -> int:
-    """Count bytes in UTF-8, with definitions of tools as templates write them, some with an indent."""
+    """Count a document's bytes in UTF-8, with tool definitions indented as JSON, as some templates write them."""
     if isinstance(document, PlainText):
         return len((document.prompt + document.completion).encode())
     texts = [text for message in document.messages for text in message.values() if isinstance(text, str)]
@@ -442,7 +444,10 @@ def _num_bytes(document: Document) -> int:
 
 
 def _template_of(model: Path, documents: Sequence[Document]) -> tuple[Path | None, bool]:
-    """Return the chat template that renders most documents, None for the model's own, and whether it has one."""
+    """Return the chat template that renders most documents, or None for the model's own.
+
+    The second value says whether the model has its own.
+    """
     from stages.data.tokenizer import DocumentTokenizer
 
     own = DocumentTokenizer(model, None, "assistant")
@@ -471,7 +476,7 @@ def _has_answer(document: Document) -> bool:
 
 
 def _longest_prompt(facts: Survey, documents: Sequence[Document], model: Path) -> int:
-    """Return the tokens of the longest prompt; of more prompts than were kept, its bytes."""
+    """Return the number of tokens of the longest prompt; if not all prompts were kept, its upper bound from bytes."""
     from stages.data.tokenizer import DocumentTokenizer
 
     tokenizer = DocumentTokenizer(model, facts.template, "assistant")
@@ -482,7 +487,7 @@ def _longest_prompt(facts: Survey, documents: Sequence[Document], model: Path) -
 
 
 def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], model: Path) -> None:
-    """Tokenize the rows as training does, as long as there is time, and update the facts."""
+    """Tokenize the rows as training does, as long as `SECONDS` allow, and update the facts with exact counts."""
     from stages.data.tokenizing import PartTokenizer, Tokenizing, first_rows_read
 
     config = DataConfig(
