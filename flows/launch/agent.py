@@ -1,4 +1,4 @@
-"""Program that submits a stage to a cluster and follows its job to the end.
+"""Program that submits a stage as a job to Slurm or Kubernetes and follows the job until the stage has ended.
 
     python -m flows.launch.agent WORK_FOLDER
 
@@ -24,16 +24,16 @@ from stages.core.metric_series import metrics_size
 
 TICK_S = 0.5
 TICKS_PER_LOOK = 10
-"""Ticks between two requests to the cluster's controller, which all users share, and between heartbeats."""
+"""Ticks between two queries of the cluster's controller (which all its users share), and between two heartbeats."""
 COMPLETING_PATIENCE_TICKS = 60
-"""Ticks to wait for the cluster to end a job whose processes have ended already.
+"""Ticks to wait until the cluster reports the end of a job whose processes have already ended.
 
 A node that does not answer keeps such a job in the state COMPLETING.
 """
 
 
 class Agent:
-    """Follower of one stage's jobs in a cluster."""
+    """Follower of one stage's cluster jobs, which submits another job after an interruption."""
 
     def __init__(self, folder: JobFolder, order: JobOrder, jobs: Jobs) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class Agent:
         self._num_fruitless = 0
 
     def run(self) -> int:
-        """Submit jobs until one ends the stage; return the stage's exit code.
+        """Submit cluster jobs, one after another, until one of them ends the stage; return the stage's exit code.
 
         Raises the stage's error when the cluster ended the stage.
         """
@@ -59,7 +59,10 @@ class Agent:
             self._go_on(job_id, ended, progressed=metrics_size(self.order.work) > before)
 
     def _follow(self, job_id: str) -> JobOutcome:
-        """Wait until the cluster job is over; ask every tick once the stage's processes have ended."""
+        """Wait until a cluster job is over, and return its outcome.
+
+        The job is queried every tick once the stage's processes have ended, before that rarely.
+        """
         num_ticks_finished = 0
         for tick in itertools.count():
             if tick % TICKS_PER_LOOK == 0:
@@ -91,7 +94,7 @@ class Agent:
         return state if isinstance(state, JobOutcome) else None
 
     def _say(self, event: Literal["milestone", "warning"], message: str) -> None:
-        """Report a message unless it equals the previous one."""
+        """Report a milestone or a warning to the refresh, unless it equals the previous message."""
         if message != self._last_message:
             self._last_message = message
             self.folder.report(event, message)
@@ -114,7 +117,7 @@ class Agent:
 
 
 def main() -> int:
-    """Run the stage of a work folder as a cluster job, and leave no job behind."""
+    """Run the stage of a work folder as a cluster job to its end, and leave no job behind in the cluster."""
     work = Path(sys.argv[1])
     folder = JobFolder.of(work)
     order = folder.order()
@@ -134,7 +137,7 @@ def main() -> int:
 
 
 def _cancel(jobs: Jobs, folder: JobFolder, order: JobOrder) -> None:
-    """Cancel the stage's jobs, or warn that one may be left.
+    """Cancel the stage's cluster jobs; print a warning if one may be left.
 
     A job that cannot be cancelled ends itself when it misses the agent's heartbeats.
     """

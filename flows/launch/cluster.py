@@ -1,4 +1,4 @@
-"""Launchers that run a stage as a job of a cluster, and their registry.
+"""Launching of a stage as a cluster job, on Slurm or Kubernetes, and the registry of such launchers.
 
 The store must lie under the same path here and on the nodes. So must this code: with Slurm under the same path as here,
 with Kubernetes in the image. The job's output, metrics and events go to the files of the work folder, as those of a
@@ -22,9 +22,9 @@ from stages.core.launchers.registry import LauncherBlocks
 from stages.core.supervised import Supervised
 
 CLUSTERS: dict[str, Cluster] = {"slurm": slurm.CLUSTER, "kubernetes": kubernetes.CLUSTER}
-"""Clusters by launcher. A new one is a module and a line here, and its options in `stages/core/launchers/`."""
+"""Cluster launchers by name. A new launcher is a module, a line here, and its options in `stages/core/launchers/`."""
 CANCEL_GRACE_S = 40.0
-"""Seconds that the agent has to cancel its job when it is asked to end."""
+"""Seconds that the process which follows a cluster job has for cancelling it, when it is asked to end."""
 
 
 def start(
@@ -34,7 +34,7 @@ def start(
     stage_command: list[str] | None = None,
     heartbeat_patience_s: float = HEARTBEAT_PATIENCE_S,
 ) -> ClusterProcess:
-    """Submit the stage whose `config.json` lies in `work`.
+    """Submit the stage of a work folder to a cluster, as its `config.json` says.
 
     stage_command: arguments of Python; default: those that run the stage itself.
     heartbeat_patience_s: a job that receives no heartbeat for this long ends itself.
@@ -50,7 +50,7 @@ def start(
 def order_of(
     name: str, work: Path, config: StageConfig, stage_command: list[str], heartbeat_patience_s: float
 ) -> JobOrder:
-    """Return the order of a stage's job, under a job name that no other job has."""
+    """Return the description of a stage's cluster job, with a job name that no other job has."""
     execution = config.execution
     # Kubernetes wants names that are labels of DNS, with room for the suffixes of pods.
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:30]
@@ -71,7 +71,7 @@ def order_of(
 
 
 def cancel_left_over(work: Path) -> None:
-    """Cancel jobs that an attempt which died may have left in a cluster; return when they are gone.
+    """Cancel cluster jobs that a killed run of the stage may have left behind; return when they are gone.
 
     Raises `TransientError` when the cluster does not answer: two jobs must not work in one folder.
     """
@@ -82,14 +82,14 @@ def cancel_left_over(work: Path) -> None:
 
 
 class ClusterProcess:
-    """Local process that stands for a stage on a cluster: the agent, under the supervisor.
+    """Local process that stands for a stage on a cluster: a supervised program that submits and follows its jobs.
 
     The agent cancels the job when it is ended. If the agent is killed, this object cancels the job; if both are killed,
     the job ends itself, because it receives no heartbeats.
     """
 
     def __init__(self, work: Path) -> None:
-        """Start the agent that follows the stage's cluster job."""
+        """Start the program that submits the stage's cluster job and follows it."""
         self._work = work
         environment = {**os.environ, "PYTHONPATH": str(local.code_folder()), "PYTHONUNBUFFERED": "1"}
         with (work / LOG_FILE).open("ab") as log:

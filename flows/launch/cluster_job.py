@@ -1,4 +1,4 @@
-"""A stage's job in a cluster, whichever the cluster is: its order, its states, and the files in `.launch/`.
+"""Description, states and files (in `.launch/`) of a stage's cluster job, common to Slurm and Kubernetes.
 
 Files in `.launch/` of the stage's work folder:
 
@@ -32,11 +32,11 @@ from stages.core.files import write_atomically
 from stages.core.launchers.registry import LauncherBlocks
 
 HEARTBEAT_PATIENCE_S = 60.0
-"""Seconds without a heartbeat after which a job ends itself; network file systems show changes late."""
+"""Seconds without a heartbeat from the submitter after which a job ends itself; network disks show changes late."""
 
 
 class JobOrder(LauncherBlocks):
-    """Contents of `order.json`: what a cluster job starts on each node, and its resources.
+    """Description of a cluster job, stored as `order.json`: the command of each node, and the resources it needs.
 
     job: name of the job in the cluster, unique.
     home: folder that holds the store, which the nodes share.
@@ -58,12 +58,12 @@ class JobOrder(LauncherBlocks):
 
     @property
     def cores_per_node(self) -> int:
-        """Return the number of cores that the stage's threads keep busy on a node."""
+        """Return the number of CPU cores that the stage's threads keep busy on one node."""
         return (self.threads or 1) * self.processes
 
 
 class JobEnd(StrictModel):
-    """End of a job, `ended.json`: exit code of the stage's processes, or None if the cluster asked them to end."""
+    """End of a cluster job, stored as `ended.json`: the stage's exit code, or None if the cluster asked it to end."""
 
     job_id: str
     exit_code: int | None
@@ -71,19 +71,22 @@ class JobEnd(StrictModel):
 
 @dataclass(frozen=True)
 class Waiting:
-    """State of a job that has not started; `reason` is the cluster's, such as `Priority`, `0/4 nodes are available`."""
+    """State of a cluster job that has not started.
+
+    `reason` is the cluster's, such as `Priority` or `0/4 nodes are available`.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Running:
-    """State of a job that runs, is about to run, or has just ended; there is nothing to report."""
+    """State of a cluster job that runs, is about to run, or has just ended, with nothing to report."""
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Outcome of a job that ended before its stage: another job continues from the last checkpoint.
+    """Outcome of a cluster job that was ended before its stage; another job continues from the last checkpoint.
 
     by: what ended the job, for people.
     """
@@ -94,14 +97,14 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class Finished:
-    """Outcome of a job whose stage processes exited by themselves; their files in the work folder say the rest."""
+    """Outcome of a cluster job whose stage exited by itself, with an error or without; its files say more."""
 
     exit_code: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Outcome of a job whose stage the cluster ended, with the error for people."""
+    """Outcome of a cluster job that the cluster ended for good, with the error to show."""
 
     error: LifecycleError
 
@@ -111,17 +114,17 @@ JobOutcome = Interrupted | Finished | Failed
 
 @dataclass(frozen=True)
 class JobFolder:
-    """Files of one job, in `.launch/` of the stage's work folder."""
+    """Files of one cluster job, in the folder `.launch/` of the stage's work folder."""
 
     path: Path
 
     @classmethod
     def of(cls, work: Path) -> JobFolder:
-        """Return the job folder of a work folder; it need not exist."""
+        """Return the `.launch/` folder of a stage's work folder; it need not exist yet."""
         return cls(work / LAUNCH_FOLDER)
 
     def write(self, order: JobOrder, environment: Mapping[str, str]) -> None:
-        """Write the job's order and environment to its folder."""
+        """Write the description of a cluster job and its environment variables to its folder."""
         self.path.mkdir(mode=0o700, exist_ok=True)
         self._environment.touch(mode=0o600)
         self._environment.write_text(json.dumps(dict(environment)), encoding="utf-8")
@@ -129,14 +132,14 @@ class JobFolder:
         self.beat()
 
     def order(self) -> JobOrder | None:
-        """Return the job's order, or None when no job was ordered or none can be left."""
+        """Return the description of the cluster job; None when no job was submitted, or none can be left."""
         try:
             return JobOrder.model_validate_json((self.path / "order.json").read_bytes())
         except FileNotFoundError:
             return None
 
     def environment(self) -> dict[str, str]:
-        """Return the environment that was written for the job's processes."""
+        """Return the environment variables that were written for the cluster job's processes."""
         return json.loads(self._environment.read_bytes())
 
     def forget_environment(self) -> None:
@@ -144,22 +147,22 @@ class JobFolder:
         self._environment.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Record that no job is left in the cluster."""
+        """Record that no job of the stage is left in the cluster."""
         (self.path / "order.json").unlink(missing_ok=True)
 
     def beat(self) -> None:
-        """Write a heartbeat for the cluster job."""
+        """Write a heartbeat, which shows the cluster job that its submitter is alive."""
         (self.path / "heartbeat").write_text(str(time.time_ns()), encoding="utf-8")
 
     def last_beat(self) -> str:
-        """Return the text of the last heartbeat, or an empty text without any; a new text is a new heartbeat."""
+        """Return the text of the submitter's last heartbeat, "" without any. Every heartbeat has a new text."""
         try:
             return (self.path / "heartbeat").read_text(encoding="utf-8")
         except OSError:
             return ""
 
     def claim(self, owner: str) -> None:
-        """Make `owner`, one start of the job, the only one that may write to the work folder.
+        """Make `owner`, one start of the cluster job, the only process that may write to the stage's work folder.
 
         A node that Slurm lost sight of goes on working while the job starts again on other nodes.
         """
@@ -167,18 +170,18 @@ class JobFolder:
         write_atomically(self.path / "owner", owner)
 
     def owner(self) -> str | None:
-        """Return the last start that claimed the work folder."""
+        """Return the start of the cluster job that last claimed the stage's work folder; None without any."""
         try:
             return (self.path / "owner").read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
 
     def write_end(self, end: JobEnd) -> None:
-        """Record how the stage's processes ended."""
+        """Record how the stage's processes ended, for the submitter."""
         write_atomically(self.path / "ended.json", end.model_dump_json())
 
     def end(self, job_id: str) -> JobEnd | None:
-        """Return how this job's processes ended, or None while they run or when they were killed."""
+        """Return how the stage's processes ended in a cluster job; None while they run, or when they were killed."""
         try:
             end = JobEnd.model_validate_json((self.path / "ended.json").read_bytes())
         except FileNotFoundError:
@@ -186,7 +189,7 @@ class JobFolder:
         return end if end.job_id == job_id else None
 
     def report(self, event: Literal["milestone", "warning"], message: str) -> None:
-        """Append an event for people who watch the refresh.
+        """Append a milestone or a warning to the stage's event file, for the progress display.
 
         Must not be called while the stage runs, because rank 0 writes to the same file then.
         """
@@ -200,13 +203,13 @@ class JobFolder:
 
 
 class Jobs(Protocol):
-    """Protocol of a cluster's client: submit, observe and cancel the jobs of one stage."""
+    """Interface of a client that submits, observes and cancels the cluster jobs of one stage."""
 
     def submit(self) -> str:
         """Submit a job and return its id."""
 
     def look(self, job_id: str) -> JobOutcome | Waiting | Running:
-        """Return the job's state. Raises `TransientError` when the cluster does not answer."""
+        """Return the state of a cluster job. Raises `TransientError` when the cluster does not answer."""
 
     def name_of(self, job_id: str) -> str:
         """Return the job's name for messages to people."""
@@ -217,8 +220,9 @@ class Jobs(Protocol):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Launcher that runs stages as jobs on other machines: all in which clusters differ. `cluster.py` lists them.
+    """Functions and flags by which a cluster launcher, such as Slurm, differs from others.
 
+    `cluster.py` lists the launchers.
     connect: returns the client for the jobs of an order.
     environment: returns the variables of this process that the stage's own machine needs.
     place: returns a node's place in a job of several, from the variables that the cluster sets there.
@@ -236,7 +240,7 @@ class Cluster:
 
 
 class Pulse:
-    """Detector of missing heartbeats.
+    """Watch over the submitter's heartbeats, for a cluster job that shall end when they stop.
 
     Clocks of machines differ, so it compares texts and measures time by this machine's own clock.
     """

@@ -1,4 +1,4 @@
-"""Reasons why a stage's process failed, as errors: its own error, a signal, or the kernel's out-of-memory killer."""
+"""Errors for failed stage processes: the stage's own error, a signal, or the kernel's out-of-memory killer."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ RANK_FAILURE = re.compile(r"^ *rank +: (?P<rank>\d+).*?^ *exitcode +: (?P<code>-
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 COUNTERS = ("memory.events", "memory.oom_control")
-"""Files that count kills in cgroups v2 and v1; both have a line `oom_kill N`, in processes."""
+"""Names of the files in which the kernel counts out-of-memory kills in cgroups v2 and v1 (the line `oom_kill N`)."""
 INTERRUPTED = 128 + signal.SIGTERM
-"""Exit code of a program that was asked to end."""
+"""Exit code of a program that ended because it was asked to, by SIGTERM."""
 LIMITS = ("memory.max", "memory.limit_in_bytes")
 GIB = 2**30
 
 
 def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0, about_memory: str = "") -> LifecycleError:
-    """Return the error of a stage that exited with a code other than 0.
+    """Return the error to report for a stage that exited with a code other than 0.
 
     That is the stage's own error (`error.json`) if it left one; otherwise a `StageCrashError` that names the signal,
     the rank, the log and its last lines.
@@ -70,14 +70,14 @@ def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0, about_
 
 
 def leave_error(work: Path, error: LifecycleError) -> int:
-    """Write `error.json` for a stage that could not start, as a stage does when it fails; return the exit code."""
+    """Write `error.json` for a stage that could not start, as a failing stage does; return the error's exit code."""
     write_atomically(work / "error.json", StageFailure.of(error).model_dump_json(indent=2))
     print(f"{class_name(error)}: {error}", flush=True)
     return error.exit_code
 
 
 def read_result(work: Path, name: str) -> StageResult:
-    """Read `result.json` of a stage that exited with 0. Raises `StageCrashError` when it cannot be read."""
+    """Read `result.json` of a stage that exited with 0. Raises `StageCrashError` when the file cannot be read."""
     try:
         return StageResult.model_validate_json((work / "result.json").read_bytes())
     except (OSError, ValidationError) as error:
@@ -86,7 +86,7 @@ def read_result(work: Path, name: str) -> StageResult:
 
 
 def _how_it_ended(log: str, exit_code: int, about_memory: str) -> tuple[str, int]:
-    """Return how the process ended, for people, and the exit code of the process that ended first.
+    """Return the way in which a stage's process ended, as text, and the exit code of the first process to end.
 
     Of several nodes' exit codes Slurm returns the highest, not the first.
     """
@@ -100,7 +100,10 @@ def _how_it_ended(log: str, exit_code: int, about_memory: str) -> tuple[str, int
 
 
 def _killed_rank(log: str, about_memory: str) -> str | None:
-    """Return the rank that a signal killed, if the log names one that torchrun did not ask to end."""
+    """Return the process rank that a signal killed, as text, unless torchrun itself ended it.
+
+    None when the log names no such rank.
+    """
     failures = [(match["rank"], int(match["code"])) for match in RANK_FAILURE.finditer(log)]
     killed = [(rank, code) for rank, code in failures if was_killed(code)]
     return f"rank {killed[-1][0]} {_how(killed[-1][1], about_memory)}" if killed else None
@@ -128,7 +131,7 @@ def _excerpt(work: Path, log: str) -> str:
 
 @dataclass(frozen=True)
 class MemoryKills:
-    """Kernel's count of out-of-memory kills in the memory cgroup of this process and its stages.
+    """Counter of the kernel's out-of-memory kills in the memory cgroup of this process and its stages.
 
     group: the memory cgroup; None where this process is in the root cgroup.
     """
@@ -155,7 +158,7 @@ class MemoryKills:
         return cls(None, cgroups, proc)
 
     def count(self) -> int:
-        """Return the number of processes killed for lack of memory in the cgroup, or on the machine without one."""
+        """Return how many processes the kernel has killed for lack of memory, in the cgroup or else on the machine."""
         files = [self.group / name for name in COUNTERS] if self.group else [self.proc / "vmstat"]
         for file in files:
             if file.is_file():
@@ -164,7 +167,7 @@ class MemoryKills:
         return 0
 
     def limit(self) -> str:
-        """Return the smallest memory limit of the cgroup, for people; without one, the machine's memory."""
+        """Return the smallest memory limit of the cgroup as text; without a limit, the machine's memory."""
         limits = list(self._limits())
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         least_bytes, file = min(limits, default=(machine_bytes, None))
@@ -184,5 +187,5 @@ class MemoryKills:
 
 
 def out_of_memory_message(name: str, config: StageConfig, kills: MemoryKills) -> str:
-    """Return the message for a stage that the kernel killed for lack of memory."""
+    """Return the error message for a stage that the kernel killed for lack of memory, with the limit and a remedy."""
     return f"{name} was killed by the kernel, out of memory: {kills.limit()}; {config.LESS_MEMORY}"

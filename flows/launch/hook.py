@@ -1,4 +1,4 @@
-"""Hook after the commit of a promotion: a program of its own that updates MLflow's registry.
+"""Update of MLflow's registry after a promote stage's artifact is committed, by a separate, repeatable program.
 
 A work folder is marked before it is committed, and its artifact keeps the mark until the hook has completed. When a
 crash or an absent MLflow cuts a hook short, the next refresh that finds the artifact cached sees the mark and runs the
@@ -23,7 +23,7 @@ from stages.core.supervised import Supervised
 
 
 def mark(work: Path, kind: str) -> None:
-    """Mark a work folder that is about to be committed, if its kind has a hook."""
+    """Mark a work folder that is about to be committed, if a program must run after the commit (promote stages)."""
     if kind in PROGRAMS:
         (work / PENDING_HOOK_FILE).touch()
 
@@ -31,8 +31,9 @@ def mark(work: Path, kind: str) -> None:
 def complete(
     store: Store, planned: PlannedStage, artifact: Path, tick: Callable[[], None], stop: threading.Event
 ) -> StageResult:
-    """Run the hook of an artifact and remove its mark. The caller holds the lock of the stage.
+    """Run the program that completes a committed artifact (it registers the model), then remove the artifact's mark.
 
+    The caller holds the lock of the stage.
     The hook works in the work folder, which the commit has moved away. Returns the stage's result with the tags that
     the hook adds. Raises what `watch` raises, the hook's own error included.
     """

@@ -1,4 +1,4 @@
-"""Launcher `kubernetes`: all that clusters differ in, without the client for jobs, which takes long to import."""
+"""Launcher `kubernetes`, without its API client, which takes long to import."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
 
 def connect(folder: JobFolder, order: JobOrder) -> Jobs:
-    """Return the client for the jobs of an order; only the agent, and who cancels a job that it left, need it."""
+    """Return the Kubernetes client for a stage's job. Only programs that submit or cancel jobs need it."""
     from flows.launch.kubernetes_jobs import KubernetesJobs
 
     return KubernetesJobs.connect(folder, order)
 
 
 def way_in() -> str | None:
-    """Return the credentials that `connect` uses, or None where this machine has none."""
+    """Return the Kubernetes credentials that jobs are created with, as text; None where this machine has none."""
     config = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
     files = [SERVICE_ACCOUNT, *map(Path, config.split(os.pathsep))]
     return next((f"jobs are created with {file}" for file in files if file.is_file()), None)
 
 
 def place_of(environment: Mapping[str, str]) -> Place:
-    """Return this pod's place from the variables of a TrainJob (PET_…), or of an indexed Job."""
+    """Return this pod's rank and the rendezvous address, from the variables of a TrainJob (PET_…) or an indexed Job."""
     if "PET_NODE_RANK" in environment:
         address = environment["PET_MASTER_ADDR"]
         return Place(int(environment["PET_NODE_RANK"]), address, environment["PET_MASTER_PORT"])

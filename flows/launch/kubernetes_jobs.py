@@ -1,4 +1,4 @@
-"""Jobs of one stage in Kubernetes: created, observed and deleted through the official client.
+"""Kubernetes jobs of one stage: created, observed and deleted through the official Python client.
 
 Only the agent imports this module, and only for this launcher: the client is heavy. Objects are trees of dicts.
 """
@@ -24,7 +24,7 @@ from stages.core.errors import RecipeError, ResourceError, StageCrashError, Tran
 from stages.core.launchers.kubernetes import KubernetesOptions
 
 STARTING = frozenset({"ContainerCreating", "PodInitializing"})
-"""Reasons of waiting containers that are about to run."""
+"""Reasons of waiting containers that are about to run, so that nothing need be reported."""
 REQUEST_TIMEOUT_S = 30.0
 DELETE_PATIENCE_S = 60.0
 POLL_INTERVAL_S = 0.5
@@ -39,7 +39,7 @@ COLLECTIONS = {
 
 
 class KubernetesJobs:
-    """Client for the jobs of one order in Kubernetes."""
+    """Client that submits, observes and deletes the Kubernetes job of one stage."""
 
     def __init__(self, folder: JobFolder, order: JobOrder, api: client.ApiClient) -> None:
         self.folder = folder
@@ -52,7 +52,7 @@ class KubernetesJobs:
 
     @classmethod
     def connect(cls, folder: JobFolder, order: JobOrder) -> KubernetesJobs:
-        """Connect with this pod's service account, or else the current context of the user's kubeconfig."""
+        """Return a client that uses the pod's service account, or else the current context of the user's kubeconfig."""
         try:
             config.load_incluster_config()
         except ConfigException:
@@ -64,7 +64,7 @@ class KubernetesJobs:
         return cls(folder, order, client.ApiClient())
 
     def submit(self) -> str:
-        """Create the objects of a job and return its name.
+        """Create the Kubernetes objects of the stage's job and return the job's name.
 
         Raises `RecipeError` or `ResourceError` when Kubernetes refuses it, `TransientError` when it does not answer.
         """
@@ -101,7 +101,7 @@ class KubernetesJobs:
         return True
 
     def _find(self, kind: str) -> Manifest | None:
-        """Return an object as Kubernetes has it, or None when there is none."""
+        """Return an object of the stage's job (Job, Service, …) as Kubernetes has it; None when it does not exist."""
         try:
             return self._ask("GET", kind, self._name)
         except ApiException as error:
@@ -128,7 +128,7 @@ class KubernetesJobs:
         query: Mapping[str, str] | None = None,
         body: Manifest | None = None,
     ) -> Manifest:
-        """Send a request to Kubernetes and return the decoded answer.
+        """Send a request about one kind of object to the Kubernetes API and return the decoded answer.
 
         The client's class for each kind of object is not used, because manifests and status are trees here.
         """
@@ -149,7 +149,7 @@ class KubernetesJobs:
 
 
 def outcome(job: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome | Waiting | Running:
-    """Return the state of a stage's job from the status of its Job or TrainJob and pods.
+    """Return the state of a stage's job from the status of its Job or TrainJob and of its pods.
 
     job: with `status.conditions`.
     pods: all that the job has at the moment.
@@ -185,7 +185,7 @@ def _failure(failed: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutc
 
 
 def _reason_to_wait(pod: Manifest) -> str | None:
-    """Return why a pod does not run yet, or None when it is about to."""
+    """Return why a pod does not run yet, in Kubernetes' words; None when the pod is about to run."""
     scheduled = _condition(pod, "PodScheduled", status="False")
     if scheduled:
         return scheduled.get("message") or scheduled.get("reason", "Unschedulable")
@@ -210,7 +210,7 @@ def _condition(thing: Manifest, kind: str, status: str = "True") -> Manifest | N
 
 @contextmanager
 def _explained(doing: str) -> Iterator[None]:
-    """Turn the client's exceptions into our errors. doing: the action, for the message."""
+    """Turn exceptions of the Kubernetes client into this project's errors; `doing` names the action in the message."""
     try:
         yield
     except HTTPError as error:
@@ -232,7 +232,7 @@ def _error_of(error: ApiException, doing: str) -> RecipeError | ResourceError | 
 
 
 def _message_of(error: ApiException) -> str:
-    """Return Kubernetes' message without the rest of its Status object."""
+    """Return the message in Kubernetes' error answer, without the rest of its Status object."""
     try:
         return json.loads(error.body or "")["message"]
     except (ValueError, KeyError, TypeError):

@@ -20,12 +20,12 @@ TELEMETRY_OFF = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
 PROGRAMS = {"promote": "flows.champion.promotion"}
-"""Kinds whose stage is started by another program, which also runs after the commit (`hook.py`).
+"""Program that starts a stage in place of its own process, by stage kind; it also runs after the commit (`hook.py`).
 
 The program is named as text, because it lies in a room above this one and imports mlflow, which takes seconds.
 """
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Variables that keep the processes of one node on the loopback interface, out of other machines' reach."""
+"""Environment variables that keep the processes of one node on the loopback interface, out of reach of others."""
 EVERYWHERE = {
     **TELEMETRY_OFF,
     "PYTHONUNBUFFERED": "1",
@@ -42,13 +42,13 @@ def start(work: Path, config: StageConfig) -> Supervised:
 
 
 def command(work: Path, config: StageConfig) -> list[str]:
-    """Return the command that runs the stage, in one process or several."""
+    """Return the command that runs a stage, in as many processes as its config wants."""
     program = [PROGRAMS[config.kind], "judge"] if config.kind in PROGRAMS else ["stages"]
     return on_one_node(["-m", *program, str(work)], config.processes)
 
 
 def on_one_node(stage: list[str], processes: int) -> list[str]:
-    """Return the command that runs `python STAGE` in a number of processes on this machine."""
+    """Return the command that runs a Python program in a number of processes on this machine."""
     if processes == 1:
         return [sys.executable, *stage]
     return [sys.executable, "-m", "stages.parallel.ranks", f"--processes={processes}", "--", *stage]
@@ -69,12 +69,12 @@ def environment(config: StageConfig) -> dict[str, str]:
 
 
 def threads(number: int) -> dict[str, str]:
-    """Return the variables that set the number of threads for computing and for tokenizing."""
+    """Return the environment variables that set the number of threads for computing and for tokenizing."""
     return dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(number))
 
 
 def threads_of_each(processes: int) -> int:
-    """Return an equal share of the cores that this process may use."""
+    """Return the number of threads for each process, if all share this machine's usable cores equally."""
     return max(1, len(os.sched_getaffinity(0)) // processes)
 
 

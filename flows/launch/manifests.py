@@ -1,4 +1,4 @@
-"""Kubernetes manifests of a stage's job, as trees, made from its order. Pure.
+"""Kubernetes manifests of a stage's job, as nested dicts. Pure functions of the job's description.
 
 For one node: a Job. For several: a TrainJob of Kubeflow Trainer (v1alpha1, with runtime patches: 2.2 and later), or an
 indexed Job whose pods find the first one through a headless Service; and a NetworkPolicy. Pods satisfy the "restricted"
@@ -17,12 +17,12 @@ Manifest = dict[str, Any]
 
 USER_ID = 1000
 PORTS = range(20_000, 30_000)
-"""Ports for rendezvous, below the range that Linux assigns by itself."""
+"""Ports for the rendezvous of a job's processes, below the range that Linux assigns to outgoing connections."""
 FIELD_MANAGER = "llm-lifecycle.io/launcher"
 JOB_LABEL = "llm-lifecycle.io/job"
 STAGE_LABEL = "llm-lifecycle.io/stage"
 TRAINER_CONTAINER = "node"
-"""Name that Kubeflow's runtimes give to the training container and the replicated job around it."""
+"""Name that Kubeflow's training runtimes give to the trainer's container and to the replicated job around it."""
 
 CONTAINER_SECURITY = {
     "allowPrivilegeEscalation": False,
@@ -40,7 +40,7 @@ POD_SECURITY = {
 
 
 def job_manifests(order: JobOrder) -> list[Manifest]:
-    """Return all objects of one job, the job itself last."""
+    """Return the manifests of all Kubernetes objects of one stage's job, the job itself last."""
     if order.nodes == 1:
         return [_job(order, {})]
     if order.block(KubernetesOptions).job == "train_job":
@@ -50,7 +50,7 @@ def job_manifests(order: JobOrder) -> list[Manifest]:
 
 
 def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
-    """Return a Kubernetes Job of one pod, or an indexed Job with a pod a node."""
+    """Return a Kubernetes Job with one pod, or for several nodes an indexed Job with one pod for each."""
     pod = {**pod_spec(order, address), "restartPolicy": "Never"}
     spec: Manifest = {
         "backoffLimit": 0,
@@ -68,12 +68,12 @@ def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
 
 
 def _port(order: JobOrder) -> int:
-    """Return a rendezvous port that differs from job to job, taken from the random part of the job's name."""
+    """Return the rendezvous port of a job, derived from the random part of its name so that jobs differ."""
     return PORTS[int(order.job.rpartition("-")[2], base=16) % len(PORTS)]
 
 
 def _network_policy(order: JobOrder) -> Manifest:
-    """Return a NetworkPolicy that lets only the job's own pods reach its pods, which use no key.
+    """Return a NetworkPolicy by which only the job's own pods reach its pods, since training processes use no key.
 
     It has an effect only where the cluster's network supports policies.
     """
@@ -84,7 +84,7 @@ def _network_policy(order: JobOrder) -> Manifest:
 
 
 def _headless_service(order: JobOrder) -> Manifest:
-    """Return a Service that gives pods names before they are ready, since they wait for one another."""
+    """Return a headless Service, by which the job's pods find one another by name before they are ready."""
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -95,8 +95,9 @@ def _headless_service(order: JobOrder) -> Manifest:
 
 
 def _train_job(order: JobOrder) -> Manifest:
-    """Return a Kubeflow TrainJob: image, command and resources belong to the trainer, the rest is a patch.
+    """Return a Kubeflow TrainJob that runs the stage on several nodes.
 
+    Image, command and resources belong to its trainer; all else is a patch of the runtime.
     The runtime sets the rendezvous variables (PET_…).
     """
     pod = pod_spec(order, {})
@@ -129,7 +130,7 @@ def _train_job(order: JobOrder) -> Manifest:
 
 
 def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
-    """Return a pod that runs `node_task`.
+    """Return the specification of a pod that runs one node's processes of the stage (`node_task`).
 
     Secrets are referenced by name, never copied; all other environment lies in the shared home.
     """
@@ -160,7 +161,7 @@ def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
 
 
 def resources(asked: KubernetesOptions, cores: int) -> Manifest:
-    """Return the resource requests and limits of a container.
+    """Return the CPU, memory and GPU requests and limits of a container.
 
     Memory and GPUs are limited to the request, so that they are guaranteed. CPU cores (`cores` by default) have no
     limit.
@@ -174,7 +175,7 @@ def resources(asked: KubernetesOptions, cores: int) -> Manifest:
 
 
 def volumes(asked: KubernetesOptions) -> list[Manifest]:
-    """Return the volumes of a pod: the shared home, and all else that a container can write to."""
+    """Return the volumes of a pod: the shared lifecycle home, and the other places that containers may write to."""
     shared_memory = {"medium": "Memory", "sizeLimit": _gib(asked.shared_memory_gib)}
     return [
         {"name": "home", "persistentVolumeClaim": {"claimName": asked.store_claim}},
@@ -184,7 +185,10 @@ def volumes(asked: KubernetesOptions) -> list[Manifest]:
 
 
 def volume_mounts(home: Path, *, read_only: bool) -> list[Manifest]:
-    """Return the mounts of a pod's `volumes`; the home has its path on this machine, which records contain."""
+    """Return the volume mounts of a container.
+
+    The lifecycle home keeps its path of this machine, which records contain.
+    """
     return [
         {"name": "home", "mountPath": str(home), "readOnly": read_only},
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 (a volume)
@@ -193,7 +197,7 @@ def volume_mounts(home: Path, *, read_only: bool) -> list[Manifest]:
 
 
 def environment_by_reference(secrets: dict[str, str]) -> list[Manifest]:
-    """Return variables whose values Kubernetes reads from Secrets. secrets: variable → `name/key`."""
+    """Return container variables whose values Kubernetes reads from Secrets. secrets: `NAME/KEY` of each variable."""
     variables = []
     for variable, reference in secrets.items():
         name, _, key = reference.partition("/")

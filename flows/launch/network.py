@@ -1,4 +1,4 @@
-"""Addresses at which the nodes of a job reach one another, checked on each node before the stage starts.
+"""Network addresses by which the nodes of a cluster job reach one another, checked before the stage starts.
 
 An address that other nodes cannot reach, such as the 127.0.1.1 to which Debian resolves a machine's own name, raises no
 error where it is used: the nodes deadlock.
@@ -22,7 +22,7 @@ REMEDY = "name the interface that leads to the others in execution.network_inter
 
 @dataclass(frozen=True)
 class Place:
-    """Place of this node in a job: its rank, and the first node's address.
+    """Rank of this node in a cluster job, with the rendezvous address and port on the first node.
 
     first_machine: `this_machine` of the first node, if known.
     """
@@ -34,12 +34,12 @@ class Place:
 
 
 def this_machine() -> str:
-    """Return an id that all processes of a machine share until it restarts."""
+    """Return an id of this machine, equal for all its processes until it restarts, to tell nodes apart."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def address_of(interface: str) -> str:
-    """Return the address of an interface of this machine, IPv4 if it has one.
+    """Return the IP address of a network interface of this machine, IPv4 if it has one.
 
     Raises ResourceError when the interface is absent or has no address.
     """
@@ -55,7 +55,7 @@ def address_of(interface: str) -> str:
 
 
 def check_reachable(place: Place, environment: Mapping[str, str]) -> None:
-    """Check that this node and the others can reach one another. Raises ResourceError otherwise.
+    """Check that this node and the other nodes of the job can reach one another. Raises ResourceError otherwise.
 
     environment: of the stage's processes; it names the interfaces that they use.
     """
@@ -72,7 +72,7 @@ def check_reachable(place: Place, environment: Mapping[str, str]) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is a loopback address; names are not resolved."""
+    """Return whether a text is a loopback IP address; host names are not resolved."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

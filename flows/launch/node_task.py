@@ -1,4 +1,4 @@
-"""Program on each node of a cluster job: runs the stage's processes under the supervisor.
+"""Program that a cluster job starts on each node: it runs and supervises that node's processes of the stage.
 
     python -m flows.launch.node_task LAUNCH_FOLDER
 
@@ -30,7 +30,7 @@ POLL_INTERVAL_S = 0.2
 
 
 def main() -> int:
-    """Run this node's share of the stage; return the exit code."""
+    """Run this node's processes of the stage; return the stage's exit code."""
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no memory dump: memory holds keys
     folder = JobFolder(Path(sys.argv[1]))
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _wait(process: Supervised, folder: JobFolder, order: JobOrder, stop: threading.Event) -> int | None:
-    """Wait for the stage's processes and return their exit code, or None when they had to be stopped."""
+    """Wait for the stage's processes and return their exit code; None when they had to be stopped."""
     # After a node was lost, the job may have been started elsewhere: two starts must not write to one work folder.
     owner, pulse = folder.owner(), Pulse(folder, order.heartbeat_patience_s)
     while (code := process.poll()) is None:
@@ -74,14 +74,14 @@ def _wait(process: Supervised, folder: JobFolder, order: JobOrder, stop: threadi
 
 
 def _output(order: JobOrder, is_collected: bool) -> BinaryIO:
-    """Return the stream for the stage's output: the log, unless the cluster collects there what nodes print."""
+    """Return the stream for the stage's output: its log file, or stdout if the cluster itself writes that file."""
     if is_collected:
         return os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     return (order.work / LOG_FILE).open("ab")
 
 
 def command(order: JobOrder, place: Place | None) -> list[str]:
-    """Return the command for this node's processes; all processes meet at the first node's address."""
+    """Return the command that starts this node's processes of the stage, which meet at the first node's address."""
     if place is None:
         return local.on_one_node(order.stage_command, order.processes)
     return [
@@ -92,7 +92,7 @@ def command(order: JobOrder, place: Place | None) -> list[str]:
 
 
 def complete(environment: Mapping[str, str], order: JobOrder, place: Place | None) -> dict[str, str]:
-    """Complete the environment with what only the node knows: its cores, and the interface between the nodes."""
+    """Return the processes' environment, with the node's number of threads and its network interface added."""
     known = local.threads(order.threads or local.threads_of_each(order.processes))
     if place is None or is_loopback(place.address):
         known |= local.ON_LOOPBACK

@@ -1,5 +1,6 @@
-"""Kubernetes manifests of a served model: Deployment, Service, NetworkPolicy and HorizontalPodAutoscaler. Pure.
+"""Kubernetes manifests that serve a model: Deployment, Service, NetworkPolicy and HorizontalPodAutoscaler.
 
+Pure functions.
 A pod has two containers: an engine that listens on a Unix socket, and the proxy, which checks the API key and is the
 only one with a port.
 """
@@ -32,7 +33,8 @@ from stages.serving.registry import chosen_engine
 PORT = 8000
 SOCKET = Path("/run/engine/engine.sock")
 PROXY_CODE = "/opt/lifecycle"
-"""Folder of the image (`deploy/docker/serve.Dockerfile`) that holds the package `stages`, for the proxy."""
+"""Folder of the server image (`deploy/docker/serve.Dockerfile`) with this project's code, for the proxy in front of the
+engine."""
 IS_HEALTHY = """
 import socket, sys
 engine = socket.socket(socket.AF_UNIX)
@@ -41,7 +43,8 @@ engine.connect(sys.argv[1])
 engine.sendall(b"GET /health HTTP/1.0\\r\\n\\r\\n")
 sys.exit(b" 200 " not in engine.recv(64))
 """
-"""Program of the health probe; it starts in a fraction of a second, in any engine's image."""
+"""Python program by which Kubernetes probes the inference engine's `/health`. It needs no packages and starts in a
+fraction of a second."""
 REMOVE_AND_START = """
 import os, sys
 if os.path.lexists(sys.argv[1]):
@@ -49,7 +52,7 @@ if os.path.lexists(sys.argv[1]):
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 START = ("python", "-I", "-S", "-c", REMOVE_AND_START)
-"""Command that removes a stale socket and then starts the engine.
+"""Command that removes a stale Unix socket and then starts the inference engine.
 
 The volume outlives a restarted container, and engines do not listen where a socket lies already.
 """
@@ -58,22 +61,22 @@ import fcntl, sys
 with open(sys.argv[1], "a") as lock:
     fcntl.flock(lock, fcntl.LOCK_SH)
 """
-"""Program that waits until the proxy has ended.
+"""Python program that waits until the proxy in front of the inference engine has ended.
 
 Engines end at once when asked to, so they are asked only after the proxy has sent its last answer.
 """
 HUNG_ENGINE_GRACE_S = 30
 DEREGISTRATION_S = 10
-"""Seconds until every node of the cluster knows that an ending pod gets no new requests."""
+"""Seconds after which no node of the cluster sends new requests to a pod that is about to end."""
 SERVE_LABEL = "llm-lifecycle.io/serve"
 WAITING_REQUESTS_PER_REPLICA = 4
-"""Average number of waiting requests above which another replica is started."""
+"""Average number of waiting requests for each replica above which the autoscaler adds a replica."""
 CORE_UTILIZATION_PERCENT = 80
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Bounds of the autoscaler, in replicas."""
+    """Smallest and largest number of replicas that the autoscaler may run."""
 
     least: int
     most: int
@@ -88,7 +91,7 @@ def serving_manifests(
     replicas: Replicas,
     adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> list[Manifest]:
-    """Return the manifests that serve a model.
+    """Return the Kubernetes manifests that serve a model with an autoscaled number of replicas.
 
     name: name of the Deployment and of what the stage serves; adapters of other stages are called by their stages.
     model: folder of the weights, below `home`.
@@ -129,7 +132,10 @@ def serving_manifests(
 
 
 def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
-    """Return the Kubernetes options of a serve stage. Raises `RecipeError` when the image or key is missing."""
+    """Return the Kubernetes options of a serve stage.
+
+    Raises `RecipeError` when the image or the API key's Secret is missing.
+    """
     asked = config.execution.block(KubernetesOptions)
     if not asked.image:
         title = chosen_engine(config.serving).title
@@ -212,18 +218,18 @@ def _before_sigterm(*command: str) -> Manifest:
 
 
 def _ending_probe(failures: int) -> Manifest:
-    """Return a probe whose failure ends the engine, while the proxy goes on."""
+    """Return a liveness probe that makes Kubernetes end a hung inference engine, while the proxy in its pod goes on."""
     return {**_probe(failures), "terminationGracePeriodSeconds": HUNG_ENGINE_GRACE_S}
 
 
 def _probe(failures: int) -> Manifest:
-    """Return a probe that asks the engine at its socket, because kubelet has no key for the proxy."""
+    """Return a health probe of the inference engine at its Unix socket, because the proxy would demand an API key."""
     command = ["python", "-I", "-S", "-c", IS_HEALTHY, str(SOCKET)]
     return {"exec": {"command": command}, "timeoutSeconds": 6, "periodSeconds": 10, "failureThreshold": failures}
 
 
 def _autoscaler(name: str, asked: KubernetesOptions, waiting_requests: str, replicas: Replicas) -> Manifest:
-    """Return an autoscaler: by waiting requests on GPUs, by CPU utilization without.
+    """Return a HorizontalPodAutoscaler that scales by waiting requests on GPUs, or by CPU utilization without GPUs.
 
     GPUs are always busy, so their utilization says nothing. The metric needs an adapter for custom metrics.
     """

@@ -1,4 +1,4 @@
-"""Launcher `slurm`: jobs of one stage, through Slurm's commands, and what nodes of a job find in their environment.
+"""Launcher `slurm`: submits, observes and cancels a stage's jobs through Slurm's commands.
 
 The commands get an environment without our variables, so that no secret reaches Slurm's records.
 """
@@ -41,7 +41,8 @@ MACHINES_OWN = re.compile(
     r"MASTER_.*|HOSTNAME|PWD|OLDPWD|SHLVL|TERM|DISPLAY|TMPDIR|_|(CUDA|ROCR|HIP|ZE)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|"
     r"(OMP|RAYON)_NUM_THREADS"
 )
-"""Names of variables that describe this machine or job; they are not passed to the stage's own machine."""
+"""Pattern of environment variables that describe this machine or job, so that they are not passed on to the stage's
+nodes."""
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "SLURM_CONF", "KRB5CCNAME")
 UNREACHABLE = re.compile(r"unable to contact|timed out|connection refused|try again|temporarily", re.IGNORECASE)
 FIELDS = ("JobState", "Reason", "NodeList", "Restarts", "ExitCode")
@@ -55,18 +56,18 @@ INTERRUPTIONS = {
 }
 KILLED = frozenset({"CANCELLED", "REVOKED", "OUT_OF_MEMORY", "DEADLINE"})
 OVER = frozenset({"COMPLETED", "FAILED", *INTERRUPTIONS, *KILLED})
-"""States of Slurm in which a job will never run again."""
+"""Slurm's job states after which a job never runs again."""
 
 
 class SlurmJobs:
-    """Client for the jobs of one order in Slurm, submitted one after another."""
+    """Client that submits, observes and cancels the Slurm jobs of one stage, one job after another."""
 
     def __init__(self, folder: JobFolder, order: JobOrder) -> None:
         self.folder = folder
         self.order = order
 
     def submit(self) -> str:
-        """Submit a batch script and return the id of the job.
+        """Submit the stage as a batch script and return the id of the Slurm job.
 
         Raises `RecipeError` when Slurm refuses it, `TransientError` when Slurm does not answer.
         """
@@ -78,7 +79,7 @@ class SlurmJobs:
         return output.strip().partition(";")[0]
 
     def look(self, job_id: str) -> JobOutcome | Waiting | Running:
-        """Return the job's state. Raises `TransientError` when Slurm does not answer."""
+        """Return the state of a Slurm job. Raises `TransientError` when Slurm does not answer."""
         try:
             view = parse_job(_run("scontrol", "show", "job", job_id, "--oneliner"))
         except _RefusedError:  # Slurm forgets a job some minutes after its end
@@ -94,7 +95,10 @@ class SlurmJobs:
         return f"Slurm job {job_id}"
 
     def cancel(self) -> bool:
-        """Cancel the jobs; return whether none is left. Raises `TransientError` when Slurm does not answer."""
+        """Cancel the stage's Slurm jobs; return whether none is left.
+
+        Raises `TransientError` when Slurm does not answer.
+        """
         end_s = time.monotonic() + CANCEL_PATIENCE_S
         while jobs := _run("squeue", "--noheader", f"--name={self.order.job}", "--format=%i").split():
             _run("scancel", "--quiet", *jobs)
@@ -105,7 +109,7 @@ class SlurmJobs:
 
 
 def sbatch_arguments(order: JobOrder, folder: JobFolder) -> list[str]:
-    """Return the options, the script and its arguments.
+    """Return the arguments of `sbatch` for a stage's job: its options, the batch script and the script's arguments.
 
     No environment is passed to Slurm, which would keep it in its records.
     """
@@ -133,7 +137,7 @@ def sbatch_arguments(order: JobOrder, folder: JobFolder) -> list[str]:
 
 
 def outcome(view: JobView | None, end: JobEnd | None, order: JobOrder, job_id: str) -> JobOutcome:
-    """Return the outcome of a job that is over.
+    """Return the outcome of a Slurm job that is over: finished, failed or interrupted.
 
     view: the job as Slurm shows it, or None when Slurm has forgotten it.
     end: what the job's batch step recorded, if it could.
@@ -175,7 +179,7 @@ def _unexplained(view: JobView | None, order: JobOrder, job_id: str) -> Failed:
 
 @dataclass(frozen=True)
 class JobView:
-    """Job as Slurm shows it; `state` and `reason` are Slurm's words."""
+    """Status of a job as `scontrol` shows it; `state` and `reason` are Slurm's words."""
 
     state: str
     reason: str
@@ -185,7 +189,7 @@ class JobView:
 
 
 def parse_job(line: str) -> JobView:
-    """Parse the output of `scontrol show job --oneliner`."""
+    """Return the status of a job from the output of `scontrol show job --oneliner`."""
     fields = {name: match[1] for name in FIELDS if (match := re.search(rf"(?:^| ){name}=(\S*)", line))}
     return JobView(
         state=fields["JobState"],
@@ -197,11 +201,11 @@ def parse_job(line: str) -> JobView:
 
 
 class _RefusedError(Exception):
-    """Slurm answered, and refused the request."""
+    """Refusal of a request by Slurm, with its complaint."""
 
 
 def _run(program: str, *arguments: str) -> str:
-    """Return the output of a program of Slurm.
+    """Run one of Slurm's commands and return its output.
 
     Raises `_RefusedError` with its complaint, `ResourceError` without the program, `TransientError` without an answer.
     """
@@ -229,18 +233,18 @@ def _run(program: str, *arguments: str) -> str:
 
 
 def way_in() -> str | None:
-    """Return the program that submits jobs, or None where this machine belongs to no cluster."""
+    """Return which command submits jobs, as text; None where this machine has no Slurm."""
     return (program := shutil.which("sbatch")) and f"jobs are submitted with {program}"
 
 
 def user_environment() -> dict[str, str]:
-    """Return the variables of this process but those of its machine: a node finds our code under the same path."""
+    """Return this process's environment variables for the stage's nodes, without those that describe this machine."""
     ours = {name: value for name, value in os.environ.items() if not MACHINES_OWN.fullmatch(name)}
     return {**ours, "PYTHONPATH": ":".join(filter(None, [str(local.code_folder()), os.environ.get("PYTHONPATH")]))}
 
 
 def place_of(environment: Mapping[str, str]) -> Place:
-    """Return this node's place from the variables of a Slurm step."""
+    """Return this node's rank and the rendezvous address, from the variables of a Slurm job step."""
     address = environment.get("MASTER_ADDR") or environment["SLURM_LAUNCH_NODE_IPADDR"]
     rank, port = int(environment["SLURM_PROCID"]), environment["MASTER_PORT"]
     return Place(rank, address, port, environment.get(FIRST_MACHINE))

@@ -1,4 +1,4 @@
-"""Batch step of a Slurm job: starts `node_task` on every node, and records how it ended.
+"""Batch step of a Slurm job: starts the stage's processes on every node, and records how they ended.
 
     python -m flows.launch.slurm_batch LAUNCH_FOLDER
 
@@ -25,11 +25,11 @@ from stages.core.launchers.slurm import SlurmOptions
 
 POLL_INTERVAL_S = 0.2
 GRACE_S = 25.0
-"""Seconds for the stage to end after SIGTERM; less than Slurm's default KillWait."""
+"""Seconds that the stage has to end after SIGTERM; less than Slurm's default KillWait."""
 
 
 def main() -> int:
-    """Run the batch step to its end, or to the end of the Slurm job; return its exit code."""
+    """Run the batch step until the stage has ended or Slurm asks the job to end; return the exit code."""
     folder = JobFolder(Path(sys.argv[1]))
     order = folder.order()
     assert order, f"no order in {folder.path}"
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def step_command(order: JobOrder, folder: JobFolder) -> list[str]:
-    """Return the `srun` command with one task a node; the first task that fails ends the others."""
+    """Return the `srun` command that starts one task on each node. The first task that fails ends the others."""
     srun = ["srun", "--export=ALL", f"--nodes={order.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     # srun does not take the number of cores over from sbatch.
     srun += [f"--cpus-per-task={order.block(SlurmOptions).cpus_per_node or order.cores_per_node}"]
@@ -65,7 +65,7 @@ def step_command(order: JobOrder, folder: JobFolder) -> list[str]:
 
 
 def meeting_place(order: JobOrder) -> dict[str, str]:
-    """Return the variables that name the rendezvous: a free port of this node, the first of the job.
+    """Return the environment variables with the rendezvous address and port, a free port of the job's first node.
 
     The address is that of the interface which the recipe names, else empty: then each task uses Slurm's. Raises
     ResourceError when the interface is absent.

@@ -1,4 +1,4 @@
-"""A stage's process: started by its launcher, then watched until it ends, serves, times out or is stopped."""
+"""Stage processes: started by the recipe's launcher, then watched until they end, serve, time out or are stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_COUNTED_HERE = "whether memory ran out, only the machine that it ran on know
 
 
 class Process(Protocol):
-    """Running stage on any launcher. `token` marks its processes."""
+    """Interface of a running stage, on any launcher. `token` is the mark by which its processes are found."""
 
     token: str
 
@@ -35,7 +35,7 @@ class Process(Protocol):
 
 
 def start(work: Path, config: StageConfig) -> Process:
-    """Start the stage whose `config.json` lies in `work` on the launcher that `execution.launcher` names."""
+    """Start the stage whose `config.json` is in a work folder, on the launcher that `execution.launcher` names."""
     if config.execution.is_local:
         return local.start(work, config)
     return cluster.start(work, config)
@@ -49,8 +49,9 @@ def watch(
     stop: threading.Event,
     log_begin: int = 0,
 ) -> StageResult:
-    """Return the stage's result once it has exited with 0, or serves; then the process goes on, and has a lease.
+    """Wait until a stage has exited or serves, and return its result.
 
+    The process of a server goes on, and is kept by a lease.
     Raises the stage's error, `StageCrashError`, `StageTimeoutError` or `RefreshStoppedError`; the process has ended by
     then. A kill for lack of memory is a `ResourceError`.
 
