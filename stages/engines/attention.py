@@ -1,4 +1,4 @@
-"""Attention over packed rows in which no document sees another, without a mask of the row's size.
+"""Attention over packed rows in which no document attends to another, without a sequence × sequence mask.
 
 `prepare_attention` chooses the `attn_implementation` that a model is built with, and `hidden_states` runs its decoder
 over a batch of packed documents. There are two ways:
@@ -35,17 +35,17 @@ from stages.engines.documents import PackedDocuments, pad_documents, unpad_docum
 from stages.parallel.accelerator import of_device
 
 PACKED_DOCUMENTS = "packed_documents"
-"""Name of our attention in Transformers' interface."""
+"""Name under which our attention over packed documents is registered with Transformers."""
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
-"""Types of attention layers, in Transformers' words, that `packed_documents` computes."""
+"""Types of attention layers, as in a config's `layer_types`, that our packed attention can compute."""
 
 FLASH_HEAD_WIDTH = 256
 """Largest head width that flash attention supports."""
 
 
 def prepare_attention(model_config: Any, device: torch.device) -> str:
-    """Return the `attn_implementation` for a causal language model of this config, registered if it is ours."""
+    """Return the `attn_implementation` to build a causal language model with; registers our packed attention."""
     model_class = _model_class(model_config)
     if _goes_through_interface(model_config, model_class):
         AttentionInterface.register(PACKED_DOCUMENTS, packed_attention)
@@ -54,7 +54,7 @@ def prepare_attention(model_config: Any, device: torch.device) -> str:
 
 
 def hidden_states(decoder: Any, inputs: ModelInputs) -> Tensor:
-    """Return the last hidden states, [rows, sequence, width], of a model without its head, documents kept apart.
+    """Return the last hidden states [rows, sequence, width] of a headless model, without attention across documents.
 
     `decoder` was built with the `attn_implementation` that `prepare_attention` returned.
     """
@@ -63,13 +63,16 @@ def hidden_states(decoder: Any, inputs: ModelInputs) -> Tensor:
 
 
 def hidden_states_and_router_logits(decoder: Any, inputs: ModelInputs) -> tuple[Tensor, list[Tensor]]:
-    """Return `hidden_states`, and each mixture layer's router logits [rows, sequence, experts]."""
+    """Return last hidden states as `hidden_states` does, and the router logits of each mixture-of-experts layer.
+
+    Router logits are [rows, sequence, experts].
+    """
     output, in_rows = _run(decoder, inputs, output_router_logits=True)
     return in_rows(output[0]), [in_rows(logits) for logits in output.router_logits]
 
 
 def _run(decoder: Any, inputs: ModelInputs, **options: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """Run the decoder; return its output and a function that lays token states out as the batch's rows."""
+    """Run the decoder; return its output and a function that reshapes states of tokens to the batch's rows."""
     device, shape = inputs.input_ids.device, inputs.input_ids.shape
     options["use_cache"] = False
     if decoder.config._attn_implementation == PACKED_DOCUMENTS:
@@ -84,16 +87,16 @@ def _run(decoder: Any, inputs: ModelInputs, **options: Any) -> tuple[Any, Callab
 
 @dataclass(frozen=True)
 class Scoring:
-    """Options of attention scores: window, soft cap and sinks."""
+    """Options by which architectures change attention: scale, dropout, sliding window, soft cap and sinks."""
 
     scaling: float | None
     dropout: float
     window_tokens: int | None
-    """Tokens that a token attends to, itself included; None: all before it."""
+    """Size of the sliding attention window in tokens, the token itself included; None: no window."""
     softcap: float | None
     """Soft cap of attention scores, which become softcap × tanh(score / softcap) (Gemma 2)."""
     sinks: Tensor | None
-    """Attention sinks, [heads]: scores of an absent token, which take a share of the weights (gpt-oss)."""
+    """Attention sinks [heads]: scores of an absent token, which takes a share of the attention weights (gpt-oss)."""
 
 
 @torch.compiler.disable  # the lengths differ from batch to batch: compiled, every batch would be compiled again
@@ -112,7 +115,7 @@ def packed_attention(
     position_bias: None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention inside each document, as Transformers' attention interface calls it.
+    """Compute causal attention within each packed document; called by Transformers' attention interface.
 
     `query` is [rows, heads, sequence, head_width], `key` and `value` [rows, key_value_heads, sequence, head_width]; the
     result [rows, sequence, heads, head_width]. Raises ModelError when the model asks for something else.
@@ -135,7 +138,7 @@ def _has_flash_kernel(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
 
 
 def _flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring) -> Tensor:
-    """Compute attention by flash kernels; tensors are [tokens, heads, head_width]."""
+    """Compute attention over packed documents by flash kernels; tensors are [tokens, heads, head_width]."""
     boundaries, longest = documents.boundaries, documents.longest
     tokens_before = -1 if scoring.window_tokens is None else scoring.window_tokens - 1
     grouped: dict[str, Any] = {"enable_gqa": True}
@@ -164,8 +167,9 @@ def _takes_grouped_queries(attention: Callable[..., Any]) -> bool:
 def _bucketed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring
 ) -> Tensor:
-    """Compute attention by SDPA over buckets of padded documents; tensors are [tokens, heads, head_width].
+    """Compute attention by torch's SDPA, over documents padded in buckets of similar length.
 
+    Tensors are [tokens, heads, head_width].
     Padding follows its document, so causal attention never sees it.
     """
     padded = [pad_documents(tokens, documents) for tokens in (query, key, value)]
@@ -182,7 +186,7 @@ def _bucketed_attention(
 
 
 def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Compute attention of documents of one length; tensors are [documents, heads, length, head_width]."""
+    """Compute attention of documents padded to one length; tensors are [documents, heads, length, head_width]."""
     length, window = query.shape[2], scoring.window_tokens
     if scoring.softcap is not None or scoring.sinks is not None:
         return _explicit_attention(query, key, value, scoring)
@@ -200,7 +204,10 @@ def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scorin
 
 
 def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Compute `_padded_attention` with soft-capped scores or sinks, which no fused kernel in torch supports."""
+    """Compute attention with soft-capped scores or sinks, which no fused kernel in torch supports.
+
+    Arguments are those of `_padded_attention`.
+    """
     num_documents, num_heads, length, width = query.shape
     key, value = (states.repeat_interleave(num_heads // key.shape[1], dim=1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * (width**-0.5 if scoring.scaling is None else scoring.scaling)
@@ -215,19 +222,19 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scor
 
 
 def _causal_mask(length: int, window_tokens: int, device: torch.device) -> Tensor:
-    """Return the causal mask, bool [length, length]: whether the token of the row sees the token of the column."""
+    """Return the causal mask, bool [length, length]: True where the row's token may see the column's token."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window_tokens)
 
 
 def _model_class(model_config: Any) -> Any:
-    """Return the class of causal language models with this config; None for code that came with the model."""
+    """Return Transformers' causal language model class for this config; None for code that came with the model."""
     if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
 
 
 def _goes_through_interface(model_config: Any, model_class: Any) -> bool:
-    """Return whether `packed_documents` gets everything that decides what a token of this model sees.
+    """Return whether this architecture passes our packed attention all that decides what a token attends to.
 
     A window reaches the attention function of every architecture that supports flash attention, since that has no mask
     either.

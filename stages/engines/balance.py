@@ -1,4 +1,4 @@
-"""Loss that balances experts (Fedus et al. 2022, Switch Transformers, equations 4 to 6), computed for each row.
+"""Load-balancing loss of experts (Fedus et al. 2022, Switch Transformers, equations 4 to 6), computed for each row.
 
 For a layer with E experts and a row it is E × the sum over experts of f × P: f is how often a token of the row chooses
 the expert, P the mean probability that the router gives it. That equals Transformers' `load_balancing_loss_func` for
@@ -17,11 +17,14 @@ from torch import Tensor
 from stages.data.batch import Batch
 
 METRIC = "aux_loss"
-"""Name of the loss before it is multiplied by its coefficient."""
+"""Name of the metric for the load-balancing loss, before multiplication by its coefficient."""
 
 
 def num_tokens(micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> float:
-    """Return the tokens of a global batch without padding; `add_up` sums float64 over the shares."""
+    """Return the number of tokens in a global batch, without padding.
+
+    add_up: sums float64 values over the data-parallel shares.
+    """
     own = sum(int((batch.documents.token_rows >= 0).sum()) for batch in micro_batches)
     return add_up(torch.tensor(own, dtype=torch.float64)).item()
 
@@ -33,7 +36,7 @@ def row_balance(
     num_rows: int,
     add_up: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> Tensor:
-    """Return the balancing loss of one layer's tokens, summed by row: a scalar, differentiable by probabilities.
+    """Return the load-balancing loss of one layer, summed over rows: a scalar, differentiable by `probabilities`.
 
     probabilities: float32 [tokens, experts].
     is_chosen: bool [tokens, experts].
@@ -52,7 +55,10 @@ def row_balance(
 
 
 def balance_of_logits(logits: Tensor, rows: Tensor, experts_per_token: int) -> Tensor:
-    """Return the balancing loss of router logits [rows, sequence, experts]; `rows` is int64 [rows, sequence]."""
+    """Return the load-balancing loss of one layer's router logits [rows, sequence, experts], summed over rows.
+
+    rows: row of each token, int64 [rows, sequence], negative in padding.
+    """
     probabilities = logits.flatten(0, 1).float().softmax(1)  # [tokens, experts]
     chosen = probabilities.topk(experts_per_token).indices
     is_chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, chosen, True)

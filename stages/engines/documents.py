@@ -1,4 +1,4 @@
-"""Padding of packed documents: documents of similar length share a bucket in which they are padded to one length.
+"""Padding of packed documents: those of similar length form a bucket, in which they are padded to one length.
 
 From the lengths of a micro-batch's documents follow the buckets and the slot of every token. `pad_documents` and
 `unpad_documents` move tensors there and back; they are each other's gradient. (Plain indexing would do, but its
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 LEAST_FILL = 0.8
-"""Least allowed ratio of shortest to longest document in a bucket: a compromise of padding and kernel calls."""
+"""Smallest allowed ratio of shortest to longest document in a bucket, which trades padding for kernel calls."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Bucket of `num_documents` documents padded to `length` tokens, from slot `start` on."""
+    """Bucket of `num_documents` documents, all padded to `length` tokens, from padded position `start` on."""
 
     start: int
     num_documents: int
@@ -29,12 +29,12 @@ class Bucket:
 
     @property
     def end(self) -> int:
-        """Index of the slot after the bucket's last one."""
+        """Index of the padded position after the bucket's last one."""
         return self.start + self.num_documents * self.length
 
 
 class PackedDocuments:
-    """Documents of a micro-batch, in their order in its flattened rows.
+    """Documents of a micro-batch, in the order in which its flattened rows hold them, and their padding.
 
     The shortest document of a bucket is at least `least_fill` of its longest; with 0 there is one bucket.
     """
@@ -51,13 +51,13 @@ class PackedDocuments:
 
     @cached_property
     def boundaries(self) -> Tensor:
-        """Document boundaries, int32 [documents + 1]: start of each in the flattened rows, and the end of the last."""
+        """Document boundaries in the flattened rows, int32 [documents + 1]: each start, and the end of the last."""
         lengths = torch.tensor((0, *self.lengths), dtype=torch.int32)
         return lengths.cumsum(0, dtype=torch.int32).to(self.device)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Buckets from the longest documents to the shortest; their slots follow each other without gaps."""
+        """Buckets from the longest documents to the shortest, which follow each other without gaps."""
         buckets: list[Bucket] = []
         for length in sorted(self.lengths, reverse=True):
             last = buckets[-1] if buckets else None
@@ -69,12 +69,12 @@ class PackedDocuments:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots of all buckets of padded documents, padding included."""
+        """Number of token positions in all buckets of padded documents, padding included."""
         return self.buckets[-1].end
 
     @cached_property
     def slots(self) -> Tensor:
-        """Slot of each token of the flattened rows among the padded documents, int64 [tokens]."""
+        """Index of each token of the flattened rows among the padded positions, int64 [tokens]."""
         padded_lengths = [bucket.length for bucket in self.buckets for _ in range(bucket.num_documents)]
         lengths = torch.tensor(self.lengths)
         longest_first = lengths.argsort(descending=True, stable=True)
@@ -86,12 +86,12 @@ class PackedDocuments:
 
 
 def pad_documents(tokens: Tensor, documents: PackedDocuments) -> Tensor:
-    """Move values of tokens, [tokens, …], to their padded slots, [slots, …]; padding is zeros. Differentiable."""
+    """Copy values of tokens, [tokens, …], to padded documents, [slots, …], with zeros as padding. Differentiable."""
     return _Pad.apply(tokens, documents.slots, documents.num_slots)
 
 
 def unpad_documents(padded: Tensor, documents: PackedDocuments) -> Tensor:
-    """Move values of padded slots, [slots, …], back to [tokens, …]; padding is dropped. Differentiable."""
+    """Copy values of padded documents, [slots, …], back to the tokens, [tokens, …], without padding. Differentiable."""
     return _Unpad.apply(padded, documents.slots, documents.num_slots)
 
 

@@ -1,4 +1,4 @@
-"""Protocol of training engines: what the loop asks of FSDP2, Megatron-core or any other.
+"""Interface of training engines (FSDP2, Megatron-core or any other): the methods that the training loop calls.
 
 An engine owns the model, the optimizer and every collective over them. The loop owns data order, batches, loss,
 schedule, logging and the places of checkpoints. All methods are collective: every process calls them in the same order.
@@ -31,22 +31,22 @@ class LossMeans:
 
 @dataclass(frozen=True)
 class StepOutcome(LossMeans):
-    """Result of one optimizer step. `grad_norm` is global and taken before clipping."""
+    """Result of one optimizer step: loss, metrics, and the global gradient norm before clipping."""
 
     grad_norm: float
     measured: dict[str, float] = field(default_factory=dict)
-    """Metrics of a step that only the engine can measure."""
+    """Metrics that only the engine can measure, such as the load-balancing loss of experts, by name."""
 
 
 class Engine(Protocol):
-    """A model in training, spread over processes."""
+    """Training engine: a model and its optimizer, spread over processes."""
 
     data_rank: int
-    """Number of the share of every global batch that this process gets; equal on processes that split one model."""
+    """Index of this process's share of every global batch; equal on processes that split one model."""
     data_parallel_size: int
-    """Number of shares of a global batch."""
+    """Number of shares into which data parallelism splits a global batch."""
     num_devices: int
-    """Number of processes, each with its device."""
+    """Number of processes, each of which has one device."""
     device: torch.device
     compute_dtype: torch.dtype
     flops: ModelFlops
@@ -54,59 +54,64 @@ class Engine(Protocol):
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
     ) -> StepOutcome:
-        """Make one optimizer step over the global batch of which `micro_batches` are this process's share.
+        """Make one optimizer step over a global batch, of which `micro_batches` are this process's share.
 
         The gradient is that of the loss as a mean over the whole global batch. Nothing is updated when loss or gradient
         norm is not finite: the caller sees that in the outcome, and stops.
         """
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
-        """Return loss and metrics without learning; every process passes equally many micro-batches."""
+        """Return loss and metrics without updating the model; every process passes equally many micro-batches."""
 
     def document_log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """Return log-probabilities of documents in nats, float32 [documents] on the CPU. Forward only."""
+        """Return each document's log-probability in nats, float32 [documents] on the CPU. Forward pass only."""
 
     def target_log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """Return targets' log-probabilities in nats, float32 [rows, sequence] on the CPU; 0 elsewhere. Forward only."""
+        """Return the target tokens' log-probabilities in nats, float32 [rows, sequence] on the CPU.
+
+        They are 0 at positions without a target. Forward pass only.
+        """
 
     def predictions(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the targets' log-probabilities and the likeliest tokens, on the CPU. Forward only.
+        """Return the target tokens' log-probabilities and the likeliest token at each target.
 
+        Forward pass only, results on the CPU.
         float32 [rows, sequence] in nats, and int64 [rows, sequence]: the likeliest token at each target, negative
         elsewhere.
         """
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the likeliest tokens at each target with their log-probabilities, on the CPU. Forward only.
+        """Return the `number` likeliest tokens at each target with their log-probabilities.
 
+        Forward pass only, results on the CPU.
         int64 and float32 [rows, sequence, number] in descending order, in nats; 0 where there is no target.
         """
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of float64 values on the CPU over the shares of a global batch."""
+        """Return the sum of a float64 CPU tensor over the shares of a global batch, on every process."""
 
     def broadcast_from_rank0(self, value: float) -> float:
         """Return rank 0's value on every process."""
 
     def save(self, folder: Path) -> Future[None]:
-        """Start writing weights and optimizer state as of now; training may go on before the future is done."""
+        """Start writing a checkpoint of weights and optimizer state; training may go on before the future is done."""
 
     def load(self, folder: Path) -> None:
-        """Restore the checkpoint that `save` wrote, perhaps under another layout."""
+        """Restore weights and optimizer state from a checkpoint by `save`, perhaps written under another layout."""
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint, over all processes."""
+        """Size of a checkpoint in bytes, over all processes."""
 
     def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
-        """Write the model as a Hugging Face folder, or the adapter in PEFT's format; see `stages.engines.export`.
+        """Write the trained model as a Hugging Face folder, or its adapter in PEFT's format.
 
         Returns, on rank 0, what is wrong with an adapter that was written nevertheless. Raises ModelError for a model
         that would lack trained weights; its checkpoint still has them.
         """
 
     def close(self) -> None:
-        """Free the model, so that another engine may be built; the closed engine must not be used any more."""
+        """Free the model's memory, so that another engine may be built; the closed engine must not be used again."""
 
 
 def free_memory() -> None:

@@ -33,10 +33,10 @@ from stages.models.weight_files import weight_paths
 
 MAX_SHARD_BYTES = 5 * 10**9
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
-"""Ends of the names of weight files and their indices."""
+"""File name suffixes of weight files and their indices."""
 
 OLD_BUFFERS = r"rotary_emb\.inv_freq$"
-"""Pattern of weights in old files that follow from the config."""
+"""Pattern of weights in old model files that are computed from the config today."""
 NUM_NAMED = 3
 
 Shapes = dict[str, tuple[int, ...]]
@@ -44,7 +44,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ScoreHead:
-    """Head that gives one number instead of the vocabulary.
+    """Output head of a reward model, which gives one number instead of logits over the vocabulary.
 
     name: of its weight in the model.
     written_as: the weight's name in the files.
@@ -65,8 +65,9 @@ def export_model(
     dtype: torch.dtype,
     score: ScoreHead | None = None,
 ) -> None:
-    """Write a trained model to `folder`. Collective: every process consumes `named_weights`, rank 0 writes.
+    """Write a trained model as a Hugging Face folder.
 
+    Collective: every process consumes `named_weights`, rank 0 writes.
     score: the head that replaces the one in `source`. Raises ModelError when the weights written are not those, by name
     and shape, that `source` has.
     """
@@ -82,7 +83,10 @@ def export_model(
 
 
 def check_exportable(causal_lm: Any, source: Path) -> None:
-    """Raise ModelError, before training, unless `export_model` would write the weights that `source` has."""
+    """Check, before training, that `export_model` would write exactly the weights that `source` has.
+
+    Raises ModelError.
+    """
     tied = _tied(causal_lm)
     empty = (
         (name, torch.empty_like(weight, device="meta"))
@@ -118,7 +122,7 @@ def write_model(
     carried: re.Pattern[str] | None = None,
     score: ScoreHead | None = None,
 ) -> None:
-    """Write a Hugging Face model folder from weights that have the names of the original files.
+    """Write a Hugging Face model folder from weights that already have the names of the original files.
 
     Weights that are `tied` may be missing. Weights of `source` whose names match `carried`, and which are not written,
     are copied as they are. Each weight is written in its dtype; `dtype` is that of most, which the config names.
@@ -154,7 +158,7 @@ def copy_all_but_weights(source: Path, folder: Path) -> None:
 
 
 def weight_shapes(folder: Path) -> Shapes:
-    """Return name → shape of every tensor in a model folder, from the headers alone."""
+    """Return the shape of every tensor in a model folder by name, from the file headers alone."""
     shapes: Shapes = {}
     for path in weight_paths(folder):
         with safe_open(path, framework="pt") as weights:
@@ -163,7 +167,7 @@ def weight_shapes(folder: Path) -> Shapes:
 
 
 class _ShardWriter:
-    """Writer of weights in shards; the final names of the files are known when all are written."""
+    """Writer of weights to files of at most 5 GB, whose final names are known when all are written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -174,18 +178,18 @@ class _ShardWriter:
 
     @property
     def names(self) -> set[str]:
-        """Names of all weights written so far."""
+        """Names of all weights added so far."""
         return {*self._pending, *(name for shard in self._shards for name in shard)}
 
     def add(self, name: str, weight: Tensor) -> None:
-        """Add a CPU tensor to the shards; may write a shard."""
+        """Add a CPU tensor; a file is written when the tensors that wait would exceed its limit."""
         if self._pending and self._pending_bytes + weight.nbytes > MAX_SHARD_BYTES:
             self._write_shard()
         self._pending[name] = weight
         self._pending_bytes += weight.nbytes
 
     def finish(self) -> None:
-        """Write pending weights, name the shards `model-00001-of-0000N` and index them."""
+        """Write the remaining weights, give the files their final names and, if there are several, index them."""
         self._write_shard()
         for index in range(len(self._shards)):
             follow_file_mask(self._part(index))
@@ -215,7 +219,7 @@ def _tied(causal_lm: Any) -> set[str]:
 
 
 def _ignored(causal_lm: Any) -> re.Pattern[str]:
-    """Return the pattern of weights that Transformers does not load, such as layers of multi-token prediction."""
+    """Return a pattern of weights that Transformers does not load, such as layers of multi-token prediction."""
     return re.compile("|".join([OLD_BUFFERS, *(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ())]))
 
 
@@ -235,7 +239,7 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _originals(
     causal_lm: Any, named_weights: Iterable[tuple[str, Tensor]], source: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights by the names and shapes of the original files, which may lack the model's head (GPT-2)."""
+    """Yield weights by the names and shapes of the original files, whose names may lack the model's prefix (GPT-2)."""
     names, prefix = weight_shapes(source).keys(), f"{causal_lm.base_model_prefix}."
     for group in _groups(named_weights):
         for name, weight in revert_weight_conversion(causal_lm, group).items():
@@ -243,7 +247,7 @@ def _originals(
 
 
 def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield weights grouped by layer: weights that Transformers fused on loading are always of one layer."""
+    """Yield the weights grouped by layer, since Transformers fuses only weights of the same layer."""
     group: dict[str, Tensor] = {}
     current: str | None = None
     for name, weight in named_weights:
@@ -258,7 +262,7 @@ def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, T
 
 
 def _layer(name: str) -> str:
-    """Return the part of a weight's name up to its first number: `model.layers.3`; the whole name without one."""
+    """Return a weight's name up to its first number, such as `model.layers.3`; the whole name without a number."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])

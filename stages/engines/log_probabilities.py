@@ -1,4 +1,4 @@
-"""Log-probabilities of target tokens from hidden states and the output head, without the logits of a whole batch.
+"""Log-probabilities of target tokens from hidden states and output head, without the logits of a whole batch.
 
 Only positions that have a target are sent through the head (when a conversation is learned from its assistant turns
 alone, that saves most of the vocabulary work), and their logits exist for one chunk of tokens at a time: at most
@@ -21,16 +21,17 @@ from torch.nn import functional
 from stages.data.batch import IGNORED
 
 CHUNK_LOGITS = 2**27
-"""Logits in memory at a time (512 MiB in fp32): 884 tokens of a 152k vocabulary, enough to keep a large GPU busy."""
+"""Number of logits in memory at a time (512 MiB in fp32): 884 tokens of a 152k vocabulary, enough to keep a large GPU
+busy."""
 
 LogitsTransform = Callable[[Tensor], Tensor]
-"""Element-wise function from fp32 logits to fp32 logits."""
+"""Element-wise function that a model applies to its fp32 logits, such as a soft cap or a scale."""
 
 
 def token_log_probabilities(
     hidden: Tensor, head: nn.Module, wanted: Tensor, transform: LogitsTransform | None = None
 ) -> Tensor:
-    """Return log p(token) of the wanted tokens at every position, 0 where none are; differentiable.
+    """Return the log-probabilities of the wanted tokens at every position, 0 where none is wanted; differentiable.
 
     `hidden` is [rows, sequence, width], `wanted` int64 [rows, sequence] or [rows, sequence, number], with IGNORED, in
     the first place, where a position has none; the result is float32 of the same shape. `head` has a `weight`
@@ -65,7 +66,7 @@ def greedy_tokens(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
 def likeliest_tokens(
     hidden: Tensor, head: nn.Module, targets: Tensor, number: int, transform: LogitsTransform | None = None
 ) -> Tensor:
-    """Return the `number` likeliest tokens at every target, and their log-probabilities, in descending order.
+    """Return the `number` likeliest tokens at every target and their log-probabilities, the likeliest first.
 
     float32 [rows, sequence, 2, number], which holds tokens exactly below 2^24; 0 elsewhere. Arguments as above.
     """
@@ -80,12 +81,12 @@ def likeliest_tokens(
 
 
 def _positions(targets: Tensor) -> Tensor:
-    """Return the positions of flattened rows that have a target: int64 [positions]."""
+    """Return the positions that have a target, as indices of the flattened rows: int64 [positions]."""
     return (targets.reshape(-1) != IGNORED).nonzero().squeeze(1)
 
 
 def logits_transform(model_config: Any) -> LogitsTransform | None:
-    """Return the transform that a model of this config applies to the logits of its head, or None.
+    """Return the function that this model applies to its head's logits, a soft cap or a scale; None if there is none.
 
     Soft-capping (Gemma: cap × tanh(logits / cap)) and constant scales (Cohere, Granite, Falcon-H1).
     """
@@ -97,7 +98,7 @@ def logits_transform(model_config: Any) -> LogitsTransform | None:
 
 
 def tempered(transform: LogitsTransform | None, temperature: float) -> LogitsTransform | None:
-    """Return a logits transform followed by a division by the temperature."""
+    """Return the logits transform followed by a division by the sampling temperature."""
     if temperature == 1:
         return transform
     return lambda logits: (transform(logits) if transform else logits) / temperature
@@ -115,7 +116,7 @@ def _logits_scale(model_config: Any) -> float:
 
 
 class _LogProbabilities(torch.autograd.Function):
-    """Autograd function for log-probabilities: gather the selected rows, log-softmax over the head's output, scatter.
+    """Autograd function for log-probabilities of tokens at selected positions, computed in chunks of logits.
 
     `targets` is int64 [positions, number]. With z = transform(W h + b) and p = softmax(z):
     d log p[target] / dz = onehot(target) - p.
@@ -187,7 +188,10 @@ def _output_gradient(
     gradient: Tensor,
     transform: LogitsTransform | None,
 ) -> Tensor:
-    """Return d(sum of gradient × log p[target])/d(head output), in the head's dtype, [tokens, vocabulary]."""
+    """Return the gradient with respect to the head's output, in the head's dtype, [tokens, vocabulary].
+
+    It is that of the sum of gradient × log p[target].
+    """
     if kept is not None:
         return _softmax_gradient(kept, targets, gradient).to(weight.dtype)
     output = _head_output(hidden, weight, bias)

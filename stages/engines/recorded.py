@@ -1,5 +1,6 @@
-"""Record of a trained model's log-probabilities of a few documents, which merging, quantizing and serving reproduce.
+"""Record of a trained model's log-probabilities on a few documents, which the later stages must reproduce.
 
+These stages are merging, quantizing and serving.
 The training engine computes log-probabilities and greedy tokens after its last step; the file is that of
 `models/recorded.py`. How far training has moved these tokens is reported; there is no bound on it, since equal passes
 over equal weights differ by nothing on a CPU and by an unknown amount elsewhere.
@@ -27,17 +28,20 @@ MOST_DOCUMENTS = 16
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """A few documents whose log-probabilities are recorded beside the trained model; the same on every process."""
+    """Batch of a few documents whose log-probabilities are recorded beside the trained model.
+
+    It is the same on every process.
+    """
 
     batch: Batch
     untrained: torch.Tensor | None = None
-    """float32 [targets]: log-probabilities of the targets before training, where they are known."""
+    """Log-probabilities of the target tokens before training, float32 [targets]; None where they are unknown."""
 
 
 def record_log_probabilities(
     engine: Engine, recorded: RecordedBatch, folder: Path, tool_prompts: Sequence[ToolPrompt] = ()
 ) -> dict[str, float]:
-    """Write the engine's predictions for the first documents of the batch. Collective.
+    """Write the model's predictions for the first documents of a batch to `folder`. Collective.
 
     Returns metrics of how far training moved them.
     """

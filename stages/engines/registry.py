@@ -1,5 +1,6 @@
-"""Registry of the training engines: how each is built. A new engine is a folder beside this file and a line here.
+"""Registry of the training engines, with the function that builds each.
 
+A new engine is a folder beside this file and a line here.
 What an engine supports is in `stages.parallel.engines`, what it costs in `stages.planner.engines`. Its own imports take
 seconds, and are made when it is built.
 """
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """Everything that an engine is built from; the process group exists already."""
+    """Arguments from which a training engine is built; the process group exists already."""
 
     model: ModelFacts
     settings: EngineSettings
@@ -33,11 +34,11 @@ class EngineInputs:
     start: Path | None
     """Folder of an adapter that training continues; None for a new one."""
     first_batches: Callable[[int], Sequence[Batch]]
-    """Returns batches of training rows that each have at least so many learned tokens."""
+    """Function that returns batches of training rows, each with at least the given number of learned tokens."""
     scratch: Path
-    """Scratch folder of the stage, which a resumed attempt finds again."""
+    """Folder for the stage's temporary files, which a retry that resumes training finds again."""
     report: Callable[[str], None]
-    """Takes a sentence about how the model starts, for people."""
+    """Function that shows the user a sentence about the model's start."""
 
 
 def _build_fsdp(inputs: EngineInputs) -> Engine:

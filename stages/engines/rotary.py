@@ -1,4 +1,4 @@
-"""Rotary positions whose frequencies depend on a text's length, for rows in which several texts are packed.
+"""Rotary positions whose frequencies depend on a text's length, in rows that pack several texts.
 
 `longrope` (Phi-3) and dynamic NTK use other frequencies for texts beyond the length that the model was first trained
 on. Transformers looks at the longest text of a batch, so that a short document packed beside a long one would be
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from stages.models.facts import rotates_by_length
 
 LENGTH_FIELDS = ("max_position_embeddings", "original_max_position_embeddings")
-"""Fields of configs and of their `rope_parameters` that hold a length."""
+"""Fields of a config, and of its `rope_parameters`, that hold a text length in tokens."""
 
 Angles = tuple[Tensor, Tensor]
-"""Cosines and sines of rotary positions, [rows, sequence, width]."""
+"""Cosines and sines of rotary angles, each [rows, sequence, width]."""
 
 
 def rotate_by_document(decoder: nn.Module) -> None:
-    """Make the decoder's length-dependent rotary embeddings rotate each document as if it were alone.
+    """Make length-dependent rotary embeddings of the decoder rotate each packed document as if it were alone.
 
     Afterwards a document begins wherever a position is 0.
     """
@@ -35,13 +35,13 @@ def rotate_by_document(decoder: nn.Module) -> None:
 
 
 def rotates_by_document_length(decoder: nn.Module) -> bool:
-    """Return whether a text's angles depend on its length, or on another text's in the batch."""
+    """Return whether a text's rotary angles depend on its length, or on other texts in the batch."""
     return bool(_length_dependent(decoder))
 
 
 @contextmanager
 def long_from(decoder: nn.Module, num_tokens: int) -> Iterator[None]:
-    """Treat texts of more than `num_tokens` as long ones in this context: a short probe tests their rotary angles.
+    """Treat texts of over `num_tokens` tokens as long in this context, to test rotary angles with short texts.
 
     The last text in the context must be a short one, which leaves the frequencies as they were.
     """
@@ -68,7 +68,7 @@ def _length_dependent(decoder: nn.Module) -> list[Any]:
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    """Return the rope type, or one for each kind of layer; empty for modules that are no rotary embedding."""
+    """Return the rope types of a rotary embedding, one for each kind of layer; empty for other modules."""
     found = getattr(module, "rope_type", None)
     return [found] if isinstance(found, str) else list(found.values()) if isinstance(found, Mapping) else []
 
@@ -76,7 +76,7 @@ def _rope_types(module: nn.Module) -> list[str]:
 def _by_document(
     forward: Callable[..., Angles], like: Tensor, position_ids: Tensor, *kind: Any, **kinds: Any
 ) -> Angles:
-    """Return the rotary angles for `position_ids` [rows, sequence], document by document.
+    """Return rotary angles for `position_ids` [rows, sequence], computed for each document's own length.
 
     `kind` is the kind of the layers that ask, where there are several.
     """

@@ -1,4 +1,4 @@
-"""Settings of a training engine: layout, precision, optimizer. Light: configs make them without torch."""
+"""Settings of a training engine (layout, precision, optimizer, adapter), made by configs without importing torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stages.parallel.layout import Layout
 from stages.planner.workload import Precision
 
 Fp8Recipe = Literal["tensorwise", "rowwise"]
-"""Granularity of the scales in 8 bits, in torchao's words."""
+"""Granularity of the scales of 8-bit matrix products, by torchao's names."""
 
 
 @dataclass(frozen=True)
@@ -18,18 +18,18 @@ class AdamSettings:
     """Settings of AdamW (Loshchilov and Hutter 2019)."""
 
     learning_rate: float
-    """Initial learning rate; every step overrides it."""
+    """Learning rate with which the optimizer is created; every step sets its own."""
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     decay_norms_and_biases: bool = False
-    """True if norms and biases decay too; Transformers and TRL decay matrices and embeddings only."""
+    """True if weight decay also applies to norms and biases, which Transformers and TRL exempt."""
 
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """Settings of Muon (Jordan et al. 2024) for matrices, beside AdamW for the rest, as in `torch.optim.Muon`."""
+    """Settings of Muon (Jordan et al. 2024), named as in `torch.optim.Muon`; AdamW updates all but matrices."""
 
     momentum: float = 0.95
     nesterov: bool = True
@@ -39,42 +39,42 @@ class MuonSettings:
 
 @dataclass(frozen=True)
 class LowPrecisionSettings:
-    """Dtypes of AdamW's state and weights in fewer bits."""
+    """Settings that store AdamW's moments, or the weights too, in bf16 instead of fp32."""
 
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
     bf16_stochastic_round: bool = False
-    """True if weights are held in bf16 only, updated with stochastic rounding."""
+    """True if the weights are held in bf16 only and updated with stochastic rounding."""
 
 
 @dataclass(frozen=True)
 class MoeSettings:
-    """Training of the routers in a mixture of experts."""
+    """Settings for training the routers of a mixture of experts."""
 
     aux_loss_coefficient: float = 0.0
-    """Weight of the loss that balances experts (`stages.engines.balance`)."""
+    """Weight of the load-balancing loss of experts (`stages.engines.balance`); 0: none."""
     freeze_router: bool = False
-    """True if routers are not trained."""
+    """True if the routers' weights are frozen."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of a training engine."""
+    """Settings with which a training engine is built."""
 
     layout: Layout
     precision: Precision
     adam: AdamSettings
     seed: int = 0
     hang_timeout_s: float = 3600
-    """Seconds after which the stage ends an attempt that hangs; collectives wait longer."""
+    """Seconds after which the stage ends training that hangs; collectives wait longer."""
     trust_remote_code: bool = False
-    """True if code that came with the model may be run."""
+    """True if Python code that came with the model may be run."""
     adapter: AdapterConfig | None = None
-    """Low-rank adapter that learns beside the frozen model; None: the whole model learns."""
+    """Options of the low-rank adapter to train on the frozen model; None: the whole model is trained."""
     has_score_head: bool = False
-    """True if the model gives one score a document (fsdp) instead of probabilities of tokens."""
+    """True if the model gives one score per document instead of token probabilities (engine fsdp only)."""
     muon: MuonSettings | None = None
-    """Muon's settings; None: AdamW alone."""
+    """Settings of Muon; None: AdamW updates all weights."""
     moe: MoeSettings = MoeSettings()
     low_precision: LowPrecisionSettings = LowPrecisionSettings()
     fp8_recipe: Fp8Recipe = "tensorwise"

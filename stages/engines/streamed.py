@@ -1,4 +1,4 @@
-"""Forward passes of a model that stays in its files, one module at a time (Transformers' disk offloading), in fp32.
+"""Forward passes in fp32 of a model on disk, loaded one module at a time (Transformers' disk offloading).
 
 It is never in memory as a whole. An adapter can be added to its layers.
 """
@@ -23,15 +23,16 @@ from stages.models.loading import load_model
 from stages.models.recorded import Predicted, RecordedDocument
 
 CHUNK_LOGITS = 2**25
-"""Bytes of fp32 logits in memory at a time: 128 MiB."""
+"""Number of fp32 logits in memory at a time: they take 128 MiB."""
 
 
 class StreamedModel:
-    """Causal language model whose weights stay in its files, read module by module."""
+    """Causal language model whose weights stay on disk and are read module by module in a forward pass."""
 
     def __init__(self, folder: Path, scratch: Path, *, trust_remote_code: bool) -> None:
-        """Open the model in `folder`; scratch: for weights whose stored form cannot be computed with.
+        """Open the model in `folder` without loading its weights.
 
+        scratch: folder for weights whose stored form cannot be computed with.
         Raises ModelError.
         """
         scratch.mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,10 @@ class StreamedModel:
         self._transform: LogitsTransform | None = logits_transform(self.causal_lm.config)
 
     def ordered(self, adapter_layers: set[str]) -> list[str]:
-        """Return the adapted layers in the order of the model. Raises ModelError for layers that the model lacks."""
+        """Return adapted layers in the order in which the model has them.
+
+        Raises ModelError for layers that it lacks.
+        """
         ordered = [name for name, _ in self.causal_lm.named_modules() if name in adapter_layers]
         if lost := sorted(adapter_layers - set(ordered)):
             raise ModelError(
@@ -58,7 +62,7 @@ class StreamedModel:
         return ordered
 
     def put_beside(self, adapter: Adapter) -> None:
-        """Put an adapter beside the streamed model: each adapted layer gives W x + scaling B A x."""
+        """Add an adapter to the streamed model by forward hooks: each adapted layer gives W x + scaling B A x."""
         for layer in self.ordered(set(adapter.factors)):
             self.causal_lm.get_submodule(layer).register_forward_hook(partial(_add, adapter, layer))
 
@@ -69,7 +73,7 @@ class StreamedModel:
 
     @torch.no_grad()
     def hidden_states(self, documents: Sequence[RecordedDocument]) -> Tensor:
-        """Return the head's inputs at all targets, [targets, width], in one pass over the files."""
+        """Return the last hidden states at all targets, [targets, width], in one pass over the weight files."""
         decoder = decoder_of(self.causal_lm)
         rows = [torch.tensor(document.input_ids) for document in documents]
         together = [rows] if not rotates_by_document_length(decoder) else [[row] for row in rows]
@@ -85,7 +89,7 @@ class StreamedModel:
         return torch.cat(selected)
 
     def predictions(self, documents: Sequence[RecordedDocument]) -> list[Predicted]:
-        """Return log-probability and greedy token of each document's targets."""
+        """Return the log-probability of each document's target tokens, and the likeliest token at each target."""
         targets = targets_of(documents).split(self.chunk_tokens)
         chosen, greedy = [], []
         for states, expected in zip(self.hidden_states(documents).split(self.chunk_tokens), targets, strict=True):
@@ -96,18 +100,18 @@ class StreamedModel:
 
     @torch.no_grad()
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """Return log-probabilities of all tokens of the vocabulary, fp32 [tokens, vocabulary]."""
+        """Return log-probabilities of the whole vocabulary from hidden states: fp32 [tokens, vocabulary]."""
         logits = self.causal_lm.get_output_embeddings()(hidden).float()
         return (self._transform(logits) if self._transform else logits).log_softmax(1)
 
 
 def targets_of(documents: Sequence[RecordedDocument]) -> Tensor:
-    """Return the targets of all documents, int64."""
+    """Return the target tokens of all documents one after the other, int64 [targets]."""
     return torch.tensor([target for one in documents for target in one.targets if target >= 0])
 
 
 def by_document(log_probabilities: Tensor, greedy: Tensor, documents: Sequence[RecordedDocument]) -> list[Predicted]:
-    """Split fp32 and int64 [targets of all documents] by document."""
+    """Split the log-probabilities (fp32) and likeliest tokens (int64) of all documents' targets by document."""
     counts = [one.num_targets for one in documents]
     parts = zip(log_probabilities.split(counts), greedy.split(counts), strict=True)
     return [Predicted(values.tolist(), tokens.tolist()) for values, tokens in parts]

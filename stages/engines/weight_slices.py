@@ -13,7 +13,7 @@ from stages.models.weight_files import weight_paths
 
 
 class WeightFiles:
-    """Tensors of a folder's safetensors files by name, mapped into memory."""
+    """Tensors of a model folder's safetensors files, accessible by name, with the files mapped into memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,10 +31,10 @@ class WeightFiles:
         self._stack.close()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name → shape of all tensors in the weight files."""
+        """Return the shape of every tensor in the weight files, by name."""
         return {name: tuple(tensor.get_shape()) for name, tensor in self._slices.items()}
 
     def read(self, name: str, *index: slice) -> Tensor:
-        """Return the part of a stored tensor that `index` selects; without an index, all of it."""
+        """Return the slice of a stored tensor that `index` selects; without an index, the whole tensor."""
         found: Tensor = self._slices[name][index or ...]
         return found

@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits: linear layers are replaced by torchao's float8 layers.
+"""Matrix products in 8 bits under FSDP2: linear layers are replaced by torchao's float8 layers.
 
 Operands are cast to 8 bits before each product, forward and backward; weights, activations between layers, reduction
 and the optimizer stay as in bf16, and so do checkpoints and the export. Left as they are: the head and embeddings,
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 MULTIPLE = 16
-"""Number that divides the inner and outer sizes of a product in 8 bits (cuBLAS)."""
+"""Number that must divide a layer's input and output sizes for matrix products in 8 bits (cuBLAS)."""
 
 
 def float8_config(recipe: Fp8Recipe) -> Float8LinearConfig:
-    """Return torchao's config of the recipe. Raises ResourceError where torchao is not installed."""
+    """Return torchao's config for the wanted granularity of scales.
+
+    Raises ResourceError where torchao is not installed.
+    """
     if missing := FsdpRules().missing_package("fp8"):
         raise ResourceError(missing)
     from torchao.float8 import Float8LinearConfig
@@ -39,7 +42,7 @@ def float8_config(recipe: Fp8Recipe) -> Float8LinearConfig:
 
 
 def multiply_in_eight_bits(causal_lm: Any, config: Float8LinearConfig) -> str:
-    """Replace the linear layers that can multiply in 8 bits by torchao's, with the same weights and names.
+    """Replace linear layers that can multiply in 8 bits by torchao's float8 layers, keeping weights and names.
 
     Returns a sentence with the numbers of replaced and other layers. Raises ModelError where no layer can.
     """
@@ -63,7 +66,7 @@ def multiply_in_eight_bits(causal_lm: Any, config: Float8LinearConfig) -> str:
 
 
 def reasons_against(causal_lm: Any) -> dict[str, str | None]:
-    """Return the name of each linear layer → why it stays in bf16, or None."""
+    """Return, by name of each linear layer, the reason why it stays in bf16; None if it can multiply in 8 bits."""
     head = causal_lm.get_output_embeddings()
     routers = {id(part) for router in routers_of(causal_lm) for part in router.modules()}
     in_fp32 = {id(part) for kept in modules_kept_in_fp32(causal_lm, torch.bfloat16) for part in kept.modules()}

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class FsdpEngine:
-    """Engine on FSDP2; see `stages.engines.engine.Engine`."""
+    """Training engine on FSDP2; `stages.engines.engine.Engine` describes its methods."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class FsdpEngine:
         start: Path | None = None,
         rows: InputRows | None = None,
     ) -> None:
-        """Load the model from its folder under `settings.layout`; the process group must exist.
+        """Load the model from its folder and shard it by `settings.layout`; the process group must exist.
 
         start: folder of an adapter that training starts from.
         rows: training rows that an adapter with `init: eva` starts from.
@@ -113,7 +113,7 @@ class FsdpEngine:
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
     ) -> StepOutcome:
-        """Make one optimizer step; gradients are reduced with the last micro-batch, earlier ones as the layout says.
+        """Make one optimizer step; gradients are reduced with the last micro-batch, or with each if the layout says so.
 
         Either way they are added up in fp32, and losses come divided by the counts of the global batch.
         """
@@ -142,7 +142,7 @@ class FsdpEngine:
         return StepOutcome(mean, metrics, grad_norm, measured)
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
-        """Return loss and metrics of all given micro-batches."""
+        """Return loss and metrics of all given micro-batches, without gradients."""
         batches = list(micro_batches)
         totals = totals_of(loss, batches, self.sum_over_data)
         added_up: list[Tensor] = []
@@ -152,21 +152,21 @@ class FsdpEngine:
         return LossMeans(*means(self._all_reduce(torch.stack(added_up).sum(0)), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
-        """Return log-probabilities of documents, from one forward pass."""
+        """Return each document's log-probability, from one forward pass."""
         on_device = batch.to(self.device)
         return on_device.signal.log_probabilities(self._forward_only(on_device)).cpu()
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
-        """Return log-probabilities of targets, from one forward pass."""
+        """Return the target tokens' log-probabilities, from one forward pass."""
         return self._forward_only(batch.to(self.device)).cpu()
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the targets' log-probabilities and the likeliest tokens, from two forward passes."""
+        """Return the target tokens' log-probabilities and the likeliest tokens, from two forward passes."""
         on_device = batch.to(self.device)
         return self._forward_only(on_device).cpu(), self._forward_only(on_device, greedy=True).cpu()
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens at each target, from one forward pass."""
+        """Return the likeliest tokens at each target with their log-probabilities, from one forward pass."""
         tokens, values = self._forward_only(batch.to(self.device), num_likeliest=number).cpu().unbind(2)
         return tokens.long(), values
 
@@ -183,16 +183,16 @@ class FsdpEngine:
         return holder.item()
 
     def save(self, folder: Path) -> Future[None]:
-        """Save a checkpoint with torch.distributed.checkpoint, from a copy in host memory."""
+        """Write a checkpoint by torch.distributed.checkpoint in the background, from a copy in host memory."""
         return self._state.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint, resharded if the layout is another than it was."""
+        """Load a checkpoint; weights are resharded if it was saved under another layout."""
         self._state.load(folder)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the weights that learn, and of their moments: two of Adam, one of Muon, in fp32 at most."""
+        """Bytes of the trainable weights and of their moments, counted in fp32: two of AdamW, one of Muon."""
         return sum(
             (parameter.itemsize + (4 if group["is_muon"] else 8)) * parameter.numel()
             for group in self._optimizer.param_groups
@@ -200,7 +200,7 @@ class FsdpEngine:
         )
 
     def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
-        """Export the model by gathering one weight at a time; rank 0 writes."""
+        """Write the trained model or adapter; rank 0 writes, and gathers one weight at a time."""
         if self._adapter:
             from stages.adapters.check import loading_problem
 
@@ -224,12 +224,12 @@ class FsdpEngine:
         return []
 
     def close(self) -> None:
-        """Free the model's weights and gradients; process groups hold no part of a model."""
+        """Free the model's weights, gradients and optimizer state. Process groups hold no part of a model."""
         del self._model, self._optimizer, self._parameters, self._state
         free_memory()
 
     def _start_model(self, adapter: AdapterConfig | None) -> tuple[TargetLogProbabilities, ModelFiles | None]:
-        """Return the model to train, and its files where every process reads its shards later.
+        """Return the model to train, and its weight files if every process will read its own shards from them.
 
         Without files the weights are on rank 0: where an adapter is made of whole weights.
         """
@@ -247,7 +247,10 @@ class FsdpEngine:
             check_sharded(self._model, twin, layout, self._mesh, self.device)
 
     def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
-        """Add the adapter, before the model is sharded; keep for the export what it takes out of the base."""
+        """Add the adapter before the model is sharded.
+
+        Its initial factors are kept for the export if they are taken out of the base model's weights.
+        """
         # PEFT takes half a second to import: only where there is an adapter.
         from stages.adapters.lora import add_adapter, changed_weights, factors_of, go_on_with, merge_into, read_start
 
@@ -287,7 +290,7 @@ class FsdpEngine:
         self._optimizer.step()
 
     def _grad_norm(self) -> float:
-        """Return the Euclidean norm of all gradients, of which every process of a shard group holds a part."""
+        """Return the Euclidean norm of all gradients, which are sharded over the processes of a shard group."""
         norms = torch._foreach_norm(self._local_gradients(), 2.0, torch.float32)  # gradients may be bf16: sum in fp32
         squared = torch.stack(norms).square().sum().to(self.device)
         if self._mesh.size() > 1:

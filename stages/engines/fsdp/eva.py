@@ -1,4 +1,4 @@
-"""EVA: A starts as the directions in which a layer's inputs vary most (Paischer et al. 2024), found by PEFT.
+"""EVA for LoRA: A starts as the directions in which a layer's inputs vary most (Paischer et al. 2024). PEFT finds them.
 
 Rank 0 runs the whole base on some training rows before the model is spread over processes. The directions of all layers
 compete for `rank` × layers places by the variance that they explain: a layer gets up to `eva_rho` times `rank`, or
@@ -31,13 +31,16 @@ from stages.models.loading import model_without_weights
 
 @dataclass(frozen=True)
 class InputRows:
-    """Micro-batches for EVA, on the CPU, each with at least `adapter.highest_rank` learned tokens; file: of results."""
+    """Training rows in which EVA finds the first values of LoRA's A, and the file that keeps them.
+
+    The micro-batches are on the CPU, each with at least `adapter.highest_rank` learned tokens.
+    """
 
     batches: Sequence[Batch]
     file: Path
 
     def described(self) -> str:
-        """Return a sentence with the number of directions that EVA found."""
+        """Return a sentence about the number of directions that EVA found, for the user."""
         ranks = [len(one) for one in load_file(self.file).values()]
         without = f"; {ranks.count(0)} explain too little, and have no adapter" if 0 in ranks else ""
         return (
@@ -49,7 +52,7 @@ class InputRows:
 def start_directions(
     model: TargetLogProbabilities, config: AdapterConfig, rows: InputRows, folder: Path, trust_remote_code: bool
 ) -> dict[str, Tensor]:
-    """Return layer → fp32 [rank, inputs], the start of EVA's A; undefined numbers on ranks but 0. Collective.
+    """Return EVA's first values of LoRA's A, fp32 [rank, inputs], by layer; undefined on ranks but 0. Collective.
 
     model: without an adapter, of the model folder `folder`. Raises ModelError for layers whose inputs PEFT cannot see.
     """
@@ -69,7 +72,10 @@ def start_directions(
 def most_varied(
     model: TargetLogProbabilities, config: AdapterConfig, layers: Sequence[str], batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """Find the directions in which the learned tokens' inputs vary most, by PEFT, which repeats the batches."""
+    """Return, by layer, the directions in which learned tokens' inputs vary most.
+
+    PEFT finds them; it repeats the batches.
+    """
     decoder = decoder_of(model.causal_lm)
     lora = LoraConfig(
         r=config.rank,
@@ -92,7 +98,10 @@ def most_varied(
 
 
 def _is_learned(decoder: Any, batch: Batch) -> Tensor:
-    """Return bool [tokens], in the layers' layout: whether the token itself carries loss; PEFT reads it as a label."""
+    """Return which tokens carry loss, bool [tokens], in the order in which layers see them.
+
+    PEFT takes them as labels.
+    """
     has_target = batch.signal.has_target.flatten()
     learned = torch.cat([has_target.new_zeros(1), has_target[:-1]])  # no document's last token has a target
     if decoder.config._attn_implementation == PACKED_DOCUMENTS:
@@ -102,7 +111,7 @@ def _is_learned(decoder: Any, batch: Batch) -> Tensor:
 
 
 def _learned_inputs(inputs: tuple[Tensor, ...], is_learned: Tensor, layer: str) -> Tensor:
-    """Return a layer's inputs at the learned tokens, [learned tokens, inputs]."""
+    """Return a layer's inputs at the learned tokens, which carry loss: [learned tokens, inputs]."""
     states = inputs[0].flatten(0, -2)  # [tokens, inputs]
     if len(states) != len(is_learned):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Causal language model from a Hugging Face folder that gives log-probabilities of targets, in fp32.
+"""Causal language model from a Hugging Face folder, in fp32, which returns log-probabilities of target tokens.
 
 Weights are read at once (`load_model`), or only located (`find_weights`): then every process reads its rows of them
 once the model is sharded (`shards.py`).
@@ -35,15 +35,16 @@ from stages.models import loading
 from stages.models.loaded_weights import check_finite
 
 PROBE_LENGTHS = (12, 7)
-"""Token counts of the two documents on which a loaded model's log-probabilities are checked."""
+"""Lengths in tokens of the two documents on which a loaded model's log-probabilities are checked."""
 PROBE_LONG_FROM = 8
-"""Length of the first long text in a probe of length-dependent rotary frequencies: one document is long."""
+"""Number of tokens beyond which the check treats a document as long, so that one of the two documents is."""
 PROBE_TOLERANCE = 1e-3
-"""Largest difference in nats; fp32 kernels differ by some 1e-6, a forgotten scale or soft cap by much more."""
+"""Largest allowed difference of log-probabilities in nats; fp32 kernels differ by some 1e-6, a forgotten scale or soft
+cap by much more."""
 
 
 class TargetLogProbabilities(nn.Module):
-    """Causal language model whose forward maps a batch to log-probabilities of its targets.
+    """Causal language model whose forward pass maps a batch to the log-probabilities of its target tokens.
 
     It is the root of the FSDP tree, so that the head's weight is gathered while the log-probabilities are computed.
     """
@@ -57,8 +58,9 @@ class TargetLogProbabilities(nn.Module):
     def forward(
         self, batch: Batch, *, by_transformers: bool = False, balances_experts: bool = False, **wanted: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the log-probabilities of a batch's targets; `wanted` are the options of `of_hidden`.
+        """Return the log-probabilities of a batch's target tokens.
 
+        wanted: options of `of_hidden`, which may ask for the likeliest tokens instead.
         by_transformers: use Transformers' own attention and head, for a batch of one document.
         balances_experts: also return the loss that balances experts, a scalar: summed over tokens, mean over layers.
         """
@@ -73,7 +75,7 @@ class TargetLogProbabilities(nn.Module):
         return self.of_hidden(hidden, batch, **wanted), torch.stack(layers).mean()
 
     def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
-        """Return the targets' log-probabilities from the last hidden states: float32 [rows, sequence].
+        """Return the target tokens' log-probabilities, float32 [rows, sequence], from the last hidden states.
 
         0 where there is no target; with candidates [rows, sequence, 1 + k]. greedy: return the likeliest tokens, int64.
         num_likeliest: see `likeliest_tokens`.
@@ -88,7 +90,7 @@ class TargetLogProbabilities(nn.Module):
         return token_log_probabilities(hidden, head, signal.wanted, transform).squeeze(-1).clone()
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return the targets' log-probabilities of one document from logits [1, tokens, vocabulary]."""
+        """Return the log-probabilities of one document's target tokens from its logits [1, tokens, vocabulary]."""
         of_targets = logits.float().log_softmax(-1).gather(2, batch.signal.targets.clamp(min=0)[..., None]).squeeze(2)
         return of_targets * batch.signal.has_target
 
@@ -96,7 +98,7 @@ class TargetLogProbabilities(nn.Module):
 def load_model(
     folder: Path, *, device: torch.device, reads_weights: bool, trust_remote_code: bool
 ) -> TargetLogProbabilities:
-    """Load the model of a Hugging Face folder in fp32 on the CPU; weights are undefined unless `reads_weights`.
+    """Load the model of a Hugging Face folder in fp32 on the CPU; without `reads_weights`, weights are undefined.
 
     Raises ModelError when the folder cannot be loaded as a causal language model, when weights are missing in it, or
     when the model does something to its logits that `logits_transform` does not know.
@@ -124,7 +126,7 @@ def load_model(
 def find_weights(
     folder: Path, *, device: torch.device, trust_remote_code: bool
 ) -> tuple[TargetLogProbabilities, ModelFiles]:
-    """Return the model in fp32 with undefined weights, and the files that hold them.
+    """Return the model in fp32 with undefined weights, and the files from which weights can be read later.
 
     The weights take no memory before they are written. Raises ModelError as `load_model` does, except for what only
     weights show.
@@ -141,7 +143,7 @@ def find_weights(
 
 
 def decoder_of(causal_lm: Any) -> Any:
-    """Return the model without its head."""
+    """Return the decoder of a causal language model, without its output head."""
     if causal_lm.base_model is not causal_lm:
         return causal_lm.base_model
     embedding = causal_lm.get_input_embeddings()  # Llama 4's class names another attribute
@@ -149,7 +151,7 @@ def decoder_of(causal_lm: Any) -> Any:
 
 
 def freeze_unused(causal_lm: Any) -> None:
-    """Stop training what text does not run through in a model of several modalities, such as a vision tower.
+    """Freeze the parts of a multimodal model that text does not pass through, such as a vision tower.
 
     Its gradient is zero, and weight decay alone would change it.
     """
@@ -164,7 +166,7 @@ def freeze_unused(causal_lm: Any) -> None:
 
 
 def transformer_layers(causal_lm: nn.Module) -> list[nn.Module]:
-    """Return the model's transformer layers in order, which are gathered, recomputed and compiled one at a time."""
+    """Return the model's transformer layers in order, the units that FSDP2 gathers, recomputes and compiles."""
     layers: list[nn.Module] = []
     todo: list[nn.Module] = [causal_lm]
     while todo:
@@ -196,7 +198,7 @@ def _named_errors(folder: Path) -> Iterator[None]:
 
 
 def _how_to_build(folder: Path, device: torch.device, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the model's config, and the arguments with which Transformers builds the model."""
+    """Return the model's config, and the keyword arguments with which Transformers builds the model."""
     config = loading.load_config(folder, trust_remote_code=trust_remote_code)
     attention = prepare_attention(config, device)
     build = {"attn_implementation": attention, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
@@ -204,7 +206,7 @@ def _how_to_build(folder: Path, device: torch.device, trust_remote_code: bool) -
 
 
 def _with_undefined_weights(causal_lm: Any) -> Any:
-    """Move a model from `meta` to the CPU with undefined weights; memory costs nothing before it is written.
+    """Move a model from the meta device to the CPU with undefined weights, which take no memory until written.
 
     Buffers that no file has are right.
     """
@@ -226,7 +228,10 @@ def _check_complete(folder: Path, missing: Collection[str], mismatched: Collecti
 
 
 def _check_tied(folder: Path, causal_lm: Any, *, has_untied: bool) -> None:
-    """Refuse a folder whose config ties the head although its files have two: serving engines would use one."""
+    """Raise ModelError where the config ties the head to the embedding, but the files hold a different head.
+
+    Serving engines would use only one of them.
+    """
     if causal_lm._tied_weights_keys and causal_lm.config.get_text_config().tie_word_embeddings and has_untied:
         raise ModelError(
             f"loading {folder}: its config says `tie_word_embeddings: true`, or leaves it at that, but the files hold "
@@ -236,7 +241,7 @@ def _check_tied(folder: Path, causal_lm: Any, *, has_untied: bool) -> None:
 
 @torch.no_grad()
 def check_log_probabilities(model: TargetLogProbabilities, device: torch.device) -> None:
-    """Check that two packed documents get the log-probabilities that each has in Transformers alone.
+    """Check that two packed documents get the same log-probabilities as each gets alone in Transformers.
 
     model: computes in fp32, on `device`. Collective where it is sharded. Raises ModelError.
     """
@@ -256,7 +261,7 @@ def check_log_probabilities(model: TargetLogProbabilities, device: torch.device)
 
 
 def _packed(documents: Sequence[Tensor]) -> Batch:
-    """Return documents packed into one row in which every token but the first of each document is a target."""
+    """Return documents packed into one row, in which all tokens but each document's first are targets."""
     targets = torch.cat([functional.pad(document[1:], (0, 1), value=IGNORED) for document in documents])
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     lengths = [len(document) for document in documents]
@@ -266,7 +271,7 @@ def _packed(documents: Sequence[Tensor]) -> Batch:
 
 
 def _by_transformers(model: TargetLogProbabilities, document: Batch) -> Tensor:
-    """Return the log-probabilities that Transformers alone computes, [tokens]."""
+    """Return a document's log-probabilities, [tokens], as Transformers' own attention and head compute them."""
     causal_lm = model.causal_lm
     attn_implementation = causal_lm.config._attn_implementation
     causal_lm.set_attn_implementation("eager")

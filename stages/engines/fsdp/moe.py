@@ -1,4 +1,4 @@
-"""Routers of Transformers' mixtures of experts: finding, freezing and checking them."""
+"""Routers in Transformers' mixture-of-experts models: finding, freezing and checking them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from stages.core.errors import ModelError
 from stages.engines.settings import MoeSettings
 
 NAMES = ("gate", "router")
-"""Names that Transformers gives to the router module beside `experts`."""
+"""Attribute names under which Transformers stores the router beside the module `experts`."""
 
 
 def routers_of(causal_lm: nn.Module) -> list[nn.Module]:
-    """Return the router of each mixture layer."""
+    """Return the router module of each mixture-of-experts layer."""
     beside_experts = [
         module for module in causal_lm.modules() if isinstance(getattr(module, "experts", None), nn.Module)
     ]
@@ -23,13 +23,16 @@ def routers_of(causal_lm: nn.Module) -> list[nn.Module]:
 
 
 def freeze_routers(causal_lm: nn.Module) -> None:
-    """Stop training the routers' weights."""
+    """Freeze the weights of all routers."""
     for router in routers_of(causal_lm):
         router.requires_grad_(False)
 
 
 def check_mixture(causal_lm: Any, moe: MoeSettings) -> None:
-    """Raise ModelError when `moe` has options and the model has no routers, or none that the options work on."""
+    """Raise ModelError when the recipe's `moe` has options that this model cannot use.
+
+    They need routers; a load-balancing loss needs an architecture for which Transformers has one.
+    """
     if moe == MoeSettings():
         return
     name = type(causal_lm).__name__
@@ -43,6 +46,6 @@ def check_mixture(causal_lm: Any, moe: MoeSettings) -> None:
 
 
 def _gives_router_logits(causal_lm: Any) -> bool:
-    """Return whether Transformers has the balancing loss for this architecture."""
+    """Return whether Transformers has a load-balancing loss for this architecture."""
     has_loss = hasattr(causal_lm.config.get_text_config(), "router_aux_loss_coef")
     return has_loss and hasattr(causal_lm, "num_experts_per_tok")

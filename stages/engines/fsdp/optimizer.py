@@ -1,4 +1,4 @@
-"""Optimizers over a model's parameters: groups by weight decay, learning rate and Muon; the classes and their choice.
+"""Optimizers of the FSDP engine, AdamW and Muon, and groups of parameters by weight decay and learning rate.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves matrices by orthogonalised momentum. A
 sharded matrix is gathered, one at a time, and orthogonalised whole by every process, each of which keeps its shard;
@@ -31,19 +31,19 @@ from stages.engines.settings import EngineSettings, LowPrecisionSettings, MuonSe
 from stages.models.loaded_weights import modules_kept_in_fp32
 
 HOST_BUCKET, DEVICE_BUCKET = 2**20, 2**25
-"""Elements that the optimizer updates at a time, on the host and on an accelerator, with 44 bytes of temporary memory
-each: 44 MiB that stay in a CPU's cache, and 1.4 GiB in 37 kernels, so that no kernel is shorter than its launch."""
+"""Number of elements that the optimizer updates at a time on the host and on an accelerator. Each takes 44 bytes of
+temporary memory: 44 MiB stay in a CPU's cache, and with 1.4 GiB in 37 kernels no kernel is shorter than its launch."""
 KEPT = ("weight", "exp_avg", "exp_avg_sq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of X, X Xᵀ X and (X Xᵀ)² X, which bring singular values near 1 in few iterations."""
+"""Coefficients of X, X Xᵀ X and (X Xᵀ)² X in Muon's iteration, which brings singular values near 1 in few steps."""
 LEAST_NORM = 1e-7
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-"""Patterns of parameters without weight decay, as in `Trainer.get_decay_parameter_names`; a test compares both."""
+"""Name patterns of parameters without weight decay, as in `Trainer.get_decay_parameter_names`; a test compares both."""
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):
-    """AdamW that computes in fp32 and stores moments in the given dtypes and weights in their own."""
+    """AdamW that computes in fp32 but may store moments, and also weights, in bf16 with stochastic rounding."""
 
     def __init__(
         self,
@@ -53,7 +53,10 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         seed: int,
         **adamw: Any,
     ) -> None:
-        """Build the AdamW optimizer; names: of all parameters; adamw: arguments of `torch.optim.AdamW`."""
+        """Create the optimizer, whose state has the dtypes of `settings`.
+
+        names: name of every parameter, on which its random bits depend. adamw: arguments of `torch.optim.AdamW`.
+        """
         super().__init__(groups, **adamw)
         self._names = names
         self._dtypes = {
@@ -64,7 +67,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient; those with the same settings and step count go together."""
+        """Update all parameters that have a gradient; those of equal dtype, device and step count go together."""
         for group in self.param_groups:
             together: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
             for parameter in group["params"]:
@@ -77,7 +80,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                     self._update(bucket, step, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state, and keep the moments' dtypes, which torch casts to their weight's dtype."""
+        """Load the optimizer's state, keeping the moments' dtypes, which torch would cast to the weight's dtype."""
         super().load_state_dict(state_dict)
         loaded = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -86,7 +89,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                 self.state[parameter][moment] = state_dict["state"][key][moment]
 
     def _count_step(self, parameter: nn.Parameter) -> int:
-        """Return the number of the parameter's step that begins; make its state before the first."""
+        """Count a parameter's step and return the count; before the first, create the parameter's moments."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
@@ -103,7 +106,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         return _Piece(self._names[parameter], first_element(parameter), gradient, flat)
 
     def _update(self, pieces: list[_Piece], step: int, group: dict[str, Any]) -> None:
-        """Update pieces of parameters of one dtype, side by side in fp32 [elements]: one kernel for all of them."""
+        """Update pieces of several parameters of one dtype together in fp32, so that one kernel serves all of them."""
         sizes = [len(piece.gradient) for piece in pieces]
         device = pieces[0].gradient.device
         rounded = [name for name in KEPT if pieces[0].kept[name].dtype == torch.bfloat16]
@@ -122,7 +125,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             torch._foreach_copy_([piece.kept[name] for piece in pieces], row.split(sizes))
 
     def _bits(self, pieces: list[_Piece], sizes: list[int], rounded: list[str], step: int) -> Tensor:
-        """Return random bits for the rounded ones of KEPT, int32 [rounded, elements]."""
+        """Return random bits for weights and moments that are rounded to bf16, int32 [rounded, elements]."""
         device, starts = pieces[0].gradient.device, accumulate(sizes, initial=0)
         places = torch.arange(sum(sizes), device=device)
         shifts = [piece.first - start for piece, start in zip(pieces, starts, strict=False)]
@@ -135,7 +138,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive elements of a parameter's shard, with their gradient and state: flat views.
+    """Consecutive elements of a parameter's shard, with their gradient and optimizer state, as flat views.
 
     first: index of the first element in the whole parameter, flattened.
     """
@@ -147,7 +150,7 @@ class _Piece:
 
 
 def _buckets(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
-    """Yield the pieces' elements, in their order, `size` at a time; the last bucket may have fewer."""
+    """Yield buckets of `size` consecutive elements from pieces of parameters; the last bucket may be smaller."""
     bucket: list[_Piece] = []
     free = size
     for whole in pieces:
@@ -168,7 +171,10 @@ def _buckets(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
 def _move(
     gradient: Tensor, *, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: dict[str, Any]
 ) -> None:
-    """Move weight and moments by a step of AdamW, in place; all fp32 [elements]. Overwrites the gradient."""
+    """Make a step of AdamW on weights and moments in place.
+
+    All tensors are fp32 [elements]; the gradient is overwritten.
+    """
     (beta1, beta2), rate = group["betas"], group["lr"]
     exp_avg.lerp_(gradient, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -178,7 +184,7 @@ def _move(
 
 
 def round_at_random_(values: Tensor, bits: Tensor) -> Tensor:
-    """Round fp32 stochastically to bf16, in place: down, or up where adding 16 random bits carries.
+    """Round fp32 stochastically to bf16, in place, by adding 16 random bits and clearing the lower 16 bits.
 
     Values that bf16 can hold stay.
     """
@@ -187,8 +193,9 @@ def round_at_random_(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def random_bits(places: Tensor, key: Tensor | int) -> Tensor:
-    """Return random int32, 16 bits each, for stochastic rounding: of the shape to which both arguments broadcast.
+    """Return 16 random bits for each element, as int32, for stochastic rounding.
 
+    The shape is that to which both arguments broadcast.
     They are a hash of places (int64) and a 32-bit key (int32, or one for all): Wellons's `lowbias32`. It is unsigned;
     products and additions wrap around as in int32, and the masks make right shifts those of unsigned numbers.
     """
@@ -202,7 +209,7 @@ def random_bits(places: Tensor, key: Tensor | int) -> Tensor:
 
 
 def first_element(parameter: Tensor) -> int:
-    """Return the index, in the flattened parameter, of the first row that this process's shard has."""
+    """Return the index, in the whole flattened parameter, of the first element in this process's shard."""
     if not isinstance(parameter, DTensor) or not parameter.numel():
         return 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -210,7 +217,7 @@ def first_element(parameter: Tensor) -> int:
 
 
 def _key(*parts: object) -> int:
-    """Return the hash of the parts as a signed 32-bit number."""
+    """Return a hash of the parts as a signed 32-bit number, to seed random bits."""
     return int.from_bytes(sha256(repr(parts).encode()).digest()[:4], signed=True)
 
 
@@ -219,20 +226,23 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class MuonAndAdamW(torch.optim.AdamW):
-    """Muon for groups with `is_muon`, AdamW for the others.
+    """Optimizer that updates parameter groups marked `is_muon` by Muon, and the others by AdamW.
 
     Muon's groups hold matrices [rows, columns] or stacks of them [experts, rows, columns].
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], muon: MuonSettings, dtype: torch.dtype, **adamw: Any) -> None:
-        """Build Muon and AdamW; dtype: of the iterations; adamw: arguments of `torch.optim.AdamW` for other groups."""
+        """Create Muon for the groups marked `is_muon` and AdamW for the others. dtype: dtype of Muon's iterations.
+
+        adamw: arguments of `torch.optim.AdamW`.
+        """
         super().__init__(groups, **adamw)
         self._muon = muon
         self._dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Make Muon's step, then AdamW's, which skips parameters without a gradient."""
+        """Update Muon's parameters and drop their gradients, so that the following AdamW step skips them."""
         for group in self.param_groups:
             for parameter in group["params"] if group["is_muon"] else []:
                 if parameter.grad is not None:
@@ -259,7 +269,10 @@ class MuonAndAdamW(torch.optim.AdamW):
 
 
 def orthogonalized(matrices: Tensor, num_iterations: int) -> Tensor:
-    """Return […, rows, columns] with the same singular vectors and singular values near 1 (Newton-Schulz)."""
+    """Return matrices with the same singular vectors and singular values near 1, by Newton-Schulz iterations.
+
+    Shapes are […, rows, columns].
+    """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if is_tall else matrices
@@ -271,7 +284,10 @@ def orthogonalized(matrices: Tensor, num_iterations: int) -> Tensor:
 
 
 def matrices_of_layers(causal_lm: Any) -> set[str]:
-    """Return the names of matrices and stacks of experts' matrices, without embeddings and the head."""
+    """Return the names of the matrices that Muon updates: all but embeddings and the output head.
+
+    Stacks of experts' matrices are among them.
+    """
     looked_up = {id(module.weight) for module in causal_lm.modules() if isinstance(module, nn.Embedding)}
     looked_up.add(id(causal_lm.get_output_embeddings().weight))
     return {
@@ -282,7 +298,7 @@ def matrices_of_layers(causal_lm: Any) -> set[str]:
 
 
 def decayed_parameters(causal_lm: nn.Module) -> set[str]:
-    """Return the names of all parameters but norms and biases."""
+    """Return the names of parameters with weight decay: all but norms and biases."""
     return set(get_parameter_names(causal_lm, [nn.LayerNorm], NOT_DECAYED))
 
 
@@ -293,8 +309,9 @@ def parameter_groups(
     adapter: AdapterConfig | None = None,
     matrices: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return parameter groups for torch's optimizers; parameters named in `decayed` (None: all) decay.
+    """Return trainable parameters in groups of equal weight decay and learning rate, for torch's optimizers.
 
+    decayed: names of the parameters with weight decay; None: all.
     With LoRA+, B and all vectors learn faster, as in PEFT: `learning_rate_ratio` of a group. matrices: names of those
     that are in groups with `is_muon`.
     """
@@ -321,7 +338,7 @@ def hold_in_bf16(causal_lm: nn.Module) -> None:
 
 
 def build_optimizer(causal_lm: Any, settings: EngineSettings, decayed: Collection[str] | None) -> torch.optim.AdamW:
-    """Build AdamW over all trainable parameters, or Muon over the matrices of layers and AdamW over the rest.
+    """Build AdamW for all trainable parameters, or Muon for the layers' matrices and AdamW for the rest.
 
     decayed: see `parameter_groups`; it is computed before FSDP2 gives the modules other classes.
     """

@@ -1,4 +1,4 @@
-"""Parallelization of a model by a layout: recomputation, compilation and FSDP2 layer by layer, then the weights."""
+"""Application of a layout to a model under FSDP2: recomputation, compilation, sharding layer by layer, then weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from stages.parallel.layout import Layout
 
 
 class AllToAllReduceScatter:
-    """Reduce-scatter for CPUs, for `FSDPModule.set_custom_reduce_scatter`; sums only.
+    """Reduce-scatter on CPUs, made of all-to-all and a sum, for `FSDPModule.set_custom_reduce_scatter`.
 
     gloo's own costs 2.4 times the processor time of exchanging the parts and adding them up.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new communication buffer: a reduction may outlive the layer that asked for it."""
+        """Return a new communication buffer each time: a reduction may outlive the layer that asked for it."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -38,7 +38,7 @@ class AllToAllReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Reduce-scatter `input_tensor` [processes × n] over processes; `output_tensor` [n] gets this one's part."""
+        """Sum `input_tensor` [processes × n] over processes; write this process's part to `output_tensor` [n]."""
         assert op == dist.ReduceOp.SUM, op
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
@@ -57,11 +57,11 @@ COSTLY_OPERATIONS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
 }
-"""Operations whose results `recompute: selective` keeps; all others are computed again."""
+"""Operations whose results `recompute: selective` keeps for the backward pass; all others are computed again."""
 
 
 def data_parallel_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the mesh over which parameters are sharded: [dp_shard], or [dp_replicate, dp_shard] (hybrid)."""
+    """Return the device mesh for sharding parameters: [dp_shard], or [dp_replicate, dp_shard] for hybrid sharding."""
     if layout.dp_replicate == 1:
         return init_device_mesh(device.type, (layout.dp_shard,), mesh_dim_names=("dp_shard",))
     shape = (layout.dp_replicate, layout.dp_shard)
@@ -69,8 +69,9 @@ def data_parallel_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Apply a parallel `layout` in place. Afterwards parameters are DTensors on `mesh`, with rank 0's weights.
+    """Apply a layout's recomputation, compilation, sharding and prefetching to the model in place.
 
+    Afterwards parameters are DTensors on `mesh`, with rank 0's weights.
     Parameters on `meta` stay there; `shards.py` fills them.
     """
     layers = transformer_layers(model.causal_lm)
@@ -90,7 +91,7 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
 
 
 def apply_recompute(causal_lm: Any, layout: Layout) -> None:
-    """Let Transformers checkpoint each layer: all of it, or all but the results of its costly operations."""
+    """Turn on activation checkpointing in each layer, for all operations or for all but costly ones."""
     if layout.recompute == "none":
         return
     arguments: dict[str, Any] = {"use_reentrant": False}
@@ -102,7 +103,7 @@ def apply_recompute(causal_lm: Any, layout: Layout) -> None:
 def apply_fsdp(
     model: TargetLogProbabilities, layers: list[nn.Module], layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype
 ) -> None:
-    """Shard each layer, the input embedding unless it is also the head, and the root with all that is left.
+    """Shard each layer with FSDP2, the input embedding unless it is also the head, and the root with the rest.
 
     Modules that the architecture keeps in fp32 are sharded apart, since a group is computed in one dtype.
     """
@@ -134,7 +135,7 @@ def apply_fsdp(
 
 
 def reduce_unused(model: nn.Module) -> None:
-    """Make every process reduce the gradients of all trainable weights; experts without tokens get zeros.
+    """Make every process reduce gradients of all trainable weights, with zeros for experts that got no tokens.
 
     Otherwise processes would reduce different weights, and their collectives would not meet.
     """
@@ -149,7 +150,7 @@ def reduce_unused(model: nn.Module) -> None:
 
 
 def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    """Give weights without a gradient a zero gradient before FSDP2 collects its group's gradients."""
+    """Give weights without a gradient a zero gradient before FSDP2 reduces the gradients of their group."""
     for weight in group.fsdp_params if group.reduce_grads else ():
         if not hasattr(weight, "_unsharded_param") or weight.unsharded_accumulated_grad is not None:
             continue
@@ -160,7 +161,7 @@ def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unuse
 
 
 def apply_prefetch(model: nn.Module, layers: list[nn.Module], num_layers: int) -> None:
-    """Gather the parameters of `num_layers` layers ahead, in the forward and in the backward pass."""
+    """Make each layer gather the parameters of the next `num_layers` layers ahead, forward and backward."""
     if not num_layers:
         return
     order = [_as_fsdp(module) for module in [model, *layers]]
@@ -171,7 +172,7 @@ def apply_prefetch(model: nn.Module, layers: list[nn.Module], num_layers: int) -
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return every module that FSDP2 gathers as one."""
+    """Return every module whose parameters FSDP2 gathers together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

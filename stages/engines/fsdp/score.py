@@ -1,4 +1,4 @@
-"""Reward model: a causal language model whose head gives one number per document instead of the vocabulary.
+"""Reward model: a causal language model whose head gives one number per document instead of logits.
 
 It is written as Transformers' sequence classification with one label, which takes the number at the last token that is
 not padding.
@@ -23,23 +23,23 @@ WRITTEN_AS = "score.weight"
 
 
 class DocumentScores(TargetLogProbabilities):
-    """Model whose forward maps a batch to the score of each document, at its last token, and 0 elsewhere."""
+    """Reward model whose forward pass returns each document's score at its last token, and 0 elsewhere."""
 
     def __init__(self, causal_lm: Any, padding_token: int | None) -> None:
         super().__init__(causal_lm)
         self._padding_token = padding_token
 
     def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
-        """Return scores from the last hidden states, float32 [rows, sequence]."""
+        """Return document scores from the last hidden states, float32 [rows, sequence], 0 except at last tokens."""
         assert not greedy and not num_likeliest, "there is no vocabulary"
         return self.of_logits(self.causal_lm.get_output_embeddings()(hidden), batch)
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return scores from the score head's output: [rows, tokens] from [rows, tokens, 1]."""
+        """Return document scores, [rows, tokens], from the score head's output [rows, tokens, 1]."""
         return torch.where(self._is_last(batch.inputs), logits.float().squeeze(-1), 0.0)
 
     def _is_last(self, inputs: ModelInputs) -> Tensor:
-        """Return bool [rows, sequence]: the last token of each real document that is not the padding token."""
+        """Return bool [rows, sequence]: True at the last token of each document that is not the padding token."""
         documents, numbers = inputs.documents, inputs.documents.ids.flatten()
         places = torch.arange(len(numbers), device=numbers.device)
         counted = numbers < documents.count
@@ -52,7 +52,7 @@ class DocumentScores(TargetLogProbabilities):
 
 
 def with_score_head(model: TargetLogProbabilities, folder: Path, seed: int) -> tuple[DocumentScores, ScoreHead]:
-    """Return the model of `folder` with a new head initialised from the seed, and how the head is written.
+    """Return the model with a new score head, initialised from the seed, and how the head is written to files.
 
     Raises ModelError for an architecture that Transformers has no sequence classification for.
     """
@@ -76,7 +76,7 @@ def _head_name(causal_lm: Any) -> str:
 
 
 def _config_fields(causal_lm: Any, folder: Path) -> dict[str, Any]:
-    """Return the fields of a reward model's config.json."""
+    """Return the config.json fields that make Transformers load the model as a classifier with one label."""
     written = class_with_head(causal_lm.config, "score")
     if written is None:
         raise ModelError(
@@ -94,7 +94,7 @@ def _config_fields(causal_lm: Any, folder: Path) -> dict[str, Any]:
 
 
 def _check_names(causal_lm: Any, head: ScoreHead) -> None:
-    """Raise ModelError unless the written weights are those that Transformers' sequence classification reads."""
+    """Raise ModelError unless the written weights have the names that Transformers' sequence classification reads."""
     expected = set(build_model(deepcopy(causal_lm.config), head="score").state_dict())
     written = {head.written_as if name == head.name else name for name in causal_lm.state_dict()}
     if written != expected:

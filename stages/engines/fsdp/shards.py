@@ -1,4 +1,4 @@
-"""Weights of a model that FSDP2 has sharded on `meta`: each process reads the rows of its shards, and no others."""
+"""Weights of a model sharded by FSDP2 on the meta device: each process reads only the rows of its own shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stages.parallel.layout import Layout
 
 
 def drop_weights(model: nn.Module, dropped: Collection[nn.Parameter]) -> None:
-    """Put these parameters of the model on `meta`, where they take no memory; tied ones stay tied."""
+    """Move these parameters of the model to the meta device, where they take no memory; tied ones stay tied."""
     emptied = {id(one): nn.Parameter(one.to("meta"), requires_grad=one.requires_grad) for one in dropped}
     for module in model.modules():
         for name, weight in _own_weights(module):
@@ -31,7 +31,7 @@ def drop_weights(model: nn.Module, dropped: Collection[nn.Parameter]) -> None:
 
 
 def read_shards(causal_lm: Any, files: ModelFiles, device: torch.device) -> None:
-    """Read every parameter on `meta` from the model's files, and the buffers that are in the files. Collective.
+    """Read all parameters on the meta device, and stored buffers, from the model's weight files. Collective.
 
     device: where shards lie. Raises ModelError, on every process, when weights are not finite or have another shape
     than the model's.
@@ -53,7 +53,7 @@ def check_sharded(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> None:
-    """Run `check_log_probabilities` on a sharded model, in fp32 and with its own shards. Collective.
+    """Check a sharded model's log-probabilities in fp32, as `check_log_probabilities` does. Collective.
 
     twin: a copy of the model before it was sharded, on `meta`; it is cut to the layers that show every kind, since all
     its weights are gathered three times.
@@ -69,8 +69,9 @@ def check_sharded(
 
 
 def keep_kinds_of_layers(causal_lm: Any) -> None:
-    """Keep only the first layers, as many as show every kind (types, sizes, settings), at least two.
+    """Cut a model to its first layers, as many as show every kind of layer, at least two.
 
+    Kinds differ in types, sizes or settings.
     Towers of other modalities stay whole: text does not run through them.
     """
     config = causal_lm.config.get_text_config()
@@ -85,7 +86,7 @@ def keep_kinds_of_layers(causal_lm: Any) -> None:
 
 
 def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
-    """Return the plain attributes of a layer's modules, without its index among the layers."""
+    """Return the plain attributes of a layer's modules, except its index, to tell kinds of layers apart."""
     return [
         (prefix, name, value)
         for prefix, module in layer.named_modules()
@@ -95,7 +96,7 @@ def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
 
 
 class _ShardReader:
-    """Reader that fills shards by the names that weights have in the model without adapters."""
+    """Reader that fills a process's shards, by the names that weights have in the model without adapters."""
 
     def __init__(self, causal_lm: Any, device: torch.device) -> None:
         self._device = device
@@ -110,7 +111,7 @@ class _ShardReader:
                 self._owners[f"{prefix}.weight".replace(INNER, "")] = module, "codes"
 
     def rows_of(self, name: str) -> slice | None:
-        """Return this process's rows of the weight `name`; None where no row has to be read."""
+        """Return the rows of a weight that this process has to read; None where it needs none."""
         if name not in self._owners:
             return None
         module, attribute = self._owners[name]
@@ -120,7 +121,7 @@ class _ShardReader:
         return slice(0, len(kept)) if kept.ndim else slice(None)
 
     def take(self, name: str, rows: Tensor) -> None:
-        """Copy rows, on the CPU, into the shard of the weight `name`."""
+        """Copy rows of a weight, read to the CPU, into this process's shard of it."""
         if rows.is_floating_point() and not torch.isfinite(rows).all():
             self.not_finite.append(name)
         module, attribute = self._owners[name]
@@ -149,7 +150,7 @@ class _ShardReader:
 
 
 def _own_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters and buffers that belong to a module itself, shared ones included."""
+    """Return the parameters and buffers of a module itself, without its submodules'; shared ones are included."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 

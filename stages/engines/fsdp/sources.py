@@ -29,29 +29,32 @@ from transformers.core_model_loading import (
 from stages.engines.weight_slices import WeightFiles
 
 RowsOf = Callable[[str], slice | None]
-"""Function from a weight's name to the rows that are wanted, or None."""
+"""Function that returns which rows to read of the weight with a given name; None for none."""
 
 
 @dataclass
 class Source:
-    """Tensors in a file that a weight is made of, perhaps by a converter, which may make several weights."""
+    """File tensors from which one or several weights are made, and the converter that makes them, if any."""
 
     converter: WeightConverter | None
     tensors: list[tuple[str, str]] = field(default_factory=list)
-    """Name of a tensor in the files → the converter's pattern that it matches."""
+    """Names of tensors in the files, each with the converter's pattern that the name matches."""
 
     @property
     def stacks_rows(self) -> bool:
-        """True if each row of the weight is made of one tensor per pattern, as in stacks of experts."""
+        """True if each row of the weight comes from one file tensor per pattern, as in stacks of experts."""
         first, *others = self.converter.operations if self.converter else [None]
         return isinstance(first, MergeModulelist) and first.dim == 0 and all(map(_leaves_rows_alone, others))
 
 
 class ModelFiles:
-    """Weight files of a model, read as the weights that Transformers makes of them."""
+    """Weight files of a model, read as the weights that Transformers would make of them."""
 
     def __init__(self, folder: Path, bare: Any) -> None:
-        """Read names and shapes of the weights in the files; bare: Transformers' model on `meta`, without adapters."""
+        """Read names and shapes of the weights in the files.
+
+        bare: Transformers' model on the meta device, without adapters.
+        """
         self.folder = folder
         self._bare = bare
         with WeightFiles(folder) as files:
@@ -63,17 +66,17 @@ class ModelFiles:
         for name, weight in expected.items():
             names.setdefault(id(weight), []).append(name)
         self.missing = sorted(same[0] for same in names.values() if not made.intersection(same))
-        """Weights of the model that the files do not have; of tied ones, one name."""
+        """Names of model weights that the files lack; of weights tied to each other, one name."""
         self.mismatched = sorted(
             target
             for target, source in self._sources.items()
             if source.converter is None and self._shapes[source.tensors[0][0]] != tuple(expected[target].shape)
         )
-        """Weights of the model that have another shape in the files."""
+        """Names of model weights that have another shape in the files."""
         self._tied = [same for same in names.values() if len(made.intersection(same)) > 1]
 
     def has_untied(self) -> bool:
-        """Return whether weights that are tied in the model have different tensors in the files. Reads them."""
+        """Return whether weights that the model ties have different values in the files. Reads them from the files."""
         with WeightFiles(self.folder) as files:
             stored = [
                 [files.read(self._sources[name].tensors[0][0]) for name in same if name in self._sources]
@@ -82,7 +85,7 @@ class ModelFiles:
             return any(not torch.equal(first, other) for first, *others in stored for other in others)
 
     def read(self, rows_of: RowsOf) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and wanted rows of every wanted weight, on the CPU, in the dtype of the files."""
+        """Yield the wanted rows of each weight with its name, on the CPU, in the dtype of the files."""
         with WeightFiles(self.folder) as files:
             for target, source in self._sources.items():
                 wanted = {name: rows for name in _targets(target, source) if (rows := rows_of(name)) is not None}
@@ -99,7 +102,7 @@ class ModelFiles:
     def _converted(
         self, files: WeightFiles, target: str, source: Source, wanted: dict[str, slice]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield converted weights; only wanted experts are read and stacked, other weights are read whole."""
+        """Yield weights made by a converter; of stacked experts only wanted ones are read, other weights whole."""
         assert source.converter
         chosen = wanted[target] if source.stacks_rows else slice(None)
         converter = deepcopy(source.converter)
@@ -113,7 +116,7 @@ class ModelFiles:
                 yield name, whole if source.stacks_rows else whole[wanted[name]]
 
     def _find_sources(self) -> dict[str, Source]:
-        """Return the source tensors of weights, by the first weight that is made of each."""
+        """Return the file tensors from which weights are made, by the first weight that is made of them."""
         mapping = get_model_conversion_mapping(self._bare)
         renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
@@ -128,7 +131,7 @@ class ModelFiles:
                 source = sources.setdefault(target, Source(by_pattern[pattern] if pattern else None))
                 source.tensors.append((name, pattern or ""))
         self.conversions = [conversion for conversion in mapping if conversion.was_used()]
-        """Conversions that Transformers used, and reverts when the model is written."""
+        """Weight conversions that Transformers applies to these files, and reverts when the model is written."""
         return sources
 
 
@@ -140,7 +143,7 @@ def _targets(target: str, source: Source) -> list[str]:
 
 
 def _leaves_rows_alone(operation: Any) -> bool:
-    """Return whether a weight conversion does the same to every entry along dim 0."""
+    """Return whether a weight conversion leaves the entries along dimension 0 apart and in order."""
     if isinstance(operation, Concatenate):
         return bool(operation.dim != 0)
     return isinstance(operation, Transpose) and not operation.check_dims and 0 not in (operation.dim0, operation.dim1)

@@ -18,7 +18,7 @@ from stages.models.stored_tensors import CheckpointReader, check_stored
 
 
 class TrainingState:
-    """State in a checkpoint, under the names that the parameters have in the Hugging Face model.
+    """Weights and optimizer state in a checkpoint, by the parameter names of the Hugging Face model.
 
     An adapter's B of experts [out, rank × experts] is kept as [experts, out, rank], in which each expert is a
     rectangle, so that the other engine, which spreads experts over processes, can read and write its own.
@@ -37,7 +37,10 @@ class TrainingState:
         self._group = dist.new_group(backend="gloo")
 
     def save(self, folder: Path) -> Future[None]:
-        """Copy weights and optimizer state to host memory and write them in a thread; done when all have written."""
+        """Copy weights and optimizer state to host memory and write them in a thread.
+
+        The future is done when all processes have written.
+        """
         state = self._state()
         state["model"] = self._untied(state["model"])  # a tied head would be there though embedding and head are frozen
         state["model"] = self._by_expert(state["model"])
@@ -45,8 +48,9 @@ class TrainingState:
         return dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
 
     def load(self, folder: Path) -> None:
-        """Restore weights and optimizer state in place; each process reads its shards. Either engine may have saved.
+        """Restore weights and optimizer state from a checkpoint; each process reads its shards.
 
+        Either engine may have saved it.
         Raises ModelError when they are another model's.
         """
         state = self._state()
@@ -65,12 +69,12 @@ class TrainingState:
         )
 
     def _untied(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights to be saved, without those tied to another one."""
+        """Return the weights to save, without those tied to another one."""
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         return {name: weight for name, weight in weights.items() if name not in tied}
 
     def _by_expert(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return views of weights with a dimension of experts; loading into them fills the same memory."""
+        """Return weights in which LoRA's B of experts is viewed as [experts, out, rank]; loading fills the original."""
         return {
             name: of_each_expert(one.detach(), self._num_experts[name], "B") if name in self._num_experts else one
             for name, one in weights.items()
