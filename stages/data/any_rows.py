@@ -1,4 +1,4 @@
-"""Rows of any supported format, read without knowing the training method: as prompts, as texts, or by format alone.
+"""Readers of dataset rows in any supported format, for code that does not know the training method.
 
 `PromptReader` returns what a model is asked, and the right answer where the row has one:
 
@@ -58,7 +58,7 @@ REFERENCE_COLUMNS = ("answer", "solution", "ground_truth")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt of a row: `document` ends with a question, or is plain text without a completion."""
+    """Prompt of a dataset row: a conversation that ends with a question, or plain text without its completion."""
 
     document: Document
     reference: str | None
@@ -66,7 +66,7 @@ class Prompt:
 
 
 class PromptReader:
-    """Reader of the prompts of one dataset, whose rows all have one format."""
+    """Reader of what each row of a dataset asks the model, and of the right answer where the row has one."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class PromptReader:
         named_in: str = "prompts.reference",
         columns: Mapping[str, str] | None = None,
     ) -> None:
-        """Create the reader of a dataset's rows.
+        """Create the reader of prompts for the rows of one dataset.
 
         - reference_column: column of the right answer, as the recipe's field `named_in` says; None for the usual
           columns
@@ -87,7 +87,10 @@ class PromptReader:
         self._pairs: RowReader | None = None
 
     def read(self, row: object) -> Prompt:
-        """Return the prompt of a row. Raises RowError for a bad one, DataError when the first has no known format."""
+        """Return the prompt of a row.
+
+        Raises RowError for a bad row, DataError when the format of the first row is unknown.
+        """
         if not isinstance(row, dict):
             raise RowError(f"is {kind_of(row)}; expected an object with named columns")
         row = rename_columns(row, self._columns)
@@ -124,7 +127,7 @@ def is_prompt_alone(row: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ReadRow:
-    """Row of any format, read into documents.
+    """Row of any supported format, with the documents (conversations or plain texts) that it holds.
 
     - content: the row as the file has it
     - documents: one; two of a preference pair (chosen, rejected); for a prompt alone, the question
@@ -140,13 +143,13 @@ class ReadRow:
 
     @property
     def parts(self) -> tuple[tuple[str, ...], ...]:
-        """Texts of a row's first document, one per message; for a preference pair also those of the rejected answer."""
+        """Texts of each message in the first document; for a preference pair, also those of the rejected answer."""
         first, *others = self.documents
         return (tuple(_texts(first, 0)), *(tuple(_texts(other, _num_prompt_texts(other))) for other in others))
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Texts that a row asks: user's messages in the first document, a plain prompt, or a text without prompt."""
+        """Questions of a row: the user's messages, or the prompt of a plain text (all of it if it has none)."""
         document = self.documents[0]
         if isinstance(document, PlainText):
             return (document.prompt or document.completion,)
@@ -154,29 +157,32 @@ class ReadRow:
 
     @property
     def num_turns(self) -> int | None:
-        """Number of messages in the first document without the system's; None for plain text."""
+        """Number of messages in the first document, without the system message; None for plain text."""
         document = self.documents[0]
         if isinstance(document, PlainText):
             return None
         return sum(message["role"] != "system" for message in document.messages)
 
     def canonical(self) -> str:
-        """Return a text that is equal for two rows if and only if the same is learned from them."""
+        """Return a text that is equal for two rows exactly when both teach the model the same (to find duplicates)."""
         documents = [vars(document) for document in self.documents]
         return json.dumps([documents, self.label, self.reference], sort_keys=True, default=sorted)
 
 
 class AnyRowReader:
-    """Reader of the rows of one dataset, all in the format of its first row."""
+    """Reader of all texts of a dataset's rows, which must have the format of the first row."""
 
     def __init__(self) -> None:
         self._prompts: PromptReader | None = None
         self._answers: RowReader | None = None
         self.form: str | None = None
-        """Description of the dataset's format for people; None before the first row was read."""
+        """Description of the dataset's format, shown to users; None before the first row was read."""
 
     def read(self, content: object) -> ReadRow:
-        """Return a row's documents. Raises RowError for a bad row, DataError when the first one has no known format."""
+        """Return a row's documents.
+
+        Raises RowError for a bad row, DataError when the format of the first row is unknown.
+        """
         if not isinstance(content, dict):
             raise RowError(f"is {kind_of(content)}; expected an object with named columns")
         if not self._prompts and not self._answers:
@@ -205,7 +211,7 @@ class AnyRowReader:
 
 
 def check_formats(inputs: Mapping[str, Path], config: DataConfig, rows: RowKind) -> None:
-    """Raise DataError where no one method learns from all datasets of a mixture.
+    """Raise DataError if no training method could learn from all datasets of a mixture.
 
     The message names two datasets, their formats and the methods for each. Problems of a single dataset are left to its
     preparation. inputs: folders of artifacts by stage.
@@ -220,8 +226,7 @@ def check_formats(inputs: Mapping[str, Path], config: DataConfig, rows: RowKind)
 
 
 def not_to_be_mixed(formats: Mapping[str, str], rows: RowKind) -> Iterator[str]:
-    """Yield a sentence for each dataset whose rows the training method cannot learn from, if it can learn from
-    another's.
+    """Yield an error sentence for each dataset of a mixture that the training method cannot learn from.
 
     formats: format by name of the dataset, of those whose format is known.
     """
@@ -237,7 +242,7 @@ def not_to_be_mixed(formats: Mapping[str, str], rows: RowKind) -> Iterator[str]:
 
 
 def _format_of(config: DataConfig, folder: Path, rows: RowKind) -> str | None:
-    """Return a dataset's format: the recipe's, or the best for this method that fits the first row; else None."""
+    """Return a dataset's format: the one in the recipe, or the one that fits its first row best; None if none fits."""
     if config.format != "auto":
         return config.format
     try:
@@ -271,7 +276,7 @@ def _ordered(messages: list[Message]) -> list[Message]:
 
 
 def _before_the_answer(document: Document) -> tuple[Document, str | None]:
-    """Split a conversation into question and answer; the answer is None where it is a call of tools."""
+    """Split a conversation into the question and its answer; the answer is None if it is only a tool call."""
     if isinstance(document, PlainText):
         if not document.prompt:
             raise RowError("has text, but no prompt; expected columns `prompt`, `messages` or other conversations")
@@ -287,7 +292,7 @@ def _as_text(value: object) -> str:
 
 
 def _texts(document: Document, first: int) -> Iterator[str]:
-    """Yield the non-empty texts of a document's messages, or of its prompt and completion, from number `first` on."""
+    """Yield the non-empty texts of a document (messages, or prompt and completion), without the first `first` ones."""
     if isinstance(document, PlainText):
         texts = [document.prompt, document.completion]
     else:
@@ -300,7 +305,7 @@ def _num_prompt_texts(document: Document) -> int:
 
 
 def _text(message: Message) -> str:
-    """Return a message's text with its thoughts and tool calls."""
+    """Return a message's text, together with its thoughts and tool calls."""
     calls = [json.dumps(message["tool_calls"], ensure_ascii=False)] if "tool_calls" in message else []
     return "\n".join(
         text for text in (*(message.get(name, "") for name in THOUGHTS), message["content"], *calls) if text

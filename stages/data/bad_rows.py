@@ -1,4 +1,4 @@
-"""Rows that cannot be learned from: counted, listed in a file, and an error when there are more than the recipe allows.
+"""Bad rows of a dataset (rows that cannot be learned from): counted, listed in a file, an error if there are too many.
 
 While a refresh is planned, `check_first_rows` reads the beginning of a dataset and applies the same rules.
 """
@@ -22,7 +22,7 @@ NUM_NAMED = 10
 
 
 class BadRows:
-    """Collector of bad rows; memory does not grow with their number."""
+    """Collector of bad rows, which keeps counts and the first few in memory and writes all to a file."""
 
     def __init__(self, stream: TextIO) -> None:
         """Write each bad row to `stream` as a line of JSON: "file", "line" or "row", "reason"."""
@@ -42,7 +42,7 @@ class BadRows:
     def check(
         self, policy: Literal["fail", "drop"], max_fraction: float, num_source_rows: int, *, is_whole: bool = True
     ) -> str | None:
-        """Return a warning, if any row is bad. Raises DataError when there are more bad rows than the recipe allows.
+        """Return a warning if any row is bad. Raises DataError when there are more bad rows than the recipe allows.
 
         is_whole: all rows were seen, and not only the first.
         """
@@ -71,7 +71,7 @@ class BadRows:
 
 
 def needed_fraction(num_bad: int, num_rows: int) -> float:
-    """Return the smallest `max_bad_row_fraction` of four digits that allows all these bad rows to be dropped."""
+    """Return the smallest `max_bad_row_fraction` that lets these bad rows be dropped, for error messages."""
     ten_thousandths = -(-10_000 * num_bad // num_rows)
     if num_bad > ten_thousandths / 10_000 * num_rows:  # 29 of 100: 0.29 * 100 is less than 29
         ten_thousandths += 1
@@ -79,7 +79,7 @@ def needed_fraction(num_bad: int, num_rows: int) -> float:
 
 
 def write_list(path: Path, lists: list[Path]) -> None:
-    """Join the lists of bad rows of several preparations into one; no file is written when all are empty."""
+    """Join the bad-row lists of several prepared datasets into one file; write no file if all are empty."""
     texts = [text for part in lists if (text := part.read_text(encoding="utf-8"))]
     if texts:
         path.write_text("".join(texts), encoding="utf-8")
@@ -87,13 +87,13 @@ def write_list(path: Path, lists: list[Path]) -> None:
 
 NUM_ROWS = 1000
 SECONDS = 0.5
-"""Time limit in seconds for reading a dataset's first rows, since someone waits for the plan."""
+"""Time limit, in seconds, for checking a dataset's first rows while a user waits for the plan of a refresh."""
 
 
 def check_first_rows(
     folder: Path, files: list[Path], config: DataConfig, rows: RowKind, read: Callable[[object], object] | None = None
 ) -> None:
-    """Read the first rows of a split. read: a reader of other rows than those that are learned from, such as prompts.
+    """Check the first rows of a split while a refresh is planned, so that bad data fails before training.
 
     Raises DataError for rows that the method does not learn from, and for bad rows as training would.
     """
@@ -123,7 +123,7 @@ def check_first_rows(
 
 
 def _kind_of(row: Row | BadRow, config: DataConfig) -> RowKind | None:
-    """Return the kind of a row (such as preference or conversation) by its columns; None if they fit no format."""
+    """Return what a row's columns look like (an example, a preference pair, …); None if they fit no known format."""
     if not isinstance(row, Row) or not isinstance(row.content, dict):
         return None
     try:

@@ -34,46 +34,59 @@ DataFormat = Literal[
 ]
 
 OF_MIXTURE = ("weight", "max_epochs")
-"""Fields of a mixture's dataset that set its share in the mixture."""
+"""Fields of a mixture's dataset that decide how much of it is trained on, not how its rows are read."""
 
 
 class MixturePart(StrictModel):
-    """One dataset of a mixture; a field that is not set has the value of `data`."""
+    """One dataset of a mixture; a field that is not set has the value that `data` sets for all."""
 
     dataset: DatasetReference
     weight: PositiveFp32 | None = Field(
         None,
-        description="Weight of the dataset: its share relative to the others' weights; default for all: by "
-        "their sizes (`mixing`).",
+        description="Share of this dataset, relative to the weights of the others. Default: shares follow the "
+        "datasets' sizes (see `mixing`).",
     )
     max_epochs: PositiveFp32 | None = Field(
-        None, description="Most passes over the dataset's rows; a training that would do more is refused."
+        None,
+        description="Largest number of passes over this dataset's rows; a training that would make more is "
+        "refused before it starts.",
     )
-    split: SplitName | None = Field(None, description="Split of this dataset, as `split` of `data`.")
-    evaluation_split: SplitName | None = Field(None, description="Held-out split of this dataset, as in `data`.")
+    split: SplitName | None = Field(None, description="Split of this dataset to train on; default: `split` of `data`.")
+    evaluation_split: SplitName | None = Field(
+        None, description="Held-out split of this dataset; default: `evaluation_split` of `data`."
+    )
     evaluation_fraction: float | None = Field(
-        None, ge=0, lt=1, description="Share of this dataset held out, as in `data`."
+        None,
+        ge=0,
+        lt=1,
+        description="Fraction of this dataset's split that is held out for evaluation; default: "
+        "`evaluation_fraction` of `data`.",
     )
-    format: DataFormat | None = Field(None, description="Format of this dataset's rows, as in `data`.")
+    format: DataFormat | None = Field(None, description="Format of this dataset's rows; default: `format` of `data`.")
     columns: Annotated[dict[str, str] | None, AddedLater()] = Field(
-        None, description="New names of this dataset's columns, as in `data`."
+        None, description="New names of this dataset's columns; default: `columns` of `data`."
     )
     chat_template: OutsidePath | None = Field(
-        None, description="Chat template for this dataset, as in `data`; the trained model is used with that of `data`."
+        None,
+        description="Jinja file of the chat template for this dataset's rows; the trained model keeps the chat "
+        "template of `data`.",
     )
     train_on: Literal["assistant", "all"] | None = Field(
-        None, description="Tokens of this dataset that carry loss, as in `data`."
+        None, description="Tokens of this dataset that carry loss; default: `train_on` of `data`."
     )
 
     @property
     def own(self) -> dict[str, object]:
-        """Fields that a mixture's part sets for its own rows; its `evaluation_fraction` replaces a named split."""
+        """Fields that this dataset of a mixture sets itself, instead of taking those of `data`.
+
+        An `evaluation_fraction` of its own replaces a split named in `data`.
+        """
         own = {name: value for name, value in vars(self).items() if name not in OF_MIXTURE and value is not None}
         return {"evaluation_split": None, **own} if "evaluation_fraction" in own else own
 
 
 def same_datasets(names: Iterable[str], stages: Mapping[str, StageConfig]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a mixture's stages with one dataset, whose rows would occur twice: the first, and each other."""
+    """Yield pairs of stages that make the same dataset, whose rows would occur twice in a mixture."""
     known: dict[str, str] = {}
     for name in names:
         first = known.setdefault(stages[name].model_dump_json(exclude={"execution"}), name)
@@ -86,19 +99,18 @@ class Mixing(StrictModel):
 
     strategy: Literal["interleave", "concat"] = Field(
         "interleave",
-        description="Order of a mixture's rows. interleave: at any time each has the share that its weight "
-        "says; one that ends begins again. concat: all rows of all datasets once an epoch, shuffled "
-        "together.",
+        description="Order of a mixture's rows. interleave: at any time each dataset has contributed the share that "
+        "its weight says; a dataset that ends begins again. concat: all rows of all datasets once an "
+        "epoch, shuffled together.",
     )
     weight_by: Literal["rows", "tokens"] = Field(
         "rows",
-        description="Unit of the datasets' weights, and of their sizes where there are none: packed rows, or "
-        "tokens in them.",
+        description="Unit in which weights and sizes of datasets are counted: packed rows, or the tokens in them.",
     )
     temperature: PositiveFp32 = Field(
         1.0,
-        description="Temperature of mixing: without weights, shares are proportional to the sizes to the power "
-        "of 1/temperature.",
+        description="Temperature of mixing: without weights, a dataset's share is proportional to its size to the "
+        "power of 1/temperature.",
     )
 
 
@@ -117,87 +129,107 @@ METHODS_FOR: dict[RowKind, str] = {
     "labelled": "`method: kto` learns from them",
     "prompts": "`method: grpo` learns from them",
 }
-"""Methods that learn from each kind of row, in words for messages; the registry of methods lies above this room."""
+"""Sentence for each kind of row that names the training methods for it, used in error messages."""
 
 SpecialTokensPolicy = Literal["text", "refuse", "allow"]
-"""Treatment of special tokens within what people wrote."""
+"""Treatment of text in a row that spells a special token: encode it as text, refuse the row, or allow the token."""
 
 DEFAULT_DATE = date(2026, 1, 1)
-"""Date for templates that write the current date: arbitrary, but the same in every run."""
+"""Date given to chat templates that write the current date; it is fixed so that runs are reproducible."""
 
 
 def _as_date(value: object) -> object:
-    """Return a date for its text: YAML has dates, JSON has them as text."""
+    """Convert a date written as text (JSON) to a date; YAML has dates already."""
     return date.fromisoformat(value) if isinstance(value, str) else value
 
 
 class DataConfig(StrictModel):
-    """Dataset or mixture that is learned from, and how its rows become tokens."""
+    """Options of a stage's training data: the dataset or mixture, and how its rows become tokens."""
 
     dataset: DatasetReference | None = Field(
-        None, description="Stage that makes the training dataset; required, unless there are several (`datasets`)."
+        None, description="Stage that makes the training dataset; required unless `datasets` lists several."
     )
     datasets: Annotated[tuple[MixturePart, ...], AddedLater()] = Field(
-        (), description="Datasets of a mixture, instead of `dataset`."
+        (), description="Datasets of a mixture, set instead of `dataset`."
     )
-    mixing: Annotated[Mixing, AddedLater()] = Field(Mixing(), description="Rule by which `datasets` are mixed.")
+    mixing: Annotated[Mixing, AddedLater()] = Field(
+        Mixing(), description="Options for mixing the rows of several `datasets`."
+    )
     split: SplitName = Field(
-        "train", description="Split to train on: files of the dataset whose name or folder begins with this."
+        "train",
+        description="Split to train on: the dataset's files whose name, or whose folder's name, begins with it.",
     )
     evaluation_split: SplitName | None = Field(
-        None, description="Held-out split for evaluation; see also `evaluation_fraction`."
+        None,
+        description="Split that is held out for evaluation; default: none, or the fraction in `evaluation_fraction`.",
     )
     evaluation_fraction: float = Field(
-        0.0, ge=0, lt=1, description="Share of `split` held out for evaluation when no split is named."
+        0.0,
+        ge=0,
+        lt=1,
+        description="Fraction of the rows of `split` that is held out for evaluation, unless "
+        "`evaluation_split` is set; default 0.",
     )
     format: DataFormat = Field(
-        "auto", description="Format of the dataset's rows; auto: by the columns of the first row."
+        "auto", description="Format of the dataset's rows; auto: recognise it by the columns of the first row."
     )
     columns: Annotated[dict[str, str], AddedLater()] = Field(
         {},
-        description="New names of columns: name in the rows → name that formats have, where they differ: "
-        "`{question: query}`.",
+        description="Columns of the rows to rename: a map from a column of the dataset to the name that the format "
+        "expects, such as `{question: query}`.",
     )
     chat_template: OutsidePath | None = Field(
         None, description="Jinja file of the chat template; default: the model's own template."
     )
     template_date: Annotated[date, BeforeValidator(_as_date), AddedLater()] = Field(
-        DEFAULT_DATE, description="Date for templates that write the current one (`strftime_now`)."
+        DEFAULT_DATE,
+        description="Date that chat templates see as today's (`strftime_now`); fixed by default, so "
+        "that runs are reproducible.",
     )
-    train_on: Literal["assistant", "all"] = Field("assistant", description="Tokens that carry loss.")
+    train_on: Literal["assistant", "all"] = Field(
+        "assistant", description="Tokens that carry loss: assistant: only the assistant's answers; all: every token."
+    )
     turns: Annotated[Literal["together", "separately"], AddedLater()] = Field(
         "together",
-        description="Handling of earlier turns' thoughts. separately: where a template drops the thoughts of "
-        "earlier turns, each turn is learned with its thoughts, in a document that ends with it.",
+        description="Treatment of thoughts in earlier turns, which many chat templates drop. together: one document "
+        "with the thoughts that the template keeps; separately: one document per turn that would lose its "
+        "thoughts, ending with it.",
     )
     special_tokens_in_content: Annotated[SpecialTokensPolicy, AddedLater()] = Field(
         "text",
-        description="Special tokens such as `<|im_end|>` in questions or answers. text: encoded as text; refuse: the "
-        "row is bad; allow: the token itself.",
+        description="Treatment of special tokens such as `<|im_end|>` written in questions or answers. text: encode "
+        "their letters; refuse: count the row as bad; allow: encode the special token.",
     )
     sequence_length: int = Field(
-        2048, ge=2, description="Tokens of a packed row; the first of them is never predicted."
+        2048, ge=2, description="Tokens in a packed row; the first one is only context, never a target."
     )
     packing: bool | Literal["cut"] = Field(
         True,
-        description="Packing of documents into rows. true: several documents in a row; attention does not cross "
-        "their borders. cut: texts as pre-training has them: one after the other, each ended by the "
-        "end-of-text token, cut into full rows; attention goes over the whole row, and what is left "
-        "at the end is not learned.",
+        description="Packing of documents into rows of `sequence_length`. true: several documents in a row, attention "
+        "stays within each; false: one document in a row; cut: texts joined, each ended by the "
+        "end-of-text token, and cut into full rows as in pre-training; attention covers the whole row, "
+        "and tokens that do not fill a last row are dropped.",
     )
     over_long: Literal["truncate", "drop", "fail"] = Field(
-        "fail", description="Treatment of documents longer than sequence_length."
+        "fail",
+        description="Treatment of documents longer than `sequence_length`: cut them at the end, leave them "
+        "out, or stop with an error.",
     )
     on_bad_rows: Literal["fail", "drop"] = Field(
-        "fail", description="Treatment of rows that cannot be learned from. drop: list bad rows and train without them."
+        "fail",
+        description="Treatment of rows that cannot be learned from. fail: stop with an error; drop: train "
+        "without them and list them in a file.",
     )
     max_bad_row_fraction: float = Field(
-        0.01, ge=0, le=1, description="Largest share of bad rows that may be dropped; more is an error."
+        0.01, ge=0, le=1, description="Largest fraction of rows that `on_bad_rows: drop` may drop; more is an error."
     )
 
     @property
     def parts(self) -> dict[str, DataConfig]:
-        """Config of each dataset alone, by the prefix of its fields in the recipe; without a mixture, this config."""
+        """Config of each dataset of a mixture, by its prefix in the recipe, such as `datasets.0.`.
+
+        A single dataset has an empty prefix and this config.
+        """
         if not self.datasets:
             return {"": self}
         whole = self.model_copy(update={"datasets": (), "mixing": Mixing()})
@@ -205,7 +237,7 @@ class DataConfig(StrictModel):
 
     @property
     def dataset_stage(self) -> str:
-        """Name of the stage that makes the dataset; not for a mixture, whose `parts` have one each."""
+        """Name of the stage that makes the dataset; asserts that this is not a mixture, which has several."""
         assert self.dataset, "a mixture has several"
         return self.dataset
 
@@ -216,7 +248,10 @@ class DataConfig(StrictModel):
 
     @property
     def names(self) -> list[str]:
-        """Names of a mixture's datasets: their stages, with the split where a stage is there twice."""
+        """Names of a mixture's datasets.
+
+        Each is its stage's name, followed by the split where the stage occurs twice.
+        """
         parts = list(self.parts.values())
         stages = [part.dataset_stage for part in parts]
         return [
@@ -230,7 +265,7 @@ class DataConfig(StrictModel):
         return any(part.evaluation_split or part.evaluation_fraction for part in self.parts.values())
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield problems between this config and the other stages of its recipe."""
+        """Yield an error message for each dataset that the mixture contains twice, by other stages' names."""
         for split in dict.fromkeys(part.split for part in self.parts.values()):
             names = [part.dataset_stage for part in self.parts.values() if part.split == split]
             for first, name in same_datasets(names, stages):
@@ -240,7 +275,7 @@ class DataConfig(StrictModel):
                 )
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
-        """Yield each data option without effect, given the other fields, and the reason."""
+        """Yield each data option that has no effect given the others, with the reason, to warn the user."""
         if not self.datasets:
             yield "mixing", "there is one dataset (`datasets` names several)"
         elif self.mixing.strategy == "concat":

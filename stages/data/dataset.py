@@ -1,4 +1,4 @@
-"""Packed, tokenized documents on disk (memory-mapped) → batches. `prepare` writes these folders.
+"""Reader of packed, tokenized documents on disk (memory-mapped), which returns them as batches.
 
 A folder holds flat arrays: `tokens.bin` (int32) and `loss.bin` (bool: the token is learned) of all documents one after
 the other, `document_starts.bin` and `row_starts.bin` (int64, one more than there are documents and rows: where each
@@ -30,13 +30,13 @@ ARRAYS: dict[str, type[np.generic]] = {
     "row_starts": np.int64,
 }
 BLOCK_DOCUMENTS = 1 << 20
-"""Number of documents that are processed together, to bound memory."""
+"""Number of documents processed at a time, which bounds memory."""
 LABELS = "labels"
 MARGINS = "margins"
 
 
 class Description(StrictModel):
-    """Content of `about.json`: description of a folder of packed documents, with counts of what was left out.
+    """Description of a folder of packed documents, stored in `about.json`, with counts of the rows that were left out.
 
     - conversations: whether a chat template rendered the documents
     - num_good: number of labelled answers that are good; None for other rows
@@ -63,11 +63,11 @@ class Description(StrictModel):
 
 
 Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]
-"""Row of packed documents before it is written: its tokens, loss flags and document lengths."""
+"""One packed row before it is written: token ids, flags of the tokens with loss, and lengths of its documents."""
 
 
 def is_described(folder: Path) -> bool:
-    """Return whether this version can read a prepared dataset's description; another may have written it."""
+    """Return whether a prepared dataset's description can be read; another version of this code may have written it."""
     try:
         Description.model_validate_json((folder / ABOUT).read_bytes())
     except (OSError, ValueError):
@@ -76,7 +76,7 @@ def is_described(folder: Path) -> bool:
 
 
 class PackedDataset:
-    """Packed rows of whole documents on disk; `len` counts rows. Memory-mapped: only what batches read is loaded."""
+    """Dataset of packed rows on disk, memory-mapped so that only the rows of a batch are loaded; `len` counts rows."""
 
     members: Mapping[str, PackedDataset] = MappingProxyType({})
     """Datasets of a mixture by name; empty for a single dataset."""
@@ -98,27 +98,27 @@ class PackedDataset:
 
     @property
     def key(self) -> str:
-        """Identifier of the content for caches: equal keys, equal batches."""
+        """Cache key of the content: two datasets with the same key yield the same batches."""
         return self.folder.name
 
     @property
     def num_documents(self) -> int:
-        """Number of documents in all rows; a preference pair is two."""
+        """Number of documents in all rows; a preference pair counts as two."""
         return self.about.num_documents
 
     @property
     def document_lengths(self) -> NDArray[np.int64]:
-        """int64 [num_documents]: tokens of each."""
+        """Number of tokens of each document, int64 [num_documents]."""
         return np.diff(self._document_starts)
 
     @property
     def row_lengths(self) -> NDArray[np.int64]:
-        """int64 [rows]: tokens of each, without padding."""
+        """Number of tokens of each row, without padding, int64 [rows]."""
         return np.diff(self._document_starts[self._row_starts])
 
     @property
     def member_rows(self) -> dict[str, range]:
-        """Rows of each dataset of a mixture by name; for a single dataset all rows, with an empty name."""
+        """Row numbers of each dataset of a mixture, by its name; a single dataset has an empty name."""
         return {"": range(len(self))}
 
     @property
@@ -142,7 +142,7 @@ class PackedDataset:
 
     @property
     def padding_fraction(self) -> float | None:
-        """Share of a full pass over the rows, each `sequence_length` wide, that is padding; None without packing.
+        """Fraction of the positions in all rows that is padding; None without packing.
 
         Without packing a batch is only as wide as its longest row, so the share depends on which rows meet: training
         measures it.
@@ -152,28 +152,28 @@ class PackedDataset:
         return 1 - self.num_tokens / (len(self) * self.about.sequence_length)
 
     def row_documents(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
-        """Return the dataset's document numbers of `batch(row_indices)`, int64 [num_documents of the batch]."""
+        """Return the numbers of the documents in these rows, as counted over the whole dataset, int64."""
         return np.concatenate(
             [np.arange(self._row_starts[row], self._row_starts[row + 1]) for row in row_indices] or [np.arange(0)]
         )
 
     def documents(self, row: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        """Return tokens and loss flags, [tokens] each, of every document of a row."""
+        """Return token ids and loss flags, [tokens] each, of every document in a row."""
         tokens, loss, lengths = self._row(row)
         borders = np.cumsum(lengths)[:-1]
         return list(zip(np.split(tokens, borders), np.split(loss, borders), strict=True))
 
     def labels(self, row: int) -> list[bool]:
-        """Return whether each labelled answer of a row is good; an empty list for other kinds of rows."""
+        """Return whether each labelled answer (KTO) in a row is good; an empty list for other kinds of data."""
         return [] if self._labels is None else self._labels[self.row_documents([row])].tolist()
 
     def margins(self, row: int) -> list[float]:
-        """Return for each pair of a row how much better its chosen answer is; 0 where the row does not say it."""
+        """Return how much better the chosen answer of each pair in a row is; 0 if the data has no margins."""
         pairs = self.row_documents([row])[0::2] // 2
         return [0.0] * len(pairs) if self._margins is None else self._margins[pairs].tolist()
 
     def num_row_targets(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
-        """Return the number of targets that `batch` has in each row, int64 [rows]."""
+        """Return the number of tokens with loss in each of these rows, int64 [rows]."""
         return np.array([self._row(row)[1][1:].sum() for row in row_indices], dtype=np.int64)
 
     def batch(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
@@ -191,7 +191,7 @@ class PackedDataset:
         return batch.with_signal(is_good=torch.tensor(labels, dtype=torch.bool))
 
     def mismatched(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
-        """Return the batch with each document's answer after another prompt: that of the next document in its row.
+        """Return the rows as a batch in which each prompt is followed by another prompt's answer, for KTO.
 
         So the same answers are there, and a row is as long as before. A document that is alone in its row gets the
         answer of one in the row before, cut to fit. Each document has the tokens of one answer as targets.
@@ -223,7 +223,7 @@ class PackedDataset:
 
 
 def packed_batch(rows: Sequence[Row], shape: tuple[int, int], padding_token: int) -> Batch:
-    """Return a micro-batch of `shape` [rows, sequence] on the CPU, padded where rows are shorter."""
+    """Return a micro-batch of `shape` [rows, sequence] on the CPU; rows that are shorter are padded."""
     input_ids = np.full(shape, padding_token, dtype=np.int64)
     targets = np.full(shape, IGNORED, dtype=np.int64)
     for row, (tokens, loss, _) in enumerate(rows):
@@ -240,7 +240,7 @@ def packed_batch(rows: Sequence[Row], shape: tuple[int, int], padding_token: int
 
 
 class _Segments:
-    """Position and document number of every token in a batch of `shape` [rows, sequence], padding included."""
+    """Position and document number of every token of a batch, int64 [rows, sequence], padding included."""
 
     def __init__(self, document_lengths: list[NDArray[np.int64]], shape: tuple[int, int]) -> None:
         num_rows, width = shape
@@ -265,7 +265,7 @@ class _Segments:
 
 
 def row_order(num_rows: int, seed: int, epoch: int, number: int = 0) -> NDArray[np.int64]:
-    """Return the order in which an epoch visits the rows, int64 [num_rows]; independent of layout and resumes.
+    """Return the shuffled order in which an epoch visits the rows, int64 [num_rows], for any parallel layout.
 
     number: number of the dataset in a mixture; each has an order of its own.
     """

@@ -1,4 +1,4 @@
-"""Files of a dataset's folder → rows, one at a time; what a row means is not known here.
+"""Readers of dataset files: they find the files of a split and yield the rows, without interpreting them.
 
 Finds the files of a split, opens them (compressed, or remote behind a pointer file) and reads JSON Lines, JSON lists,
 CSV and Parquet in pieces, so that memory stays flat. `Portion` selects the rows that are trained on or held out.
@@ -42,21 +42,21 @@ PARQUET_BATCH_ROWS = 1024
 BLOCK_BYTES = 1 << 20
 SAMPLED_BYTES = 64 << 20
 SAMPLED_BYTES_COMPRESSED = 16 * SAMPLED_BYTES
-"""Decompressed bytes of a compressed file that are read to estimate its rows; reading them takes seconds."""
+"""Decompressed bytes of a compressed file that are read to estimate how many rows it has; this takes seconds."""
 SAMPLED_BYTES_ELSEWHERE = 1 << 20
 LONGEST_LINE_BYTES = 256 << 20
-"""Longest line of JSON Lines. A file with longer ones is something else, and would fill the memory."""
+"""Largest length of a line of JSON Lines, in bytes; longer ones mean another kind of file and would fill the memory."""
 JSON_LINES = (".jsonl", ".ndjson")
 METADATA = {"dataset_info.json", "dataset_infos.json", "state.json"}
 NUM_FILES_LISTED = 20
 NO_PYTHON_VALUE = (ValueError, OverflowError, LookupError)
-"""Errors of pyarrow for dates outside Python's calendar and for unknown time zones."""
+"""Errors that pyarrow raises for dates outside Python's calendar and for unknown time zones."""
 SHARD = re.compile(r"(?P<before>.*?)-(?P<number>\d+)-of-(?P<count>\d+)(?P<after>\..*)")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Position of a row: its first line in a text file, its number in a Parquet file; both count from 1."""
+    """Place of a row for error messages: its line in a text file or its number in a Parquet file, counted from 1."""
 
     file: str
     number: int
@@ -68,7 +68,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """Row as a file has it: any JSON value, not checked yet."""
+    """Row as read from a file: any JSON value, before its meaning is checked."""
 
     place: Place
     content: object
@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """Row that cannot be learned from, with the reason."""
+    """Row that cannot be learned from, with its place and the reason."""
 
     place: Place
     reason: str
@@ -84,7 +84,7 @@ class BadRow:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a file, or the whole: row groups of Parquet, or lines of JSON Lines that begin at bytes [begin, end).
+    """Part of a data file that one process reads: row groups of Parquet, or a byte range of JSON Lines, [begin, end).
 
     - name: the file's name in messages
     - num_before: number of lines, or of Parquet rows, before the part
@@ -97,12 +97,12 @@ class Part:
     num_before: int = 0
 
     def place(self, number: int) -> Place:
-        """Return the place of a line, or of a Parquet row, by its number in the part."""
+        """Return the place in the file of a row, given its number within this part."""
         return Place(self.name, self.num_before + number, "row" if format_suffix(self.path) == ".parquet" else "line")
 
 
 def find_files(folder: Path, split: str) -> list[Path]:
-    """Return the data files of a split, in order.
+    """Return the data files of a split in the order of their names.
 
     These are `SPLIT.jsonl`, shards `SPLIT-00000-of-00002.parquet`, all in a folder `SPLIT/`, any of these in `data/`,
     or else names like `SPLIT_part1.jsonl`; for `train` also the only file there is. Raises DataError that lists the
@@ -126,12 +126,12 @@ def find_files(folder: Path, split: str) -> list[Path]:
 
 
 def name_of(path: Path, folder: Path) -> str:
-    """Return the name of a file in messages: its path in the dataset's folder, without the suffix of a pointer."""
+    """Return the name of a data file for messages: its path within the dataset's folder."""
     return str(without_pointer(path).relative_to(folder))
 
 
 def read_rows(folder: Path, files: list[Path]) -> Iterator[Row | BadRow]:
-    """Yield all rows of `files` in order, named relative to `folder`. Raises DataError for an unreadable file.
+    """Yield all rows of the files in order. Raises DataError for an unreadable file.
 
     A good row can be written as UTF-8 and walked recursively; its meaning is not checked here.
     """
@@ -140,7 +140,7 @@ def read_rows(folder: Path, files: list[Path]) -> Iterator[Row | BadRow]:
 
 
 def read_part(part: Part) -> Iterator[Row | BadRow]:
-    """Yield the rows of a file, or of a part of it, as `read_rows` does."""
+    """Yield the rows of a data file, or of a part of one. Raises DataError for an unreadable file."""
     suffix = format_suffix(part.path)
     if suffix not in READERS:
         found = f"ends in {quoted(suffix, 40)}" if suffix else "has no suffix"
@@ -157,7 +157,7 @@ def read_part(part: Part) -> Iterator[Row | BadRow]:
 
 
 def num_places(path: Path) -> int:
-    """Estimate the number of lines of a text file, or return the number of rows of a Parquet file.
+    """Return the number of rows of a Parquet file, or an estimate of the number of lines of a text file.
 
     A large text file is extrapolated from its beginning: counting all lines would take minutes.
     """
@@ -175,14 +175,14 @@ def num_places(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Portion:
-    """Portion of a dataset's split: all rows, or the `fraction` of them that is held out, or the rest."""
+    """Portion of a dataset's split that training uses, or that evaluation holds out."""
 
     name: Literal["training", "evaluation"]
     split: str
     fraction: float | None = None
 
     def select(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
-        """Yield the rows of the split that belong to this portion; equal rows fall into the same portion.
+        """Yield those rows of the split that belong to this portion; equal rows always fall into the same portion.
 
         Unreadable rows count as training data.
         """
@@ -208,14 +208,14 @@ def portions(config: DataConfig) -> list[Portion]:
 
 
 def is_held_out(content: object, fraction: float) -> bool:
-    """Return whether a row is held out, by the hash of its content: the same in every run and every order."""
+    """Return whether a row belongs to the held-out fraction, decided by a hash of its content alone."""
     canonical = json.dumps(content, sort_keys=True, default=str).encode()
     digest = hashlib.blake2b(canonical, digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def missing_shards(folder: Path) -> list[str]:
-    """Return a sentence for each incomplete set of shards below `folder`, whether they count from 0 or from 1."""
+    """Return a sentence for each set of shards (`NAME-00000-of-00004`) in a folder that lacks some of them."""
     found: dict[tuple[str, int, str], set[int]] = defaultdict(set)
     for path in sorted(folder.rglob("*")):
         if shard := SHARD.fullmatch(path.relative_to(folder).as_posix()):
@@ -250,7 +250,7 @@ def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
 
 
 def _all_files(folder: Path) -> list[Path]:
-    """Return every file that is not hidden, nor in a hidden folder.
+    """Return all files in a dataset's folder that are not hidden.
 
     Raises DataError for a name that is not UTF-8, and for what is named like data and is no file: a link that leads
     nowhere or to a folder, a FIFO.
@@ -273,7 +273,7 @@ def _all_files(folder: Path) -> list[Path]:
 
 
 def _kind_of(path: Path) -> str:
-    """Return the name of what is at a path that is no regular file."""
+    """Return what is at a path that is not a regular file, for error messages: a link, a FIFO, a socket, a device."""
     if path.is_symlink():
         return f"a link {'to a folder' if path.is_dir() else 'that leads nowhere, or to itself'}"
     kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -323,7 +323,7 @@ def _parse_line(line: bytes, place: Place) -> Row | BadRow:
 
 
 def _read_json(part: Part) -> Iterator[Row | BadRow]:
-    """Yield the rows of a JSON list; a file that starts otherwise is read as JSON Lines, which may have this suffix."""
+    """Yield the rows of a `.json` file, which holds one JSON list or JSON Lines."""
     with open_text(part.path, part.name) as stream:
         start = stream.read(BEGINNING_CHARACTERS).lstrip()[:1]
     if start != "[":
@@ -376,7 +376,7 @@ def _read_parquet(part: Part) -> Iterator[Row | BadRow]:
 
 
 def _rows_of(batch: Any, name: str, num_before: int) -> Iterator[Row | BadRow]:
-    """Yield the rows of a pyarrow batch; one by one where a value has no Python equivalent, to find its row."""
+    """Yield the rows of a pyarrow batch; a value without Python equivalent makes only its own row a bad row."""
     try:
         rows = map(as_row, batch.to_pylist())
         yield from (Row(Place(name, num_before + at, "row"), row) for at, row in enumerate(rows, 1))
@@ -399,7 +399,7 @@ def _check_columns(columns: list[str], name: str) -> None:
 
 
 def as_row(columns: dict[str, Any]) -> dict[str, Any]:
-    """Return a table's row without the null fields of its objects.
+    """Return a table's row without the null fields that Parquet adds to nested objects.
 
     In a table every object has a field that one of them has: a call of one tool would be learned with the arguments of
     all others, each null. TRL's `remove_none_values` does the same; original nulls are lost.
@@ -415,7 +415,10 @@ def _without_nulls(value: Any) -> Any:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[ParquetFile]:
-    """Open a Parquet file, or a remote one by its pointer. Raises pyarrow's errors, and those of `open_file`."""
+    """Open a Parquet file, local or remote (through its pointer file).
+
+    Raises pyarrow's errors and those of `open_file`.
+    """
     from pyarrow.parquet import ParquetFile
 
     if not is_pointer(path):
@@ -428,14 +431,14 @@ def open_parquet(path: Path) -> Iterator[ParquetFile]:
 
 @contextmanager
 def open_bytes(path: Path, name: str) -> Iterator[BinaryIO]:
-    """Open a file's content, decompressed in pieces. `name` is for errors. Raises DataError for a damaged file."""
+    """Open a data file for reading and decompress it while it is read. Raises DataError for a damaged file."""
     with open_with_file(path, name) as (stream, _):
         yield stream
 
 
 @contextmanager
 def open_with_file(path: Path, name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a file like `open_bytes`; also yield the raw file, whose position shows how much was consumed."""
+    """Open a file like `open_bytes`, and also yield the compressed file, whose position shows the progress."""
     with open_file(path) as file:
         if not is_compressed(path):
             yield file, file
@@ -449,7 +452,7 @@ def open_with_file(path: Path, name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]
 
 @contextmanager
 def open_text(path: Path, name: str) -> Iterator[TextIO]:
-    """Open a file as UTF-8 text with its line ends unchanged. Raises DataError, UnicodeDecodeError."""
+    """Open a data file as UTF-8 text, keeping its line ends. Raises DataError, UnicodeDecodeError."""
     with open_bytes(path, name) as stream, io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
         yield text
 
@@ -463,17 +466,17 @@ def _decompressed(file: BinaryIO, suffix: str) -> BinaryIO:
 
 
 def format_suffix(path: Path) -> str:
-    """Return the suffix that names the format: `.jsonl` of `train.jsonl.zst`."""
+    """Return the suffix that names a data file's format: `.jsonl` for `train.jsonl.zst`."""
     return _uncompressed(path).suffix
 
 
 def data_stem(path: Path) -> str:
-    """Return the name without the suffixes of format and compression."""
+    """Return a data file's name without the suffixes of format and compression: `train` for `train.jsonl.zst`."""
     return _uncompressed(path).stem
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether the file's name has a suffix of compression."""
+    """Return whether the file's name ends with a suffix of compression (`.gz` or `.zst`)."""
     return without_pointer(path).suffix in COMPRESSIONS
 
 

@@ -1,4 +1,4 @@
-"""Row formats of datasets: rows → the documents to learn from, or the reason why a row is bad.
+"""Table of the row formats of datasets, and the readers that turn rows into documents or say why a row is bad.
 
 `FORMATS` is the one table of formats: rows are read by it, `lifecycle init` asks it, and the page on recipes shows
 it. Where some of `prompt`, `completion`, `chosen`, `rejected` are messages and others strings, the strings are messages
@@ -56,18 +56,18 @@ OTHER_FORMATS = {
     frozenset({"input_ids"}): "tokens; give the text, which is tokenized here",
     frozenset({"anchor", "positive"}): "embedding pairs, which no method here learns from",
 }
-"""Columns of known formats that are not supported, with what they hold."""
+"""Descriptions of known but unsupported formats, by their columns, for error messages."""
 LISTS = ("messages", "conversations", "conversation", "chosen_messages", "rejected_messages")
-"""Columns that are lists in every format; a table without lists (CSV) has them as JSON text."""
+"""Columns that hold lists in every format; a CSV file, which cannot hold lists, has them as JSON text."""
 OTHER_NAMES = {"kto_tag": "label"}
-"""Our names of columns that LLaMA-Factory calls otherwise."""
+"""LLaMA-Factory's column names that are read under another name here."""
 OF_CONVERSATIONS = ("system", "tools", "chat_template_kwargs")
 OF_PAIRS = ("margin", *OF_CONVERSATIONS)
 
 
 @dataclass(frozen=True)
 class Format:
-    """Format of rows: their columns, and the function that reads them.
+    """Format of a dataset's rows: the columns that identify it, and the function that reads a row.
 
     - columns: columns that a row must have
     - read: reads a row into one document, or into chosen and rejected
@@ -86,7 +86,7 @@ class Format:
 
 
 def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind, columns: Mapping[str, str]) -> Format:
-    """Return the format that the recipe names, or (`auto`) the one that fits the columns of the first row.
+    """Return the format that the recipe names, or for `auto` the one that fits the columns of the first row.
 
     Raises DataError when no format fits these columns, or the one that fits is not for the training method.
     """
@@ -105,7 +105,7 @@ def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind, columns
 
 
 def fitting_formats(row: Columns) -> list[str]:
-    """Return the names of the formats whose columns a row has, in the order in which `auto` tries them.
+    """Return the names of all formats whose columns a row has, in the order in which `auto` tries them.
 
     Tables have every column in every row: null columns count only where no format fits without them.
     """
@@ -121,7 +121,7 @@ def fitting_formats(row: Columns) -> list[str]:
 
 
 def likeliest_format(row: Columns) -> str | None:
-    """Return the fitting format with the most columns, which decides the kind of the rows; None where none fits.
+    """Return the fitting format with the most columns, which decides the kind of rows; None if no format fits.
 
     A `label` that is neither true nor false is a class of something, and not of an answer.
     """
@@ -130,12 +130,12 @@ def likeliest_format(row: Columns) -> str | None:
 
 
 def other_format(row: Columns) -> str | None:
-    """Return a description of rows in a known but unsupported format; None for others."""
+    """Return what rows in a known but unsupported format hold, for an error message; None for other rows."""
     return next((name for columns, name in OTHER_FORMATS.items() if columns <= row.keys()), None)
 
 
 def rename_columns(row: Columns, columns: Mapping[str, str]) -> Columns:
-    """Return the row with the column names of formats, and lists instead of their JSON text. Raises RowError."""
+    """Return the row with renamed columns, and with lists decoded where they are JSON text. Raises RowError."""
     names = {name: columns.get(name, OTHER_NAMES.get(name, name)) for name in row}
     renamed: Columns = {}
     for name, value in row.items():
@@ -149,7 +149,7 @@ def rename_columns(row: Columns, columns: Mapping[str, str]) -> Columns:
 
 
 def _hint(first_row: Columns) -> str:
-    """Return a hint for an error message: what these rows look like, or which method they are for."""
+    """Return a hint for the error that no format fits: what the rows look like, or the method that learns from them."""
     if named := other_format(first_row):
         return f" These look like {named}."
     likeliest = likeliest_format(first_row)
@@ -160,10 +160,10 @@ def _hint(first_row: Columns) -> str:
 
 
 class RowReader:
-    """Reader of the rows of one dataset, all in the same format, and all conversations or all plain text."""
+    """Reader that turns the rows of one dataset, all in the format of the first row, into documents."""
 
     def __init__(self, wanted: DataFormat, rows: RowKind, columns: Mapping[str, str] | None = None) -> None:
-        """Take the options. columns: name in the rows → name that formats have."""
+        """Create a reader for the format `wanted`. columns: new name of each column to rename."""
         self._wanted = wanted
         self._rows = rows
         self._columns = columns or {}
@@ -176,7 +176,7 @@ class RowReader:
         return f"{self._format and self._format.columns} {self.has_margins} {self._is_plain}"
 
     def read(self, content: object) -> tuple[Document, ...]:
-        """Return the documents of a row: one, or the chosen and the rejected of a pair.
+        """Return the documents of a row: one, or for a preference pair the chosen and the rejected one.
 
         Raises RowError for a bad row, DataError when the columns of the first row fit no suitable format.
         """
@@ -201,7 +201,7 @@ class RowReader:
         return parse_label(rename_columns(content, self._columns)["label"]) if self._rows == "labelled" else None
 
     def margin(self, content: Any) -> float | None:
-        """Return how much better the chosen answer of a pair is, if the first row has a margin.
+        """Return the margin of a preference pair (how much better the chosen answer is); None if the data has none.
 
         Raises RowError where only some rows have one.
         """
@@ -213,7 +213,7 @@ class RowReader:
         return None if value is None else parse_margin(value)
 
     def _check_form(self, is_plain: bool) -> None:
-        """Raise RowError for a conversation among plain texts, or the reverse: only one uses the chat template."""
+        """Raise RowError if a dataset mixes conversations, which use the chat template, with plain texts."""
         if self._is_plain is None:
             self._is_plain = is_plain
         if self._is_plain != is_plain:
@@ -288,8 +288,9 @@ def _read_sharegpt_preference(row: Columns) -> tuple[Document, ...]:
 
 
 def _has_answer_messages(row: Columns) -> bool:
-    """Return whether `chosen` is one message. A list would be a whole conversation, which `messages` copies
-    (UltraFeedback).
+    """Return whether `chosen` is a single message.
+
+    A list would be a whole conversation, which the column `messages` repeats (UltraFeedback).
     """
     return isinstance(row["chosen"], dict)
 
@@ -314,7 +315,7 @@ def _not_text(row: Columns, column: str) -> object:
 
 
 def _shared(row: Columns) -> Columns:
-    """Return the columns that conversations of every format may have."""
+    """Return the columns that conversations of every format may have, such as `system` and `tools`."""
     return {column: row[column] for column in OF_CONVERSATIONS if column in row}
 
 
@@ -324,7 +325,7 @@ def _read_sharegpt(row: Columns) -> tuple[Document, ...]:
 
 
 def _conversation(row: Columns, messages: list[Message], marked: object, num_prompt_messages: int = 0) -> Conversation:
-    """Return the ordered conversation. marked: the last messages as the row has them, with marks of unlearned turns."""
+    """Return a conversation from its messages, with the row's system message, tools and template variables."""
     whole = ordered(with_system(row, messages))
     num_before = len(whole) - len(marked) if isinstance(marked, list) else 0
     roles = [message["role"] == "assistant" for message in whole[num_before:]]
@@ -351,12 +352,12 @@ def _alpaca_question(row: Columns) -> str:
 
 
 def _turns(turns: list[tuple[str, str]]) -> list[Message]:
-    """Return messages for pairs of a question and its answer."""
+    """Return the messages for pairs of a question and its answer."""
     return [make_message(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
 
 
 def _history(row: Columns) -> list[tuple[str, str]]:
-    """Return earlier turns: pairs of a question and its answer."""
+    """Return the earlier turns of a row (column `history`) as pairs of a question and its answer."""
     history = decoded(row.get("history"))
     if history in (None, ""):
         return []
@@ -490,10 +491,10 @@ FORMATS: dict[str, Format] = {
         "labelled",
     ),
 }
-"""Formats in the order in which `auto` tries them: rows with `messages` may have a `prompt` or `text` column as well.
-"""
+"""Supported row formats by name, in the order in which `auto` tries them. Rows with `messages` may also have a `prompt`
+or `text` column, so that format comes first."""
 COLUMN_NAMES = frozenset(
     {name for form in FORMATS.values() for name in form.columns + form.optional}
     | {"answer", "solution", "ground_truth"}  # the right answer of a prompt alone
 )
-"""Names that a column may be renamed to."""
+"""Names of columns that formats read, to which the recipe's `columns` may rename others."""

@@ -16,22 +16,23 @@ from stages.core.errors import DataError
 
 MAX_DEPTH = 100
 MAX_DIGITS = 4300
-"""Longest integer that Python converts; the time grows with the square of the digits."""
+"""Largest number of digits of an integer in JSON; converting takes time that grows with the square of the digits."""
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
-"""Characters that no tokenizer takes: NUL, and surrogates, which JSON can write (`\\ud83d`) and UTF-8 cannot."""
+"""Pattern of characters that texts must not contain, since UTF-8 or tokenizers refuse them: NUL and lone surrogates
+(`\\ud83d` in JSON)."""
 PIECE_CHARACTERS = 1 << 20
 AHEAD_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """Placeholder for a value that cannot be used; `reason` continues "train.jsonl:17 "."""
+    """Placeholder for a JSON value that cannot be used. `reason` is an error message's end, after "train.jsonl:17 "."""
 
     reason: str
 
 
 def flaw_of(content: object) -> str | None:
-    """Return why a value cannot be a row, with the field's path; None if it can."""
+    """Return why a JSON value cannot be a dataset row, naming the bad field; None if it can."""
     todo: list[tuple[object, tuple[str, ...]]] = [(content, ())]
     while todo:
         value, path = todo.pop()
@@ -51,7 +52,7 @@ def flaw_of(content: object) -> str | None:
 
 
 class JsonList:
-    """Reader of a text that is one JSON list, element by element; `name` is for errors."""
+    """Reader of a large JSON list that yields one element at a time, without holding the whole file in memory."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream = stream
@@ -62,7 +63,7 @@ class JsonList:
         self._line_start = 0  # of the line at the position; negative once that part of the text is gone
 
     def elements(self) -> Iterator[tuple[int, object]]:
-        """Yield each element with the line it begins at. Raises DataError with line and column of the fault."""
+        """Yield each element with the line where it begins. Raises DataError with line and column for invalid JSON."""
         self._expect("[")
         if self._next_character() == "]":
             self._expect("]")
@@ -80,7 +81,7 @@ class JsonList:
                 return
 
     def _decode(self) -> object:
-        """Decode the element at the position. If the text read so far ends within it, read on and try again."""
+        """Decode the element at the current position, reading more of the file until the element is complete."""
         while True:
             try:
                 value, end = DECODER.raw_decode(self._text, self._position)
@@ -96,7 +97,7 @@ class JsonList:
             return value
 
     def _next_character(self) -> str | None:
-        """Return the next character that is not a space, and move to it; None at the end of the file."""
+        """Return the next character that is not white space and move to it; None at the end of the file."""
         while True:
             rest = self._text[self._position : self._position + AHEAD_CHARACTERS]
             stripped = rest.lstrip()
@@ -165,4 +166,4 @@ def _integer(digits: str) -> object:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)
-"""Decoder like `json.loads`, with `Unusable` for objects that have a key twice and for integers that are too long."""
+"""JSON decoder that returns `Unusable` for objects with a repeated key and for integers that are too long."""

@@ -1,4 +1,4 @@
-"""Checks and previews of a stage's data before it trains (`data_problems`, `look_at`).
+"""Checks of a stage's training data while a refresh is planned, and the preview that `lifecycle data` shows.
 
 Data are prepared as the stage will prepare them, in the same cache, as far as a time limit allows.
 """
@@ -39,14 +39,13 @@ from stages.models.facts import ModelFacts
 from stages.remote.pointers import size_bytes
 
 CHECK_SECONDS = 20.0
-"""CPU time for checking one split, so that a busy machine checks no less. A split of more than `LARGE_BYTES` cannot be
-done by then, and hashing it for the cache is slow.
-"""
+"""Limit of CPU seconds for checking one split while a refresh is planned; CPU time, so that a busy machine checks as
+much. A split of more than `LARGE_BYTES` is not finished by then, and hashing it for the cache would be slow."""
 LARGE_BYTES = 1 << 30
 
 
 class Silent:
-    """Report that discards progress and warnings, which the stage itself will show."""
+    """Receiver of progress and warnings that discards both, because the stage itself will report them."""
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
         pass
@@ -58,7 +57,7 @@ class Silent:
 def data_problems(
     folder: Path, config: DataConfig, model: ModelFacts, *, rows: RowKind, cache: Path
 ) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield the problems that the first seconds of preparing the data show, as (field of `config`, error or note)."""
+    """Yield the problems that a short attempt at preparing the data finds, each with its field of `config`."""
     problems = [*_missing_splits(folder, config), *_bad_template(config, model)]
     yield from problems
     if problems:
@@ -86,7 +85,7 @@ def data_problems(
 
 
 def _prepared(task: Preprocessing, cache: Path) -> Path | None:
-    """Return the folder of packed rows; None for a split that is too large to be kept."""
+    """Return the cached folder of packed rows; None for a split too large to be cached, which is only checked."""
     if sum(map(size_bytes, task.files)) <= LARGE_BYTES:
         return prepare_portion(task, cache).folder
     with tempfile.TemporaryDirectory() as scratch:
@@ -110,18 +109,18 @@ def _bad_template(config: DataConfig, model: ModelFacts) -> Iterator[tuple[str, 
 
 
 LOOK_SECONDS = 10.0
-"""CPU time for preparing data that is not in the cache, when `lifecycle data` shows it."""
+"""Limit of CPU seconds for preparing data for `lifecycle data` when it is not in the cache."""
 MAX_SHOWN_TOKENS = 4096
-"""Number of a row's tokens that are shown."""
+"""Largest number of tokens of a packed row that `lifecycle data` shows."""
 NUM_BARS = 16
 NUM_REASONS = 20
 NAMES: dict[RowKind, tuple[str, ...]] = {"examples": ("",), "pairs": ("chosen", "rejected"), "labelled": ("",)}
-"""Labels of a unit's documents by kind of row, such as the chosen and the rejected one of a pair."""
+"""Names of the documents in one training example, by kind of row: a pair has `chosen` and `rejected`."""
 
 
 @dataclass(frozen=True)
 class Visits:
-    """Rows that a training visits: those of its first step, and shares and passes of each dataset.
+    """Rows that a training will visit first, with each dataset's share and number of epochs, for a preview.
 
     - rows: rows of the first step
     - shares: dataset of a mixture → its share of all that is learned
@@ -145,7 +144,7 @@ def look_at(
     cache: Path,
     scratch: Path,
 ) -> DataLook:
-    """Return the rows of the first step, and counts of all rows by dataset.
+    """Return a preview of training data: the rows of the first training step, and counts for each dataset.
 
     - inputs: folders of artifacts by stage
     - visits: returns the visits for the training rows
@@ -191,7 +190,7 @@ def _with_visits(portion: ShownPortion, visits: Visits) -> ShownPortion:
 
 
 def _opened(task: Preprocessing, cache: Path, scratch: Path) -> tuple[PackedDataset, str | None]:
-    """Return the packed rows; where time was too short for all, also the place of the last one that was read."""
+    """Return the packed rows; if the time limit cut reading short, also the place of the last row read."""
     assert task.part
     try:
         if sum(map(size_bytes, task.files)) <= LARGE_BYTES:
@@ -229,7 +228,7 @@ def _portion(name: str, dataset: PackedDataset, config: DataConfig, unread_after
 
 
 def _dropped(bad_rows: Path) -> tuple[Dropped, ...]:
-    """Return the reasons for dropped rows, the commonest first; those after `NUM_REASONS` are summed up."""
+    """Return the reasons why rows were dropped with counts, most frequent first; rare ones are summed up."""
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}
     with bad_rows.open(encoding="utf-8") as stream:
@@ -246,7 +245,7 @@ def _dropped(bad_rows: Path) -> tuple[Dropped, ...]:
 
 
 def histogram(lengths: NDArray[np.int64]) -> tuple[Bar, ...]:
-    """Return at most `NUM_BARS` bars of equal width over int64 [num_documents], lengths in tokens."""
+    """Return a histogram of document lengths (int64 [num_documents], tokens) of at most `NUM_BARS` bars."""
     shortest, longest = int(lengths.min()), int(lengths.max())
     width = -(-(longest - shortest + 1) // NUM_BARS)
     counts = np.bincount((lengths - shortest) // width)
@@ -276,7 +275,7 @@ def _row(dataset: PackedDataset, row: int, tokenizer: DocumentTokenizer, names: 
 def shown_document(
     name: str, tokens: NDArray[np.int32], loss: NDArray[np.bool_], tokenizer: DocumentTokenizer, max_tokens: int
 ) -> ShownDocument:
-    """Return tokens and loss flags, [tokens] each, as text; only the first `max_tokens` of them."""
+    """Return a document's first `max_tokens` tokens as text, marked by whether they carry loss, for a preview."""
     ids, flags = tokens[:max_tokens].tolist(), loss[:max_tokens].tolist()
     return ShownDocument(
         name=name,
@@ -288,7 +287,7 @@ def shown_document(
 
 
 def _pieces(ids: list[int], learned: list[bool], tokenizer: DocumentTokenizer) -> Iterator[Piece]:
-    """Yield runs of tokens as text: each is what its tokens add to the text before them.
+    """Yield the text of each run of tokens that have the same loss flag and are all special or all ordinary.
 
     Decoded alone, some tokenizers would drop a run's first space.
     """

@@ -1,4 +1,4 @@
-"""Conversations of a row: messages, tool calls and tool definitions, checked, in the form that chat templates expect.
+"""Checked messages, tool calls and tool definitions of a conversation, in the form that chat templates expect.
 
 A message has a `role` and `content`. An assistant's message may also have thoughts (`reasoning_content` or `thinking`,
 a string) and `tool_calls`, a list of {type: function, function: {name, arguments}} with or without the outer object.
@@ -31,7 +31,7 @@ THOUGHTS = ("reasoning_content", "thinking")
 TOOL_ANSWER_FIELDS = ("name", "tool_call_id")
 TOOL_FIELDS = ("type", "function")
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-"""Fields of a tool's definition in OpenAI's API, in the order in which vLLM gives them to templates."""
+"""Fields of a tool's definition in OpenAI's API, in the order in which vLLM passes them to chat templates."""
 MESSAGE_FIELDS = (
     "role",
     "content",
@@ -46,22 +46,22 @@ MESSAGE_FIELDS = (
     "tool_calls",
     "tool_call_id",
 )
-"""Fields of a message that are read, in one role or another."""
+"""Fields of a message that some format or role uses; others are counted as unread."""
 PART_TYPES = {"text", "reasoning", "tool_call"}
-"""Types of parts in a message's content list; the last two are LLaMA-Factory's."""
+"""Supported types of parts in a message's content list; `reasoning` and `tool_call` are LLaMA-Factory's."""
 INVISIBLE = "[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]"
-"""Pattern of characters without width that are not white space."""
+"""Pattern of characters that show nothing and have no width, but are not white space."""
 Span = tuple[int, int]
-"""Span of a text: begin and end, in characters."""
+"""Span of a text: begin (inclusive) and end (exclusive), in characters."""
 
 
 class RowError(ValueError):
-    """Fault of a row, and what was expected; the message continues "train.jsonl:17 "."""
+    """Raised for a bad row. Its message says what was expected and follows the row's place: "train.jsonl:17 …"."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Conversation to render with a chat template.
+    """Conversation of a row, with tools and loss marks, ready for a chat template.
 
     - num_prompt_messages: number of first messages that carry no loss, in whatever role
     - unlearned: positions, from 0, of further messages without loss, as the row says
@@ -72,7 +72,7 @@ class Conversation:
     tools: tuple[Tool, ...] = ()
     unlearned: frozenset[int] = frozenset()
     variables: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template that the row sets, such as {"enable_thinking": false}."""
+    """Variables that the row sets for the chat template, such as {"enable_thinking": false}."""
 
     @property
     def learned_turns(self) -> list[int]:
@@ -84,13 +84,13 @@ class Conversation:
         ]
 
     def before(self, number: int) -> Conversation:
-        """Return the conversation before a position, without learned turns: what a model is asked there."""
+        """Return the conversation before a message, without loss: the prompt that the model answers there."""
         return replace(self, messages=self.messages[:number], num_prompt_messages=0, unlearned=frozenset())
 
 
 @dataclass(frozen=True)
 class PlainText:
-    """Plain text, with loss on the completion; the end-of-text token follows."""
+    """Plain text of a row, used without a chat template; the loss is on the completion and the end-of-text token."""
 
     prompt: str
     completion: str
@@ -100,7 +100,7 @@ Document = Conversation | PlainText
 
 
 def answers_of(document: Document) -> Iterator[str]:
-    """Yield the learned answers of a document as the row has them, without tool calls."""
+    """Yield the text of each answer that is learned from, except answers that only call tools."""
     if isinstance(document, PlainText):
         yield document.completion
         return
@@ -110,7 +110,7 @@ def answers_of(document: Document) -> Iterator[str]:
 
 
 def as_messages(value: object, column: str, role: str) -> list[Message]:
-    """Return checked messages; a string becomes the only message, of `role`. Raises RowError."""
+    """Return the checked messages of a column; a string becomes one message with `role`. Raises RowError."""
     return [make_message(role, parse_text(value, column))] if isinstance(value, str) else parse_messages(value, column)
 
 
@@ -120,7 +120,7 @@ def parse_messages(
     keys: tuple[str, str] = ("role", "content"),
     roles: dict[str, str] | None = None,
 ) -> list[Message]:
-    """Return messages, each checked by itself. `keys` and `roles` are the format's names. Raises RowError."""
+    """Return the messages of a column after checking each one by itself. Raises RowError."""
     if not isinstance(value, list):
         raise RowError(f"has {kind_of(value)} in `{column}`; expected a list of messages {{{', '.join(keys)}}}")
     if not value:
@@ -130,7 +130,7 @@ def parse_messages(
 
 
 def ordered(messages: list[Message]) -> list[Message]:
-    """Return the messages if their order is valid: maybe `system`, then `user` and `assistant` in turn.
+    """Return the messages if roles alternate: an optional `system`, then `user` and `assistant` in turn.
 
     The last one is from the assistant. After an assistant's tool calls come answers of the role `tool`, and then the
     assistant again. Raises RowError.
@@ -153,7 +153,7 @@ def ordered(messages: list[Message]) -> list[Message]:
 
 
 def parse_text(value: object, column: str) -> str:
-    """Return a string that is not blank. Raises RowError."""
+    """Return the value of a column if it is a string that is not blank. Raises RowError."""
     if not isinstance(value, str):
         raise RowError(f"has {kind_of(value)} in `{column}`; expected a string")
     if not value.strip():
@@ -162,7 +162,7 @@ def parse_text(value: object, column: str) -> str:
 
 
 def decoded(value: object) -> object:
-    """Return the value of a JSON text; anything else unchanged, since datasets have both. Raises RowError."""
+    """Return the value that a JSON text encodes; anything else, also plain text, is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -177,7 +177,7 @@ def decoded(value: object) -> object:
 
 
 def parse_tools(row: dict[str, Any]) -> tuple[Tool, ...]:
-    """Return the definitions in the column `tools` as a server renders them. Raises RowError.
+    """Return the tool definitions of a row's column `tools`, in the form that a server gives to the chat template.
 
     The column has a list of objects, or the same as JSON text: {type: function, function: {name, description,
     parameters}}, or the inner object alone.
@@ -186,7 +186,7 @@ def parse_tools(row: dict[str, Any]) -> tuple[Tool, ...]:
 
 
 def listed_tools(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the objects in the column `tools` as the row has them. Raises RowError."""
+    """Return the unchanged objects of a row's column `tools`, decoded if they are JSON text. Raises RowError."""
     tools = decoded(row.get("tools"))
     if tools is None or tools == "":
         return []
@@ -197,12 +197,12 @@ def listed_tools(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def make_message(role: str, content: str) -> Message:
-    """Return a message of text alone."""
+    """Return a message with a role and text, without other fields."""
     return {"role": role, "content": content}
 
 
 def renamed(message: Message, known_thoughts: list[str]) -> Message:
-    """Return the message with its thoughts under the name that the template knows."""
+    """Return the message with its thoughts moved to the field name that the chat template reads."""
     return {
         known_thoughts[0] if key in THOUGHTS and key not in known_thoughts else key: value
         for key, value in message.items()
@@ -210,7 +210,7 @@ def renamed(message: Message, known_thoughts: list[str]) -> Message:
 
 
 def with_calls_as(message: Message, arguments_as_text: bool, empty_as_null: bool) -> Message:
-    """Return a message of calls in the template's form: arguments as JSON text, null content where there is no text."""
+    """Return a message with tool calls in the form that the chat template expects (JSON arguments, null content)."""
     calls = message["tool_calls"]
     if arguments_as_text:
         calls = [
@@ -228,18 +228,18 @@ def with_calls_as(message: Message, arguments_as_text: bool, empty_as_null: bool
 
 
 def kind_of(value: object) -> str:
-    """Return the name of a JSON value's type for error messages."""
+    """Return a JSON value's type in words for error messages, such as "a string"."""
     kinds = {str: "a string", list: "a list", dict: "an object", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 
 def listed(columns: dict[str, Any] | tuple[str, ...] | list[str]) -> str:
-    """Return names as error messages list them."""
+    """Return column names as a comma-separated list for error messages."""
     return ", ".join(f"`{column}`" for column in columns) or "no columns"
 
 
 def check_json(value: object, name: str) -> None:
-    """Raise RowError for a value that templates cannot write as JSON: NaN, infinity, a Parquet date."""
+    """Raise RowError for a value that cannot be written as JSON, such as NaN, infinity or a Parquet date."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -269,8 +269,9 @@ def _checked(item: object, name: str, keys: tuple[str, str], roles: dict[str, st
 
 
 def _tool(tool: dict[str, Any], name: str) -> Tool:
-    """Return a definition as vLLM passes it to templates: wrapped, ordered, missing fields null, unknown ones removed.
+    """Return a tool definition in the form that vLLM passes to chat templates.
 
+    It has the outer object and a fixed order of fields; missing fields are null and unknown ones removed.
     A template writes definitions as JSON: with another order of fields, or without the outer object, the model would
     be asked with another prompt than it was trained with.
     """
@@ -290,14 +291,14 @@ def _tool(tool: dict[str, Any], name: str) -> Tool:
 
 
 def _next_roles(message: Message) -> tuple[str, ...]:
-    """Return the roles that may follow this message."""
+    """Return the roles that the message after this one may have."""
     if message["role"] == "assistant":
         return ("tool",) if "tool_calls" in message else ("user",)
     return ("tool", "assistant") if message["role"] == "tool" else ("assistant",)
 
 
 def _without_parts(item: object, content_key: str, name: str) -> object:
-    """Return the message with its list of content parts joined into one text.
+    """Return the message with its list of content parts (OpenAI's form) joined into one text.
 
     Parts are {type: text, text}, or LLaMA-Factory's {type, value}, where thoughts and calls are parts as well. Raises
     RowError for parts that are pictures or sound.
@@ -328,7 +329,10 @@ def _without_parts(item: object, content_key: str, name: str) -> object:
 
 
 def _extras(item: dict[str, Any], role: str, name: str) -> Message:
-    """Return the fields of a message beside its text. Tables have null columns where a message has no such field."""
+    """Return the thoughts, tool calls and tool-result fields of a message.
+
+    Raises RowError for those of a wrong role.
+    """
     extras = {key: item[key] for key in (*THOUGHTS, "tool_calls") if item.get(key)}
     if extras and role != "assistant":
         raise RowError(f"has {listed(extras)} in {name}, of the role `{role}`; expected it from the assistant only")
@@ -350,7 +354,7 @@ def _tool_calls(value: object, name: str) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: object, name: str) -> dict[str, Any]:
-    """Return a tool call in OpenAI's form, but with arguments as an object, since templates write JSON themselves."""
+    """Return a tool call in OpenAI's form, except that its arguments are an object and not JSON text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(f"has no function name in {name}; expected {{function: {{name, arguments}}}}")

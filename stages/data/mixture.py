@@ -15,14 +15,14 @@ from stages.data.dataset import Description, PackedDataset, Row, row_order
 
 WHEEL = 1 << 64
 STRIDE = 0x9E3779B97F4A7C15
-"""Step from a slot of a mixture's order to the next, modulo `WHEEL`: by the golden ratio, so that slots spread evenly.
+"""Step between the positions of consecutive slots of a mixture, modulo `WHEEL`: the golden ratio spreads them evenly.
 
 Knuth 1998, The Art of Computer Programming, vol. 3, section 6.4, theorem S.
 """
 
 
 class MixedDataset(PackedDataset):
-    """Datasets one after the other, as one; rows and documents are numbered through."""
+    """Mixture of several packed datasets as one dataset; rows and documents are numbered across all of them."""
 
     def __init__(self, members: Mapping[str, PackedDataset]) -> None:
         self.members = dict(members)
@@ -77,12 +77,12 @@ class MixedDataset(PackedDataset):
 
 
 def joined(members: Mapping[str, PackedDataset]) -> PackedDataset:
-    """Return one dataset made of several; a single one is returned unchanged."""
+    """Return several packed datasets as one mixture; a single dataset is returned unchanged."""
     return MixedDataset(members) if len(members) > 1 else next(iter(members.values()))
 
 
 def _joined(abouts: Sequence[Description]) -> Description:
-    """Return the description of all datasets together: counts add up; packing is the same for all."""
+    """Return the description of a mixture of packed datasets, whose counts are sums."""
     counts = [name for name in Description.model_fields if name.startswith("num_") and name != "num_good"]
     num_good = [one.num_good for one in abouts if one.num_good is not None]
     num_bytes = [one.bytes_per_token * one.num_tokens for one in abouts if one.bytes_per_token is not None]
@@ -102,7 +102,7 @@ def _joined(abouts: Sequence[Description]) -> Description:
 
 @dataclass(frozen=True)
 class MixtureOrder:
-    """Order in which a training visits the rows of a `MixedDataset`: a pure function of seed and slot number.
+    """Order in which a training visits the rows of a mixture, computed from the seed and a position alone.
 
     In any stretch of slots each dataset has its share, within a few rows, and takes its rows in its own order, epoch
     after epoch.
@@ -116,7 +116,7 @@ class MixtureOrder:
     seed: int
 
     def rows(self, first: int, count: int) -> list[int]:
-        """Return the rows of `count` slots from `first` on, counted from 0."""
+        """Return the row numbers at `count` positions of the order, from position `first` (counted from 0) on."""
         slots = np.arange(first, first + count, dtype=np.uint64)
         places = slots * np.uint64(STRIDE) + np.uint64(self._begin)  # modulo WHEEL
         numbers = np.searchsorted(np.array(self._borders[:-1], np.uint64), places, side="right")
@@ -129,12 +129,12 @@ class MixtureOrder:
         return rows
 
     def taken(self, num_slots: int) -> list[int]:
-        """Return how many rows the first `num_slots` slots take from each dataset."""
+        """Return how many rows of each dataset are among the first `num_slots` rows of the order."""
         below = [0, *(_num_below(border, num_slots, self._begin) for border in self._borders[:-1]), num_slots]
         return [end - start for start, end in pairwise(below)]
 
     def times(self, num_slots: int) -> NDArray[np.int64]:
-        """Return how often the first `num_slots` slots take each row, int64 [rows of all]."""
+        """Return how often each row occurs among the first `num_slots` rows of the order, int64 [rows of all]."""
         counts = []
         for number, (size, taken) in enumerate(zip(self.sizes, self.taken(num_slots), strict=True)):
             epochs, rest = divmod(taken, size)
@@ -149,18 +149,21 @@ class MixtureOrder:
 
     @property
     def _borders(self) -> list[int]:
-        """Cumulative shares of the mixture's datasets, scaled from [0, 1] to `WHEEL`."""
+        """Upper end of each dataset's share of the mixture, scaled from [0, 1] to [0, `WHEEL`]."""
         return [min(WHEEL - 1, round(end * WHEEL)) for end in accumulate(self.shares)]
 
 
 def _num_below(border: int, num_slots: int, begin: int) -> int:
-    """Count the first slots whose position lies below `border`: ⌊x⌋ - ⌊x - border⌋ is 1 for those, else 0."""
+    """Return how many of the first slots lie below `border`.
+
+    Each slot at position x counts ⌊x⌋ - ⌊x - border⌋: 1 if it lies below, else 0.
+    """
     shifted = _floor_sum(num_slots, STRIDE, begin - border + WHEEL) - num_slots
     return _floor_sum(num_slots, STRIDE, begin) - shifted
 
 
 def _floor_sum(count: int, factor: int, offset: int, modulus: int = WHEEL) -> int:
-    """Return Σ ⌊(factor · t + offset) / modulus⌋ over 0 ≤ t < count; no argument is negative.
+    """Return Σ ⌊(factor · t + offset) / modulus⌋ over 0 ≤ t < count, in logarithmic time; no argument is negative.
 
     Graham, Knuth, Patashnik 1994, Concrete Mathematics, section 3.5; as many steps as Euclid's algorithm.
     """

@@ -1,4 +1,4 @@
-"""Detection of personal data in texts by its form, and masking with its kind (`[EMAIL]`, `[PHONE]`, …).
+"""Detection and masking of personal data in texts by regular expressions: `[EMAIL]`, `[PHONE]`, ….
 
 Regular expressions, with the check digits that numbers have. The libraries for this (presidio, scrubadub) bring
 language models or are no longer kept; names and addresses, which only those find, are not looked for here.
@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 SPACED = r"[^\W\u3040-\u30ff\u3400-\u9fff]"
-"""Word character of a language with spaces between words. In Chinese and Japanese an address may follow a word at once;
-for the same reason the other patterns require ASCII around them only.
-"""
+"""Pattern of a word character in languages that put spaces between words. In Chinese and Japanese, an address may
+follow a word directly. For the same reason, the other patterns look at ASCII characters only."""
 EMAIL = re.compile(
     rf"(?<!{SPACED})(?<![.%+-])(?:{SPACED}|[.%+-]){{1,64}}+@(?:[\w-]++\.){{1,10}}"
     rf"(?:[A-Za-z]{{2,24}}(?![A-Za-z0-9_])|[^\W\d_\u3040-\u30ff\u3400-\u9fff]{{2,24}}(?!{SPACED}))"
@@ -35,7 +34,7 @@ SHORTEST_IBAN = 15
 
 
 def redacted(content: Any, kinds: Collection[str], counts: Counter[str]) -> Any:
-    """Return a row's content with personal data masked (`[EMAIL]`, …) in all texts; `counts` counts them by kind."""
+    """Return a row's content with personal data in its texts masked (`[EMAIL]`, …), and count the masks by kind."""
     if isinstance(content, str):
         for kind in KINDS:
             if kind in kinds:
@@ -70,7 +69,7 @@ def _ip_address(text: str) -> int:
 
 
 def _iban(text: str) -> int:
-    """Return the length of a valid IBAN at the beginning (ISO 13616: modulo 97 is 1), else 0. A word may follow it."""
+    """Return the length of a valid IBAN at the beginning of a text (ISO 13616: modulo 97 is 1), else 0."""
     while len(text) >= SHORTEST_IBAN:
         joined = text.replace(" ", "")
         if int("".join(str(int(character, 36)) for character in joined[4:] + joined[:4])) % 97 == 1:
@@ -80,7 +79,7 @@ def _iban(text: str) -> int:
 
 
 def _credit_card(text: str) -> int:
-    """Return the length of a valid card number (ISO/IEC 7812: Luhn's sum is a multiple of 10), else 0."""
+    """Return the length of a matched card number if it is valid (ISO/IEC 7812: Luhn checksum), else 0."""
     digits = [int(character) for character in reversed(text) if character.isdigit()]
     doubled = (sum(divmod(2 * digit, 10)) for digit in digits[1::2])
     return 0 if (sum(digits[::2]) + sum(doubled)) % 10 else len(text)
@@ -97,6 +96,5 @@ KINDS: dict[str, tuple[re.Pattern[str], Callable[[str], int]]] = {
     "credit_card": (CREDIT_CARD, _credit_card),
     "phone": (PHONE, _phone),
 }
-"""Pattern of each kind, and a function for the length of a match that is valid (0: none). Searched in this order, since
-a card's number may look like a phone's.
-"""
+"""Kinds of personal data: a pattern, and a function that returns the length of a valid match (0: none). The order
+matters, since a card's number may look like a phone's."""

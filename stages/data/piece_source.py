@@ -1,4 +1,4 @@
-"""Pieces of all files of a dataset, in order: read from the store, or tokenized now by several processes.
+"""Source of a dataset's tokenized data, read from a store or tokenized now by several processes.
 
 Files are cut into parts: JSON Lines at line ends, Parquet at row groups; a JSON list, CSV and compressed files are one
 part each. A part's digest depends on its content alone, so equal rows are found again in another file or place. Of a
@@ -55,18 +55,20 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 2 << 20
-"""Size of a part: JSON Lines up to the next end of a line, Parquet (uncompressed) up to the end of a row group."""
+"""Size in bytes of a part of a local file, the unit of work of a tokenizing process. JSON Lines are cut at the next
+line end, Parquet (uncompressed size) after a row group."""
 PART_BYTES_ELSEWHERE = 8 * PART_BYTES
-"""Size of a part of remote JSON Lines: up to a buffer more is fetched, to find the end of its last line."""
+"""Size in bytes of a part of a remote JSON Lines file. It is larger than for local files, since up to one more buffer
+is fetched to find the end of the last line."""
 MAX_PROCESSES = 64
 BYTES_PER_PROCESS = 4 << 20
-"""Fewest bytes for another process; fewer are tokenized before it has started."""
+"""Fewest bytes that are worth a further tokenizing process, which takes a while to start."""
 PARTS_AHEAD = 4
-"""Number of parts queued for each process, so that none waits for work."""
+"""Number of file parts queued for each tokenizing process, so that none waits for work."""
 
 
 class Report(Protocol):
-    """Receiver of progress and warnings of a preparation; a `StageContext` is one."""
+    """Receiver of progress and warnings while data is prepared; a `StageContext` is one."""
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None: ...
 
@@ -74,7 +76,7 @@ class Report(Protocol):
 
 
 class PieceSource:
-    """Source of tokenized pieces (groups of rows) of a dataset's files, in order."""
+    """Source of the tokenized pieces of a dataset's files, in the order of their rows."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class PieceSource:
         report: Report,
         time_limit_s: float | None = None,
     ) -> None:
-        """Take the tokenization task, and load its tokenizer.
+        """Create the source and load the tokenizer.
 
         - folder: the dataset's folder
         - kept: folder of stored pieces; it may not exist yet
@@ -105,10 +107,10 @@ class PieceSource:
         self._begun_s = time.monotonic()
         self._num_rows = 0
         self.last_in_time: Place | None = None
-        """Last row that was read, where the time limit was too short for all."""
+        """Last row that was read if the time limit ended reading early; None if all rows were read."""
 
     def pieces(self) -> Iterator[tuple[Part, Piece]]:
-        """Yield each tokenized piece with the part of a file that it comes from.
+        """Yield each tokenized piece with the part of a file whose rows it holds.
 
         Raises DataError for rows of no format, and for a file that cannot be read on or changes meanwhile.
         """
@@ -132,7 +134,7 @@ class PieceSource:
                 yield from ((part.part, piece) for piece in self._store.read(key))
 
     def _tokenized(self, missing: list[KeyedPart]) -> Generator[KeyedPart]:
-        """Tokenize the parts of files that are not cached; yield each part as soon as its pieces are stored."""
+        """Tokenize the file parts that the store lacks; yield each part as soon as its pieces are stored."""
         processes = min(num_processes(sum(part.num_bytes for part, _ in missing)), len(missing))
         if processes <= 1:
             for data_part, key in missing:
@@ -148,7 +150,7 @@ class PieceSource:
                 yield data_part, key
 
     def _parts(self) -> Iterator[KeyedPart]:
-        """Yield all parts with their keys; each is hashed when it is asked for."""
+        """Yield all parts of the files with their cache keys; a part is hashed only when it is reached."""
         task = self._task
         decided = key_parts(task.portion, task.config, task.model.folder, task.rows) | {"first_rows": str(task.reader)}
         for path in self._files:
@@ -156,7 +158,7 @@ class PieceSource:
                 yield one, content_key({**decided, "file": format_suffix(path), "content": one.digest})
 
     def _pieces_in_time(self, limit_s: float) -> Iterator[tuple[Part, Piece]]:
-        """Yield tokenized pieces until the time limit is reached; of the part it cuts short, the rows read so far."""
+        """Yield tokenized pieces until the CPU time limit; the last part is yielded as far as it was read."""
         for data_part, key in self._parts():
             if key not in self._store:
                 pieces = list(self.tokenizer.pieces(data_part.part, self._watched(read_part(data_part.part), limit_s)))
@@ -168,7 +170,7 @@ class PieceSource:
             yield from ((data_part.part, piece) for piece in self._store.read(key))
 
     def _watched(self, rows: Iterable[Row | BadRow], limit_s: float) -> Iterator[Row | BadRow]:
-        """Yield rows unchanged, and stop at the time limit."""
+        """Yield rows unchanged until the CPU time limit."""
         for row in rows:
             yield row
             cpu_s = time.process_time() + self.tokenizer.tokenizer.template_cpu_s
@@ -178,7 +180,7 @@ class PieceSource:
                 return
 
     def _reported(self, part: Part) -> Iterator[Row | BadRow]:
-        """Yield the rows of a part, and report progress."""
+        """Yield the rows of a file part and report progress."""
         for row in read_part(part):
             yield row
             if self._num_rows % CHUNK_ROWS == 0:
@@ -198,7 +200,7 @@ class PieceSource:
 
     @cached_property
     def _places(self) -> tuple[dict[Path, tuple[int, int]], int]:
-        """Number of rows or lines before each file and up to its end, and in all files."""
+        """First and last row number of each file, counted over all files, and the total, to report progress."""
         places, total = {}, 0
         for path in self._files:
             count = num_places(path)
@@ -208,7 +210,7 @@ class PieceSource:
 
 
 def num_processes(num_bytes: int) -> int:
-    """Return how many processes to tokenize so many bytes with: one per core of this stage here, if worth it."""
+    """Return how many processes should tokenize this many bytes: at most one per core of the stage."""
     threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     if threads and threads.isdecimal():
@@ -219,8 +221,7 @@ def num_processes(num_bytes: int) -> int:
 def tokenize(
     tokenizer: PartTokenizer, store: Path, parts: Sequence[KeyedPart], processes: int
 ) -> Generator[tuple[KeyedPart, int]]:
-    """Tokenize parts of files by several processes and store the pieces; yield each part, in order, with its number of
-    rows.
+    """Tokenize file parts in several processes; yield each stored part, in order, with its number of rows.
 
     Raises what tokenizing the first bad part raises, and ResourceError when a process is killed. When the iterator is
     closed, no process is left.
@@ -264,7 +265,7 @@ _worker: _Worker
 
 
 def _begin(tokenizer: PartTokenizer, store: Path) -> None:
-    """Prepare a new worker process, which ends when its parent does."""
+    """Initialise a tokenizing worker process, which ends when its parent process does."""
     global _worker
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
@@ -273,7 +274,7 @@ def _begin(tokenizer: PartTokenizer, store: Path) -> None:
 
 
 def _end_with(process: BaseProcess) -> None:
-    """End this process when its parent has ended.
+    """Exit this worker process when its parent process has ended.
 
     The kernel's signal (PR_SET_PDEATHSIG) would come when the thread ends that started this process.
     """
@@ -282,7 +283,7 @@ def _end_with(process: BaseProcess) -> None:
 
 
 def _tokenize(part: DataPart, key: str) -> int:
-    """Tokenize a part of a file and store the pieces; return the number of its rows."""
+    """Tokenize a file part in a worker process, store the result and return the number of rows."""
     num_rows = 0
 
     def counted() -> Iterator[Row | BadRow]:
@@ -298,7 +299,7 @@ def _tokenize(part: DataPart, key: str) -> int:
 
 @dataclass(frozen=True)
 class FileState:
-    """Size and modification time of a file, to detect changes."""
+    """Size and modification time of a file, to detect that it changed while it was read."""
 
     num_bytes: int
     changed_ns: int
@@ -309,7 +310,7 @@ class FileState:
         return cls(found.st_size, found.st_mtime_ns)
 
     def check(self, path: Path, name: str) -> None:
-        """Raise DataError if the file has changed since."""
+        """Raise DataError if the file's size or modification time has changed since."""
         if (now := FileState.of(path)) != self:
             raise DataError(
                 f"{name} changed while it was read: it had {self.num_bytes:,} bytes and has {now.num_bytes:,} now; "
@@ -319,7 +320,7 @@ class FileState:
 
 @dataclass(frozen=True)
 class DataPart:
-    """Part of a file with the digest of its content, its rough size, and the file's state when it was hashed."""
+    """Part of a data file with a digest of its content and the state of the file when it was hashed."""
 
     part: Part
     digest: str
@@ -328,7 +329,7 @@ class DataPart:
 
 
 def parts_of(path: Path, name: str) -> Iterator[DataPart]:
-    """Yield the parts of a file in order, each hashed when it is asked for; at least one."""
+    """Yield the parts of a data file in order, at least one; a part is hashed only when it is reached."""
     if format_suffix(path) in JSON_LINES and not is_compressed(path):
         yield from _of_bytes(path, name) if is_pointer(path) else _of_lines(path, name)
     elif format_suffix(path) == ".parquet":
@@ -343,7 +344,7 @@ def _whole(path: Path, name: str) -> DataPart:
 
 
 def _of_bytes(path: Path, name: str) -> Iterator[DataPart]:
-    """Yield parts of a remote file by bytes; line numbers are unknown without reading all before."""
+    """Yield byte ranges of a remote JSON Lines file as parts; their line numbers are unknown."""
     state, pointed = FileState.of(path), file_digest(path)
     num_bytes = size_bytes(path)
     for begin in range(0, max(1, num_bytes), PART_BYTES_ELSEWHERE):
@@ -392,7 +393,7 @@ def _of_row_groups(path: Path, name: str) -> Iterator[DataPart]:
 
 
 def _digest(path: Path, metadata: pyarrow.parquet.FileMetaData, groups: range) -> str:
-    """Return a digest of the bytes of row groups and of their metadata."""
+    """Return a digest of some row groups of a Parquet file: their bytes and metadata."""
     if is_pointer(path):
         return content_key({"pointer": file_digest(path), "row_groups": [groups.start, groups.stop]})
     digest = hashlib.sha256(str(metadata.schema).encode())
@@ -406,4 +407,4 @@ def _digest(path: Path, metadata: pyarrow.parquet.FileMetaData, groups: range) -
 
 
 KeyedPart = tuple[DataPart, str]
-"""Part of a dataset's file with the cache key of its tokenized pieces."""
+"""Part of a data file with the cache key of its tokenized pieces."""

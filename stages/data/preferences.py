@@ -1,4 +1,4 @@
-"""Preference rows → the chosen and the rejected document; pairs that teach nothing are bad rows."""
+"""Readers of preference rows, which return the chosen and the rejected document or say why a pair teaches nothing."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from stages.data.row_fields import (
 
 Columns = dict[str, Any]
 HUMAN, ASSISTANT = "Human:", "Assistant:"
-"""Beginnings of a human's and of an assistant's turns in a transcript."""
+"""Words that begin a human's and an assistant's turn in a plain-text transcript (Anthropic's HH-RLHF)."""
 
 
 def read_preference(row: Columns) -> tuple[Document, ...]:
-    """Return the chosen and the rejected document. Raises RowError."""
+    """Return the chosen and the rejected document of a preference row. Raises RowError."""
     if row["chosen"] == row["rejected"]:
         raise RowError("has the same `chosen` and `rejected`; expected two different answers")
     if any(isinstance(row.get(column), list | dict) for column in ("prompt", "chosen", "rejected")):
@@ -64,7 +64,7 @@ def _read_plain(row: Columns) -> tuple[Document, ...]:
 
 
 def _check_transcript(shared: str, chosen: str, rejected: str) -> None:
-    """Raise RowError for transcripts (like Anthropic's HH-RLHF) that differ in what the human says."""
+    """Raise RowError if two plain-text transcripts (like Anthropic's HH-RLHF) differ in what the human says."""
     differ_in_question = shared.rfind(HUMAN) >= shared.rfind(ASSISTANT)
     if differ_in_question and any(ASSISTANT in text[len(shared) :] for text in (chosen, rejected)):
         raise RowError(
@@ -74,7 +74,7 @@ def _check_transcript(shared: str, chosen: str, rejected: str) -> None:
 
 
 def _begins_with(answer: str, prompt: str) -> bool:
-    """Return whether an answer begins with the prompt, and not with a longer word."""
+    """Return whether an answer repeats the prompt at its beginning, as whole words."""
     answer, prompt = answer.lstrip(), prompt.strip()
     rest = answer.removeprefix(prompt)
     return answer != rest and not (prompt[-1].isalnum() and rest[:1].isalnum())
@@ -99,7 +99,7 @@ def _read_conversations(row: Columns) -> tuple[Document, ...]:
 
 
 def _listed(value: object) -> Any:
-    """Return a list of messages: one message as a list, and agents' call messages as calls of the assistant."""
+    """Return a list of messages with tool-call messages merged into assistant turns; one message becomes a list."""
     messages = [value] if isinstance(value, dict) else value
     return with_tool_calls(messages, *(("from", "value") if _is_sharegpt(messages) else ()))
 
@@ -115,7 +115,7 @@ def _messages(value: object, column: str, role: str) -> list[Message]:
 
 
 def _answered(row: Columns, prompt: list[Message], column: str) -> list[Message]:
-    """Return the whole conversation: the prompt and the answer, which may hold the prompt already."""
+    """Return the whole conversation of an answer: prompt and answer, or the answer alone if it repeats the prompt."""
     answer = row[column]
     messages = _messages(answer, column, "assistant")
     roles = [message["role"] == "assistant" for message in messages]
@@ -141,11 +141,11 @@ def _words(messages: list[Message]) -> list[Any]:
 
 
 def _visible(text: str) -> list[str]:
-    """Return the words of a text, without characters that have no width."""
+    """Return the words of a text, ignoring invisible characters, to compare two answers."""
     return re.sub(INVISIBLE, "", text).split()
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Count the equal elements at the beginning of two lists."""
+    """Return how many elements at the beginning of two sequences are equal."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

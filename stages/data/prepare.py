@@ -1,4 +1,4 @@
-"""Preparation of training data: a dataset's files → packed rows of tokens on disk, cached by content, all checked.
+"""Preparation of training data: rows of a dataset become packed rows of tokens on disk, cached by content.
 
 Every step is a generator over the one before it, so that memory does not grow with the number of rows. What is found in
 the rows of each part is stored with its pieces, and judged when all rows were seen. The datasets of a mixture are
@@ -50,15 +50,15 @@ BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Prepared datasets of a training. Other processes open them with `PackedDataset(folder)`."""
+    """Training and held-out rows of a training, packed on disk; other processes open the same folders."""
 
     training: PackedDataset
     evaluation: PackedDataset | None
-    """Held-out rows, if the config names a split or a fraction."""
+    """Held-out rows for evaluation; None if the recipe holds out none."""
 
     @property
     def longest_document(self) -> int:
-        """Number of tokens of the longest document of all."""
+        """Number of tokens of the longest document in training and held-out rows."""
         return max(dataset.longest_document for dataset in (self.training, self.evaluation) if dataset)
 
 
@@ -72,7 +72,7 @@ def prepare(
     report: Report,
     bad_rows_file: Path,
 ) -> PreparedData:
-    """Read, check, render, tokenize and pack the rows that `config` names, or reuse the result in `cache`.
+    """Read, check, render, tokenize and pack the rows of a dataset, or reuse the result in the cache.
 
     - folder: the dataset artifact's `data/`
     - model: that is trained, whose tokenizer makes the tokens
@@ -115,7 +115,7 @@ def prepare_mixture(
     report: Report,
     work: Path,
 ) -> PreparedData:
-    """Prepare one dataset or the datasets of a mixture, as `prepare` does.
+    """Prepare the dataset, or all datasets of a mixture, for a training, as `prepare` does for one.
 
     - inputs: folders of artifacts by stage
     - work: folder for `bad_rows.jsonl`; in a mixture `bad_rows.NAME.jsonl` per dataset
@@ -146,7 +146,7 @@ def prepare_mixture(
 
 
 def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
-    """Prepare one portion of a dataset; `cache` is the folder of tokenized data."""
+    """Return the training or the held-out rows of a dataset as packed tokens, from the cache or made now."""
     names = {path: name_of(path, task.folder) for path in task.files}
     states = {path: FileState.of(path) for path in names}
     key = content_key(
@@ -182,7 +182,7 @@ def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Task of preparing one portion: everything that decides what `run` writes.
+    """Task of preparing the training or the held-out rows of a dataset, with all inputs that decide the result.
 
     - pieces: folder of stored tokenized pieces; it may not exist yet
     - time_limit_s: CPU time from the first row on; default: no limit
@@ -201,7 +201,7 @@ class Preprocessing:
     part: Path | None = None
 
     def run(self, target: Path) -> None:
-        """Fill the empty folder `target`. Raises DataError, ModelError, OutOfTimeError."""
+        """Write the packed rows into the empty folder `target`. Raises DataError, ModelError, OutOfTimeError."""
         with (
             (target / BAD_ROWS).open("w", encoding="utf-8") as stream,
             closing(DatasetWriter(target, is_labelled=self.rows == "labelled")) as writer,
@@ -216,7 +216,7 @@ class Preprocessing:
 
 
 class _Run:
-    """One pass over the tokenized pieces of a dataset, with the counts of what was found."""
+    """Pass over the tokenized pieces of a dataset that packs rows and counts bad, long and repeated ones."""
 
     def __init__(self, task: Preprocessing, bad_rows: BadRows, writer: DatasetWriter, seen: SeenRows) -> None:
         config = task.config
@@ -274,7 +274,7 @@ class _Run:
         return pack(units, self._config.sequence_length) if self._config.packing else map(_alone, units)
 
     def _counted(self) -> Iterator[Piece]:
-        """Yield all tokenized pieces in order, and count what was found in their rows."""
+        """Yield all tokenized pieces in order, and add up the counts of their rows."""
         for part, piece in self._source.pieces():
             notes = piece.notes
             self._num_source_rows += notes.num_source_rows
@@ -292,11 +292,11 @@ class _Run:
 
     @property
     def last_in_time(self) -> Place | None:
-        """Last row that was read, where the time limit was too short for all."""
+        """Last row that was read if the time limit ended reading early; None if all rows were read."""
         return self._source.last_in_time
 
     def _check_so_far(self) -> None:
-        """Raise DataError for faults that later rows cannot make up for."""
+        """Raise DataError for faults of the rows read so far that make the training fail in any case."""
         if self._config.on_bad_rows == "fail":
             allowed = self._config.max_bad_row_fraction
             self._bad_rows.check("fail", allowed, self._num_source_rows, is_whole=False)
@@ -304,7 +304,7 @@ class _Run:
             self._over_long.check(self._num_tokenized_rows)
 
     def _check(self) -> tuple[str, ...]:
-        """Return warnings. Raises DataError for what the recipe does not allow, or when no rows are left."""
+        """Return warnings about the rows. Raises DataError if the recipe forbids what was found or no rows are left."""
         config, portion = self._config, self._task.portion
         if not self._num_source_rows:
             cause = f"evaluation_fraction {portion.fraction} leaves" if portion.fraction else "there are"
@@ -331,7 +331,7 @@ class _Run:
         return tuple(filter(None, warnings))
 
     def _check_labels(self) -> None:
-        """Raise DataError where all labelled answers are good, or all are bad."""
+        """Raise DataError if all labelled answers (KTO) are good or all are bad, so that nothing can be compared."""
         num_good, num_rows = self._writer.num_good, self._writer.num_documents
         if self._task.rows == "labelled" and self._task.portion.name == "training" and num_good in (0, num_rows):
             raise DataError(
@@ -345,7 +345,7 @@ def _alone(units: Units) -> PackedRows:
 
 
 class OutOfTimeError(Exception):
-    """Raised when a preparation reached its time limit, after checking its rows so far. last: the last row read."""
+    """Raised when preparing data reached its time limit. last: the last row that was read and checked."""
 
     def __init__(self, last: Place) -> None:
         super().__init__(f"after {last}")
@@ -353,7 +353,7 @@ class OutOfTimeError(Exception):
 
 
 def check_together(training: Mapping[str, PackedDataset], held_out: Mapping[str, PackedDataset]) -> list[str]:
-    """Return warnings about the datasets of a mixture, by name, all of whose rows are there.
+    """Return warnings about rows that one dataset of a mixture trains on and another one holds out.
 
     Raises DataError for a copy of another dataset, in whatever order, and where all rows that one holds out are learned
     from another one.
@@ -379,7 +379,7 @@ def check_together(training: Mapping[str, PackedDataset], held_out: Mapping[str,
 
 @contextmanager
 def saying_of(name: str) -> Iterator[None]:
-    """Prefix the message of a DataError with the dataset's name."""
+    """Add the dataset's name to the message of a DataError raised in the `with` block."""
     try:
         yield
     except DataError as error:
@@ -388,7 +388,7 @@ def saying_of(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _NamedReport:
-    """Report that prefixes warnings with the dataset's name."""
+    """Receiver of progress and warnings that adds the dataset's name to each message."""
 
     report: Report
     name: str
@@ -401,7 +401,7 @@ class _NamedReport:
 
 
 class DatasetWriter:
-    """Writer of packed rows to the arrays of `folder`; the description comes last and makes the folder complete."""
+    """Writer of packed rows to a folder's array files, which `finish` completes with the description."""
 
     def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
         self._folder = folder
@@ -418,18 +418,19 @@ class DatasetWriter:
         self._append("row_starts", np.zeros(1))
 
     def close(self) -> None:
-        """Close the files; without `finish` before it, the folder stays incomplete."""
+        """Close the array files; unless `finish` was called before, the folder stays incomplete."""
         for stream in self._streams.values():
             stream.close()
 
     def write_row(self, units: Sequence[Unit]) -> None:
-        """Append a row of packed tokens. Raises ResourceError when the disk is full."""
+        """Append one packed row, made of training units (documents or pairs). Raises ResourceError for a full disk."""
         has_margins = any(unit.margin is not None for unit in units)
         self.write_rows(Units.of(units, is_labelled=self._is_labelled, has_margins=has_margins), [len(units)])
 
     def write_rows(self, units: Units, units_of_rows: Sequence[int]) -> None:
-        """Append packed rows: `units` in their order, as many to each row as `units_of_rows` says. Raises ResourceError
-        on a full disk.
+        """Append packed rows, given all training units and how many belong to each row.
+
+        Raises ResourceError for a full disk.
         """
         rows = np.concatenate([[0], np.cumsum(units_of_rows)]).astype(np.int64)
         documents_before = np.concatenate([[0], np.cumsum(units.num_documents)])
@@ -449,7 +450,7 @@ class DatasetWriter:
             self.num_good += int(units.labels.sum())
 
     def finish(self, about: Description) -> None:
-        """Flush all arrays to the disk, then write the description."""
+        """Flush all arrays to disk, then write the description that makes the folder complete."""
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())

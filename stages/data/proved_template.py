@@ -1,4 +1,4 @@
-"""Chat template in Jinja's sandbox: renders a conversation and proves which characters of the text the assistant says.
+"""Renderer of conversations with an untrusted chat template that proves which text the assistant says.
 
 Templates that mark the assistant's part with `{% generation %}` are believed; all others are rendered turn by turn
 (`turns`). Before the first conversation is learned from, one with known words proves that a template's masks hold what
@@ -41,20 +41,20 @@ from stages.data.turns import Document, QuotingError, Turns, UnclearTurnsError, 
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
-"""Template variables that no row may set: the conversation or the caller provides them."""
+"""Template variables that a row may not set, because the conversation or the caller sets them."""
 TOOL_TEMPLATES = "configs/templates/chatml-tools.jinja or turns-tools.jinja"
-"""Templates of this project, for models whose own template has no place for tools."""
+"""Chat templates of this project, suggested for models whose own template cannot render tools."""
 PROBES = (("system", "user", "assistant", "user", "assistant"), ("user", "assistant", "user", "assistant"))
 PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "qprobe", "arguments": {"qkey": True}}}
 
 
 class ProvedTemplate:
-    """Renderer of conversations with one Jinja template, whose masks are proved."""
+    """Renderer of conversations with one chat template, whose loss masks it proves to be right."""
 
     def __init__(
         self, source: str, special_tokens: dict[str, str], markers: Sequence[str], name: str, today: date
     ) -> None:
-        """Compile the template. Raises jinja2.TemplateSyntaxError.
+        """Compile the chat template. Raises jinja2.TemplateSyntaxError.
 
         - special_tokens: the template's variables (`bos_token`, …)
         - markers: strings of all special tokens
@@ -70,16 +70,16 @@ class ProvedTemplate:
         self._sandbox = Sandbox(source, today)
 
     def forget_date(self) -> None:
-        """Forget whether a rendered text contained the date."""
+        """Reset `wrote_date`, so that it tells about later texts only."""
         self._sandbox.wrote_date = False
 
     @property
     def wrote_date(self) -> bool:
-        """Return whether the date was written into a text since `forget_date`."""
+        """Return whether the template wrote the current date into a text since `forget_date`."""
         return self._sandbox.wrote_date
 
     def documents(self, conversation: Conversation, *, together: bool) -> list[Document]:
-        """Return the texts to learn from, with loss on what the assistant says after the prompt; the whole one last.
+        """Return a conversation's rendered texts, with the spans to learn; the longest text comes last.
 
         More than one where the template rewrites earlier turns, each turn being learned once. Not `together`: also
         where it only drops their thoughts. Raises RowError when the template refuses the messages, leaves a part of
@@ -89,7 +89,10 @@ class ProvedTemplate:
         return self._documents(conversation, together=together)
 
     def text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
-        """Return the whole rendered text. Raises RowError when the template refuses the messages."""
+        """Return the whole conversation as one rendered text.
+
+        Raises RowError when the template refuses the messages.
+        """
         messages, write = self._known(conversation), self._write(conversation)
         text = write(messages, add_generation_prompt=add_generation_prompt)
         check_shown(write, messages, text, self._name)
@@ -97,7 +100,7 @@ class ProvedTemplate:
 
     @cached_property
     def _proof(self) -> None:
-        """Raise UnprovedError if the template's masks are wrong even for messages of plain words."""
+        """Raise UnprovedError if the template's loss mask is wrong for a simple test conversation of known words."""
         for roles in PROBES:
             words = [f"q{role}{number}" for number, role in enumerate(roles)]
             probe = Conversation([make_message(role, word) for role, word in zip(roles, words, strict=True)])
@@ -133,7 +136,7 @@ class ProvedTemplate:
         return documents
 
     def _marked(self, messages: list[Message], conversation: Conversation, *, together: bool) -> list[Document]:
-        """Return documents by the `{% generation %}` marks.
+        """Return rendered texts with spans to learn, found by the template's `{% generation %}` marks.
 
         Unless `together`, turns whose thoughts the whole text drops are learned each at the end of a text of its own.
         """
@@ -154,7 +157,7 @@ class ProvedTemplate:
         return [*documents, Document(text, tuple(whole), num_dropped)] if whole or not documents else documents
 
     def _marked_spans(self, messages: list[Message], conversation: Conversation) -> tuple[str, dict[int, Span]]:
-        """Return the text, and the span of each assistant message in it by its position."""
+        """Return the rendered text, and each assistant message's span by `{% generation %}` marks, by position."""
         text, marked = self._run(messages, conversation.tools, **conversation.variables)
         spans: list[Span] = []
         for begin, end in marked:
@@ -170,7 +173,10 @@ class ProvedTemplate:
         return text, dict(zip(turns, spans, strict=True))
 
     def _known(self, conversation: Conversation) -> list[Message]:
-        """Return the messages in this template's form. Raises RowError for fields that it would silently leave out."""
+        """Return the messages with the field names that this template reads.
+
+        Raises RowError for fields that it ignores.
+        """
         self._check_variables(conversation)
         messages = conversation.messages
         parts = {field for message in messages for field in (*THOUGHTS, "tool_calls") if field in message}
@@ -191,7 +197,7 @@ class ProvedTemplate:
         return [self._call_form(message) for message in messages] if "tool_calls" in parts else messages
 
     def _check_variables(self, conversation: Conversation) -> None:
-        """Raise RowError for variables that a row sets and the template never reads, or gets from elsewhere."""
+        """Raise RowError for a variable that a row sets but the template does not read, or that the caller sets."""
         settable = self._sandbox.read_variables - GIVEN - self._variables.keys()
         if unread := sorted(conversation.variables.keys() - settable):
             raise RowError(
@@ -204,9 +210,9 @@ class ProvedTemplate:
 
     @cached_property
     def _form(self) -> tuple[bool, bool]:
-        """Form in which the template takes tool calls: whether arguments are JSON text, and whether missing text is
-        null.
+        """Form of tool calls that the template can render, as two flags found by trial.
 
+        The first: arguments are JSON text; the second: missing text is null.
         Found by rendering a probe call: some templates put the arguments into a string and fail, or write Python.
         """
         question, call = (
@@ -223,7 +229,7 @@ class ProvedTemplate:
         return False, False
 
     def _write(self, conversation: Conversation) -> Write:
-        """Return a function that writes messages with the conversation's tools and variables."""
+        """Return a function that renders messages with this conversation's tools and template variables."""
 
         def write(messages: list[Message], **options: bool) -> str:
             return self._run(messages, conversation.tools, **{**options, **conversation.variables})[0]
@@ -252,7 +258,10 @@ class ProvedTemplate:
 
 
 class UnprovedError(Exception):
-    """Raised when the template's masks are wrong for every conversation. parts: as in `QuotingError`."""
+    """Raised when a chat template's loss mask is wrong for every conversation.
+
+    parts: the message in parts, as in `QuotingError`.
+    """
 
     def __init__(self, *parts: str) -> None:
         super().__init__("".join(parts))
@@ -260,20 +269,20 @@ class UnprovedError(Exception):
 
 
 class _RefusalError(QuotingError):
-    """Raised when the template itself refuses the messages, or cannot render them."""
+    """Raised when a chat template refuses a row's messages (`raise_exception`), or fails on them."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja environment of one template."""
+    """Sandboxed Jinja environment of one chat template, which is untrusted code."""
 
     def __init__(self, source: str, today: date) -> None:
-        """Compile the template. today: the date that `strftime_now` writes. Raises jinja2.TemplateSyntaxError."""
+        """Compile the template. today: date that `strftime_now` returns. Raises jinja2.TemplateSyntaxError."""
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         self.filters["tojson"] = _to_json
         self.globals |= {"raise_exception": _refuse, "strftime_now": self._strftime_now}
         self.today = today
         self.wrote_date = False
-        """True if a rendering asked for the date."""
+        """True if the template has asked for the current date in some rendering."""
         self._marked: list[Span] = []
         self._num_characters = 0
         self._template = self.from_string(source)
@@ -282,7 +291,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Names of the variables that the template reads."""
 
     def run(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
-        """Return the rendered text, and its spans in `{% generation %}` blocks.
+        """Return the rendered text, and the spans of the text in `{% generation %}` blocks.
 
         Raises jinja2.TemplateError, and what a mistake in the template raises (TypeError, …).
         """
@@ -294,7 +303,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(pieces), self._marked
 
     def mark(self, text: str) -> str:
-        """Note that `text`, which is about to be written, lies in a `{% generation %}` block."""
+        """Record the span of a text that is about to be written in a `{% generation %}` block, and return the text."""
         self._marked.append((self._num_characters, self._num_characters + len(text)))
         return text
 
@@ -327,5 +336,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return `value` as JSON; Jinja's own filter escapes HTML."""
+    """Return a value as JSON for the template filter `tojson`; Jinja's own filter would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,4 +1,4 @@
-"""Fields of rows and messages that change what a row means: applied, or refused by name; never silently dropped.
+"""Treatment of fields that change what a row means: each is applied or refused with an error, never ignored.
 
 | field                                        | treatment                                                             |
 | -------------------------------------------- | --------------------------------------------------------------------- |
@@ -50,7 +50,7 @@ from stages.data.messages import (
 
 LEARNED_MARKS = ("loss", "loss_scale", "loss_weight", "weight", "train")
 NOT_LEARNED = ("false", "0", "0.0")
-"""Marks of unlearned turns as lower-case text, since CSV has text only."""
+"""Values, as lower-case text, that mark a turn as not to be learned; CSV has only text."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 REFUSED = {
     "function_call": "a form of tool calls that is not read; expected `tool_calls`",
@@ -59,13 +59,13 @@ REFUSED = {
     "negative_messages": "what embedding and reranking learn from (ms-swift), which no method here does",
 }
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""Labels of answers as lower-case text, since CSV has text only."""
+"""Meaning of each label of an answer (good or bad), by its lower-case text; CSV has only text."""
 CALLS = ("tool_call", "function_call")
 RESULTS = ("tool_response", "observation")
 
 
 def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
-    """Raise RowError for an unsupported field that changes what the row means.
+    """Raise RowError for an unsupported field that changes the meaning of a row, such as `images`.
 
     Looks at the row's fields and at those of messages in the columns `read`.
     """
@@ -82,7 +82,7 @@ def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
 
 
 def with_tool_calls(messages: object, role_key: str = "role", content_key: str = "content") -> Any:
-    """Return the messages with each tool call merged into the assistant's turn before it.
+    """Return the messages with separate tool-call messages merged into the assistant's turn before them.
 
     A call's content is {name, arguments}, or a list of them, as it is or as JSON text. Raises RowError for anything
     else, and for calls of one turn of which some are to be learned and some are not. What is no list of messages is
@@ -108,7 +108,7 @@ def with_tool_calls(messages: object, role_key: str = "role", content_key: str =
 
 
 def unlearned_turns(messages: object, is_assistant: list[bool], num_before: int = 0) -> frozenset[int]:
-    """Return the positions of messages that a row marks as not learned; `num_before` others stand before these.
+    """Return the positions of messages that a row marks as not to be learned (`loss: false` and similar).
 
     Raises RowError for a mark that is neither yes nor no, or that asks to learn what another role says.
     """
@@ -130,7 +130,7 @@ def unlearned_turns(messages: object, is_assistant: list[bool], num_before: int 
 
 
 def with_system(row: dict[str, Any], messages: list[Message]) -> list[Message]:
-    """Return the messages after the system message of the column `system`. Raises RowError for two system messages."""
+    """Return the messages after a system message from the row's column `system`, if any. Raises RowError for two."""
     if not says_something(row.get("system")):
         return messages
     system = make_message("system", parse_text(row["system"], "system"))
@@ -140,7 +140,7 @@ def with_system(row: dict[str, Any], messages: list[Message]) -> list[Message]:
 
 
 def template_variables(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables that a row sets for the chat template. Raises RowError unless they are a JSON object."""
+    """Return the variables that a row sets for the chat template (`chat_template_kwargs`). Raises RowError."""
     variables = decoded(row.get("chat_template_kwargs"))
     if not says_something(variables):
         return {}
@@ -151,24 +151,24 @@ def template_variables(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_bad_answer(row: Mapping[str, Any]) -> bool:
-    """Return whether a row labels its answer as bad."""
+    """Return whether a row labels its answer as bad (`label: false`)."""
     return str(row.get("label")).lower() == "false"  # 0 may well be a class
 
 
 def check_no_conversation(row: dict[str, Any]) -> None:
-    """Raise RowError for a row of plain text with columns that only a conversation can use."""
+    """Raise RowError if a row of plain text has columns for conversations, such as `system` or `tools`."""
     for column in ("system", "tools", "chat_template_kwargs"):
         if says_something(decoded(row.get(column))):
             raise RowError(f"has a column `{column}` beside plain text, which has no place for it; expected messages")
 
 
 def is_label(value: object) -> bool:
-    """Return whether a value says that an answer is good or bad."""
+    """Return whether a column's value can be a label of an answer (good or bad)."""
     return str(value).lower() in LABELS
 
 
 def parse_label(value: object) -> bool:
-    """Return whether an answer is a good one. Raises RowError for a value that does not say it."""
+    """Return whether a label says that an answer is good. Raises RowError for any other value."""
     found = LABELS.get(str(value).lower())
     if found is None:
         raise RowError(f"has {value!r} as `label`; expected true, for a good answer, or false")
@@ -176,7 +176,7 @@ def parse_label(value: object) -> bool:
 
 
 def parse_margin(value: object) -> float:
-    """Return a margin as a number; CSV has text where JSON has numbers. Raises RowError."""
+    """Return a pair's margin as a number, also if it is text as in CSV. Raises RowError."""
     try:
         margin = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
     except ValueError:
@@ -187,19 +187,19 @@ def parse_margin(value: object) -> float:
 
 
 def says_something(value: object) -> bool:
-    """Return whether a value is not empty; tables have empty columns where a row has no such field."""
+    """Return whether a column of a row has a value that is not empty."""
     return value is not None and value not in ("", [], {})
 
 
 class Unread:
-    """Counter of fields that are not read, over all rows of a dataset."""
+    """Counter of row fields that no format reads, to warn the user about ignored data."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        """Number of rows in which each field is not empty."""
+        """Number of rows in which each ignored field has a value."""
 
     def add(self, row: dict[str, Any], read: tuple[str, ...]) -> None:
-        """Count the unread fields of a row that are not empty; `read` are the columns that the format reads."""
+        """Count the fields of a row that have a value but are not read. read: columns that the format reads."""
         self.counts.update(name for name, value in row.items() if name not in read and says_something(value))
         self.counts.update(
             {
@@ -214,7 +214,7 @@ class Unread:
             self.counts.update({f"tools[].{name}" for tool in listed_tools(row) for name in _unread_of_tool(tool)})
 
     def warning(self) -> str | None:
-        """Return one warning that lists all fields of rows that nothing reads."""
+        """Return a warning that lists all ignored fields with their number of rows; None if there are none."""
         if not self.counts:
             return None
         fields = ", ".join(f"`{name}` ({counted(count, 'row')})" for name, count in sorted(self.counts.items()))
@@ -234,7 +234,7 @@ def _check_fields(fields: dict[str, Any], where: str) -> None:
 
 
 def _messages(row: dict[str, Any], columns: tuple[str, ...]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield column, number and content of each message."""
+    """Yield each message of the given columns with its column and its number."""
     for column in columns:
         for number, item in enumerate(row[column] if isinstance(row.get(column), list) else [], 1):
             if isinstance(item, dict) and {"role", "from"} & item.keys():
@@ -242,7 +242,7 @@ def _messages(row: dict[str, Any], columns: tuple[str, ...]) -> Iterator[tuple[s
 
 
 def _unread_of_tool(tool: dict[str, Any]) -> Iterator[str]:
-    """Yield the fields of a tool's definition that no server gives to a template."""
+    """Yield the fields of a tool definition that are ignored, because servers do not pass them to chat templates."""
     outer, inner = (tool, decoded(tool["function"])) if "function" in tool else ({}, tool)
     assert isinstance(inner, dict), "the row was read"
     known = (*FUNCTION_FIELDS, "type") if inner is tool else FUNCTION_FIELDS
@@ -251,7 +251,7 @@ def _unread_of_tool(tool: dict[str, Any]) -> Iterator[str]:
 
 
 def _with_calls(turn: dict[str, Any], message: dict[str, Any], calls: list[Any], number: int) -> dict[str, Any]:
-    """Return the assistant's turn with the calls of the message after it, which must have the same mark."""
+    """Return an assistant's turn with the tool calls of the message after it. Raises RowError if loss marks differ."""
     if _marks(message) and _is_learned(turn) != _is_learned(message):
         raise RowError(
             f"has a call in message {number} that is {'' if _is_learned(message) else 'not '}to be learned, unlike the "

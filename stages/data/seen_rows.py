@@ -1,4 +1,4 @@
-"""Checks over all rows of a dataset: repeated rows, contradicting rows, rows that are held out as well.
+"""Detection of repeated rows, contradicting rows, and training rows that are also held out.
 
 Of each row, 16 bytes are kept, of a pair or a labelled answer 24: on disk, and compared by shares that fit in memory,
 however many there are.
@@ -24,19 +24,18 @@ from stages.data.files import Part, Place
 from stages.data.messages import Document
 
 ROW_DIGESTS = "rows.bin"
-"""File beside the arrays of packed rows: uint64 [rows read], a digest of what each row teaches."""
+"""File in a folder of packed rows with a digest of what each row teaches: uint64 [rows read]."""
 CONTROL_CHARACTER = re.compile(r"\\(?<!\\\\)(?:\\\\)*(u00[0189][0-9a-f]|u007f|u202[a-e]|u206[6-9]|[bf])")
-"""Control characters as JSON writes them, with marks that turn the writing direction; not line ends and tabs, which
-JSON writes as `\\n` and `\\t`.
-"""
+"""Pattern of control characters in JSON text, with characters that change the writing direction. Line ends and tabs,
+which JSON writes as `\\n` and `\\t`, do not match."""
 MEDIA = re.compile(r"<(?:image|video|audio)>")
-"""Pattern of the placeholders `<image>`, `<video>` and `<audio>`, which show that rows had media."""
+"""Pattern of the placeholders `<image>`, `<video>` and `<audio>`, which show that a row refers to missing media."""
 SHARE_ROWS = 1 << 22
-"""Number of rows that are compared at a time, with 160 MiB of memory."""
+"""Number of row digests that are compared at a time, which takes 160 MiB of memory."""
 REMARKABLE = {"control": CONTROL_CHARACTER, "media": MEDIA}
 SHOWN = {"control": "{} (\\{})", "media": "{} ({})"}
 LABEL = 1
-"""Bit of a labelled answer's digest that holds its label."""
+"""Lowest bit of a labelled answer's digest, which holds the label (good or bad)."""
 CONTRADICTING_PAIRS = "pairs contradict another, in which the rejected answer is the chosen one"
 CONTRADICTING_LABELS = "labelled answers contradict another, which gives the same answer the other label"
 CONTROL_CHARACTERS_FOUND = "control characters, which are learned as they are"
@@ -44,19 +43,20 @@ MEDIA_FOUND = "what stands for pictures or sound, which is learned as text"
 
 
 class RowDigests:
-    """Digests of the good rows of a part, by their numbers in it."""
+    """Digests of the good rows in a part of a file, to find repeated and contradicting rows."""
 
     def __init__(self) -> None:
         self.digests = array("Q")
         self.swapped = array("Q")
-        """Digests of rows that would contradict each row: a pair the other way round, an answer with the other label.
-        """
+        """Digest of the row that would contradict each row: a pair with swapped answers, or an answer with the other
+        label."""
         self.numbers = array("Q")
         self.remarkable: dict[str, tuple[int, int, str]] = {}
-        """Kind of suspicious content (control characters, media) → number of rows, number of the first, an example."""
+        """Suspicious content (control characters, media placeholders) by kind: number of rows, first row number, an
+        example."""
 
     def add(self, number: int, documents: Sequence[Document], is_good: bool | None = None) -> None:
-        """Note a row. is_good: the label of a labelled answer, which the last bit of its digest holds."""
+        """Add the digest of a row. is_good: label of a labelled answer, None for other rows."""
         texts = [json.dumps(vars(document), sort_keys=True, default=sorted) for document in documents]
         self.numbers.append(number)
         digest = _digest(texts)
@@ -75,10 +75,10 @@ class RowDigests:
 
 
 class SeenRows:
-    """Digests of the rows of all parts, to find repeated and contradicting rows."""
+    """Collector of the digests of all rows of a dataset, to find repeated and contradicting rows."""
 
     def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
-        """Keep digests in `folder`, which holds the packed rows."""
+        """Create the collector, which keeps digests on disk in the folder of packed rows."""
         self._contradiction = CONTRADICTING_LABELS if is_labelled else CONTRADICTING_PAIRS
         self._digests = folder / ROW_DIGESTS
         self._swapped = folder / "swapped.bin"
@@ -97,7 +97,7 @@ class SeenRows:
         numbers: NDArray[np.uint64],
         remarkable: Mapping[str, tuple[int, int, str]],
     ) -> None:
-        """Add the row digests of the next part of a dataset."""
+        """Add the row digests of the next part of a data file."""
         self._begins.append((self._num_rows, part))
         self._num_rows += len(digests)
         for path, values in ((self._digests, digests), (self._swapped, swapped), (self._numbers, numbers)):
@@ -108,7 +108,7 @@ class SeenRows:
             self._remarkable[name] = before + count, shown or SHOWN[name].format(part.place(number), example)
 
     def warnings(self) -> Iterator[str]:
-        """Yield what was found, each with its count and first place."""
+        """Yield a warning for repeated, contradicting and suspicious rows, each with the number of rows and a place."""
         digests, swapped = _mapped(self._digests), _mapped(self._swapped)
         if len(digests) == 1:
             yield "there is one row only, which is learned again and again"
@@ -129,7 +129,7 @@ class SeenRows:
                 yield f"{count} of {len(digests)} rows hold {sentence}: {place}"
 
     def close(self) -> None:
-        """Delete the temporary files beside the digests."""
+        """Delete the temporary files; the file of row digests stays with the packed rows."""
         self._swapped.unlink()
         self._numbers.unlink()
 
@@ -140,7 +140,7 @@ class SeenRows:
 
 @dataclass
 class _Found:
-    """Rows of one kind: their count, the number of the first, and of the row that it repeats or contradicts."""
+    """Count of repeated or contradicting rows, with the numbers of the first one and of the row that it matches."""
 
     count: int = 0
     first: int = sys.maxsize
@@ -148,7 +148,10 @@ class _Found:
 
 
 def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple[_Found, _Found]:
-    """Find rows that repeat an earlier one, and rows that contradict another. uint64 [rows] each, or no `swapped`."""
+    """Return the rows that repeat an earlier row, and the rows that contradict another.
+
+    digests, swapped: uint64 [rows]; `swapped` is empty for rows that cannot contradict each other.
+    """
     repeated, contradicting = _Found(), _Found()
     for share in range(num_shares := -(-len(digests) // SHARE_ROWS)):
         rows, values = _share(digests, share, num_shares)
@@ -172,7 +175,7 @@ def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple
 
 
 def _share(digests: NDArray[np.uint64], share: int, num_shares: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return row numbers and digests of one share of all rows: int64 and uint64 [rows of the share].
+    """Return row numbers (int64) and digests (uint64) of one share of all rows, small enough to compare in memory.
 
     A share has the digests with one remainder, so equal ones are in the same share.
     """
@@ -185,7 +188,7 @@ def _share(digests: NDArray[np.uint64], share: int, num_shares: int) -> tuple[ND
 
 
 def check_held_out(training: Path, evaluation: Path) -> str | None:
-    """Return a warning when rows are learned that the other folder of packed rows holds out.
+    """Return a warning if training rows are also among the held-out rows.
 
     Raises DataError when every held-out row is learned.
     """
@@ -203,7 +206,7 @@ def check_held_out(training: Path, evaluation: Path) -> str | None:
 
 
 def rows_in_any_order(folder: Path) -> tuple[int, ...]:
-    """Return count, sum and sum of squares of the rows' digests: equal for folders with the same rows in any order."""
+    """Return a fingerprint of a folder's rows that ignores their order: count, sum and sum of squares of digests."""
     digests = _mapped(folder / ROW_DIGESTS)
     blocks = [digests[begin : begin + SHARE_ROWS] for begin in range(0, len(digests), SHARE_ROWS)]
     return len(digests), sum(int(one.sum()) for one in blocks), sum(int((one * one).sum()) for one in blocks)

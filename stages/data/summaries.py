@@ -1,4 +1,4 @@
-"""Summaries of prepared data for later stages, reports and people: lengths and a look at rows."""
+"""Summaries of prepared data for reports and `lifecycle data`: counts, length histograms and sample rows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 LENGTHS_FILE = "lengths.json"
 NUM_BINS = 40
-"""Largest number of bins of a length histogram."""
+"""Largest number of bins in a histogram of document lengths."""
 
 
 class Piece(StrictModel):
-    """Neighbouring tokens as text, all learned or all not, all special tokens or none."""
+    """Run of consecutive tokens as text, all with or all without loss, all special tokens or all ordinary ones."""
 
     text: str
     learned: bool = False
@@ -27,7 +27,7 @@ class Piece(StrictModel):
 
 
 class ShownDocument(StrictModel):
-    """Document that is shown to people.
+    """Document as the data preview shows it, with its tokens as text.
 
     - name: its part in the row, such as `chosen`
     - num_hidden_tokens: number of tokens at its end that are not shown
@@ -41,7 +41,7 @@ class ShownDocument(StrictModel):
 
 
 class ShownRow(StrictModel):
-    """Packed row that is shown to people.
+    """Packed row as the data preview shows it, with its documents.
 
     - name: its number, or where it stands
     - num_padding_tokens: None without packing
@@ -53,7 +53,7 @@ class ShownRow(StrictModel):
 
 
 class Bar(StrictModel):
-    """Bar of a histogram: the number of documents with `first` to `last` tokens."""
+    """Bar of a length histogram: the number of documents that have `first` to `last` tokens."""
 
     first: int
     last: int
@@ -61,7 +61,7 @@ class Bar(StrictModel):
 
 
 class Dropped(StrictModel):
-    """Rows that were left out for one reason. example: place of the first of them."""
+    """Rows that were dropped for one reason, with their number. example: place of the first of them."""
 
     reason: str
     count: int
@@ -69,7 +69,7 @@ class Dropped(StrictModel):
 
 
 class ShownPortion(StrictModel):
-    """Counts of the training or held-out rows that were read, for people.
+    """Counts of the training rows or of the held-out rows of a dataset, shown in the data preview.
 
     - unread_after: place of the last row read, where the time was too short for all
     - share: share of a mixture's dataset in all that the training learns from
@@ -98,12 +98,15 @@ class ShownPortion(StrictModel):
 
     @property
     def target_fraction(self) -> float:
-        """Share of a document's tokens that are learned."""
+        """Fraction of all tokens that carry loss."""
         return self.num_target_tokens / max(1, self.num_tokens)
 
 
 class DataLook(StrictModel):
-    """Preview of a stage's data. rows: those that the first step learns from, or the first prompts."""
+    """Preview of a stage's data for `lifecycle data`.
+
+    rows: packed rows of the first training step, or the first prompts.
+    """
 
     what: str
     portions: tuple[ShownPortion, ...]
@@ -112,7 +115,7 @@ class DataLook(StrictModel):
 
 
 class Lengths(StrictModel):
-    """Content of `lengths.json`: histogram of document lengths by dataset.
+    """Histogram of document lengths for each dataset of a training, stored in `lengths.json`.
 
     - bin_tokens: width of a bin; bin k holds lengths from `k × bin_tokens` (exclusive) to `(k + 1) × bin_tokens`
     - counts: dataset (of a mixture by name, else an empty name) → number of documents in each bin
@@ -123,7 +126,7 @@ class Lengths(StrictModel):
 
 
 def count_lengths(lengths: Mapping[str, NDArray[np.int64]]) -> Lengths:
-    """Return the histograms of int64 [documents], the tokens of each document, by dataset."""
+    """Return a histogram for each dataset's document lengths, int64 [documents], in tokens."""
     import numpy as np  # flows read these summaries, and need no arrays
 
     longest = max((int(one.max()) for one in lengths.values() if len(one)), default=1)

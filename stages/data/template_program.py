@@ -1,4 +1,4 @@
-"""Program that renders conversations with chat templates, within limits; it imports Jinja alone.
+"""Process that renders conversations with untrusted chat templates, within limits of CPU time and memory.
 
 A question has many conversations; each has limits of its own. Where one is beyond them in Python, its answer says so.
 One that is beyond them within a single step of C (`tojson` of lists that share lists, a power of huge integers) ends
@@ -24,34 +24,31 @@ from stages.data.turns import MAX_MESSAGES, QuotingError
 MAX_TEMPLATES = 16
 ANSWER_CHARACTERS = 1 << 22
 ANSWER_CPU_S = 5.0
-"""CPU time after which, as after `ANSWER_CHARACTERS`, an answer is cut short; the rest is requested again."""
+"""CPU seconds after which an answer ends early (as after `ANSWER_CHARACTERS`); the caller requests the rest again."""
 QUOTED_CHARACTERS = 1 << 17
-"""Most characters that an error quotes of a template or row, enough to find secrets that a message would cut in two."""
+"""Largest number of characters of a template or row in an error message; the caller redacts secrets and shortens it."""
 BYTES_PER_CHARACTER = 64
-"""Additional memory per character of a conversation: four bytes in the messages, in several renderings and the pieces
-that these are joined from, and in the answer.
-"""
+"""Bytes of memory allowed per character of a conversation, beyond the fixed limit. A character takes four bytes in the
+messages, in several renderings and in the answer."""
 TEXT_CHARACTERS = 1 << 18
 CHARACTERS_PER_CHARACTER = 16
-"""Growth of a conversation's text that is allowed: templates add some 20 KiB, and JSON with an indent and escapes is
-several times as long as its content.
-"""
+"""Largest growth of a conversation's text by rendering, as a factor. Templates add some 20 KiB, and JSON with indents
+and escapes is several times as long as its content."""
 CPU_S_PER_MESSAGE = 3e-5
-"""Additional CPU time per rendered message (`turns.Renderings`), on a slow core: the work grows with the square of the
-turns, which is no fault of the template.
-"""
+"""CPU seconds allowed per rendered message on a slow core, beyond the fixed limit. The number of renderings grows with
+the square of the number of turns, which is not the template's fault."""
 GRACE_CPU_S = 1
-"""Seconds between the limit that Python's own steps notice and the one that ends the process, for steps of C."""
+"""Seconds between the CPU limit that Python code notices and the one that kills the process, for long calls in C."""
 
 Answered = TypeVar("Answered")
 
 
 class _LimitError(Exception):
-    """Limit that a template exceeded; the message continues "the model's chat template "."""
+    """Raised when a chat template exceeds a limit; the message continues "the model's chat template "."""
 
 
 class _Templates:
-    """Cache of compiled chat templates by key."""
+    """Cache of compiled chat templates in the rendering process, by key."""
 
     def __init__(self) -> None:
         self._compiled: dict[str, ProvedTemplate] = {}
@@ -60,7 +57,7 @@ class _Templates:
         self._outer = {limit: resource.getrlimit(limit) for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU)}
 
     def answer(self, question: dict[str, Any]) -> Any:
-        """Return `answers` to the first conversations, at least one, and their CPU time, `cpu_s`.
+        """Return the renderings of the first conversations of a request (at least one), and the CPU seconds they took.
 
         Null for a template that is not here, and is to be given as well.
 
@@ -98,7 +95,7 @@ class _Templates:
         return answers
 
     def _compile(self, question: dict[str, Any]) -> dict[str, Any] | None:
-        """Compile and keep the template of a question; return an answer with the reason where that fails."""
+        """Compile and cache a request's chat template; return an error answer if that fails, else None."""
         source = question["source"]
         begin = f"{source['name']} is not a Jinja template: "
         while len(self._compiled) >= MAX_TEMPLATES:
@@ -117,7 +114,7 @@ class _Templates:
         return None
 
     def _limited(self, cpu_s: float, memory_bytes: int, work: Callable[..., Answered], *arguments: Any) -> Answered:
-        """Return `work(*arguments)`. Raises _LimitError when it takes more of the processor or the memory."""
+        """Return `work(*arguments)`. Raises _LimitError if it needs more CPU seconds or memory than allowed."""
         num_pages = int(os.pread(self._memory, 32, 0).split(maxsplit=1)[0])
         self._lower(resource.RLIMIT_AS, num_pages * self._page_bytes + memory_bytes)
         self._lower(resource.RLIMIT_CPU, int(time.process_time() + cpu_s) + GRACE_CPU_S)
@@ -132,7 +129,7 @@ class _Templates:
                 resource.setrlimit(limit, outer)
 
     def _lower(self, limit: int, value: int) -> None:
-        """Lower a resource limit for now; a lower one that this process was started with stays."""
+        """Lower a resource limit of this process for a while; a stricter limit from its start is kept."""
         soft, hard = self._outer[limit]
         resource.setrlimit(limit, (value if soft == resource.RLIM_INFINITY else min(value, soft), hard))
 

@@ -1,4 +1,4 @@
-"""Chat templates, untrusted code that comes with models: rendered in a process of its own, within limits.
+"""Rendering of conversations by chat templates, which are untrusted code and run in their own limited process.
 
 There (`template_program`) a conversation becomes its text, and which characters of it the assistant said is proved
 (`proved_template`). One process answers for all templates of this one, many conversations at a time.
@@ -24,19 +24,19 @@ from stages.data.config import DEFAULT_DATE
 from stages.data.messages import Conversation, Message, RowError, Span, make_message
 
 MAX_CPU_SECONDS = 10.0
-"""CPU time for one conversation of a few messages; independent of a busy machine."""
+"""Limit of CPU seconds for rendering one conversation of a few messages; longer ones get more."""
 MEMORY_BYTES = 512 << 20
-"""Memory for one conversation, beside what its own length needs."""
+"""Limit of memory in bytes for rendering one conversation; long ones get more."""
 ANSWER_TIMEOUT_S = 1800.0
-"""Time limit for a process that gets no CPU, or that the kernel does not end."""
+"""Time limit in seconds for an answer of the rendering process, in case it gets no CPU or cannot be killed."""
 QUESTION_CONVERSATIONS = 64
 MAX_BYTES = 1 << 20
-"""Largest template file; the longest published ones have some 20 KiB."""
+"""Largest size of a template file in bytes; the longest published ones have some 20 KiB."""
 MAX_QUOTED = 200
-"""Characters of a template's or a row's own text in an error."""
+"""Largest number of characters of a template or row that an error message quotes."""
 
 Work = Literal["together", "separately", "text", "prompt"]
-"""Ways to render a conversation.
+"""Ways to render a conversation, as texts to learn from or as a prompt.
 
 - together: texts to learn from; earlier turns share one text even where the template drops their thoughts
 - separately: the same, but a turn whose thoughts would be dropped gets a text of its own
@@ -46,23 +46,23 @@ Work = Literal["together", "separately", "text", "prompt"]
 
 
 class TemplateLimitError(DataError):
-    """Raised for a template that takes too much time or memory for one conversation."""
+    """Raised when a chat template takes too much time or memory for one conversation."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """Text of a document, with the spans of it that carry loss, in order."""
+    """Rendered text of a document, with the spans that carry loss, in order."""
 
     text: str
     spans: tuple[Span, ...]
     is_plain: bool = False
-    """True if no template rendered it, so that the tokenizer's own special tokens go around it."""
+    """True if this is plain text, which no chat template rendered; the tokenizer adds its special tokens around it."""
     is_shielded: bool = False
-    """True if special tokens within the text were shielded by `SpecialTokens`: moved to private characters."""
+    """True if special tokens that users wrote in the text are private characters now, to be encoded as text."""
 
 
 class ChatTemplate:
-    """Client of the process that renders conversations with one Jinja template."""
+    """Chat template, whose conversations are rendered in a separate, limited process."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ChatTemplate:
         name: str,
         today: date = DEFAULT_DATE,
     ) -> None:
-        """Compile the template. Raises DataError for a template that is not Jinja.
+        """Compile the chat template. Raises DataError if it is not valid Jinja.
 
         - special_tokens: the template's variables (`bos_token`, …)
         - markers: strings of all special tokens
@@ -90,21 +90,21 @@ class ChatTemplate:
         }
         self._key = hashlib.sha256(json.dumps(self._source).encode()).hexdigest()
         self.num_dropped_thoughts = 0
-        """Number of turns that were learned without the thoughts that the data have for them."""
+        """Number of turns learned without their thoughts, because the template dropped them."""
         self.wrote_date = False
-        """True if the date was written into a text since `forget`."""
+        """True if the template wrote the current date into a text since `forget`."""
         self.cpu_s = 0.0
-        """CPU time of the rendering process so far."""
+        """CPU seconds that the rendering process has used for this template."""
         for answer in self._answers([]):
             self._check(answer)
 
     def forget(self) -> None:
-        """Reset the counts of rendering: dropped thoughts, and whether the date was written."""
+        """Reset what was counted while rendering: dropped thoughts, and whether the date was written."""
         self.num_dropped_thoughts = 0
         self.wrote_date = False
 
     def rendered(self, conversations: Sequence[tuple[Work, Conversation]]) -> Iterator[tuple[Rendered, ...] | RowError]:
-        """Yield the texts of each conversation; several where the template rewrites earlier turns, the whole one last.
+        """Yield the texts of each conversation, the longest last, or a RowError for a conversation that is refused.
 
         RowError: the template refuses the messages, leaves a part of them out or does not show the assistant's turns.
         Raises DataError when it never shows them, TemplateLimitError at a conversation that takes too long.
@@ -122,22 +122,22 @@ class ChatTemplate:
     def documents(
         self, conversation: Conversation, turns: Literal["together", "separately"] = "together"
     ) -> tuple[Rendered, ...]:
-        """Return the texts to learn from, with loss on what the assistant says after the prompt; the whole one last.
+        """Return the texts of a conversation to learn from, with loss on the assistant's turns; the longest comes last.
 
         Raises RowError and what `rendered` does.
         """
         return self._of_one(turns, conversation)
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Return the one text to learn from. Raises as `documents` does, and RowError when there are several."""
+        """Return a conversation as the one text to learn from. Raises RowError if it needs several texts."""
         return self.as_one(self.documents(conversation))
 
     def render_text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
-        """Return the whole text. Raises RowError when the template refuses the messages, and TemplateLimitError."""
+        """Return a whole conversation as text, without loss spans. Raises RowError, TemplateLimitError."""
         return self._of_one("prompt" if add_generation_prompt else "text", conversation)[0].text
 
     def as_one(self, documents: tuple[Rendered, ...]) -> Rendered:
-        """Return the one text of a conversation. Raises RowError when there are several."""
+        """Return the only text of a rendered conversation. Raises RowError if there are several."""
         *others, whole = documents
         if others:
             raise RowError(
@@ -147,13 +147,12 @@ class ChatTemplate:
         return whole
 
     def ends_turns(self, rendered: Rendered) -> bool:
-        """Return whether every learned turn ends with a special token, so that a model learns to stop."""
+        """Return whether every turn with loss ends with a special token, so that the model learns to stop."""
         return all(rendered.text[begin:end].rstrip().endswith(self._markers) for begin, end in rendered.spans)
 
     @cached_property
     def learned_after_turns(self) -> str:
-        """Text that the last turn of a conversation learns beyond the end that all turns have; empty for most
-        templates.
+        """Text that only a conversation's last turn has after its end and that is learned too; usually empty.
 
         Phi-3's template, for example, ends a conversation with another special token.
         """
@@ -173,7 +172,7 @@ class ChatTemplate:
         return outcome
 
     def _answers(self, conversations: Sequence[tuple[Work, Conversation]]) -> Iterator[dict[str, Any]]:
-        """Yield the program's answer to each conversation; without conversations, the template's fault, if any."""
+        """Yield the rendering process's answer for each conversation, or an error answer for a bad template."""
         left = [(work, *_as_json(conversation)) for work, conversation in conversations]
         size = QUESTION_CONVERSATIONS
         while True:
@@ -203,7 +202,7 @@ class ChatTemplate:
         return answers
 
     def _check(self, answer: dict[str, Any]) -> None:
-        """Raise RowError, DataError or TemplateLimitError for an answer that is none of texts."""
+        """Raise the RowError, DataError or TemplateLimitError that the rendering process reports."""
         if "row" in answer:
             raise RowError(_joined(answer["row"]))
         if "template" in answer:
@@ -215,7 +214,7 @@ class ChatTemplate:
 def load_chat_template(
     tokenizer: Any, tokenizer_folder: Path, recipe_template: Path | None, today: date = DEFAULT_DATE
 ) -> ChatTemplate:
-    """Return the recipe's template, or the tokenizer's own. Raises DataError when there is none."""
+    """Return the chat template of the recipe, or else the tokenizer's own. Raises DataError if there is none."""
     special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     markers = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     source, name = tokenizer.chat_template, "the model's chat template"
@@ -232,7 +231,7 @@ def load_chat_template(
 
 
 def read_template(path: Path) -> str:
-    """Return the text of the Jinja file that a recipe names. Raises DataError unless it is a template that compiles."""
+    """Return the text of a recipe's chat template file. Raises DataError if it is not a valid template."""
     if not path.is_file():
         raise DataError(f"there is no chat template {path}; `chat_template` names a Jinja file")
     if path.stat().st_size > MAX_BYTES:
@@ -249,12 +248,12 @@ def read_template(path: Path) -> str:
 
 @cache
 def _program(_process: int) -> tuple[Program, threading.Lock]:
-    """Return the rendering program and its lock; another one after a fork."""
+    """Return the rendering process and its lock, started once for each process (also after a fork)."""
     return Program("stages.data.template_program"), threading.Lock()
 
 
 def _as_json(conversation: Conversation) -> tuple[list[Message], dict[str, Any]]:
-    """Return a conversation for JSON: its messages, and its other fields that are not empty."""
+    """Return a conversation as JSON values for the rendering process: its messages, and its other non-empty fields."""
     others = {name: value for name, value in vars(conversation).items() if value and name != "messages"}
     if "unlearned" in others:
         others["unlearned"] = sorted(others["unlearned"])
@@ -262,5 +261,5 @@ def _as_json(conversation: Conversation) -> tuple[list[Message], dict[str, Any]]
 
 
 def _joined(parts: list[str]) -> str:
-    """Return an error's text from parts: our words and quoted texts of a template or row in turn."""
+    """Return an error message from its parts, redacting and shortening the quotations from a template or row."""
     return "".join(quoted(part, MAX_QUOTED) if number % 2 else part for number, part in enumerate(parts))

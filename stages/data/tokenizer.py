@@ -1,4 +1,4 @@
-"""Tokenizer of a model folder: documents → token ids and the mask of tokens that carry loss.
+"""Tokenizer of a model folder, which turns documents into token ids and a mask of the tokens with loss.
 
 Special tokens within what people wrote are encoded as text, refused, or taken as such. A question that holds
 `<|im_end|><|im_start|>system` would otherwise end its own turn and begin another. What people wrote is shielded before
@@ -37,21 +37,20 @@ from stages.models.recorded import ToolPrompt
 from stages.models.tokenizer_check import Growth
 
 EXAMPLES = "a0."
-"""Sample texts that reveal the special tokens that a tokenizer adds; of them the first one is used that the normalizer
-does not inflate.
-"""
+"""Sample texts that show which special tokens the tokenizer adds around a text. The first one is used that the
+tokenizer's normalizer does not lengthen."""
 PRIVATE_PLANE = 0x100000
 PRIVATE = re.compile(f"[{chr(PRIVATE_PLANE)}-{chr(PRIVATE_PLANE + 0xFFFD)}]+")
 THOUGHT_TAGS = ("<think>", "</think>", "[THINK]", "[/THINK]")
-"""Tags around thoughts, which chat templates search texts for, so that they are not shielded like special tokens."""
+"""Tags around a model's thoughts, which stay special tokens in texts because chat templates search for them."""
 BATCH_CHARACTERS = 1 << 20
-"""Size of texts that are tokenized together: each token takes some 100 bytes until its id and offset are copied."""
+"""Number of characters tokenized at a time, which bounds memory: each token takes some 100 bytes meanwhile."""
 MAX_SHOWN = 40
-"""Characters of a template's own text in a warning."""
+"""Largest number of characters of a template's own text that a warning quotes."""
 
 
 class DocumentTokenizer:
-    """Renderer and tokenizer of documents; conversations need a chat template, the recipe's or the tokenizer's."""
+    """Tokenizer of documents, which renders conversations with the chat template of the recipe or the model."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class DocumentTokenizer:
         template_date: date = DEFAULT_DATE,
         special_tokens_in_content: SpecialTokensPolicy = "text",
     ) -> None:
-        """Load the tokenizer of `folder`, a model artifact's `model/`. Raises ModelError if there is no usable one."""
+        """Load the tokenizer of a model folder (an artifact's `model/`). Raises ModelError if none is usable."""
         self._folder = folder
         self._chat_template = chat_template
         self._train_on = train_on
@@ -74,45 +73,46 @@ class DocumentTokenizer:
         self._content = SpecialTokens(self._backend, special_tokens_in_content)
         self._growth = Growth.of(self._backend)
         self.teaches_to_stop: bool | None = None
-        """True if the assistant's turns end with a special token, so a model learns to stop; None before the first."""
+        """True if the assistant's turns end with a special token, so that a model learns to stop; None before the first
+        turn."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the tokenizer's state for another process, which loads the template from the folder again."""
+        """Return the state to pickle for another process, without the chat template, which that process loads again."""
         return {name: value for name, value in vars(self).items() if name != "template"}
 
     @property
     def padding_token(self) -> int:
-        """Token id that fills rows. No document attends to it and it carries no loss, so any would do."""
+        """Token id that fills up rows; any would do, since padding carries no loss and no document attends to it."""
         padding, end_of_text = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
         return next((token for token in (padding, end_of_text) if token is not None), 0)
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """Special tokens as texts."""
+        """Special tokens of the tokenizer, as texts."""
         return tuple(str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens."""
+        """Token ids of the tokenizer's special tokens."""
         return frozenset(number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones written out."""
+        """Return the text that token ids stand for, with special tokens written out."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """Chat template of the recipe or the tokenizer. Raises DataError when there is none."""
+        """Chat template of the recipe, or else of the model. Raises DataError when there is none."""
         return load_chat_template(self._tokenizer, self._folder, self._chat_template, self._template_date)
 
     @property
     def template_cpu_s(self) -> float:
-        """CPU time so far of the process that renders chat templates."""
+        """CPU seconds that the process for chat templates has used so far."""
         template = self.__dict__.get("template")
         return template.cpu_s if template else 0.0
 
     def render_rows(self, rows: Sequence[Sequence[Document]]) -> Iterator[list[tuple[Rendered, ...]] | RowError]:
-        """Yield the rendered texts of each row: one list a training unit, which is a document or a preference pair.
+        """Yield the rendered texts of each row by training unit (document or pair), or the row's RowError.
 
         RowError: what is wrong with a row. Raises DataError for a missing or unsuitable chat template, at the row where
         it shows.
@@ -132,15 +132,19 @@ class DocumentTokenizer:
                 yield [tuple(text for (text,) in texts)] if len(row) > 1 else [(text,) for text in texts[0]]
 
     def render_units(self, documents: Sequence[Document]) -> list[tuple[Rendered, ...]]:
-        """Return the rendered texts of one row by training unit (document or pair). Raises RowError and DataError."""
+        """Return the rendered texts of one row, grouped by training unit (document or pair).
+
+        Raises RowError, DataError.
+        """
         (units,) = self.render_rows([documents])
         if isinstance(units, RowError):
             raise units
         return units
 
     def render(self, document: Document) -> Rendered:
-        """Return the document rendered as one text. Raises RowError, also when its learned turns take several, and
-        DataError for a missing or unsuitable chat template.
+        """Return a document rendered as one text.
+
+        Raises RowError if it needs several, and DataError for a missing or unsuitable chat template.
         """
         (outcome,) = self._rendered([(document, True)])
         if isinstance(outcome, RowError):
@@ -148,7 +152,7 @@ class DocumentTokenizer:
         return outcome[0]
 
     def take_notes(self) -> TokenizerNotes:
-        """Return and clear the notes collected while rendering documents."""
+        """Return and clear the counts collected while rendering documents, from which warnings are made."""
         template = self.__dict__.get("template")
         learns_turns = self._train_on == "assistant" and self.teaches_to_stop is not None
         notes = TokenizerNotes(
@@ -165,7 +169,7 @@ class DocumentTokenizer:
         return notes
 
     def warnings(self, notes: TokenizerNotes) -> Iterator[str]:
-        """Yield warnings about what the template did to the documents."""
+        """Yield warnings about special tokens in texts, dropped thoughts and dates, from the counts of rendering."""
         if warning := self._content.warning(notes.special_tokens):
             yield warning
         if notes.num_dropped_thoughts:
@@ -185,7 +189,7 @@ class DocumentTokenizer:
             )
 
     def encode_prompt(self, document: Document) -> tuple[str, list[int]]:
-        """Return the prompt's text and token ids.
+        """Return the text and the token ids of a prompt, up to where the model's answer begins.
 
         Of a conversation that ends with a question: up to the beginning of the answer. Of a plain text: its prompt,
         after the special tokens that begin a text. Raises as `render`.
@@ -200,7 +204,7 @@ class DocumentTokenizer:
         return self._content.unshielded(text), [*begin, *self._content.encode(text)[0]]
 
     def tool_prompt(self, question: Conversation, learned: Sequence[int]) -> ToolPrompt | None:
-        """Return a question about tools with its tokens in training, the first of `learned`.
+        """Return a sample prompt with tools and the token ids it has in training, to compare with a server's tokens.
 
         None for what no server renders to the same tokens: special tokens within texts, and today's date. Raises as
         `render`.
@@ -219,7 +223,7 @@ class DocumentTokenizer:
         )
 
     def encode(self, documents: Sequence[Rendered]) -> list[Tokens]:
-        """Tokenize many texts at once (in parallel threads).
+        """Return the token ids and loss masks of many rendered texts, tokenized in parallel threads.
 
         Raises DataError for plain text without an end-of-text token, and where the tokenizer fails.
         """
@@ -250,11 +254,11 @@ class DocumentTokenizer:
             ) from error
 
     def num_bytes(self, text: Rendered) -> int:
-        """Return the number of UTF-8 bytes of the text as people wrote it."""
+        """Return the number of UTF-8 bytes of a rendered text, as users wrote it."""
         return len(self._content.unshielded(text.text).encode())
 
     def _rendered(self, documents: Sequence[tuple[Document, bool]]) -> Iterator[tuple[Rendered, ...] | RowError]:
-        """Yield the rendered texts of each document, or its fault; one text for documents with the mark True."""
+        """Yield the rendered texts of each document, or its RowError; documents flagged True must give one text."""
         prepared = [self._prepared(document, as_one) for document, as_one in documents]
         asked = [ready for ready in prepared if isinstance(ready, _Asked)]
         answers = self.template.rendered([(ready.work, ready.conversation) for ready in asked]) if asked else iter(())
@@ -273,7 +277,7 @@ class DocumentTokenizer:
             yield outcome
 
     def _prepared(self, document: Document, as_one: bool) -> _Asked | tuple[Rendered] | RowError:
-        """Return the request to render a conversation, the text of a plain document, or the document's fault."""
+        """Return a request to render a conversation, the finished text of a plain document, or a RowError."""
         try:
             if isinstance(document, PlainText):
                 return (self._render_plain(self._unframed(document)),)
@@ -286,7 +290,7 @@ class DocumentTokenizer:
         return _Asked(work, shielded, is_shielded=shielded is not document)
 
     def _check_growth(self, text: str) -> None:
-        """Raise RowError for a text that the tokenizer would make too long."""
+        """Raise RowError for a text that the tokenizer's normalizer would make too long."""
         if problem := self._growth.problem(text):
             raise RowError(f"cannot be tokenized: the model's tokenizer {problem}")
 
@@ -296,7 +300,7 @@ class DocumentTokenizer:
         return replace(rendered, is_shielded=True) if is_shielded else rendered
 
     def _shielded(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with the special tokens in its texts shielded; unchanged if there are none."""
+        """Return a conversation with the special tokens in users' texts replaced by private characters."""
         parts = [conversation.messages, conversation.tools, conversation.variables]
         messages, tools, variables = found = self._content.shield(parts)
         if found is parts:
@@ -311,7 +315,7 @@ class DocumentTokenizer:
         return Rendered(text, ((begin, len(text)),), is_plain=True, is_shielded=shielded is not parts)
 
     def _unframed(self, text: PlainText) -> PlainText:
-        """Return a text without the special tokens written around it that the tokenizer adds again."""
+        """Return a plain text without begin and end tokens that the tokenizer will add itself."""
         prompt, completion = text.prompt, text.completion
         begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token
         begins_so = self._tokenizer.bos_token_id in self._tokenizer.beginning
@@ -334,7 +338,7 @@ class DocumentTokenizer:
 
     @cached_property
     def _frame(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Ids of the special tokens before a text, and of the end-of-text token."""
+        """Token ids that the tokenizer puts before a plain text, and its end-of-text token."""
         end = self._tokenizer.eos_token_id
         if end is None:
             raise DataError(
@@ -346,23 +350,23 @@ class DocumentTokenizer:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Document as token ids with a loss mask."""
+    """Tokenized document: token ids with a mask of the tokens that carry loss."""
 
     ids: NDArray[np.int32]
     """Token ids, int32 [tokens]."""
     loss: NDArray[np.bool_]
-    """Loss mask, bool [tokens]: whether the token is learned; never the first, which nothing predicts."""
+    """Loss mask, bool [tokens]; the first token never carries loss, since nothing predicts it."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def cut(self, num_tokens: int) -> Tokens:
-        """Return a tokenized document cut to the first `num_tokens` tokens."""
+        """Return the first `num_tokens` tokens of the document."""
         return Tokens(self.ids[:num_tokens], self.loss[:num_tokens])
 
 
 class TokenizerNotes(StrictModel):
-    """Notes on the documents that were rendered, for warnings.
+    """Counts about rendered documents (special tokens in texts, dropped thoughts, …), from which warnings are made.
 
     - teaches_to_stop: whether the assistant's turns end with a special token, by the first conversation; None without
       one
@@ -377,7 +381,7 @@ class TokenizerNotes(StrictModel):
     learned_after_turns: str = ""
 
     def then(self, later: TokenizerNotes) -> TokenizerNotes:
-        """Return the notes of these documents joined with those of later ones."""
+        """Return the sum of these counts and those of later documents."""
         first = self.teaches_to_stop
         return TokenizerNotes(
             teaches_to_stop=later.teaches_to_stop if first is None else first,
@@ -389,12 +393,12 @@ class TokenizerNotes(StrictModel):
 
 
 class TokenizerError(DataError):
-    """Raised where a tokenizer fails on one of its texts."""
+    """Raised when the tokenizer library fails on a text."""
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """Request to render a conversation, whose special tokens are shielded."""
+    """Request to render a conversation with the chat template."""
 
     work: Work
     conversation: Conversation
@@ -402,7 +406,7 @@ class _Asked:
 
 
 def _loss_mask(offsets: list[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Return which tokens lie, at least in part, in one of the spans: bool [tokens]."""
+    """Return a mask of the tokens that lie, at least partly, in one of the spans with loss: bool [tokens]."""
     mask = np.zeros(len(offsets), np.bool_)
     for begin, end in spans:
         mask[bisect_right(offsets, begin, key=_end) : bisect_left(offsets, end, key=_begin)] = True
@@ -414,13 +418,14 @@ def _begin(offset: Span) -> int:
 
 
 def _end(offset: Span) -> int:
-    """Return the end of a token's span, at least one character: some tokenizers give a single space no width."""
+    """Return the end of a token's span in the text, at least one character after its beginning."""
     return max(offset[1], offset[0] + 1)
 
 
 class SpecialTokens:
-    """Special tokens that texts of rows contain: shielded (moved to private characters), so that they become no
-    tokens.
+    """Guard against special tokens that users wrote in texts, such as `<|im_end|>`.
+
+    It moves them to private characters (shields them), so that they are encoded as text.
     """
 
     def __init__(self, backend: Tokenizer, policy: SpecialTokensPolicy) -> None:
@@ -431,12 +436,12 @@ class SpecialTokens:
         self._in_texts = _any_of([content for content in contents if content not in THOUGHT_TAGS])
         self._real_or_shielded = re.compile(f"{_any_of(contents).pattern}|{PRIVATE.pattern}")
         self.counts: Counter[str] = Counter()
-        """Number of documents that have each special token in their texts."""
+        """Number of documents whose texts contain each special token."""
 
     def shield(self, value: Any) -> Any:
-        """Return a value with special tokens in its strings, at any depth, moved to private characters; `value` if
-        there are none.
+        """Return a value with the special tokens in all its strings replaced by private characters.
 
+        The same object is returned if there are none.
         Raises RowError when the policy refuses special tokens.
         """
         texts: list[str] = []
@@ -455,21 +460,21 @@ class SpecialTokens:
         return self._shielded(value)
 
     def is_shielded(self, text: str) -> bool:
-        """Return whether a text, of which no record says it, contains shielded special tokens."""
+        """Return whether a text contains special tokens that were replaced by private characters."""
         return bool(self.counts and PRIVATE.search(text))
 
     def encode(self, text: str) -> tuple[list[int], list[Span]]:
-        """Return token ids and offsets: special tokens that were shielded are encoded as text, others as such."""
+        """Return token ids and offsets of a text; special tokens that users wrote are encoded as text."""
         backend, numbers = self._swapped_backend
         encoding = backend.encode(self._real_or_shielded.sub(_swap, text), add_special_tokens=False)
         return [numbers.get(number, number) for number in encoding.ids], encoding.offsets
 
     def unshielded(self, text: str) -> str:
-        """Return a text with its shielded special tokens restored, as people wrote it."""
+        """Return a text with private characters turned back into the special tokens that users wrote."""
         return PRIVATE.sub(_swap, text) if self.counts else text
 
     def warning(self, counts: Mapping[str, int]) -> str | None:
-        """Return a warning with each special token, its number of documents and how it was treated."""
+        """Return a warning that lists the special tokens found in texts, with counts and how they were treated."""
         if not counts:
             return None
         found = ", ".join(f"`{token}` ({counted(count, 'document')})" for token, count in sorted(counts.items()))
@@ -482,7 +487,7 @@ class SpecialTokens:
 
     @cached_property
     def _swapped_backend(self) -> tuple[Tokenizer, dict[int | None, int]]:
-        """Tokenizer that knows special tokens by their shielded forms only, and its token ids → the real ones."""
+        """Tokenizer whose special tokens are their private characters, with a map from its ids to the real ones."""
         backend = Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         numbers = {}
@@ -505,7 +510,7 @@ def _any_of(contents: list[str]) -> re.Pattern[str]:
 
 
 def _swap(match: re.Match[str]) -> str:
-    """Return a matched special token shielded, or shielded text restored."""
+    """Return a matched special token as private characters, or private characters as the special token."""
     return _moved(match[0], -PRIVATE_PLANE if ord(match[0][0]) >= PRIVATE_PLANE else PRIVATE_PLANE)
 
 
@@ -514,8 +519,9 @@ def _moved(text: str, distance: int) -> str:
 
 
 def _collect_texts(value: Any, texts: list[str]) -> None:
-    """Add the strings in `value`, at any depth. Three times as fast as a generator, on what takes a third of the time
-    of rendering.
+    """Append all strings in a nested value to a list.
+
+    A generator would take three times as long, and this takes a third of the time of rendering.
     """
     if isinstance(value, str):
         texts.append(value)
@@ -530,7 +536,7 @@ def _collect_texts(value: Any, texts: list[str]) -> None:
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """Attributes of a Transformers tokenizer, under the same names; picklable without importing Transformers.
+    """Attributes of a Transformers tokenizer that can be pickled for processes which do not import Transformers.
 
     beginning: the special tokens before a text.
     """
@@ -548,7 +554,7 @@ class LoadedTokenizer:
 
 
 def _picklable(folder: Path) -> LoadedTokenizer:
-    """Load the tokenizer of a model artifact's `model/`. Raises ModelError when there is no usable one."""
+    """Load a model folder's tokenizer in a form that can be pickled. Raises ModelError if there is no usable one."""
     tokenizer = load_tokenizer(folder)
     if not tokenizer.is_fast:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Tokenization of one part of a dataset: read, check, render and tokenize rows; the results are stored in pieces.
+"""Tokenization of one part of a data file; rows are read, checked, rendered and tokenized, and the result is stored.
 
 Every step is a generator over the one before it, so that memory does not grow with the number of rows. A piece is a
 safetensors file named by the digest of what was read. It does not know where its part lies: its row numbers count from
@@ -39,11 +39,11 @@ from stages.models.recorded import ToolPrompt
 
 SUFFIX = ".safetensors"
 NOTES, DIGEST = "notes", "digest"
-"""Metadata of a piece's file: its notes as JSON, and the sha256 of notes and arrays."""
+"""Metadata keys of a stored piece of tokenized data: its counts as JSON, and a sha256 of counts and arrays."""
 UNIT_ARRAYS = tuple(Units.__dataclass_fields__)
 ROW_ARRAYS = ("digests", "swapped", "numbers")
 PREPARATION_VERSION = 10
-"""Version of the preparation code; raised when the same input would give other tokens, masks or rows than before."""
+"""Version of the preparation code for the cache key, raised when the same input gives other tokens, masks or rows."""
 TOKENIZER_FILES = (
     "config.json",
     "tokenizer*",
@@ -69,16 +69,19 @@ OPTIONS = {
 }
 CHUNK_ROWS = 1024
 RENDERED_ROWS = 64
-"""Number of rows that are sent to the template's process at once, to spread the cost of a question."""
+"""Number of rows sent to the chat template's process at a time, which spreads the cost of a request."""
 PIECE_TOKENS = 1 << 22
-"""Number of tokens after which a stored piece of tokenized data ends and another one begins."""
+"""Number of tokens after which a stored piece of tokenized data ends and the next one begins."""
 RenderedRow = tuple[Place, list[tuple[Rendered, ...]], bool | None, float | None]
-"""Row rendered to text: its place in a file, its training units (document or pair), label and margin."""
+"""Row rendered to text: its place in a file, its training units (document or pair), its label and its margin."""
 
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """Options that decide the tokens of a part. reader: has read the first rows, which decide the format of all."""
+    """Options that decide how rows become tokens.
+
+    reader: row reader that knows the dataset's format from its first row.
+    """
 
     portion: Portion
     config: DataConfig
@@ -88,7 +91,7 @@ class Tokenizing:
 
 
 def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows: RowKind) -> dict[str, JsonValue]:
-    """Return all that decides the tokens, the rows and the list of bad rows, except the data files."""
+    """Return everything but the data files that decides the tokens and the list of bad rows, for the cache key."""
     template = config.chat_template
     tokenizer_files = TOKENIZER_FILES if template else TOKENIZER_FILES + TEMPLATE_FILES
     return {
@@ -108,10 +111,10 @@ def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows
 
 
 class PartTokenizer:
-    """Tokenizer that turns the parts of a dataset into pieces, one part after the other."""
+    """Tokenizer of file parts, which turns the rows of each part into storable pieces."""
 
     def __init__(self, task: Tokenizing) -> None:
-        """Load the tokenizer of the model folder. Raises ModelError for a folder without a usable one."""
+        """Load the tokenizer of the model folder. Raises ModelError if there is no usable one."""
         config = task.config
         self._task = task
         self._reader = task.reader
@@ -128,7 +131,7 @@ class PartTokenizer:
         self._answers = AnswerCheck(self.tokenizer.special_tokens, size)
 
     def pieces(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[Piece]:
-        """Yield the tokenized pieces of a part with these `rows`; the last piece has the number of those before."""
+        """Yield the tokenized pieces of a file part; the last one records how many came before it."""
         self._begin()
         num_earlier = 0
         for chunk in _chunks(self._rendered(part, rows)):
@@ -148,7 +151,7 @@ class PartTokenizer:
         yield self._finished(part, num_earlier)
 
     def _encoded(self, chunk: list[RenderedRow], texts: list[Rendered]) -> list[Tokens]:
-        """Return the tokens of a chunk's texts. Raises DataError that names a row where the tokenizer fails."""
+        """Return the tokens of some rows' texts. Raises DataError that names the row on which the tokenizer fails."""
         try:
             return self.tokenizer.encode(texts)
         except TokenizerError:
@@ -165,7 +168,7 @@ class PartTokenizer:
         self.tokenizer.take_notes()
 
     def _rendered(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[RenderedRow]:
-        """Yield each good row's place and its training units (document or pair), rendered to text."""
+        """Yield each good row rendered to text, and record the bad ones."""
         selected = iter(self._task.portion.select(rows))
         while batch := list(islice(selected, RENDERED_ROWS)):
             read = [self._read(row) for row in batch]
@@ -189,7 +192,7 @@ class PartTokenizer:
                     raise DataError(f"{row.place}: {error}") from error
 
     def _read(self, row: Row | BadRow) -> Sequence[Document] | RowError:
-        """Return the documents of a row, or its fault."""
+        """Return the documents of a row, or the error that makes it a bad row."""
         if isinstance(row, BadRow):
             return RowError(row.reason)
         try:
@@ -200,7 +203,7 @@ class PartTokenizer:
         return documents
 
     def _tool_prompt(self, document: Document, rendered: Rendered) -> ToolPrompt | None:
-        """Return the prompt before the last learned turn; None for a document without tools."""
+        """Return a sample prompt with tools, to compare with a server's tokens; None for a document without tools."""
         if not isinstance(document, Conversation) or not document.tools or rendered.is_shielded:
             return None
         turns = document.learned_turns
@@ -208,7 +211,7 @@ class PartTokenizer:
         return self.tokenizer.tool_prompt(document.before(turns[-1]), learned.ids.tolist()) if turns else None
 
     def _fit(self, units: list[Unit], place: Place) -> None:
-        """Make a row's training units (document or pair) fit into packed rows, and keep them.
+        """Add a row's training units (documents or pairs), shortened or dropped if they are longer than a packed row.
 
         A unit that teaches nothing makes the row a bad one.
         """
@@ -253,7 +256,7 @@ class PartTokenizer:
 
 @dataclass
 class _Found:
-    """Training units and counts of the piece of tokenized data that is being filled."""
+    """Training units and counts collected for the piece of tokenized data in progress."""
 
     over_long: OverLong
     bad_rows: list[tuple[Place, str]] = field(default_factory=list)
@@ -268,14 +271,12 @@ class _Found:
 
 
 def over_long_of(config: DataConfig) -> OverLong:
-    """Return the policy for documents or pairs longer than a packed row; texts that are cut into rows may have any
-    length.
-    """
+    """Return the policy for documents longer than a packed row. With `packing: cut`, documents may have any length."""
     return OverLong(config.over_long, sys.maxsize if config.packing == "cut" else config.sequence_length)
 
 
 def first_rows_read(reader: RowReader, portion: Portion, rows: Iterable[Row | BadRow]) -> RowReader:
-    """Return the reader after it has read the first good row, which decides the format of all.
+    """Return the row reader after its first good row, which decides the format of the dataset.
 
     Raises DataError for a row of no suitable format.
     """
@@ -295,7 +296,7 @@ def _chunks(rendered: Iterator[RenderedRow]) -> Iterator[list[RenderedRow]]:
 
 
 class PieceNotes(StrictModel):
-    """Counts and warnings about a piece of tokenized data: everything but its arrays.
+    """Counts and warnings about a piece of tokenized data, stored with its arrays.
 
     - num_earlier: number of pieces of the same part before this one, if this is the last
     - num_source_rows: rows of the portion, bad ones included
@@ -323,14 +324,14 @@ class PieceNotes(StrictModel):
 
 @dataclass(frozen=True)
 class Piece:
-    """Units of a part, with notes and digests of its rows."""
+    """Piece of tokenized data: training units of some rows, with counts and digests of these rows."""
 
     notes: PieceNotes
     units: Units
     digests: NDArray[np.uint64]
     swapped: NDArray[np.uint64]
     numbers: NDArray[np.uint64]
-    """Digests of the rows in a piece, with their numbers: the three arrays of `RowDigests`."""
+    """Numbers of the piece's rows in their file part, uint64, one for each digest."""
 
     @classmethod
     def of(cls, notes: PieceNotes, units: Units, rows: RowDigests) -> Piece:
@@ -340,7 +341,7 @@ class Piece:
         return (BadRow(part.place(number), reason) for number, reason in self.notes.bad_rows)
 
     def over_long(self, part: Part, over_long: OverLong) -> OverLong:
-        """Return a piece's counts of over-long documents and pairs, as an `OverLong` of the same policy."""
+        """Return the piece's counts of documents and pairs that are too long, under the given policy."""
         notes = self.notes
         named = [(part.place(number), tokens) for number, tokens in notes.over_long]
         counts = (notes.num_over_long, notes.longest_tokens, named, notes.num_kept)
@@ -348,13 +349,13 @@ class Piece:
 
 
 class PieceStore:
-    """Store of tokenized pieces in an existing folder. Several processes may write the same piece."""
+    """Store of tokenized pieces in a folder, as a cache; several processes may write the same piece."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __contains__(self, key: str) -> bool:
-        """Return whether all tokenized pieces of a part are stored and intact."""
+        """Return whether all tokenized pieces of a file part are stored and undamaged."""
         try:
             for _ in self.read(key):
                 pass
@@ -363,16 +364,16 @@ class PieceStore:
         return True
 
     def has_written(self, key: str) -> bool:
-        """Return whether all tokenized pieces of a part were written, damaged or not."""
+        """Return whether all tokenized pieces of a file part were written, even if they are damaged now."""
         return self._path(key).is_file()
 
     def write(self, key: str, pieces: Iterator[Piece]) -> None:
-        """Write the tokenized pieces of a part, at least one. Writing the last one makes the part complete."""
+        """Write the tokenized pieces of a file part, at least one; the last one marks the part as complete."""
         for number, piece in enumerate(pieces):
             self._write(f"{key}-{number}" if piece.notes.num_earlier is None else key, piece)
 
     def read(self, key: str) -> Iterator[Piece]:
-        """Yield the tokenized pieces of a part. Raises DataError for one that holds other bytes than were written."""
+        """Yield the stored tokenized pieces of a file part. Raises DataError for a damaged one."""
         last = self._read(key)
         yield from (self._read(f"{key}-{number}") for number in range(last.notes.num_earlier or 0))
         yield last
@@ -389,7 +390,7 @@ class PieceStore:
         write_atomically(self._path(name), save(there, metadata=metadata))
 
     def _read(self, name: str) -> Piece:
-        """Read a tokenized piece. Raises DataError for other bytes than were written, OSError if it is missing."""
+        """Read a stored tokenized piece. Raises DataError if it is damaged, OSError if it is missing."""
         from safetensors import SafetensorError, safe_open
 
         path = self._path(name)
@@ -410,7 +411,7 @@ class PieceStore:
 
 
 def _digest(notes: str, arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Return the sha256 of a piece's notes and arrays; some 1.6 GB/s, and a token takes 5 bytes."""
+    """Return the sha256 of a piece's counts and arrays, to detect damage (some 1.6 GB/s; a token takes 5 bytes)."""
     digest = hashlib.sha256(notes.encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {array.shape}".encode())

@@ -1,4 +1,4 @@
-"""Loss spans of a rendered conversation: which characters the assistant says, proved by what the template writes.
+"""Spans of a rendered conversation that the assistant says, proved by comparing what the chat template renders.
 
 A turn is learned as the model will be asked for it. The messages before it, rendered with the generation prompt, must
 be the beginning of the text that ends with the turn; what follows there is the turn. In a longer conversation it must
@@ -30,9 +30,10 @@ from functools import cache
 from stages.data.messages import THOUGHTS, Message, RowError, Span, listed
 
 Write = Callable[..., str]
-"""Function that renders a chat template: (messages, add_generation_prompt, **variables) → text. Raises RowError."""
+"""Function that renders messages with a chat template: (messages, add_generation_prompt, **variables) → text."""
 MAX_MESSAGES = 1 << 21
-"""Largest number of messages rendered for one conversation: a thousand turns, and ten seconds on a usual core."""
+"""Largest number of messages rendered to find the turns of one conversation, enough for a thousand turns in ten
+seconds."""
 MAX_KEPT_CHARACTERS = 1 << 26
 OPENED_THOUGHTS = re.compile(r"<think>(\s*)\Z")
 CLOSED_THOUGHTS = re.compile(r"</think>\s*\Z")
@@ -40,14 +41,13 @@ EMPTY_THOUGHTS = re.compile(r"\A\s*(<think>)?\s*</think>\s*")
 THOUGHTS_FIRST = re.compile(r"\A\s*<think>.*?</think>(?P<gap>\s*)", re.DOTALL)
 INLINE_THOUGHTS = re.compile(r"\A\s*(?:<think>)?(?P<thoughts>.*?)</think>(?P<answer>.*)\Z", re.DOTALL)
 PROBE = "qprobetext"
-"""Text that is put after a message's content and looked for: a template may write the rest otherwise, but no shorter.
-"""
+"""Text that is appended to a message's content, to test whether the chat template shows that content to its end."""
 SWITCHES = ("enable_thinking", "thinking")
-"""Names of the chat-template variable that switches a model's thoughts on or off."""
+"""Names under which chat templates know the variable that switches a model's thoughts on or off."""
 
 
 class QuotingError(RowError):
-    """Fault of a row, described with texts of any length from the template or the row.
+    """Raised for a bad row; the message quotes texts of any length from the template or the row.
 
     parts: our words and such texts in turn. The process that asks cuts them; only it knows the secrets that must not be
     shown in part.
@@ -59,7 +59,7 @@ class QuotingError(RowError):
 
 
 class UnclearTurnsError(QuotingError):
-    """Raised when it cannot be proved which tokens the assistant says, or a message's text is missing.
+    """Raised when it cannot be proved which tokens the assistant says, or the template leaves a message out.
 
     cause: the same as a sentence of its own, in parts.
     """
@@ -71,16 +71,16 @@ class UnclearTurnsError(QuotingError):
 
 @dataclass(frozen=True)
 class Document:
-    """Rendered text, with the spans of it that the assistant says and that are learned."""
+    """Rendered text of a conversation, with the spans of the assistant's turns that are learned."""
 
     text: str
     spans: tuple[Span, ...]
     num_dropped_thoughts: int
-    """Number of turns that are learned without the thoughts that the conversation has for them."""
+    """Number of turns learned without their thoughts, because the template dropped them."""
 
 
 class Turns:
-    """Finder of the assistant's turns in the texts of one conversation."""
+    """Finder of the spans of the assistant's turns in the rendered texts of one conversation."""
 
     def __init__(
         self,
@@ -92,13 +92,12 @@ class Turns:
         together: bool,
         writes_think: bool,
     ) -> None:
-        """Create the finder of turns for a conversation, with the function that renders it.
+        """Create the finder for one conversation, given the function that renders messages.
 
         - markers: all special tokens
         - name: the template's name in errors
-        - together: a turn may be learned without its thoughts where the template drops them from earlier turns, rather
-          than in
-        a document of its own
+        - together: a turn may be learned without its thoughts where the template drops them from earlier turns; else
+          the turn gets a document of its own
         - writes_think: the template writes thoughts between `<think>` and `</think>`
         """
         self._write = Renderings(write, messages, keep=not together)
@@ -110,7 +109,7 @@ class Turns:
         self._only_markers = _only(markers)
 
     def documents(self, learned_turns: Sequence[int]) -> list[Document]:
-        """Return documents in which each message at `learned_turns`, all the assistant's, is learned exactly once.
+        """Return rendered texts in which each of the given assistant turns is learned exactly once.
 
         The longest comes last. Raises RowError when there are too many messages, it cannot be proved where a turn lies,
         or the template leaves a part of it out.
@@ -134,7 +133,7 @@ class Turns:
         return documents
 
     def _as_last(self, number: int) -> _Turn:
-        """Return the span of the assistant's turn in a rendered text that ends with it.
+        """Return an assistant's turn, found in a rendered text that ends with it.
 
         The text is as the template writes it by default, or when asked for thoughts, or for none, as the turn has some
         or not; or else the prompt, followed by the turn with its thoughts as models write them.
@@ -155,7 +154,7 @@ class Turns:
         return turn
 
     def _behind_its_prompt(self, messages: list[Message]) -> _Turn:
-        """Return the turn as rendered after a plainer history, appended to the prompt that the model really gets.
+        """Return a turn rendered after a simpler history and appended to the real prompt, for templates that need it.
 
         Some templates show a system prompt, or thoughts beside a call, in a prompt but not once the answer follows.
         """
@@ -170,7 +169,7 @@ class Turns:
         return _Turn(before + text[len(start) :], len(before), {})
 
     def _shown_messages(self, turn: _Turn, last: int) -> list[Message]:
-        """Return the messages without thoughts that a rendered text does not have, if it needs none of them.
+        """Return the messages without the thoughts that the rendered text lacks, if they do not affect the text.
 
         A template that drops the thoughts before the last question shows them in a beginning that ends before it.
         """
@@ -184,7 +183,7 @@ class Turns:
         return messages
 
     def _within(self, turn: _Turn, messages: list[Message], number: int) -> Span | None:
-        """Return the span of an earlier turn in the text of `turn`, if it is rendered there as it is as the last."""
+        """Return the span of an earlier turn in a rendered text; None if the text changes the turn."""
         before = self._write.beginning(messages, number, add_generation_prompt=True, **turn.variables)
         if not turn.text.startswith(before):
             return None
@@ -198,7 +197,7 @@ class Turns:
         return span
 
     def _num_shared(self, own: str, rest: str) -> int:
-        """Return the length of a turn at the beginning of `rest` that reads `own` as the last turn; 0 if uncertain."""
+        """Return how much of `rest`, from its start, is the turn that reads `own` as the last turn; 0 if uncertain."""
         if rest.startswith(own):
             return self._end(own, 0)
         shared = next((i for i, pair in enumerate(zip(own, rest, strict=False)) if pair[0] != pair[1]), len(rest))
@@ -211,7 +210,7 @@ class Turns:
         return next((self._end(answer, 0) for answer in answers if rest.startswith(answer)), 0)
 
     def _end(self, text: str, begin: int) -> int:
-        """Return the end of a turn that ends with `text`: line breaks after its special token are never generated."""
+        """Return the end of a turn, without line breaks after its end-of-turn token, which are never generated."""
         stripped = text.rstrip()
         return len(stripped) if len(stripped) > begin and stripped.endswith(self._markers) else len(text)
 
@@ -220,7 +219,7 @@ class Turns:
         return _shows(thoughts, text[slice(*span)], self._messages[number])
 
     def _check_shown(self, messages: list[Message], turn: _Turn) -> None:
-        """Raise RowError for text or calls of the last message that its rendering lacks."""
+        """Raise RowError if the template leaves out text or tool calls of the last message."""
         *before, message = messages
         _, answer = split_thoughts(message)
         calls = message.get("tool_calls", [])
@@ -260,7 +259,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class _Turn:
-    """Turn at the end of a text: it begins at `begin`, rendered with the template's `variables`."""
+    """Assistant's turn at the end of a rendered text, from character `begin` on."""
 
     text: str
     begin: int
@@ -268,7 +267,7 @@ class _Turn:
 
 
 class Renderings:
-    """Counter and cache of the renderings of one conversation. keep: cache beginnings for further documents."""
+    """Renderer of one conversation that counts messages to limit the work. keep: cache the texts of beginnings."""
 
     def __init__(self, write: Write, messages: Sequence[Message], *, keep: bool) -> None:
         self._write = write
@@ -278,13 +277,13 @@ class Renderings:
         self._kept: dict[tuple[object, ...], str] = {}
 
     def __call__(self, messages: Sequence[Message], **options: bool) -> str:
-        """Render messages by the chat template. Raises RowError for too many in all, and what `write` raises."""
+        """Render messages with the chat template. Raises RowError when too many were rendered in all."""
         self.check(len(messages))
         self._num_messages += len(messages)
         return self._write(list(messages), **options)
 
     def check(self, num_messages: int) -> None:
-        """Raise RowError when rendering so many more messages would exceed the limit of a conversation."""
+        """Raise RowError if rendering this many more messages would exceed the limit for one conversation."""
         if self._num_messages + num_messages > MAX_MESSAGES:
             raise RowError(
                 f"has {self._length:,} messages: to prove what the assistant says, each turn is rendered with all "
@@ -293,7 +292,7 @@ class Renderings:
             )
 
     def beginning(self, messages: Sequence[Message], number: int, **options: bool) -> str:
-        """Return the rendered text of the first `number` messages, the same in all calls if texts are kept."""
+        """Return the rendered text of the first `number` messages, from the cache if it is there."""
         key = (number, *options.items())
         text = self._kept.get(key) or self(messages[:number], **options)
         if key not in self._kept and len(text) <= self._may_keep:
@@ -304,12 +303,12 @@ class Renderings:
 
 @cache
 def _only(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern of white space and special tokens alone, up to the end; a model may have thousands."""
+    """Return a pattern that matches only white space and special tokens, to the end of the text."""
     return re.compile(rf"(?:\s|{'|'.join(map(re.escape, markers)) or '(?!)'})*\Z")
 
 
 def check_shown(write: Write, messages: Sequence[Message], text: str, name: str) -> None:
-    """Raise UnclearTurnsError when `text`, rendered from these messages, lacks a message's text or its end."""
+    """Raise UnclearTurnsError if a rendered text lacks the content of a message or its end."""
     for number, message in enumerate(messages):
         content: str = message["content"] or ""
         # A question may contain the system prompt's text, and so hide that the template leaves out the prompt.
@@ -325,7 +324,7 @@ def check_shown(write: Write, messages: Sequence[Message], text: str, name: str)
 
 
 def _with_own_thoughts(before: str, text: str, thoughts: str, variables: dict[str, bool]) -> _Turn | None:
-    """Return the prompt followed by the turn with its thoughts, for templates that ask for thoughts and then drop them.
+    """Return the turn with its thoughts put in, for templates that open thoughts in the prompt but drop them later.
 
     As these models write them: where the prompt opens `<think>`, the thoughts, `</think>`, the answer.
     """
@@ -340,7 +339,7 @@ def _with_own_thoughts(before: str, text: str, thoughts: str, variables: dict[st
 
 
 def split_thoughts(message: Message) -> tuple[str, str]:
-    """Return the thoughts of a message, from a field or before `</think>` in its text, and its answer."""
+    """Return a message's thoughts (from a field, or before `</think>` in its text) and its answer."""
     content: str = message["content"] or ""  # null beside calls
     for field in THOUGHTS:
         if field in message:
@@ -350,7 +349,7 @@ def split_thoughts(message: Message) -> tuple[str, str]:
 
 
 def _plain(message: Message) -> Message:
-    """Return the message without thoughts, and without text beside calls."""
+    """Return the message without thoughts; a message with tool calls also loses its text."""
     _, answer = split_thoughts(message)
     plain = {key: value for key, value in message.items() if key not in THOUGHTS}
     return {**plain, "content": "" if "tool_calls" in message else answer}

@@ -1,4 +1,4 @@
-"""Units of training data: a tokenized document, or a preference pair, which must stay in one packed row.
+"""Units of training data, each a tokenized document or a preference pair, and their packing into rows.
 
 Units are checked, fitted to the sequence length, stored as arrays (`Units`) and packed into rows, a window at a time so
 that memory stays flat. Packing is best-fit decreasing (Johnson 1973): the longest unit first, each into the row with
@@ -30,13 +30,16 @@ WINDOW_ROWS = 256
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit of training data: one document, or chosen and rejected. `len` counts tokens."""
+    """Training unit that must stay in one packed row: a document, or a chosen and a rejected one.
+
+    `len` counts tokens.
+    """
 
     documents: tuple[Tokens, ...]
     is_good: bool | None = None
-    """Label of a labelled answer: True for a good one."""
+    """Label of the answer in labelled data: True for a good one; None for other data."""
     margin: float | None = None
-    """Difference in quality between the chosen and the rejected answer of a pair."""
+    """How much better the chosen answer of a pair is than the rejected one; None if the data has no margins."""
 
     def __len__(self) -> int:
         return sum(map(len, self.documents))
@@ -44,19 +47,19 @@ class Unit:
 
 @dataclass
 class OverLong:
-    """Policy for documents or pairs of more than `sequence_length` tokens, with counts of what it did."""
+    """Policy for documents or pairs longer than a packed row, with counts of those that it truncated or dropped."""
 
     policy: Literal["truncate", "drop", "fail"]
     sequence_length: int
     num_over_long: int = 0
     longest_tokens: int = 0
     named: list[tuple[Place, int]] = field(default_factory=list)
-    """Places and token counts of the first over-long rows, for messages."""
+    """Places and token counts of the first rows that are too long, for error messages."""
     num_kept: int = 0
     _last_place: Place | None = None
 
     def fit(self, unit: Unit, place: Place) -> Unit | None:
-        """Return a document or pair that fits into a packed row: itself, its beginning, or None when it is left out."""
+        """Return a document or pair that fits into a packed row: whole or truncated, or None if it is dropped."""
         if len(unit) <= self.sequence_length:
             self.num_kept += 1
             return unit
@@ -69,14 +72,17 @@ class OverLong:
         return self._truncated(unit) if self.policy == "truncate" else None
 
     def add(self, other: OverLong) -> None:
-        """Add the counts of over-long documents and pairs of later rows."""
+        """Add the counts of another policy object, for later rows."""
         self.num_over_long += other.num_over_long
         self.longest_tokens = max(self.longest_tokens, other.longest_tokens)
         self.named = [*self.named, *other.named][:NUM_NAMED]
         self.num_kept += other.num_kept
 
     def check(self, num_rows: int) -> str | None:
-        """Return a warning about over-long rows, once all were seen. Raises DataError when `policy` forbids them."""
+        """Return a warning about rows that are too long, once all were seen.
+
+        Raises DataError if the policy is `fail`.
+        """
         if not self.num_over_long:
             return None
         problem = (
@@ -94,9 +100,7 @@ class OverLong:
         return f"{problem}: {'their ends were cut off' if self.policy == 'truncate' else 'they were left out'}"
 
     def _truncated(self, unit: Unit) -> Unit:
-        """Return a document or pair cut at its end; of a pair first the longer document: each keeps at least half a
-        row.
-        """
+        """Return a document or pair truncated at its end. Of a pair, each document keeps at least half a row."""
         lengths = [len(document) for document in unit.documents]
         share = self.sequence_length // len(lengths)
         spare = sum(max(0, share - length) for length in lengths)
@@ -104,7 +108,7 @@ class OverLong:
 
 
 def check_learnable(unit: Unit, was_truncated: bool) -> None:
-    """Raise RowError for a document or pair without a token to learn, or a pair with two equal answers."""
+    """Raise RowError for a document or pair without any token to learn, or a pair whose answers are equal."""
     where = "in the part that sequence_length leaves" if was_truncated else "once it is rendered and tokenized"
     if not all(document.loss.any() for document in unit.documents):
         raise RowError(f"has nothing to learn from {where}: no token of an answer; expected at least one")
@@ -113,10 +117,10 @@ def check_learnable(unit: Unit, was_truncated: bool) -> None:
 
 
 class AnswerCheck:
-    """Check of rows for answers without text, and for tokens that the model does not have."""
+    """Check that answers contain text, and that the model has an embedding for every token."""
 
     def __init__(self, special_tokens: Sequence[str], vocabulary_size: int | None) -> None:
-        """Create the check from the tokenizer's special tokens and the model's vocabulary size (None: unknown)."""
+        """Create the check for a tokenizer's special tokens and a model's vocabulary size (None if unknown)."""
         written = [
             r"\s",
             INVISIBLE,
@@ -126,7 +130,7 @@ class AnswerCheck:
         self._vocabulary_size = vocabulary_size
 
     def check_text(self, documents: Iterable[Document]) -> None:
-        """Raise RowError for an answer that is nothing but special tokens, such as padding."""
+        """Raise RowError for an answer that consists of special tokens or invisible characters only."""
         for answer in (answer for document in documents for answer in answers_of(document)):
             if self._no_text.fullmatch(answer):
                 raise RowError(
@@ -135,7 +139,7 @@ class AnswerCheck:
                 )
 
     def check_tokens(self, unit: Unit) -> None:
-        """Raise RowError for a token that the model has no embedding for."""
+        """Raise RowError for a token id outside the model's vocabulary."""
         largest = max(int(document.ids.max(initial=0)) for document in unit.documents)
         if self._vocabulary_size is not None and largest >= self._vocabulary_size:
             raise RowError(
@@ -146,20 +150,20 @@ class AnswerCheck:
 
 @dataclass(frozen=True)
 class Units:
-    """Many training units (documents or preference pairs) as arrays, one after the other; `len` counts units."""
+    """Many training units (documents or preference pairs) as flat arrays, one after the other; `len` counts units."""
 
     tokens: NDArray[np.int32]
     """Token ids of all documents, int32 [tokens]."""
     loss: NDArray[np.bool_]
-    """Loss mask, bool [tokens]: whether each token is learned."""
+    """Loss mask, bool [tokens]: True for tokens that carry loss."""
     document_lengths: NDArray[np.int64]
     """Number of tokens of each document, int64 [documents]."""
     num_documents: NDArray[np.int64]
-    """Number of documents of each unit, int64 [units]."""
+    """Number of documents in each training unit, int64 [units]: 1, or 2 for a pair."""
     labels: NDArray[np.bool_] | None = None
-    """Labels of units that are labelled answers, bool [units]."""
+    """Label of each labelled answer, bool [units]: True for a good one; None for other data."""
     margins: NDArray[np.float32] | None = None
-    """Margins of units that are pairs with a margin, float32 [units]."""
+    """Margin of each preference pair, float32 [units]; None if the data has no margins."""
 
     def __len__(self) -> int:
         return len(self.num_documents)
@@ -172,7 +176,7 @@ class Units:
         return np.diff(ends[np.concatenate([[0], np.cumsum(self.num_documents)])])
 
     def take(self, numbers: Sequence[int] | NDArray[np.int64]) -> Units:
-        """Return the training units with these numbers, in this order."""
+        """Return the training units with these numbers, in the given order."""
         order = np.asarray(numbers, np.int64)
         documents = _ranges(self.num_documents, order)
         tokens = _ranges(self.lengths, order)
@@ -187,7 +191,10 @@ class Units:
 
     @classmethod
     def of(cls, units: Sequence[Unit], *, is_labelled: bool = False, has_margins: bool = False) -> Units:
-        """Return a list of training units as arrays. is_labelled: each has a label. has_margins: each has a margin."""
+        """Return a list of training units as flat arrays.
+
+        is_labelled, has_margins: all units have a label or a margin.
+        """
         documents = [document for unit in units for document in unit.documents]
         return cls(
             np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)]),
@@ -200,8 +207,9 @@ class Units:
 
     @classmethod
     def joined(cls, parts: Sequence[Units]) -> Units:
-        """Return several groups of training units, at least one, joined. Either all have labels or margins, or none
-        has.
+        """Return several groups of training units joined into one; at least one group is needed.
+
+        Either all of them have labels (or margins), or none has.
         """
 
         def whole(name: str) -> Any:
@@ -211,7 +219,7 @@ class Units:
 
 
 def _ranges(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions of the elements of groups in the given `order`; `lengths` has the sizes of all groups."""
+    """Return the positions of all elements of the chosen groups, in a flat array of groups with these lengths."""
     starts = np.cumsum(lengths) - lengths
     wanted = lengths[order]
     # Distance from an element's place in the result to its place in the source: constant within a group.
@@ -220,7 +228,7 @@ def _ranges(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.
 
 
 def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
-    """Yield rows of units whose lengths add up to at most `capacity`, as full as possible; no unit is longer than that.
+    """Yield packed rows: whole training units whose lengths add up to at most `capacity` tokens, as full as possible.
 
     A window of units is held at any time: the fuller three quarters of its rows are final, the others are packed again
     with the next units. The result does not depend on how units come in batches.
@@ -252,7 +260,7 @@ def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
 
 
 def cut(texts: Iterable[Units], row_tokens: int) -> Iterator[PackedRows]:
-    """Yield rows of one document of exactly `row_tokens` tokens, all with loss; tokens left at the end are dropped."""
+    """Yield rows of exactly `row_tokens` tokens, cut from the joined texts; tokens left at the end are dropped."""
     left = np.array([], np.int32)
     for batch in texts:
         tokens = np.concatenate([left, batch.tokens])
@@ -265,7 +273,10 @@ def cut(texts: Iterable[Units], row_tokens: int) -> Iterator[PackedRows]:
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return rows of indices into `lengths`. O(n log n) for sorting, and a search in `capacity` bits per unit."""
+    """Return a packing of units into rows of `capacity` tokens, as indices into `lengths` (best-fit decreasing).
+
+    Sorting takes O(n log n), and each unit a search in `capacity` bits.
+    """
     rows: list[list[int]] = []
     rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # a bit for each amount of room that some row has
@@ -288,7 +299,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 
 
 def _first_beyond(batch: Units, begin: int, num_tokens: int) -> int:
-    """Return the end of the shortest run of training units from `begin` on that has at least this many tokens."""
+    """Return the end of the shortest run of training units from `begin` on that has at least `num_tokens` tokens."""
     ends = batch.lengths[begin:].cumsum()
     return begin + min(int(ends.searchsorted(num_tokens)) + 1, len(ends))
 
@@ -305,4 +316,4 @@ def _taken(units: Units, rows: list[list[int]]) -> PackedRows:
 
 
 PackedRows = tuple[Units, list[int]]
-"""Units in the order of their rows, and the number of units of each row."""
+"""Training units in the order of their packed rows, and the number of units in each row."""
