@@ -1,4 +1,4 @@
-"""Stand-ins for what stages leave of a candidate: a model, an adapter, an evaluation.
+"""Stand-ins for the files that stages make of a candidate: a model, an adapter, an evaluation.
 
 Light to import: stages of whole refreshes call them.
 """
@@ -11,7 +11,10 @@ SCORE = "sums.exact_match"
 
 
 def write_evaluation(folder: Path, answers: Sequence[float], *, prompt: str = "plain", version: float = 1.0) -> None:
-    """Write the files of an evaluate stage: task `sums`, a document for each answer, right (1) or wrong (0)."""
+    """Write the files of an evaluate stage for the task `sums`, with one document for each answer.
+
+    An answer is right (1) or wrong (0).
+    """
     rows = [
         {
             "doc_id": number,
@@ -38,14 +41,14 @@ def write_evaluation(folder: Path, answers: Sequence[float], *, prompt: str = "p
 
 
 def write_model(folder: Path, content: str) -> None:
-    """Write a model artifact whose weights file is 1 MiB of padding."""
+    """Write a model artifact; its weights file is `content` padded to 1 MiB."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "model.safetensors").write_bytes(content.encode().ljust(2**20))
     (folder / "result.json").write_text(json.dumps({"metrics": {"kl_nats_per_token": 0.02}}))
 
 
 def write_adapter(folder: Path, content: str) -> None:
-    """Write an adapter artifact whose weights file is 1 KiB of padding."""
+    """Write an adapter artifact; its weights file is `content` padded to 1 KiB."""
     (folder / "adapter").mkdir(parents=True)
     (folder / "adapter" / "adapter_model.safetensors").write_bytes(content.encode().ljust(2**10))
     (folder / "result.json").write_text("{}")

@@ -1,4 +1,7 @@
-"""Open pages in a real browser: the machine's Chromium, headless and offline. Tests skip where there is none."""
+"""Pages opened in a real browser: the machine's Chromium, headless and offline.
+
+Tests are skipped where there is none.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ START_TIMEOUT_MS = 120_000
 
 @dataclass
 class Seen:
-    """Records a page's errors, and the addresses that it requested."""
+    """Errors of a web page, and the addresses that it requested."""
 
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -26,7 +29,7 @@ class Seen:
 
 @contextmanager
 def started() -> Iterator[Browser]:
-    """Run Chromium: the machine's, or the one that Playwright has installed."""
+    """Run Chromium, the machine's or the one that Playwright has installed, until the end of the context."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     with sync_playwright() as playwright:
         try:
@@ -43,7 +46,10 @@ def started() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, file: Path, width: int = 1280, scheme: str = "light") -> Iterator[tuple[Page, Seen]]:
-    """Open a local file in a new browser page without network; yields the page and what it complained about."""
+    """Open a local HTML file in a new browser page without network.
+
+    Yields the page and the errors and requests that are seen of it.
+    """
     seen = Seen()
     context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": width, "height": 900})
     page = context.new_page()

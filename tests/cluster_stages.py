@@ -1,4 +1,4 @@
-"""A recipe of three stages, model and data → SFT, in a store of its own; the launcher of the SFT varies."""
+"""Recipe for tests of cluster launchers: an SFT stage on a downloaded model and dataset, in a store of its own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ SOURCES = ("base", "problems")
 
 
 def messages(folder: Path) -> str:
-    """Return the messages that a stage and its launcher reported."""
+    """Return the messages that a stage and its launcher wrote into `events.jsonl`."""
     lines = (folder / "events.jsonl").read_text().splitlines()
     return "\n".join(json.loads(line)["message"] for line in lines)
 
 
 class Refresh:
-    """A refresh of the three stages in a store of its own. artifacts: as of `train_stage.make_artifacts`."""
+    """A refresh of three stages in a store of its own: downloads of a model and a dataset, and SFT on a cluster.
+
+    artifacts: those of `train_stage.make_artifacts`. execution: the SFT stage's `execution` block, with the launcher.
+    """
 
     def __init__(self, folder: Path, artifacts: dict[str, Path], execution: dict[str, Any], **fields: Any) -> None:
         self.store = Store(folder / "store")
@@ -59,7 +62,7 @@ class Refresh:
         return order.job
 
     def run(self, **options: Any) -> Built:
-        """Build all stages; returns the built SFT stage."""
+        """Run all three stages; return the outcome of the SFT stage."""
         built: dict[str, Built] = {}
         for name in SOURCES:
             built[name] = run_stage(self.stages[name], built, self.store, Notes())

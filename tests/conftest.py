@@ -1,4 +1,4 @@
-"""Hooks for all tests: the longest files run first, and no process outlives the last test."""
+"""Hooks for all tests: the longest test files run first, and no process outlives the last test."""
 
 from __future__ import annotations
 
@@ -54,14 +54,16 @@ LONGEST = (
     "test_megatron_curves.py",
     "test_megatron.py",
 )
-"""Test files that take minutes, slowest first, so that no worker begins one last while the others wait; short tests
+"""Test files that take minutes, slowest first, so that no worker starts one last while the others wait. Short tests
 fill the rest. The order is that of `build/suite.json`, which `make test` writes."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Turn off garbage collection while tests are collected, and freeze what they import: a million objects, whose
-    repeated scans took a fifth of the collection, and some of the time of every test."""
+    """Turn off Python's garbage collection while tests are collected, and freeze the imported objects.
+
+    Scanning a million objects repeatedly took a fifth of the collection, and some of the time of every test.
+    """
     gc.disable()
     try:
         return (yield)

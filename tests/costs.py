@@ -1,4 +1,4 @@
-"""Processor time and wall time of each test file, written to `build/suite.json` and, the largest, shown at the end.
+"""CPU time and wall time of each test file, written to `build/suite.json`; the slowest are shown at the end.
 
 Counted are the worker and all processes that it has waited for; servers that outlive the file that started them are
 not.
@@ -21,7 +21,7 @@ COSTS = pytest.StashKey[dict[str, list[float]]]()
 
 
 def spent_s() -> list[float]:
-    """Return processor seconds and wall seconds until now."""
+    """Return the CPU seconds that this process and its ended children have used, and the wall clock in seconds."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return [sum(one.ru_utime + one.ru_stime for one in used), time.monotonic()]
 
@@ -39,7 +39,7 @@ def pytest_runtest_protocol(item: pytest.Item):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node) -> None:
-    """Add up the times of test files that a pytest-xdist worker measured."""
+    """Add the times of test files that a pytest-xdist worker measured to the totals."""
     total = node.config.stash.setdefault(COSTS, {})
     total |= getattr(node, "workeroutput", {}).get("costs", {})
 

@@ -1,9 +1,9 @@
-"""Findings of stages that tests run in their own process: raised as the flow raises them after the commit."""
+"""Helper for tests that run a stage in their own process: raise the errors with which it rejects its result."""
 
 from stages.core.contract import StageContext
 
 
 def raise_findings(context: StageContext) -> None:
-    """Raise the first finding, by which a stage refuses its own result, if there is one."""
+    """Raise the first error with which the stage rejected its own result, if there is one."""
     for finding in context.findings:
         raise finding

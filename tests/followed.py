@@ -1,4 +1,4 @@
-"""Champion and challenger models behind a proxy, served by a tiny engine in the test's process."""
+"""Champion and challenger behind a proxy as `serve --follow` runs them, served by a tiny engine instead of vLLM."""
 
 import json
 import os
@@ -36,7 +36,7 @@ NUM_SESSIONS = 20
 
 
 def tiny_registry(folder: Path, patch: pytest.MonkeyPatch) -> Registry:
-    """Return a model registry of its own; all models are served by the tiny engine, one start at a time."""
+    """Return an empty model registry whose models the tiny engine serves, one start at a time."""
     (folder / "starting").touch()
     settings = {**own_mlflow(folder), "VLLM_API_KEY": KEY, "TINY_STARTING": str(folder / "starting")}
     for name, value in settings.items():
@@ -47,7 +47,7 @@ def tiny_registry(folder: Path, patch: pytest.MonkeyPatch) -> Registry:
 
 
 def registration(mark: str, **files: str) -> Registration:
-    """Return the registration of a model that the tiny engine serves. files: more files of it, name → content."""
+    """Commit a model to the store, and return its registration. files: further files of the model, by name."""
     store = Store(store_root())
     planned = planned_stages(store, {"model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]}})
 
@@ -64,7 +64,7 @@ def registration(mark: str, **files: str) -> Registration:
 
 
 def engine_pid(serving: Serving) -> int:
-    """Return the process id of a server's engine, a child of the supervisor `server.pid`."""
+    """Return the process id of a server's engine, the only child of the server's supervisor."""
     (pid,) = descendants(serving.server.pid)
     return pid
 
@@ -74,12 +74,15 @@ def kill_engine(serving: Serving) -> None:
 
 
 def load_of(client: httpx.Client) -> Load:
-    """Return clients that ask one question a session; `answers` counts the answers by version."""
+    """Return clients that send one question per session, and count answers by model version in `answers`."""
     return Load(partial(ask, client), NUM_CLIENTS)
 
 
 def ask(client: httpx.Client, number: int) -> str:
-    """Ask an arithmetic question, half of the sessions as a stream; returns the version that answered."""
+    """Ask an arithmetic question in a session of its own; return the model version that answered.
+
+    Half of the answers are streamed.
+    """
     is_stream = number % 4 < 2
     question = {"model": NAME, "messages": [{"role": "user", "content": f"{number} + 1"}], "stream": is_stream}
     headers = {"X-Session-Id": f"s{number}"}
@@ -101,7 +104,7 @@ def ask(client: httpx.Client, number: int) -> str:
 
 
 class Followed:
-    """Champion and challenger behind a follower, whose periodic check a test runs by `look`."""
+    """Champion and challenger behind a proxy, with a `Follower` whose periodic check a test runs by calling `look`."""
 
     def __init__(self, registry: Registry, stack: ExitStack, **options):
         self.folder = stack.enter_context(own_folder())
@@ -128,11 +131,11 @@ class Followed:
         return self.follower.challenger
 
     def look_soon(self) -> None:
-        """Have the follower read the registry's aliases now, without waiting for its interval."""
+        """Let the follower's next check read the registry's aliases at once, without waiting for its interval."""
         self.follower.aliases._looking, self.follower.aliases._next_look_s = None, 0.0
 
     def look(self) -> None:
-        """Have the follower read the aliases, and wait until it has started and stopped all servers."""
+        """Run the follower's check: read the registry's aliases, and wait until all servers have started or stopped."""
         self.look_soon()
         wait_for(self.follower.step, what="MLflow's answer")
         self.settle()
@@ -145,12 +148,12 @@ class Followed:
         wait_for(is_settled, what="the end of what is under way")
 
     def versions(self) -> set[str]:
-        """Return the versions that answer a few sessions."""
+        """Send requests in several sessions, and return the model versions that answered."""
         return {ask(self.client, number) for number in range(NUM_SESSIONS)}
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Run the follower's periodic checks in a thread, as `serve --follow` does."""
+        """Run the follower's checks in a thread, as `serve --follow` does, until the end of the context."""
         is_enough = threading.Event()
         outcome = in_background(lambda: self._go_on(is_enough))
         try:

@@ -1,4 +1,4 @@
-"""Stage processes forked from parents that have imported what they need, which takes longer than most stages here."""
+"""Stage processes forked from a parent that has imported their modules, which takes longer than most stages."""
 
 import json
 import os
@@ -14,12 +14,12 @@ PARENTS = ExitStack()
 
 @cache
 def warm_parent(program: str) -> Ranks:
-    """Return a process, cached for this one's lifetime, from which ranks of a program are forked."""
+    """Return the parent process from which processes of a program are forked; one for each program, cached."""
     return PARENTS.enter_context(started_ranks())
 
 
 def main() -> None:
-    """Run a stage as a rank program (`tests/parity/ranks.py`): `[WORK, ENVIRONMENT]`.
+    """Run a stage in a forked process: the program's arguments are the stage's work folder and its environment.
 
     ENVIRONMENT: a JSON object of the variables that a process of the stage has.
     """

@@ -1,4 +1,4 @@
-"""HTTP server on the loopback, for tests that need a real one."""
+"""HTTP server on the loopback interface, for tests that need a real one."""
 
 import sys
 import threading
@@ -8,8 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """HTTP server that does not report clients that disconnect: the report, from a thread of its own, would appear in
-    the output of another test.
+    """HTTP server that ignores clients which disconnect.
+
+    Its error report, from a thread of its own, would appear in the output of another test.
     """
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -19,7 +20,7 @@ class LoopbackServer(ThreadingHTTPServer):
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serve requests with `handler` on a free port, and yield the address, such as `http://127.0.0.1:4711`."""
+    """Serve requests with a handler class on a free port; yield the server's URL, such as `http://127.0.0.1:4711`."""
     with LoopbackServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

@@ -1,4 +1,4 @@
-"""Contents of the tests' model hub: repositories with commits, and the files of a typical model."""
+"""Repositories of the tests' model hub: branches, commits, and the files of a typical model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from safetensors.numpy import save
 
 LARGE_FILE_BYTES = 10_000
-"""Size in bytes from which the hub treats a file as LFS: with a sha256, and served by the CDN."""
+"""Size in bytes from which the hub stores a file in LFS: listed with its sha256, and served by the CDN."""
 
 
 @dataclass
 class Repository:
-    """Repository of a model hub: its branches and tags, and the files of each commit."""
+    """A repository of the tests' model hub: its branches and tags, and the files of each commit."""
 
     refs: dict[str, str] = field(default_factory=dict)
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -22,12 +22,12 @@ class Repository:
     gated: bool = False
     private: bool = False
     objects: dict[str, bytes] = field(default_factory=dict)
-    """Uploaded LFS files by sha256, committed or not."""
+    """Uploaded LFS files by sha256, whether a commit refers to them or not."""
     listed_sizes: dict[str, int] = field(default_factory=dict)
-    """Wrong file sizes that the hub lists instead of the true ones."""
+    """Wrong file sizes by path, which the hub lists instead of the true ones."""
 
     def commit(self, files: dict[str, bytes], *, branch: str = "main") -> str:
-        """Add a commit to a branch; returns its id."""
+        """Add a commit to a branch, and return the commit's id."""
         commit = hashlib.sha1(repr((sorted(files.items()), branch)).encode()).hexdigest()
         self.commits[commit] = files
         self.refs[branch] = commit
@@ -41,7 +41,7 @@ class Repository:
         return self.commits.get(self.commit_at(revision))
 
     def sibling(self, file: str, content: bytes) -> dict[str, object]:
-        """Return a file's entry in the `siblings` of a repository, as the Hugging Face hub lists it."""
+        """Return a file's entry in the list `siblings` of a repository, as the Hugging Face hub writes it."""
         entry = self.tree_entry(file, content)
         return {
             "rfilename": file,
@@ -59,7 +59,10 @@ class Repository:
         return entry
 
     def tree(self, revision: str, folder: str = "", recursive: bool = False) -> list[dict[str, object]]:
-        """Return a folder's files at a revision and, when not `recursive`, the folders in it."""
+        """Return the entries of a folder at a revision: its files and folders.
+
+        If `recursive`, return all files below it instead.
+        """
         files = self.files_at(revision) or {}
         prefix = f"{folder}/" if folder else ""
         inside = {name: content for name, content in files.items() if name.startswith(prefix)}
@@ -70,7 +73,7 @@ class Repository:
         ]
 
     def paths_info(self, revision: str, paths: list[str]) -> list[dict[str, object]]:
-        """Return the entries of paths at a revision; those that do not exist are left out."""
+        """Return the hub's entries of the given paths at a revision; paths that do not exist are left out."""
         files = self.files_at(revision) or {}
         found = [self.tree_entry(path, files[path]) for path in paths if path in files]
         folders = [path for path in paths if any(name.startswith(f"{path}/") for name in files)]
@@ -78,12 +81,12 @@ class Repository:
 
 
 def blob_id(content: bytes) -> str:
-    """Return the id that git gives to a file with this content."""
+    """Return the object id that git gives to a file with this content."""
     return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
 
 
 def model_files(num_values: int = 100_000) -> dict[str, bytes]:
-    """Return the files of a typical model repository: weights in several formats, code, files for other tools."""
+    """Return the files of a typical model repository: weights in several formats, code, and files for other tools."""
     weights = {"weight": np.arange(num_values, dtype=np.float32)}
     return {
         "README.md": b"# A model",

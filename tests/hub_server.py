@@ -1,4 +1,4 @@
-"""A model hub on loopback: speaks the HTTP API of the Hugging Face hub and of ModelScope, and fails on demand.
+"""Model hub on the loopback with the HTTP APIs of Hugging Face and ModelScope, which fails when a test asks for it.
 
 What cannot exist on a machine without internet, and nothing more: real sockets, real redirects to a "CDN" on another
 host name, real ranges. It counts what it serves and keeps the headers of every request.
@@ -25,7 +25,7 @@ from tests.modelscope_uploads import ModelScopeUploads
 
 @dataclass(frozen=True)
 class Request:
-    """HTTP request that the hub has answered."""
+    """HTTP request that the model hub has received."""
 
     method: str
     host: str
@@ -34,8 +34,11 @@ class Request:
 
 
 class HubServer:
-    """Serves `repositories`, keyed by `org/name` or `datasets/org/name`; `pages` replace their answers, by path.
-    `token_roles`: known tokens, and whether they may `read` or `write`."""
+    """Model hub on the loopback for tests, with repositories, tokens and planned faults.
+
+    repositories: by `org/name` or `datasets/org/name`. pages: answers that replace the repositories', by path.
+    token_roles: known tokens, and whether they may `read` or `write`.
+    """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
@@ -58,15 +61,15 @@ class HubServer:
         return f"http://127.0.0.1:{self.port}"
 
     def repository(self, name: str) -> Repository:
-        """Return the repository with this name, created if necessary."""
+        """Return the hub's repository with this name, created if it does not exist."""
         return self.repositories.setdefault(name, Repository())
 
     def paths(self, pattern: str) -> list[str]:
-        """Return the paths of the requests so far that match a pattern."""
+        """Return the paths of all requests received so far that match a regular expression."""
         return [request.path for request in self.requests if re.search(pattern, request.path)]
 
     def take_fault(self, path: str) -> Fault | None:
-        """Return the next fault that is due for a path, and count it down; None if there is none."""
+        """Return the planned fault for a request's path, and count it as used; None if there is none."""
         with self._lock:
             for fault in self.faults:
                 if fault.times > 0 and re.search(fault.path, path):
@@ -174,7 +177,7 @@ class _Handler(ModelScopeUploads, BaseHTTPRequestHandler):
             self._send_json(repository.tree(revision, folder, recursive))
 
     def _resolve(self, name: str, revision: str, file: str, fault: Fault | None) -> None:
-        """Send a file: small ones directly, large ones by a redirect to the CDN under another host name."""
+        """Send a file's content: small files directly, large ones by a redirect to the CDN on another host name."""
         repository = self._allowed_repository(name)
         if repository is None:
             return None
@@ -291,10 +294,10 @@ class _Handler(ModelScopeUploads, BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Suppress the log of requests."""
+        """Suppress the server's log of requests."""
 
 
 def _changed(headers: dict[str, str], fault: Fault | None) -> dict[str, str]:
-    """Return an answer's headers with the changes that a fault makes to them."""
+    """Return a response's headers with the changes of a planned fault applied."""
     changed = {**headers, **(fault.headers if fault else {})}
     return {name: value for name, value in changed.items() if value is not None}

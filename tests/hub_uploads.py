@@ -1,4 +1,4 @@
-"""Uploads to the tests' hub by the real hub's API: new repositories, large files by their sha256, commits."""
+"""Uploads to the tests' model hub by Hugging Face's API: new repositories, large files by sha256, commits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 @dataclass
 class Fault:
-    """Fault of the hub: affects the next `times` requests whose path matches."""
+    """Planned fault of the model hub; it affects the next `times` requests whose path matches."""
 
     path: str
     times: int = 1
@@ -34,21 +34,24 @@ class Fault:
     retry_after_s: int | None = None
     break_after_bytes: int | None = None
     how: str = "reset"
-    """Kind of broken answer: `reset` of the connection, early `close`, or a `short` body that seems complete."""
+    """Way in which the response breaks: connection `reset`, early `close`, or a `short` body that seems complete."""
     send_instead: bytes | None = None
     ignore_range: bool = False
     headers: dict[str, str | None] = field(default_factory=dict)
-    """Headers that replace those of a file's answer; None removes one."""
+    """Headers that replace those of a file's response; None removes a header."""
     bytes_per_s: int | None = None
 
 
 class Uploads(BaseHTTPRequestHandler):
-    """Upload part of the hub's request handler. Tokens and their rights: `server_state.token_roles`."""
+    """Request handler of the tests' model hub for uploads by Hugging Face's API.
+
+    The tokens and their rights are `server_state.token_roles`.
+    """
 
     server_state: HubServer
 
     def take(self, method: str, path: str) -> bool:
-        """Answer a request that uploads or asks for a token's user; returns False for any other request."""
+        """Answer a request that uploads or asks for the token's user; return False for any other request."""
         routes = (
             ("GET", r"/api/whoami-v2", self._who),
             ("POST", r"/api/validate-yaml", self._validate),
@@ -192,13 +195,13 @@ class Uploads(BaseHTTPRequestHandler):
         return b"".join(parts)
 
     def _cut(self, after_bytes: int) -> None:
-        """Read only the first bytes of an upload, then reset the connection."""
+        """Read only the first bytes of an upload, then reset the connection, as a planned fault demands."""
         self.rfile.read(after_bytes)
         self.close_connection = True
         self.reset()
 
     def reset(self) -> None:
-        """Reset the TCP connection, as a router does that has lost its state."""
+        """Reset the TCP connection without closing it properly, as a router does that lost its state."""
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
 

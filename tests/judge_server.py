@@ -1,4 +1,4 @@
-"""A judge behind a real HTTP server that speaks OpenAI's API."""
+"""Stand-in for a judge model: a real HTTP server with OpenAI's chat API."""
 
 import json
 import re
@@ -14,11 +14,11 @@ from tests.http_server import serving
 KEY = "a-key-that-is-secret"
 MODEL = "critic-1"
 PROMPT_TOKENS, COMPLETION_TOKENS = 90, 7
-"""Token counts that the judge reports with every answer."""
+"""Numbers of prompt and completion tokens that the judge reports with every answer."""
 
 
 def rating(answer: str) -> int:
-    """Return a rating by the answer's length, within the default scale."""
+    """Return a rating from 1 to 10, the length of the answer, so that tests know what the judge says."""
     return max(1, min(len(answer), 10))
 
 
@@ -28,7 +28,10 @@ def answer_in(question: str) -> str:
 
 @dataclass
 class Judge:
-    """State of a judge server: `says` answers a conversation, after one error for each code in `statuses`."""
+    """State of the stand-in for a judge model. says: returns the answer to a question.
+
+    statuses: HTTP codes of the next answers, the last first. asked: requests that it has answered.
+    """
 
     says: Callable[[str], str] = lambda question: f"Hm.\nRating: {rating(answer_in(question))}"
     url: str = ""
@@ -41,7 +44,7 @@ class Judge:
 
 @contextmanager
 def judge_server() -> Iterator[Judge]:
-    """Run a judge behind OpenAI's API; it requires a key and the name of its model."""
+    """Run the stand-in for a judge model; requests must have its API key and the name of its model."""
     state = Judge()
     lock = threading.Lock()
 

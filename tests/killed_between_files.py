@@ -1,4 +1,4 @@
-"""Rank program of a train stage that is killed before its adapter's config is written."""
+"""Train stage that is killed when it begins to write its adapter's config, for tests of resuming."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Stand-in for a Kubernetes API server and its nodes: pods of Jobs run as processes of this machine.
+"""Stand-in for a Kubernetes API server and its nodes: pods of Jobs run as processes on this machine.
 
 It speaks what the launcher uses: create, get and delete of namespaced objects, lists by label, over HTTP with a bearer
 token. No cluster can run beside these tests; the published schemas show which manifests a real one accepts.
@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 
 
 class Cluster:
-    """State of a fake Kubernetes cluster: API objects by collection path and name, processes by pod name."""
+    """State of the stand-in for Kubernetes: API objects by collection path and name, and pods' processes by name."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Tree] = {}
@@ -103,7 +103,7 @@ class Cluster:
 
 @contextmanager
 def running_api(folder: Path) -> Iterator[Cluster]:
-    """Run a fake Kubernetes API server, and set KUBECONFIG to a file that names it."""
+    """Run the stand-in for Kubernetes' API server, and set KUBECONFIG to a file that names its address."""
     cluster = Cluster()
     server = LoopbackServer(("127.0.0.1", 0), _handler(cluster))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -173,6 +173,6 @@ def _handler(cluster: Cluster) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Suppress the log of requests."""
+            """Suppress the server's log of requests."""
 
     return Handler

@@ -1,4 +1,4 @@
-"""Addresses that processes listen on, read from /proc: for tests that servers are not reachable from elsewhere."""
+"""Addresses on which processes listen, read from /proc: for tests that servers are unreachable from other machines."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ ACCEPTS = 1 << 16
 
 
 def listening_addresses(pids: Iterable[int]) -> set[str]:
-    """Return `ADDRESS:PORT` of every TCP socket on which one of these processes listens."""
+    """Return `ADDRESS:PORT` of every TCP socket on which one of the given processes listens."""
     sockets = {inode for pid in pids for inode in _sockets_of(pid)}
     return {place for inode, place in _listeners() if inode in sockets}
 
 
 def reachable_from_elsewhere(pids: Iterable[int]) -> set[str]:
-    """Return the listening addresses of processes that are not on the loopback."""
+    """Return the addresses, other than loopback ones, on which one of the given processes listens."""
     places = listening_addresses(pids)
     return {place for place in places if not ipaddress.ip_address(place.rpartition(":")[0]).is_loopback}
 
 
 def unix_listeners(pids: Iterable[int]) -> set[str]:
-    """Return the paths of Unix sockets on which processes listen; `@…` is an abstract one, open to all users."""
+    """Return the paths of Unix sockets on which processes listen.
+
+    A path `@…` is an abstract socket, which all local users can open.
+    """
     sockets = {inode for pid in pids for inode in _sockets_of(pid)}
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     accepting = [line for line in lines if int(line[3], 16) & ACCEPTS]
@@ -55,7 +58,7 @@ def _listeners() -> Iterator[tuple[str, str]]:
 
 
 def _place(local: str) -> str:
-    """Return `ADDRESS:PORT` of an entry in /proc/net/tcp, whose hex words are in the machine's byte order."""
+    """Return `ADDRESS:PORT` of a hexadecimal socket address in /proc/net/tcp."""
     address, _, port = local.partition(":")
     words = [bytes.fromhex(address[start : start + 8])[::-1] for start in range(0, len(address), 8)]
     found = ipaddress.ip_address(b"".join(words))

@@ -1,4 +1,4 @@
-"""Load on a served model: clients that send requests continuously and count the answers and failures."""
+"""Load on a served model: clients that send requests continuously, and count answers and failures."""
 
 import threading
 import time
@@ -9,11 +9,11 @@ from tests.serving import wait_for
 
 
 class CutOffError(Exception):
-    """A streamed answer broke off after it had begun."""
+    """Raised when a streamed answer breaks off after its beginning."""
 
 
 class Load:
-    """Load of clients, each in a thread, which send requests until the context ends.
+    """Clients, each in a thread, that send requests to a server continuously until the end of the context.
 
     ask: asks the question of a number, of which there is one for each request; returns who answered, or what. Raises
     CutOffError, and anything else for a failure.
@@ -42,7 +42,7 @@ class Load:
             thread.join()
 
     def more(self, answer: str | None = None, timeout_s: float = 300) -> None:
-        """Wait until there were two more answers a client (equal to `answer`, if given), or a failure."""
+        """Wait until the clients got two more answers each (equal to `answer`, if given), or a request failed."""
 
         def count() -> int:
             return self.answers.total() if answer is None else self.answers[answer]

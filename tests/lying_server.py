@@ -1,4 +1,4 @@
-"""Server on the loopback that answers with arbitrary bytes, for tests of malicious servers."""
+"""Server on the loopback that answers requests with arbitrary bytes, for tests of clients against malicious servers."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from dataclasses import dataclass, field
 
 @dataclass
 class LyingServer:
-    """Server that answers any bytes. url: without a path. requests: the bytes received, with headers."""
+    """Server that answers requests with any bytes. url: address without a path.
+
+    requests: what it received, headers included.
+    """
 
     url: str
     requests: list[bytes] = field(default_factory=list)
 
 
 def head(status: str = "200 OK", **headers: str) -> bytes:
-    """Return status line and headers of an HTTP answer. headers: `_` in a name stands for `-`."""
+    """Return status line and headers of an HTTP response as bytes. headers: `_` in a name stands for `-`."""
     lines = [f"HTTP/1.1 {status}", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
     return "\r\n".join([*lines, "Connection: close", "", ""]).encode()
 
 
 def whole(body: bytes, status: str = "200 OK", **headers: str) -> bytes:
-    """Return the bytes of a complete HTTP answer."""
+    """Return a complete HTTP response with this body as bytes."""
     return head(status, Content_Length=str(len(body)), **headers) + body
 
 
 @contextmanager
 def lying_server(answer: Callable[[Callable[[bytes], None], bytes], None]) -> Iterator[LyingServer]:
-    """Serve until the end of the context. answer: called with a function that sends bytes, and with the request; ended
-    if the client closes the connection.
+    """Run a server that answers with arbitrary bytes, until the end of the context.
+
+    answer: called with a function that sends bytes, and with the request; it ends when the client closes the
+    connection.
     """
 
     class Handler(socketserver.BaseRequestHandler):

@@ -1,5 +1,6 @@
-"""Preference method that exists in tests only, to show that registering one is all it takes (Meng et al. 2024).
+"""Preference method that only tests register, which proves that a new method is one module and a registry entry.
 
+It is SimPO (Meng et al. 2024).
 Import this before the config of the train stage: its fields are those of the methods that are registered by then.
 """
 

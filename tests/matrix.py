@@ -1,4 +1,4 @@
-"""Support matrix of `README.md`: the capabilities that recorded test runs have proved, on a CPU and on a GPU.
+"""Support matrix of `README.md`: which capabilities recorded test runs have proved, on a CPU and on a GPU.
 
 make test                                            # leaves build/test.xml, named after the commit
 python tests/matrix.py build/test.xml                # record it in tests/matrix.json; then `make docs`
@@ -24,7 +24,7 @@ RECORD = Path(__file__).with_name("matrix.json")
 
 @dataclass(frozen=True)
 class Capability:
-    """One capability of the project: a row of the support matrix."""
+    """A capability of the project, shown as a row of the support matrix."""
 
     name: str
     cpu: tuple[str, ...]
@@ -32,7 +32,7 @@ class Capability:
     gpu: tuple[str, ...] = ()
     """Test files that prove the capability on a GPU."""
     not_run: str = ""
-    """Parts of a capability that are written but that no test runs here."""
+    """What is implemented of a capability but run by no test."""
 
 
 CAPABILITIES = (
@@ -162,17 +162,17 @@ CAPABILITIES = (
 
 @dataclass
 class Run:
-    """A recorded test run: its commit, date, machine and outcomes."""
+    """A recorded test run: its commit, date, machine, and outcomes of its tests."""
 
     commit: str
     date: str
     card: str | None = None
-    """GPU of the machine; None for a run on a CPU."""
+    """Name of the machine's GPU; None for a run on a CPU."""
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
     """Counts of passed, skipped and failed tests, by file."""
 
     def counts(self, paths: Iterable[str]) -> Counter[str]:
-        """Count the outcomes of the files at or below `paths`."""
+        """Add up passed, skipped and failed tests of the files at or below the given paths."""
         files = [name for name in self.outcomes if any(name == path or name.startswith(f"{path}/") for path in paths)]
         return sum((self.outcomes[name] for name in files), start=Counter())
 
@@ -180,8 +180,13 @@ class Run:
 def main() -> None:
     """Record a test run in the support matrix, from its JUnit report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path, metavar="XML", help="JUnit report whose suite is named after the commit")
-    parser.add_argument("--card", help="GPU of the machine; default: a run on a CPU")
+    parser.add_argument(
+        "report",
+        type=Path,
+        metavar="XML",
+        help="JUnit report of pytest; its suite must be named after the tested commit",
+    )
+    parser.add_argument("--card", help="name of the machine's GPU (default: none, the tests ran on a CPU)")
     arguments = parser.parse_args()
     run = read_report(arguments.report, arguments.card)
     kept = [other for other in recorded() if other.card != run.card]
@@ -190,7 +195,10 @@ def main() -> None:
 
 
 def read_report(report: Path, card: str | None) -> Run:
-    """Read a JUnit report of pytest (xunit1). Exits where its suite is not named after a commit without changes."""
+    """Read a test run from pytest's JUnit report (xunit1).
+
+    Exits if its suite is not named after a commit without changes.
+    """
     suite = next(ElementTree.parse(report).iter("testsuite"))
     commit = suite.get("name", "")
     if len(commit) != 40:
@@ -204,7 +212,7 @@ def read_report(report: Path, card: str | None) -> Run:
 
 
 def recorded() -> list[Run]:
-    """Read the recorded runs: at most one on a CPU, and one for each card."""
+    """Return the recorded test runs: at most one on a CPU, and one for each GPU model."""
     if not RECORD.is_file():
         return []
     return [
@@ -213,7 +221,10 @@ def recorded() -> list[Run]:
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    """Return a run as `recorded` reads it: a line for each file, with passed, skipped and failed tests."""
+    """Return a test run as JSON, which `recorded` reads.
+
+    Each test file has a line with the numbers of passed, skipped and failed tests.
+    """
     lines = [[name, *(counts[what] for what in OUTCOMES)] for name, counts in sorted(run.outcomes.items())]
     return {"commit": run.commit, "date": run.date, "card": run.card, "outcomes": [json.dumps(line) for line in lines]}
 
@@ -222,7 +233,7 @@ OUTCOMES = ("passed", "skipped", "failed")
 
 
 def _summed(lines: Sequence[str]) -> dict[str, Counter[str]]:
-    """Add up the recorded outcomes by test file: two files may since have been merged into one."""
+    """Add up recorded outcomes by test file, which may occur repeatedly since two files were merged into one."""
     outcomes: dict[str, Counter[str]] = {}
     for name, *numbers in map(json.loads, lines):
         outcomes.setdefault(name, Counter()).update(dict(zip(OUTCOMES, numbers, strict=True)))

@@ -1,4 +1,4 @@
-"""Run a merge as a stage does, and print its peak memory: `python -m tests.merge_peak ARTIFACTS WORK`.
+"""Run a merge stage and print its peak memory: `python -m tests.merge_peak ARTIFACTS WORK`.
 
 In bytes beyond what it has when its modules are imported. What the kernel maps of files, and can drop, does not count.
 """

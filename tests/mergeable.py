@@ -1,4 +1,4 @@
-"""Models and adapters to merge, made by Transformers and PEFT, with their predictions on a few documents."""
+"""Models and adapters for tests of merging, made with Transformers and PEFT, with predictions for a few documents."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ LENGTHS = (9, 5, 12)
 
 
 def make_base(artifact: Path, dtype=torch.float32, architecture=Qwen3Config, **sizes) -> None:
-    """Write a model with random weights and the built-in tokenizer."""
+    """Write a model artifact with random weights and the built-in tokenizer."""
     qwen3.make(builtin := artifact / "builtin")
     vocabulary = json.loads((builtin / "config.json").read_text())["vocab_size"]
     torch.manual_seed(0)

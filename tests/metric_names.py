@@ -1,4 +1,4 @@
-"""Names of the metrics and parameters of training and comparisons, in MLflow and everywhere else: one table.
+"""Table of the metrics and parameters of training and of comparisons, as they are named in MLflow and everywhere else.
 
 `flows/compare/README.md` shows it; a test checks that page and real logs against it.
 """
@@ -10,7 +10,7 @@ from stages.parallel.layout import ENGINES
 
 
 def loss_meaning() -> str:
-    """Return the meaning of the metric `loss`, with the methods that differ."""
+    """Return what the metric `loss` means, and for which training methods it means something else."""
     names: dict[str, list[str]] = {}
     for method in METHODS.values():
         names.setdefault(method.averaged_over, []).append(method.name.upper())
@@ -79,7 +79,7 @@ SECTIONS = {"metric": METRICS, "parameter": PARAMS, "tag": TAGS}
 
 
 def markdown_table() -> str:
-    """Return the table of metric names in Markdown, for the page."""
+    """Return the table of metric names in Markdown, for the documentation page."""
     lines = ["| name | is a | meaning |", "| --- | --- | --- |"]
     lines += [
         f"| `{name}` | {section} | {meaning} |"

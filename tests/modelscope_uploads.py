@@ -1,4 +1,4 @@
-"""Uploads to the tests' hub by ModelScope's API: large files by their sha256, commits."""
+"""Uploads to the tests' model hub by ModelScope's API: large files by sha256, commits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.hub_uploads import Uploads
 
 
 class ModelScopeUploads(Uploads):
-    """Upload part of the hub's request handler, with ModelScope's API added to Hugging Face's."""
+    """Request handler of the tests' model hub for uploads by ModelScope's API as well as Hugging Face's."""
 
     def take(self, method: str, path: str) -> bool:
         if super().take(method, path):
@@ -37,7 +37,10 @@ class ModelScopeUploads(Uploads):
         return False
 
     def _may(self, method: str, name: str | None) -> bool:
-        """Check the token's rights to a repository, and send an error without them. name: None when one is created."""
+        """Return whether the request's token may access a repository; if not, answer with an error.
+
+        name: None for a request that creates the repository.
+        """
         role = self.server_state.token_roles.get(self._token())
         if role is None:
             self._says(401, "invalid token")

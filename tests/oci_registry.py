@@ -1,4 +1,4 @@
-"""OCI registry on the loopback, which accepts pushes as the Distribution Specification 1.1 demands."""
+"""OCI registry on the loopback that accepts pushes as the Distribution Specification 1.1 demands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKEN = "a-token-of-the-registry"
 
 
 class Registry:
-    """OCI registry's state: blobs by digest, manifests by tag, and how pushes are authorized.
+    """State of the tests' OCI registry: blobs by digest, manifests by tag, and how pushes are authorized.
 
     credentials: USER:PASSWORD that pushes need; bearer: they are exchanged for a token.
 
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Suppress the log of requests."""
+        """Suppress the server's log of requests."""
 
 
 def _basic(credentials: str) -> str:

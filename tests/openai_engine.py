@@ -1,5 +1,6 @@
-"""Serving engine in the test's process: answers chats with its own name, whole or in parts, and records requests.
+"""Stand-in for a serving engine with OpenAI's chat API, in the test's process.
 
+It answers with its own name, whole or streamed, and records requests.
 Its `/metrics` are those of an engine that has labels of its own, and families without any.
 """
 
@@ -37,7 +38,7 @@ PARTS = ("it ", "is ", "me")
 
 @dataclass
 class OpenAIEngine:
-    """Behaviour of a fake serving engine.
+    """Behaviour of the stand-in for a serving engine: its name, and how it answers.
 
     status: of its answers. breaks_off: in the middle of a stream. message: instead of its name. deltas: of a stream.
 

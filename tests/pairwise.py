@@ -1,4 +1,4 @@
-"""Choose a few of many test cases that still cover every pair of parameter values: for `make test`.
+"""Choice of a few test cases that cover every pair of parameter values, for `make test`.
 
 The others are marked `nightly`. The choice depends on the cases and their order alone.
 """
@@ -13,7 +13,7 @@ Pair = frozenset[tuple[str, Hashable]]
 
 
 def pairwise(cases: Sequence[Any], values_of: Callable[[Any], Mapping[str, Hashable]]) -> list[Any]:
-    """Return a subset of the cases that covers every pair of values of two axes that occurs in any case.
+    """Return a few of the cases in which every pair of parameter values that occurs in any case still occurs.
 
     values_of: case → value by axis. Greedy: the case that has most pairs that no chosen one has, of several the first.
     """

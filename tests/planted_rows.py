@@ -1,4 +1,4 @@
-"""Random text rows with known near-duplicates, and known overlaps with a benchmark."""
+"""Random text rows with known near-duplicates, and with known overlaps with a benchmark, for tests of curation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ FREQUENCIES = list(itertools.accumulate(1 / (rank + 2.7) for rank in range(VOCAB
 
 @dataclass(frozen=True)
 class Planted:
-    """Rows with planted duplicates: texts, and copies: number of each copied row → number of its original."""
+    """Random texts with planted near-duplicates.
+
+    copies: index of each near-duplicate, with the index of its original.
+    """
 
     texts: list[str]
     copies: dict[int, int]
 
 
 def text(draw: random.Random, num_words: int = WORDS_PER_ROW) -> str:
-    """Return a random text with the word frequencies of a language (Zipf and Mandelbrot), capitals and full stops."""
+    """Return a random text with natural word frequencies (Zipf and Mandelbrot), capitals and full stops."""
     words = [f"w{rank}" for rank in draw.choices(range(VOCABULARY), cum_weights=FREQUENCIES, k=num_words)]
     for end in range(11, num_words, 12):
         words[end] += "."
@@ -47,7 +50,7 @@ def near_duplicate(draw: random.Random, original: str, way: int) -> str:
 
 
 def planted_duplicates(num_rows: int, seed: int = 0) -> Planted:
-    """Return rows of which a tenth are near-duplicates, and another tenth share half of their text with one."""
+    """Return random texts, a tenth of them near-duplicates; another tenth share half of their words with a text."""
     draw = random.Random(seed)
     texts, copies = [text(draw) for _ in range(num_rows * 8 // 10)], {}
     originals = draw.sample(range(len(texts)), num_rows // 10)

@@ -1,4 +1,4 @@
-"""Helpers that commit candidates for promotion without training or serving: models, evaluations, recipes."""
+"""Helpers that put candidates for promotion into a store without training or serving them."""
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ NAME = "adder"
 
 
 def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, Built]) -> None:
-    """Write the `config.json` of an evaluate stage."""
+    """Write the `config.json` from which an evaluate stage takes its model and tasks."""
     inputs = {name: upstream[name].artifact for name in planned.ancestors}
     stage_input = StageInput(
         name=planned.name,
@@ -37,7 +37,7 @@ def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, B
 
 
 def candidate_tree(mark: str, **gates: Any) -> dict[str, Any]:
-    """Return the recipe of a model, its evaluation and its promotion; `mark` distinguishes models."""
+    """Return a recipe that promotes a model after an evaluation; another `mark` makes another model."""
     return {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]},
         "scores": {"kind": "evaluate", "model": "model", "tasks": ["sums"]},
@@ -46,7 +46,10 @@ def candidate_tree(mark: str, **gates: Any) -> dict[str, Any]:
 
 
 def adapter_tree(mark: str, base: str, **gates: Any) -> dict[str, Any]:
-    """Return the recipe of an adapter, its evaluation and its promotion; `mark` and `base` distinguish several."""
+    """Return a recipe that promotes an adapter after an evaluation.
+
+    Another `mark` makes another adapter, another `base` another base model.
+    """
     return {
         "base": {"kind": "download", "model": "builtin/qwen3-1m", "files": [base]},
         "rows": {"kind": "download", "dataset": "builtin/addition"},
@@ -70,7 +73,7 @@ def planned_stages(store: Store, tree: Mapping[str, Any]) -> dict[str, PlannedSt
 
 
 def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], write: Callable[[Path], None]) -> Built:
-    """Commit what `write` leaves in a work folder as a stage's artifact, unless the store has it."""
+    """Commit the files that `write` makes in a work folder as a stage's artifact, unless the store has the artifact."""
     if not store.find(planned.kind, planned.version):
         work = store.make_folder(store.work_folder(planned.kind, planned.name, planned.resume_key))
         write(work)
@@ -81,7 +84,7 @@ def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], w
 
 
 def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tuple[PlannedStage, dict[str, Built]]:
-    """Plan the promotion of a candidate that gave these answers; returns the planned stage and its inputs."""
+    """Commit a candidate that gave these answers, and plan its promotion; return the planned stage and its inputs."""
     stages = planned_stages(store, candidate_tree(mark, **gates))
     built = {"model": commit(store, stages["model"], {}, lambda work: write_model(work, mark))}
     built["scores"] = commit(store, stages["scores"], built, lambda work: write_evaluation(work, answers))
@@ -89,7 +92,7 @@ def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tu
 
 
 def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> Built:
-    """Run the promotion of a candidate to its end, in processes of its own."""
+    """Commit a candidate that gave these answers, and run its promotion in processes of its own."""
     planned, upstream = offer(store, mark, answers, **gates)
     return run_stage(planned, upstream, store, Notes())
 
@@ -97,7 +100,7 @@ def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> 
 def offer_adapter(
     store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any
 ) -> tuple[PlannedStage, dict[str, Built]]:
-    """Plan the promotion of an adapter that gave these answers; returns the planned stage and its inputs."""
+    """Commit an adapter that gave these answers, and plan its promotion; return the planned stage and its inputs."""
     stages = planned_stages(store, adapter_tree(mark, base, **gates))
     built = {"base": commit(store, stages["base"], {}, lambda work: write_model(work, base))}
     built["rows"] = commit(store, stages["rows"], {}, lambda work: (work / "data").mkdir())
@@ -107,13 +110,13 @@ def offer_adapter(
 
 
 def promote_adapter(store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any) -> Built:
-    """Run the promotion of an adapter to its end, in processes of its own."""
+    """Commit an adapter that gave these answers, and run its promotion in processes of its own."""
     planned, upstream = offer_adapter(store, mark, answers, base, **gates)
     return run_stage(planned, upstream, store, Notes())
 
 
 def own_mlflow(folder: Path) -> dict[str, str]:
-    """Make an MLflow database without a server; returns the environment variables that select it."""
+    """Make an MLflow database without a server; return the environment variables that make programs use it."""
     from mlflow import MlflowClient
 
     from flows.tracking.shipper import EXPERIMENT

@@ -1,4 +1,4 @@
-"""Promoted model with all its ancestors, committed without training or serving, and its publication."""
+"""Promoted model with all its upstream artifacts, committed without training or serving, for tests of publishing."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,10 @@ TRAINED = {"num_rows": 40.0, "num_documents": 120.0, "num_tokens": 9000.0, "eval
 
 
 def recipe_tree(to: str, *, min_score: float = 0.5, adapter: bool = False, **publish: Any) -> dict[str, Any]:
-    """Return a recipe base, rows → sft → awq → scores → promote → publish; with `adapter`, sft is promoted."""
+    """Return a recipe that trains, quantizes, evaluates, promotes and publishes a model.
+
+    With `adapter`, the trained adapter is promoted and nothing is quantized.
+    """
     candidate = "sft" if adapter else "awq"
     train = {
         "kind": "train",
@@ -56,7 +59,10 @@ def recipe_tree(to: str, *, min_score: float = 0.5, adapter: bool = False, **pub
 
 
 class Publishing:
-    """Store with all stages up to the promotion committed; `publish` runs the publish stage in this process."""
+    """Store with committed artifacts of all stages up to the promotion.
+
+    `publish` runs the publish stage in the test's process.
+    """
 
     def __init__(self, folder: Path, tree: dict[str, Any], mark: str = "first", champion: Sequence[float] = ()) -> None:
         self.folder = folder
@@ -81,7 +87,7 @@ class Publishing:
         return self.stages["publish"]
 
     def publish(self, **fields: Any) -> StageResult:
-        """Run the publish stage; `fields` replace those of the recipe."""
+        """Run the publish stage; `fields` replace fields of its config in the recipe."""
         config = PublishConfig.model_validate({**self.tree["publish"], **fields})
         self.work.mkdir(exist_ok=True)
         inputs = {name: self.built[name].artifact for name in self.planned.ancestors}

@@ -1,4 +1,4 @@
-"""Tiny models, one of each kind of architecture that quantization must distinguish."""
+"""Tiny models for tests of quantization, one of each architecture that quantization handles in its own way."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_family(model_type: str) -> PreTrainedModel:
-    """Return a model with random norms, too: errors in scaling would not show on norms of 1."""
+    """Return a tiny model of an architecture with random weights.
+
+    Its norms' weights are random, too, since scaling errors would not show with weights of 1.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SHAPES[model_type])
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Second quantization method for tests: rounds each weight to one of 255 values of its row, stored as bfloat16."""
+"""Quantization method that only tests register: it rounds each weight to one of 255 values of its row, in bfloat16."""
 
 import shutil
 

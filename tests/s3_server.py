@@ -1,4 +1,4 @@
-"""S3 server on the loopback (moto's), and the environment variables that direct object storage to it."""
+"""S3 server on the loopback (moto's), and the environment variables that make object storage use it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ ENVIRONMENT = {
 
 
 class S3Server:
-    """Client of the S3 server at `url`, with a bucket created."""
+    """Client of the tests' S3 server, in which a bucket has been created."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -34,7 +34,7 @@ class S3Server:
             self._client.put_object(Bucket=BUCKET, Key=key, Body=content)
 
     def admit_nobody(self) -> None:
-        """Turn on authentication: the server knows no key, so it refuses all requests from now on."""
+        """Turn on authentication in a server that knows no key, so that it refuses all further requests."""
         self._post("/moto-api/reset-auth", b"0")
 
     def admit_all(self) -> None:

@@ -1,4 +1,4 @@
-"""Adapters of a tiny model as training leaves them: PEFT's files, and recorded predictions of documents."""
+"""Adapters of a tiny model as training leaves them: PEFT's files, and recorded predictions for a few documents."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def make_adapter(base: Path, artifact: Path, *modules: str, rank: int = 8, seed: int = 0, scale: float = 0.1) -> None:
-    """Write a random adapter of the model folder `base`, and its record, into `artifact`.
+    """Write an artifact with a random LoRA adapter of the model in `base`, and the adapter's recorded predictions.
 
     scale: of its factors. modules: those adapted; default: all linear layers.
     """
@@ -33,7 +33,7 @@ def make_adapter(base: Path, artifact: Path, *modules: str, rank: int = 8, seed:
 
 
 def write_record(model: Any, artifact: Path) -> None:
-    """Write the record of a training: tokens, targets and their log-probability, by document."""
+    """Write a model's predictions for a few documents as training records them: tokens, targets, log-probabilities."""
     documents = []
     for tokens in DOCUMENTS:
         targets = [-100, *tokens[2:]]
@@ -51,14 +51,14 @@ def load(base: Path) -> Any:
 
 
 def adapted(base: Path, artifact: Path) -> Any:
-    """Return the model with the adapter, loaded by PEFT."""
+    """Return the base model with the adapter, loaded by PEFT."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(load(base), artifact / "adapter").eval()
 
 
 def log_probabilities(model: Any, token_ids: list[int]) -> list[float]:
-    """Return Transformers' log-probability of every token but the first."""
+    """Return the model's log-probability of every token but the first, computed with Transformers."""
     import torch
 
     with torch.no_grad():
@@ -68,7 +68,7 @@ def log_probabilities(model: Any, token_ids: list[int]) -> list[float]:
 
 
 def likeliest(model: Any, token_ids: list[int]) -> list[int]:
-    """Return the token that Transformers finds most probable at each position but the first."""
+    """Return the model's most probable token at each position but the first, computed with Transformers."""
     import torch
 
     with torch.no_grad():
@@ -77,7 +77,10 @@ def likeliest(model: Any, token_ids: list[int]) -> list[int]:
 
 
 def greedy(model: Any, token_ids: list[int], num_tokens: int) -> list[int]:
-    """Return Transformers' greedy continuation of `num_tokens` tokens, end-of-text tokens included."""
+    """Return the model's greedy continuation of `num_tokens` tokens, computed with Transformers.
+
+    End-of-text tokens do not end it.
+    """
     import torch
 
     made = model.generate(

@@ -1,4 +1,4 @@
-"""Helpers of the tests of serve and evaluate: a tiny model with certain predictions, tasks, and stage processes."""
+"""Helpers for tests of the serve and evaluate stages: a tiny model, evaluation tasks, and stage processes."""
 
 import json
 import os
@@ -24,7 +24,10 @@ CHAT_TEMPLATE = (
 
 
 def make_model(folder: Path, seed: int = 0, head_dim: int = 32) -> None:
-    """Write a random Qwen3 with large weights, so that its predictions are certain, and one token a character."""
+    """Write a random Qwen3 whose tokens are single characters.
+
+    Its large weights make one token far more probable than the others, so that engines agree.
+    """
     import torch
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
@@ -57,7 +60,7 @@ def make_model(folder: Path, seed: int = 0, head_dim: int = 32) -> None:
 
 
 def write_tasks(folder: Path, num_generations: int = 120, num_choices: int = 12) -> None:
-    """Write three evaluation tasks: `sums` generates, `choices` compares likelihoods, `long` exceeds the context."""
+    """Write three lm-eval tasks: `sums` generates, `choices` compares likelihoods, `long` overflows the context."""
     folder.mkdir()
     sums = ({"question": f"What is {a} + {a + 3}?", "answer": str(2 * a + 3)} for a in range(num_generations))
     choices = (
@@ -86,7 +89,7 @@ def write_tasks(folder: Path, num_generations: int = 120, num_choices: int = 12)
 
 
 def write_work(work: Path, kind: str, config: dict[str, Any], inputs: dict[str, Path], **more: Any) -> Path:
-    """Write the work folder of a stage named like its kind; the scratch of an existing one is kept."""
+    """Write the work folder of a stage named like its kind; intermediate results in an existing folder are kept."""
     work.mkdir(exist_ok=True)
     stage_input = {"name": kind, "kind": kind, "version": "0123456789ab", "config": {"kind": kind, **config}, **more}
     stage_input |= {"inputs": {name: str(path) for name, path in inputs.items()}, "cache": str(work.parent / "cache")}
@@ -121,7 +124,10 @@ def run_to_the_end(work: Path, timeout_s: float = 500) -> StageResult:
 
 
 def wait_for(condition: Any, timeout_s: float = 500, what: str = "it") -> Any:
-    """Wait until the condition returns something true, and return that."""
+    """Wait until a condition returns a true value, and return the value.
+
+    Fails after `timeout_s` with a message that names `what`.
+    """
     end = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < end, f"{what} did not happen within {timeout_s} s"
@@ -130,13 +136,14 @@ def wait_for(condition: Any, timeout_s: float = 500, what: str = "it") -> Any:
 
 
 def served_processes(folder: Path) -> list[int]:
-    """Return the living processes of a server with temporary files in `folder`: vLLM, its engine, helpers."""
+    """Return the process ids of a server with temporary files in `folder`: vLLM, its engine, and helpers."""
     return marked_processes(f"TMPDIR={folder}")
 
 
 def engine_processes(folder: Path) -> list[int]:
-    """Return a server's processes except Python's resource tracker, which removes the semaphores that a kill leaves
-    behind once all others have ended.
+    """Return the process ids of a server without Python's resource tracker.
+
+    The tracker outlives a kill until it has removed the semaphores that the others left.
     """
     commands = {}
     for pid in served_processes(folder):

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, in one folder, ended after the test."""
+"""A real Slurm cluster of two nodes on this machine, for tests: munged, slurmctld and two slurmd in one folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PartitionName=urgent Nodes=node1,node2 MaxTime=60 PriorityTier=10
 
 
 def why_not() -> str | None:
-    """Return the reason why Slurm cannot run on this machine; None if it can."""
+    """Return why Slurm cannot run on this machine, as a message for a skipped test; None if it can run."""
     missing = [name for name in PROGRAMS if not shutil.which(name, path=_path())]
     if missing:
         return f"Slurm is not installed: no {', '.join(missing)} (.ci/run installs Debian's packages)"
@@ -65,7 +65,7 @@ def why_not() -> str | None:
 
 
 class SlurmCluster:
-    """Running Slurm cluster. While it is up, `SLURM_CONF` in this process's environment points to it."""
+    """Running Slurm cluster of two nodes; meanwhile `SLURM_CONF` in this process's environment points to it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,7 +73,7 @@ class SlurmCluster:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def command(self, *arguments: str) -> str:
-        """Return the output of one of Slurm's commands."""
+        """Run one of Slurm's commands, such as `squeue`, and return its output."""
         ended = subprocess.run(arguments, env=self.environment(), capture_output=True, text=True, timeout=60)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
@@ -82,24 +82,27 @@ class SlurmCluster:
         return {**os.environ, "SLURM_CONF": str(self.config), "PATH": _path()}
 
     def jobs(self) -> list[list[str]]:
-        """Return id, state and name of every job in the queue."""
+        """Return id, state and name of every job in Slurm's queue."""
         return [line.split() for line in self.command("squeue", "--noheader", "--format=%i %T %j").splitlines()]
 
     def wait_for_state(self, state: str) -> str:
-        """Wait for a job in this state; returns its id."""
+        """Wait until a job is in this state, such as RUNNING, and return the job's id."""
         return eventually(lambda: next((job[0] for job in self.jobs() if job[1] == state), None), f"no job is {state}")
 
     def start_node(self, node: str) -> None:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def kill_slurmd(self, node: str) -> None:
-        """SIGKILL a node's slurmd; the jobs that it started continue."""
+        """SIGKILL the Slurm daemon of a node; the jobs that it started continue."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
 
     def kill_node(self, node: str) -> None:
-        """SIGKILL a node's daemon, its step processes and its jobs. No other node may have jobs."""
+        """SIGKILL a node's Slurm daemon, its step processes and its jobs, as if the node failed.
+
+        No other node may have jobs.
+        """
         self.kill_slurmd(node)
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -162,7 +165,10 @@ class SlurmCluster:
 
 @contextmanager
 def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Run a Slurm cluster with its files in `folder`; restores this process's environment at the end."""
+    """Run a Slurm cluster of two nodes until the end of the context, with its files in `folder`.
+
+    This process's environment is restored at the end.
+    """
     before = {name: os.environ.get(name) for name in ("SLURM_CONF", "PATH")}
     cluster = SlurmCluster(folder)
     try:
@@ -205,5 +211,5 @@ def eventually(condition: Callable[[], Any], what: str) -> Any:
 
 
 def _path() -> str:
-    """Return PATH with the folders of Debian's daemons, /usr/sbin and /sbin."""
+    """Return PATH with the folders /usr/sbin and /sbin added, where Debian installs Slurm's daemons."""
     return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"

@@ -1,4 +1,4 @@
-"""Process that outlives the tests, however they end, and kills what they leave: servers, daemons, jobs.
+"""Process that outlives the tests, however they end, and kills the servers, daemons and jobs that they left running.
 
 Fixtures do not come to their ends when pytest is killed, nor in workers of pytest-xdist when it is interrupted: servers
 in sessions of their own would stay.
@@ -22,7 +22,10 @@ _sweepers = []
 
 
 def pytest_configure(config) -> None:
-    """Start one sweeper for all: workers of pytest-xdist inherit its mark from the main pytest process."""
+    """Start one sweeper for the whole test run.
+
+    Workers of pytest-xdist inherit its mark from the main pytest process.
+    """
     if hasattr(config, "workerinput"):
         return
     os.environ[MARK_VARIABLE] = mark = uuid.uuid4().hex
@@ -32,7 +35,7 @@ def pytest_configure(config) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Wait until the sweeper has ended all processes that the tests left."""
+    """Wait until the sweeper has killed all processes that the tests left running."""
     for sweeper in _sweepers:
         sweeper.communicate()
     _sweepers.clear()

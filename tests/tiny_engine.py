@@ -1,4 +1,4 @@
-"""Second serving engine for tests, which proves that an engine is one module and a line of the registry."""
+"""Serving engine that only tests register, which proves that a new engine is one module and a registry entry."""
 
 import json
 import os
@@ -47,7 +47,7 @@ class TinyEngine:
     listens_on_sockets = False
     capabilities = Capabilities("safetensors")
     answer_tokens: int | None = None
-    """Number of tokens in each answer under load; None: as many as requested."""
+    """Number of tokens in each answer during a load test; None: as many as requested."""
 
     def find_program(self) -> TinyProgram:
         return TinyProgram()

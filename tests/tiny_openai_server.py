@@ -1,5 +1,6 @@
-"""Server with OpenAI's API that answers sums: `tiny_openai_server.py MODEL_FOLDER NAME HOST PORT`, key in TINY_KEY.
+"""Server with OpenAI's API that answers with sums of numbers: the program of the tests' tiny engine.
 
+Run: `tiny_openai_server.py MODEL_FOLDER NAME HOST PORT`, with the API key in TINY_KEY.
 It answers `What is 1 + 2?` with `3`, and everything else with `?`; in a chat, with the sum of all
 that was said. Like a real engine it refuses a model that it cannot load, with the reason in its log: one whose folder
 has a file `broken`; with one that has a file `deadly`, it dies of the first request. A file `slow` holds the seconds
@@ -57,8 +58,10 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(text)}})
 
     def chat(self, asked: dict) -> None:
-        """Stream the sum of all numbers in a conversation, in parts, with colour and sampling options if asked for;
-        refuse a last message without a number."""
+        """Stream the sum of all numbers in a conversation, or refuse a last message without a number.
+
+        The answer has colour if the last message contains `red`, and the sampling options if it contains `by`.
+        """
         messages = asked["messages"]
         if not re.search(r"\d", messages[-1]["content"]):
             self.send_error(400, "no number")

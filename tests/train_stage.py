@@ -1,4 +1,4 @@
-"""Helpers to run train stages as the orchestrator does, on the built-in model and part of the built-in data."""
+"""Helpers that run train stages as the orchestrator does, on the built-in model and part of the built-in data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.forked_stages import warm_parent
 
 VERSION = "0" * 12
 NUM_ROWS = {"problems": (400, 40), "preferences": (32, 16)}
-"""Numbers of training and held-out rows; preferences are few, so that a few steps see them several times."""
+"""Numbers of training and held-out rows by dataset; preferences are few, so that a few steps see them several times."""
 
 
 def make_artifacts(folder: Path) -> dict[str, Path]:
-    """Write the artifacts that train stages refer to: `base`, `problems` and `preferences`."""
+    """Write the artifacts for tests of train stages: the model `base`, the datasets `problems` and `preferences`."""
     artifacts = {name: folder / name for name in ("base", "problems", "preferences")}
     (artifacts["base"] / "model").mkdir(parents=True)
     qwen3.make(artifacts["base"] / "model")
@@ -37,7 +37,7 @@ def make_artifacts(folder: Path) -> dict[str, Path]:
 
 
 def make_teacher(artifacts: dict[str, Path], folder: Path) -> Path:
-    """Write a model artifact with the base's architecture and other weights."""
+    """Write a teacher for distillation: a model artifact with the architecture of `base` and other weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -51,7 +51,7 @@ def make_teacher(artifacts: dict[str, Path], folder: Path) -> Path:
 
 
 def make_config(method: str = "sft", **fields: Any) -> TrainConfig:
-    """Return the config of a train stage with short rows and few steps."""
+    """Return the config of a train stage with short rows and few steps; `fields` replace fields of the config."""
     data = "problems" if method == "sft" else "preferences"
     return TrainConfig.model_validate(
         {
@@ -71,7 +71,7 @@ def make_config(method: str = "sft", **fields: Any) -> TrainConfig:
 
 
 def make_context(work: Path, artifacts: dict[str, Path], config: TrainConfig) -> StageContext:
-    """Make a train stage's work folder with its `config.json`; returns the stage's context."""
+    """Make a train stage's work folder with its `config.json`, and return the stage's context."""
     work.mkdir(parents=True, exist_ok=True)
     cache = work.parent / "cache"
     stage_input = StageInput(
@@ -87,14 +87,14 @@ def make_context(work: Path, artifacts: dict[str, Path], config: TrainConfig) ->
 
 
 def start(work: Path, config: TrainConfig) -> subprocess.Popen[bytes]:
-    """Start the stage's process or processes; the output goes to `log.txt`."""
+    """Start all processes of a train stage; their output goes to `log.txt`."""
     with (work / "log.txt").open("ab") as log:
         environment = {**local.environment(config), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(local.command(work, config), stdout=log, stderr=log, env=environment)
 
 
 def run_to_end(work: Path, config: TrainConfig, program: str | None = None) -> None:
-    """Run the stage's processes to their successful end, forked from a parent that has imported what they need.
+    """Run a train stage to its successful end, in processes forked from a parent that has made their imports.
 
     program: a rank program that runs the stage in another way.
 
@@ -109,7 +109,7 @@ def run_to_end(work: Path, config: TrainConfig, program: str | None = None) -> N
 
 
 def start_forked(work: Path, config: TrainConfig) -> tuple[int, Callable[[], int | None]]:
-    """Start the stage's processes as `run_to_end` does.
+    """Start a train stage's processes, forked from a parent that has made their imports, without waiting for their end.
 
     Returns the pid of their parent, and a function that waits for the exit code of the first that failed, 0 if none
     did.
@@ -123,19 +123,22 @@ def start_forked(work: Path, config: TrainConfig) -> tuple[int, Callable[[], int
 
 
 def ranks_of(parent: int) -> list[int]:
-    """Return the pids of the living ranks that a process has started, in order; none of a process that has ended."""
+    """Return the process ids of a process's living children, oldest first: the ranks of a train stage.
+
+    Returns none for a process that has ended.
+    """
     children = Path(f"/proc/{parent}/task/{parent}/children")
     return [int(pid) for pid in children.read_text().split()] if children.exists() else []
 
 
 def _warm(config: TrainConfig) -> tuple[str, str]:
-    """Return the rank program that runs a stage of this engine, and the stage's environment as JSON."""
+    """Return the program that runs a train stage on this engine in a forked process, and its environment as JSON."""
     program = f"tests.warm_{'megatron_' * (config.engine == 'megatron')}stage"
     return program, json.dumps({**local.environment(config), "OMP_NUM_THREADS": "1"})
 
 
 def finish_again(done: Path, step: int, work: Path, artifacts: dict[str, Path], config: TrainConfig) -> None:
-    """Copy a finished stage's work folder, and finish it again from the checkpoint of a step."""
+    """Copy a finished train stage's work folder, and resume the copy from the checkpoint of a step to its end."""
     shutil.copytree(done, work)
     shutil.rmtree(work / config.product)
     for checkpoint in (work / "scratch" / "checkpoints").iterdir():
@@ -148,5 +151,5 @@ def finish_again(done: Path, step: int, work: Path, artifacts: dict[str, Path], 
 
 
 def logged(work: Path) -> list[dict[str, float]]:
-    """Return the lines of `metrics.jsonl`."""
+    """Return the metrics of every step, the lines of the stage's `metrics.jsonl`."""
     return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]

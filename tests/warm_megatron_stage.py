@@ -1,4 +1,4 @@
-"""Rank program of a train stage with Megatron's imports, which change the process that they are in."""
+"""Megatron train stage to run in forked processes, with its imports made in their parent."""
 
 from importlib import import_module
 

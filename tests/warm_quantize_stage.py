@@ -1,4 +1,4 @@
-"""Rank program of a quantize stage with its imports already made."""
+"""Quantize stage to run in a forked process, with its imports made in the parent."""
 
 import os
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""LoRA tokens per second and peak memory of our train stage against TRL's `SFTTrainer` with PEFT, SFT on packed rows:
-`python tests/benchmarks/adapters_against_trl.py`.
+"""Benchmark of LoRA training: tokens/s and peak memory of our train stage against TRL's `SFTTrainer` with PEFT.
 
+Both train with SFT on the same packed rows. Run: `python tests/benchmarks/adapters_against_trl.py`.
 Same model, chats, rows, rank, precision, optimizer and number of threads, recomputation off on both sides, one process
 each, alternating. Prints the medians of the rounds' ratios. Memory is the most that the process had resident since it
 had the model, imports included. Aims: twice TRL's speed, 0.8 of its memory. With `--hidden-size 512 --layers 12` both
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int, threads: int) -> tuple[float, float]:
-    """Return our tokens/s and peak memory relative to TRL's."""
+    """Train once with our stage and once with TRL; return the ratios ours/TRL's of tokens/s and of peak memory."""
     metrics = run_stage(root, stage_input(root, name=f"ours-{index}", steps=steps, adapter=ADAPTER), threads)
     ours = statistics.median(step["tokens_per_s"] for step in metrics[WARMUP_STEPS:])
     ours_gib = max(step["peak_memory_gib"] for step in metrics)

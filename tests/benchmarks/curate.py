@@ -1,4 +1,4 @@
-"""Recall and precision of the curate stage on planted near-duplicates, with its time and memory.
+"""Benchmark of the curate stage: recall and precision on planted near-duplicates, time and memory.
 
 `python tests/benchmarks/curate.py [NUM_ROWS]` (default 20,000) prints rows, seconds, peak memory, recall and precision.
 """
@@ -24,7 +24,7 @@ STEPS = {"length": {"min_characters": 10}, "exact_duplicates": True, "near_dupli
 
 
 def main() -> None:
-    """Write rows, curate them, and print what was found."""
+    """Write rows with planted near-duplicates, curate them, and print recall, precision, time and memory."""
     planted = planted_duplicates(int(sys.argv[1]) if len(sys.argv) > 1 else 20_000)
     config = CurateConfig.model_validate({"kind": "curate", "datasets": ["mine"], **STEPS})
     with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""Benchmark of the memory and time of a training stage that prepares a large JSONL dataset and learns from it.
+"""Benchmark of the memory and time that a training stage needs to tokenize and train on a large JSONL dataset.
 
 `python tests/benchmarks/data_memory.py [GB …] [--linked]` prints the peak of its processes for each size, those that
 tokenize apart; it is flat when the lines show about the same. No two rows are the same, so that all of them are
@@ -31,10 +31,10 @@ SHARD_BYTES = 100_000_000
 NUM_WORDS = 5000
 VOCABULARY_SIZE = 8192
 WORDS_OF_ROW = 220
-"""Number of words in a row, about a kilobyte."""
+"""Number of words in a row of generated text, which makes about a kilobyte."""
 POLL_S = 0.05
 OF_TOKENIZING = b"spawn_main"
-"""Text in the command line of processes that only tokenize."""
+"""Text by which tokenizing processes are recognized in their command line."""
 
 
 def make_words() -> list[str]:
@@ -66,7 +66,7 @@ def make_model(folder: Path, words: list[str]) -> None:
 
 
 def base_rows(words: list[str]) -> bytes:
-    """Return the rows of a shard without the part that distinguishes them from other shards' rows."""
+    """Return the JSONL rows that every shard of the dataset repeats; a prefix in each row then makes it distinct."""
     draw = random.Random(1)
     rows, num_bytes = [], 0
     while num_bytes < SHARD_BYTES:
@@ -76,7 +76,10 @@ def base_rows(words: list[str]) -> bytes:
 
 
 def peaks_mib(process: subprocess.Popen[bytes]) -> tuple[float, float]:
-    """Return the peak memory of the stage's process, and of the largest tokenizing one; page cache is not counted."""
+    """Return the peak memory in MiB of the stage's process and of its largest tokenizing process.
+
+    Page cache is not counted.
+    """
     stage_kib = tokenizing_kib = 0
     while process.poll() is None:
         stage_kib = max(stage_kib, anonymous_kib(process.pid))
@@ -86,7 +89,7 @@ def peaks_mib(process: subprocess.Popen[bytes]) -> tuple[float, float]:
 
 
 def tokenizing(pid: int) -> list[int]:
-    """Return the tokenizing processes among this process's descendants."""
+    """Return the ids of the tokenizing processes among a process's descendants."""
     return [child for child in children(pid) if OF_TOKENIZING in command_line(child)]
 
 
@@ -99,7 +102,7 @@ def command_line(pid: int) -> bytes:
 
 
 def children(pid: int) -> list[int]:
-    """Return all descendants of a process."""
+    """Return the process ids of all descendants of a process."""
     try:
         found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
@@ -108,7 +111,7 @@ def children(pid: int) -> list[int]:
 
 
 def anonymous_kib(pid: int) -> int:
-    """Return the anonymous memory of a process; 0 once it has ended."""
+    """Return the anonymous (not file-backed) memory of a process in KiB; 0 once the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -117,7 +120,7 @@ def anonymous_kib(pid: int) -> int:
 
 
 def main() -> None:
-    """Measure every size named on the command line."""
+    """Measure time and memory for every dataset size named on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("sizes_gb", metavar="GB", type=float, nargs="*", default=DEFAULT_GB)
     parser.add_argument("--linked", action="store_true")

@@ -1,4 +1,4 @@
-"""Benchmark of the speed and memory with which rows become packed tokens: 100,000 and 1,000,000 short chats.
+"""Benchmark of data preparation: rows/s and memory of tokenizing and packing 100,000 and 1,000,000 short chats.
 
 `python tests/benchmarks/data_streaming.py [NUM_ROWS …]` prints rows/s and peak memory for each number of rows, each in
 a process of its own; memory is flat when the last lines show about the same.
@@ -45,7 +45,7 @@ def write_chats(path: Path, num_rows: int) -> None:
 
 
 def measure(folder: Path, tokenizer_folder: Path, num_rows: int) -> None:
-    """Print the metrics of one preparation, from files to packed rows."""
+    """Tokenize and pack the chats in `folder` once, and print rows/s and peak memory."""
     before_mib = peak_memory_mib()
     config = DataConfig(dataset="chats", sequence_length=1024)
     begin_s = time.perf_counter()
@@ -75,7 +75,7 @@ def peak_memory_mib() -> float:
 
 
 def main() -> None:
-    """Measure every number of rows named on the command line."""
+    """Measure data preparation for every number of rows named on the command line."""
     numbers = [int(argument) for argument in sys.argv[1:]] or DEFAULT_NUM_ROWS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""Output tokens per second of the generate stage's requests against the serve stage's benchmark, of one server.
+"""Benchmark of the generate stage: output tokens/s, compared with the serve stage's benchmark on the same server.
 
 `python tests/benchmarks/generate_throughput.py`: the quickstart's untrained model, the same lengths, number of requests
 and requests at a time, greedy, in turns, of which each goes first in every other round. Prints the median ratio, whose
@@ -26,14 +26,19 @@ from stages.serving.served_models import AskExecution
 from stages.serving.server import Server, started_server
 
 FIRST_TOKEN, LAST_TOKEN = 10, 200
-"""Range of token ids of random prompts: characters, no special tokens."""
+"""First and last token id that random prompts draw from: ordinary characters, no special tokens."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=16, help="requests for each unit of concurrency")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=16,
+        help="number of requests in a round for each concurrent client (default: 16)",
+    )
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
     given = parser.parse_args()
@@ -64,7 +69,10 @@ def served(root: Path, load: BenchmarkConfig) -> Iterator[Server]:
 
 
 def rates_in_turns(server: Server, load: BenchmarkConfig, folder: Path, round_number: int) -> dict[str, int]:
-    """Return tokens/s by name, measured in turns so that both see the same load of a shared machine."""
+    """Return the output tokens/s of the serve stage's `benchmark` and of `generate`, by these names.
+
+    Which one is measured first alternates by round, so that a shared machine's load affects both equally.
+    """
     measure = {
         "benchmark": lambda: benchmark_rate(server, load, folder),
         "generate": lambda: generate_rate(server, load, folder, round_number),

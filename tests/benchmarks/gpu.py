@@ -1,5 +1,6 @@
-"""Benchmark of one accelerator, in parts of at most three minutes: `python tests/benchmarks/gpu.py --out FOLDER`.
+"""Benchmark of one GPU: tests, matmul rates and training runs, each at most three minutes.
 
+Run: `python tests/benchmarks/gpu.py --out FOLDER`.
 Parts are the tests of `tests/gpu`, the device's matmul and copy rates, and training steps (`gpu_part.py`), in the order
 of what is worth most to know. Each is a process of its own with a time limit; `FOLDER/gpu.json` and `FOLDER/gpu.md` are
 written after each. Started again, it goes on with what is not in `gpu.json`; `--limit-s` ends it before a command's own
@@ -32,50 +33,61 @@ TESTS = (
 )
 PART_LIMIT_S = 175
 CPU_LIMIT_S = 600
-"""Time limit of a part on a CPU, where only the programs are tested, perhaps beside other work."""
+"""Time limit in seconds of a benchmark part on a CPU, where it only shows that the programs run."""
 LEAST_S = 20
-"""Remaining time below which no part is begun."""
+"""Remaining time in seconds below which no further benchmark part is started."""
 MOST_PLACES = 3
-"""Most layouts that are tried for one training run: the next one only after a layout ran out of memory."""
+"""Largest number of layouts tried for one training run; the next is tried only if the last ran out of memory."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A training run to measure: model, method and program."""
+    """A training run to measure: its model, row length, training program, precision and layout."""
 
     model: str
     tokens: int
-    """Number of tokens in a row."""
+    """Number of tokens in a training row."""
     program: str
-    """Training program: fsdp or megatron; transformers: a plain loop; trl: its `SFTTrainer`."""
+    """Training program: `fsdp` or `megatron` (our engines), `transformers` (a plain loop), `trl` (its `SFTTrainer`)."""
     adapter: bool = False
     compile: bool = False
     precision: str = "bf16"
     place: int = 0
-    """Rank of the layout among those predicted to fit, fastest first; after one that ran out of memory, the next."""
+    """Index of the layout to use among those predicted to fit, fastest first; raised when one ran out of memory."""
 
     @property
     def name(self) -> str:
-        """Title of the benchmark part, in one line."""
+        """Name of the training run in the result table: model, row length, LoRA or full, program."""
         how = ["LoRA" if self.adapter else "full", self.program]
         how += [word for word, said in (("compiled", self.compile), ("fp8", self.precision == "fp8")) if said]
         return " ".join([self.model, str(self.tokens), *how])
 
     @property
     def rows(self) -> int:
-        """Number of rows in an optimizer step: two micro-batches, if both fit."""
+        """Number of rows in an optimizer step, enough for two micro-batches."""
         return max(2, (1024 if self.model == "tiny" else 32768) // self.tokens)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu for the same programs on a tiny model")
-    parser.add_argument("--limit-s", type=float, default=1e9, help="time limit in seconds of all parts together")
     parser.add_argument(
-        "--only", action="append", metavar="PATTERN", help="run parts with such names (as `* fsdp`); may be repeated"
+        "--device",
+        default="cuda",
+        help="device type: cuda, or cpu to try the same programs on a tiny model (default: cuda)",
     )
-    parser.add_argument("--models", type=Path, help="folder for random weights, up to 30 GB; default: --out")
+    parser.add_argument(
+        "--limit-s", type=float, default=1e9, help="time limit in seconds for the whole benchmark (default: none)"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="PATTERN",
+        help="run only the parts whose name matches the pattern, such as `* fsdp`; may be repeated",
+    )
+    parser.add_argument(
+        "--models", type=Path, help="folder for models with random weights, up to 30 GB (default: `models` in --out)"
+    )
     arguments = parser.parse_args()
     run = Run(arguments.out, arguments.device, time.monotonic() + arguments.limit_s, arguments.models)
     for what in ordered(arguments.device):
@@ -85,7 +97,7 @@ def main() -> None:
 
 
 def ordered(device: str) -> list[Part | str]:
-    """Return the names of tests, rates and training parts, most valuable first."""
+    """Return everything to run: GPU tests, matmul rates and training runs, the most informative first."""
     if device == "cpu":
         of_programs = [Part("tiny", 128, name) for name in ("fsdp", "megatron", "transformers", "trl")]
         return ["rates", *of_programs, Part("tiny", 128, "fsdp", adapter=True), Part("tiny", 128, "fsdp", compile=True)]
@@ -116,12 +128,12 @@ def ordered(device: str) -> list[Part | str]:
 
 
 def name_of(what: Part | str) -> str:
-    """Return the name of a benchmark part as the result table shows it."""
+    """Return the name of a test, rate or training run as the result table shows it."""
     return what.name if isinstance(what, Part) else what
 
 
 class Run:
-    """Progress of a benchmark: its parts that are done, with results, and those that are left."""
+    """State of a benchmark: results so far, kept in `gpu.json`, so that an interrupted benchmark can continue."""
 
     def __init__(self, out: Path, device: str, end_s: float, models: Path | None) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -132,7 +144,10 @@ class Run:
         self.rows: list[dict[str, Any]] = json.loads(self.file.read_text()) if self.file.exists() else []
 
     def part(self, what: Part | str) -> None:
-        """Run a part, unless it is done or time is short; if memory runs out, try the next layout."""
+        """Run one test, rate or training run, unless it is done or time is short.
+
+        A training run that exhausts memory is repeated with the next layout.
+        """
         for place in range(MOST_PLACES):
             one = replace(what, place=place) if isinstance(what, Part) else what
             row = self._done(one) or self._run(one)
@@ -180,7 +195,11 @@ class Run:
         return [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
 
     def _make_model(self, size: str) -> None:
-        """Write a model in a process of its own, except the smallest: 16 GB take some of a part's time."""
+        """Write the random model of a training run before the run, in a process of its own.
+
+        Writing up to 16 GB would otherwise use up part of the run's time limit. The training run itself writes the tiny
+        model.
+        """
         if size == "tiny" or (self.models / size).exists():
             return
         program = (
@@ -192,7 +211,10 @@ class Run:
             self._process(command, Path(folder) / "log.txt", max(1.0, self.end_s - time.monotonic()))
 
     def _process(self, command: list[str], log: Path, limit_s: float) -> int | None:
-        """Return the exit code of a process; None if it reached the limit and was ended with its children."""
+        """Run a command and return its exit code, or None if it was killed at its time limit.
+
+        Its children are killed, too.
+        """
         from flows.launch.local import EVERYWHERE, ON_LOOPBACK
         from stages.core.supervised import Supervised
 
@@ -208,7 +230,7 @@ class Run:
                 started.stop()
 
     def _keep(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add a result and rewrite the results files atomically, so that a killed process leaves the earlier ones."""
+        """Add a result to the results files; they are replaced atomically, so that a kill loses no earlier result."""
         self.rows = [other for other in self.rows if other["part"] != row["part"]] + [row]
         for file, text in ((self.file, json.dumps(self.rows, indent=1)), (self.out / "gpu.md", table(self.rows))):
             half = file.with_suffix(".half")
@@ -226,7 +248,7 @@ def _lacking(what: Part | str) -> str | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table with a line for each training part, followed by the other parts."""
+    """Return the results as a Markdown table: a line for each training run, then the tests and rates."""
     lines = [
         "| part | layout | tokens/s | MFU | step s (predicted) | peak GiB (predicted) |",
         "| --- | --- | --- | --- | --- | --- |",

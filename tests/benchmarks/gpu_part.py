@@ -1,5 +1,6 @@
-"""One line of `gpu.py`'s table, measured in a process of its own: `gpu_part.py PART RESULT MODELS DEVICE`.
+"""Measurement of one training run of the GPU benchmark, in a process of its own.
 
+Run: `gpu_part.py PART RESULT MODELS DEVICE`.
 PART is JSON (`Part`); RESULT is written when something is known; models of random weights are kept in MODELS. Rows hold
 one document each, all of whose tokens are learned from, as the planner has it. A plain loop and TRL train in the same
 precision (fp32 weights, bf16 products), with the same AdamW, and recompute what our engine recomputes.
@@ -45,11 +46,11 @@ SIZES = {  # of Qwen3: width, feed-forward width, layers, heads, key/value heads
 WARMUP_STEPS = 2
 STEPS = 5
 NUM_KERNELS = 12
-"""Number of slowest kernels kept of a profiled step."""
+"""Number of slowest kernels that are kept of a profiled training step."""
 
 
 def config_of(part: Part, **layout: Any) -> TrainConfig:
-    """Return the config of a train stage that does the same training as a benchmark part."""
+    """Return a train stage's config for a training run of the GPU benchmark; `layout` gives the layout's fields."""
     engine = part.program if part.program == "megatron" else "fsdp"
     return TrainConfig.model_validate(
         {
@@ -85,7 +86,10 @@ def main() -> None:
 
 
 def made_model(folder: Path, size: str, device: torch.device) -> Path:
-    """Return the folder of a Qwen3 of this size in bf16, written on first use; weights are made on the device."""
+    """Return the folder of a Qwen3 model of the named size with random bf16 weights, written on first use.
+
+    The weights are drawn on the device.
+    """
     if (folder / "config.json").exists():
         return folder
     width, feed_forward, layers, heads, kv_heads, head_width, vocabulary, tied = SIZES[size]
@@ -114,7 +118,10 @@ def made_model(folder: Path, size: str, device: torch.device) -> Path:
 
 
 def tried(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, device: torch.device) -> dict[str, Any]:
-    """Measure a layout; returns the measurements or, if memory ran out, the error with the predicted memory."""
+    """Measure a training run under one layout.
+
+    If memory runs out, return the error and the predicted memory instead.
+    """
     try:
         return measured(part, chosen, folder, shape, device)
     except torch.OutOfMemoryError as error:
@@ -123,7 +130,7 @@ def tried(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, device
 
 
 def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, device: torch.device) -> dict[str, Any]:
-    """Return parameters, metrics and tags as a train stage logs them to MLflow."""
+    """Train under one layout; return parameters, metrics and tags named as a train stage logs them to MLflow."""
     config = config_of(part, **chosen.layout.model_dump())
     start_s = time.perf_counter()
     program: Callable[..., tuple[Steps, float]] = {"transformers": plain_loop, "trl": trl}.get(part.program, engine)
@@ -153,7 +160,7 @@ def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, dev
 
 
 def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candidate]:
-    """Return the layouts that are predicted to fit, fastest first, tight ones last."""
+    """Return the layouts predicted to fit in memory, fastest first, those with little memory to spare last."""
     hardware = hardware_at_hand(device_name(device), 1, None)
     assert hardware, f"describe {device_name(device)} in stages/planner/hardware.py first"
     available = free_bytes(device) / GIB if device.type != "cpu" else hardware.memory_gib
@@ -171,7 +178,7 @@ def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candida
 def engine(
     part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device
 ) -> tuple[Steps, float]:
-    """Return a function that runs optimizer steps of our FSDP or Megatron engine."""
+    """Load our FSDP or Megatron engine; return a function that runs training steps, and the FLOPs of one step."""
     if part.program == "megatron":
         from stages.engines.megatron.compat import prepare_megatron
 
@@ -190,7 +197,7 @@ def engine(
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Return the device's `peak_memory_gib` and `peak_allocated_gib`.
+    """Return the peak memory of the device in GiB: in use altogether, and allocated by tensors.
 
     The first is everything on the device, as the planner predicts it: the allocator's memory and what lies beside it
     (driver, libraries). The second is the memory of tensors.
@@ -207,7 +214,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def profiled(steps: Steps, device: torch.device) -> list[dict[str, Any]]:
-    """Return the slowest kernels of one step with their share of all kernels' time."""
+    """Profile one training step; return the slowest kernels with their share of the time of all kernels."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds = [torch.profiler.ProfilerActivity.CUDA]

@@ -1,4 +1,7 @@
-"""Matmul and copy rates of an accelerator, for `gpu.py`: `gpu_rates.py RESULT DEVICE`."""
+"""Measurement of an accelerator's matmul FLOP/s and memory copy rate, part of the GPU benchmark.
+
+Run: `gpu_rates.py RESULT DEVICE`.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,13 @@ def main() -> None:
 
 
 def product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
-    """Return a function that multiplies two square matrices, for timing."""
+    """Return a function that multiplies two square matrices of side `size`, to be timed."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return lambda: left @ right
 
 
 def shortest_s(work: Callable[[], Any]) -> float:
-    """Return the shortest time of repeated runs within a second."""
+    """Run a function repeatedly for a second, and return the shortest time in seconds."""
     synchronize = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
     work()
     synchronize()

@@ -1,4 +1,4 @@
-"""Training steps beside our engines' for `gpu_part.py`: a plain Transformers loop, and TRL's trainer."""
+"""Training programs that the GPU benchmark compares our engines with: a plain Transformers loop, and TRL's trainer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from stages.models.transformers_flops import model_flops
 
 ADAPTER = {"rank": 16, "alpha": 32}
 Steps = Callable[[int], list[float]]
-"""Function that runs a number of optimizer steps and returns the seconds of each."""
+"""Type of a function that runs the given number of optimizer steps and returns the seconds of each."""
 
 
 def timed(step: Callable[[], Any], device: torch.device) -> Steps:
-    """Turn one step into `Steps` that wait for the device after each."""
+    """Turn a function that does one training step into one that times several, waiting for the device after each."""
 
     def steps(number: int) -> list[float]:
         times_s = [now_s(device)]
@@ -36,14 +36,14 @@ def timed(step: Callable[[], Any], device: torch.device) -> Steps:
 
 
 def now_s(device: torch.device) -> float:
-    """Return the time after all queued work of the device is done."""
+    """Wait until the device has done all queued work, and return the time in seconds."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 def batch(vocabulary: int, rows: int, length: int) -> Batch:
-    """Return a batch of rows with one document each, on the host, as data preparation makes it."""
+    """Return a batch of random tokens on the host, as data preparation makes it, with one document in each row."""
     tokens = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
     targets = torch.cat([tokens[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
     numbers = torch.arange(rows)[:, None].expand(-1, length)
@@ -51,8 +51,10 @@ def batch(vocabulary: int, rows: int, length: int) -> Batch:
 
 
 def loaded(part: Part, folder: Path, device: torch.device, recompute: bool) -> Any:
-    """Return Transformers' own model, with PEFT's adapter if one is asked for; frozen weights in bf16, as in our
-    engines."""
+    """Load the model with Transformers, with PEFT's LoRA adapter if the training run has one.
+
+    Under an adapter the frozen weights are bf16, as in our engines.
+    """
     dtype = torch.bfloat16 if part.adapter else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).train()
     if part.adapter:
@@ -69,7 +71,7 @@ def loaded(part: Part, folder: Path, device: torch.device, recompute: bool) -> A
 def plain_loop(
     part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device
 ) -> tuple[Steps, float]:
-    """Return the steps of a plain training loop: Transformers' loss, torch's autocast and AdamW."""
+    """Return training steps of a plain loop with Transformers' loss, torch's autocast and AdamW, and a step's FLOPs."""
     model = loaded(part, folder, device, config.layout.recompute != "none")
     flops = model_flops(model).training([part.tokens] * part.rows, part.rows * (part.tokens - 1))
     parameters = [one for one in model.parameters() if one.requires_grad]
@@ -89,7 +91,7 @@ def plain_loop(
 
 
 def trl(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device) -> tuple[Steps, float]:
-    """Return the steps of TRL's `SFTTrainer` on rows of token ids."""
+    """Return training steps of TRL's `SFTTrainer` on rows of token ids, and a step's FLOPs."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -115,7 +117,7 @@ def trl(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device
     rows = Dataset.from_dict({"input_ids": tokens.tolist()})
 
     class Ends(TrainerCallback):
-        """Callback that records the time at the start of training and after each step."""
+        """Callback that records the time when training starts and when each step ends."""
 
         def on_train_begin(self, *arguments: Any, **_: Any) -> None:
             self.times_s = [now_s(device)]

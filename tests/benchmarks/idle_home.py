@@ -1,4 +1,4 @@
-"""Cost of an idle home with one nightly schedule: CPU and memory of its servers, worker and supervisor.
+"""Benchmark of an idle lifecycle home with one nightly schedule: CPU and memory of its servers, worker and supervisor.
 
 python tests/benchmarks/idle_home.py [SECONDS]
 """
@@ -21,7 +21,7 @@ def lifecycle(home: Path, *arguments: str) -> None:
 
 
 def processes_of(home: Path) -> dict[int, str]:
-    """Return number and command of the processes that have this home in their environment."""
+    """Return process id and command of all processes whose environment has this folder as LIFECYCLE_HOME."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -39,7 +39,7 @@ def cpu_s(pid: int) -> float:
 
 
 def pss_mib(pid: int) -> float:
-    """Return the memory of processes, with shared memory divided among its users."""
+    """Return the memory of a process in MiB (PSS): shared memory counts in proportion to the number of its users."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 

@@ -1,4 +1,4 @@
-"""Time of `plan`, `show`, `gc --dry-run` and `runs` with 1,000 artifacts and 10,000 stage runs.
+"""Benchmark of `plan`, `show`, `gc --dry-run` and `runs` in a lifecycle home of 1,000 artifacts and 10,000 stage runs.
 
 python tests/benchmarks/large_home.py
 """
@@ -38,7 +38,7 @@ def lifecycle(home: Path, *arguments: str) -> str:
 
 
 def fill_store(home: Path) -> None:
-    """Write copies of one small artifact, each under its own version."""
+    """Fill the artifact store with copies of one small artifact, each under its own version."""
     rows = home / "rows.jsonl"
     rows.write_text('{"prompt": "1+1", "completion": "2"}\n')
     adopted = json.loads(lifecycle(home, "adopt", str(rows), "--kind", "dataset", "--name", "rows", "--json"))
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def cpu_s() -> float:
-    """Return the CPU time of all commands so far, which a busy machine distorts less than wall time."""
+    """Return the CPU time in seconds of all commands run so far; other load distorts it less than wall time."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,5 +1,6 @@
-"""Time of reading a model with two processes against one, FSDP2 on gloo: `python tests/benchmarks/loading.py`.
+"""Benchmark of loading a model with FSDP2 on gloo: seconds with two processes against one.
 
+Run: `python tests/benchmarks/loading.py`.
 A Qwen3 of 0.85 GiB. Each process reads the rows of its shards, then both compare with Transformers. Prints the median
 ratio, over rounds of alternating runs with one thread a process, of the time from the start of a stage to the
 beginning of its first step, imports included.

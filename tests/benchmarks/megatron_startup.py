@@ -1,5 +1,6 @@
-"""Time from process start to the end of the first Megatron step: `python tests/benchmarks/megatron_startup.py`.
+"""Benchmark of Megatron's start-up: seconds from the start of the process to the end of the first training step.
 
+Run: `python tests/benchmarks/megatron_startup.py`.
 Megatron on the quickstart's model and data, tokenized before; one process, and two with TP2. Prints medians; their
 bound is 15 s.
 """
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def seconds_to_first_step(root: Path, name: str, layout: dict[str, Any]) -> float:
-    """Return the seconds from process start to the stage's first logged step, by wall clock."""
+    """Run a train stage; return the wall-clock seconds from its start to its first logged training step."""
     given = stage_input(root, name=name, steps=1)
     config = {**given.config, "engine": "megatron", "layout": layout}
     start_ms = time.time() * 1000

@@ -1,5 +1,6 @@
-"""Tokens/s of the Megatron engine against plain Transformers: `python tests/benchmarks/megatron_throughput.py`.
+"""Benchmark of the Megatron engine: training tokens/s against plain Transformers.
 
+Run: `python tests/benchmarks/megatron_throughput.py`.
 One process, the same model, batch, precision and AdamW on both sides, alternating; on a CPU in fp32, on a GPU in bf16.
 Prints the median of the rounds' ratios. Aim: at least 1.0.
 """
@@ -32,7 +33,7 @@ WARMUP_STEPS = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="steps in a round of each engine")
+    parser.add_argument("--steps", type=int, default=4, help="number of training steps of each engine in a round")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def megatron_step(folder: Path, tokens: torch.Tensor, device: torch.device) -> Callable[[], float]:
-    """Run a step of the engine and return its loss."""
+    """Load the Megatron engine; return a function that runs one training step and returns its loss."""
     prepare_megatron()
     from stages.engines.megatron.engine import MegatronEngine
 
@@ -83,7 +84,7 @@ def whole_rows(tokens: torch.Tensor) -> Batch:
 
 
 def plain_step(folder: Path, tokens: torch.Tensor, device: torch.device) -> Callable[[], float]:
-    """Run a step of a minimal loop and return its loss."""
+    """Load the model with Transformers; return a function that runs one step of a minimal training loop."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     ids = tokens.to(device)

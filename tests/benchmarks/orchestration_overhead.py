@@ -1,4 +1,4 @@
-"""Overhead of orchestration: a refresh whose stages only sleep, and a nightly one with nothing new.
+"""Benchmark of orchestration overhead: a refresh whose stages only sleep, and a nightly refresh with nothing new.
 
 python tests/benchmarks/orchestration_overhead.py
 
@@ -19,11 +19,14 @@ from worker_home import WorkerHome
 HOUR_S = 3600.0
 SLEEP_S = 20.0
 LONGEST_PATH = 4
-"""Stages on the longest path: base, sft, awq, scores."""
+"""Number of stages on the longest dependency path of the recipe: base, sft, awq, scores."""
 
 
 def sleeping_stages() -> dict[str, dict[str, Any]]:
-    """Return sleeping stages shaped like the quickstart's: two downloads, training, quantization, scores."""
+    """Return a recipe shaped like the quickstart's whose stages only sleep.
+
+    They are two downloads, training, quantization and evaluation.
+    """
     asleep = {"TINY_SECONDS": str(SLEEP_S)}
     return {
         "base": model("ok", **asleep),

@@ -1,5 +1,6 @@
-"""Accuracy of the planner on published runs: step time, ranking, memory, out-of-memory. Prints; asserts nothing.
+"""Accuracy of the layout planner on published training runs.
 
+Prints errors of step time and memory, ranking of layouts, and predicted out-of-memory; asserts nothing.
 python tests/benchmarks/planner_accuracy.py                  # with the constants in the code
 python tests/benchmarks/planner_accuracy.py --fit            # fit them again, on the sources of FIT only
 python tests/benchmarks/planner_accuracy.py --leave-one-out  # fit on all sources of FIT but one, for each
@@ -28,14 +29,14 @@ from stages.planner.search import memory_fit
 from tests.benchmarks.predict_table import predicted_memory_gib
 
 FIT = ("MPT a100-80gb", "vTrain 1024 wide", "Narayanan 2021", "Megatron-LM 2020")
-"""Sources that the constants are fitted to; the others are other clusters, models, GPUs or programs."""
+"""Sources of published runs that the planner's constants are fitted to; all other sources are held out."""
 FITTED = (
     "matmul", "matmul_half_waves", "matmul_half_depth", "first_flash_attention", "memory", "intra_link", "overlapped",
     "launch_s",
 )  # fmt: skip
 BOUNDS = {"matmul": 0.95, "memory": 0.95, "intra_link": 0.95, "overlapped": 1.0}
 LARGEST_ERROR = 0.7
-"""Cap of the log error: outliers count no more than this."""
+"""Cap on the absolute log error of a run's predicted step time, so that outliers do not dominate the fit."""
 RUNS_OF_A_SOURCE = 80
 LEAST_GROUP = 3
 TITLES = (
@@ -45,12 +46,17 @@ TITLES = (
 
 
 def main() -> None:
-    """Read the command line, print the tables."""
+    """Read the command line, and print the planner's errors on the published runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--leave-one-out", action="store_true")
     parser.add_argument(
-        "--tables", type=Path, nargs="+", default=[], metavar="CSV", help="judge by these tables instead"
+        "--tables",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="CSV",
+        help="CSV tables of published runs to compare with instead of the built-in ones",
     )
     arguments = parser.parse_args()
     runs = all_runs()
@@ -71,7 +77,11 @@ def main() -> None:
 
 
 def print_times(runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
-    """Print a line for each source: step time errors, rank correlation within groups, regret of the predicted best."""
+    """Print the planner's step time errors for each source of published runs.
+
+    Each line also has the rank correlation of predicted and measured times within a group of layouts, and the regret of
+    choosing the layout predicted to be fastest.
+    """
     print(f"\n{TITLES}")
     by_source = _by_source(run for run in runs if run.step_time_s)
     for source, members in sorted(by_source.items(), key=lambda item: (item[0] not in FIT, item[0])):
@@ -82,7 +92,7 @@ def print_times(runs: Sequence[Measured], efficiency: Efficiency | None) -> None
 
 
 def print_line(source: str, label: str, runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
-    """Print one line of the table of times."""
+    """Print one source's line of the table of step time errors."""
     errors = [run.predicted_s(efficiency) / run.step_time_s - 1 for run in runs]
     ranks, regrets = _rankings(runs, efficiency)
     mean, median = (average(map(abs, errors)) for average in (statistics.mean, statistics.median))
@@ -95,7 +105,10 @@ def print_line(source: str, label: str, runs: Sequence[Measured], efficiency: Ef
 
 
 def print_memory(runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
-    """Print the error of memory by source, and verdicts on runs that ran or ran out of memory."""
+    """Print the planner's memory errors by source.
+
+    Also prints whether runs that fitted, or ran out of memory, were predicted to fit.
+    """
     by_source = _by_source(run for run in runs if run.memory_gib)
     print(f"\n{'memory':<22} {'runs':>5} {'mean':>6} {'median':>7} {'bias':>6}")
     for source, members in by_source.items():
@@ -106,7 +119,10 @@ def print_memory(runs: Sequence[Measured], efficiency: Efficiency | None) -> Non
 
 
 def print_table(runs: Sequence[Measured]) -> None:
-    """Print errors by trained part and device, memory, and verdicts on runs that fitted."""
+    """Print the planner's errors on one further table of published runs.
+
+    Step time errors are by kind of training and device; memory errors and predictions of fit follow.
+    """
     print(f"\n{runs[0].table}: {len(runs)} runs\n{TITLES}")
     by_source = _by_source(runs)
     for trained in sorted({source.split()[0] for source in by_source}):
@@ -122,7 +138,10 @@ def print_table(runs: Sequence[Measured]) -> None:
 
 
 def print_verdicts(runs: Sequence[Measured]) -> None:
-    """Print verdicts of `lifecycle layouts` on memory, for runs that ran and runs that ran out of it."""
+    """Count predictions that a run fits in memory, barely fits or does not, apart for runs that ran and that did not.
+
+    The predictions are those of `lifecycle layouts`; a run that did not run exhausted memory.
+    """
     verdicts = Counter(
         (run.out_of_memory, memory_fit(predicted_memory_gib(run.run), run.run.hardware.memory_gib)) for run in runs
     )
@@ -132,7 +151,10 @@ def print_verdicts(runs: Sequence[Measured]) -> None:
 
 
 def print_kept_back(runs: Sequence[Measured]) -> None:
-    """Print the errors of seen and kept-back rows of all tables, by whether rows describe their software."""
+    """Print the step time errors of runs known when the constants were fitted, and of runs kept back.
+
+    Runs whose training program is described and others are printed apart.
+    """
     print(f"\n{'all tables':<22} {'':<9} {TITLES[len('step time') + 24 :]}")
     for is_seen, label in ((True, "seen"), (False, "kept back")):
         for has_software, name in ((True, "software known"), (False, "unknown")):
@@ -142,7 +164,7 @@ def print_kept_back(runs: Sequence[Measured]) -> None:
 
 
 def print_leave_one_out(runs: Sequence[Measured]) -> None:
-    """Print the error on each source of FIT with constants fitted to the others."""
+    """Cross-validate the fit: print the error on each source of `FIT` with constants fitted to the other sources."""
     for left_out in FIT:
         efficiency = fit([run for run in runs if run.source in FIT and run.source != left_out])
         print_line(
@@ -151,7 +173,10 @@ def print_leave_one_out(runs: Sequence[Measured]) -> None:
 
 
 def fit(runs: Iterable[Measured]) -> Efficiency:
-    """Fit the constants to the least mean log error of step times, by coordinate descent; sources count equally."""
+    """Fit the planner's constants to measured step times by coordinate descent, and return them.
+
+    The loss is the mean absolute log error; every source has the same weight.
+    """
     by_source = {
         source: members[:: max(1, len(members) // RUNS_OF_A_SOURCE)]
         for source, members in _by_source(run for run in runs if run.step_time_s).items()
@@ -182,7 +207,10 @@ def _loss(by_source: dict[str, list[Measured]], efficiency: Efficiency) -> float
 
 
 def _rankings(runs: Sequence[Measured], efficiency: Efficiency | None) -> tuple[list[float], list[float]]:
-    """Return for each group of layouts Spearman's rank correlation and the regret of the predicted best."""
+    """Compare predicted and measured order of layouts: Spearman's rank correlation and regret for each group of runs.
+
+    The regret is the relative time lost by choosing the layout that is predicted to be fastest.
+    """
     groups: dict[tuple[object, ...], list[Measured]] = defaultdict(list)
     for run in runs:
         groups[run.group].append(run)

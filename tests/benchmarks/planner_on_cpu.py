@@ -1,5 +1,6 @@
-"""Does the planner rank layouts as this machine's CPU does? `python tests/benchmarks/planner_on_cpu.py`
+"""Comparison of the planner's ranking of layouts with step times measured on this machine's CPU.
 
+Run: `python tests/benchmarks/planner_on_cpu.py`.
 Layouts of one, two and four processes on gloo take turns, step after step of the same batch, and the groups of
 processes do too, every other round in reverse order. Prints, for each, the predicted and the measured step time, and
 Spearman's rank correlation. Measured is the median over rounds of a round's median step; beside it stands the shortest
@@ -56,12 +57,18 @@ LEARNING_RATE = 1e-3
 
 
 def main() -> None:
-    """Measure layouts on the CPU (or read measurements), predict their times, and print both."""
+    """Measure the step times of layouts on the CPU (or read earlier measurements), predict them, and print both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="number of measured steps of a layout in a round")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="number of measured training steps of each layout in a round (default: 8)"
+    )
     parser.add_argument("--hardware", type=Path)
-    parser.add_argument("--keep", type=Path, help="a JSON file for the measurements; read, if it is there")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="JSON file that keeps the measurements; if it exists, they are read from it and nothing is measured",
+    )
     parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.group:
@@ -81,7 +88,7 @@ def main() -> None:
 
 
 def configs() -> list[TrainConfig]:
-    """Return configs of one train stage, each with another layout."""
+    """Return configs of the same train stage under each layout to compare."""
     shared = {
         "kind": "train",
         "method": "sft",
@@ -95,7 +102,7 @@ def configs() -> list[TrainConfig]:
 
 
 def measure(model: Path, rounds: int, steps: int) -> list[list[list[float]]]:
-    """Return the seconds of the measured steps, by layout and round."""
+    """Train under every layout; return the seconds of each training step, by layout and round."""
     measured: list[list[list[float]]] = [[] for _ in LAYOUTS]
     for turn in range(rounds):
         for processes in NUM_PROCESSES[:: 1 if turn % 2 == 0 else -1]:
@@ -110,7 +117,7 @@ def measure(model: Path, rounds: int, steps: int) -> list[list[list[float]]]:
 
 
 def measure_group(model: Path, steps: int) -> None:
-    """Measure all layouts of this many processes, in each process; rank 0 writes the seconds."""
+    """Measure all layouts for the present number of processes; runs in each process, and rank 0 writes the seconds."""
     with joined_processes() as device:
         processes = dist.get_world_size()
         chosen = [number for number, one in enumerate(configs()) if one.layout.world_size == processes]
@@ -120,7 +127,7 @@ def measure_group(model: Path, steps: int) -> None:
 
 
 def steps_s(model: Path, config: TrainConfig, device: torch.device, steps: int) -> list[float]:
-    """Return the seconds of each measured step, from when all processes are ready until all are done."""
+    """Return the seconds of each training step, from when all processes are ready until all are done."""
     engine = make_engine(model, config, device)
     rows = [batch_of(config.layout.micro_batch_size) for _ in range(config.micro_batches_per_step)]
     seconds = []
@@ -161,7 +168,7 @@ def batch_of(num_rows: int) -> Batch:
 
 
 def result_file(model: Path, processes: int) -> Path:
-    """Return the file for the seconds of a group of processes."""
+    """Return the path of the JSON file for the step times of all layouts with this number of processes."""
     return model.parent / f"seconds-{processes}.json"
 
 
@@ -180,7 +187,7 @@ def text_of(config: TrainConfig) -> str:
 
 
 def print_table(layouts: list[str], measured: list[list[list[float]]], predicted: list[float]) -> None:
-    """Print a line for each layout, and the correlation of predicted and measured order."""
+    """Print measured and predicted step time of each layout, and the rank correlation of both."""
     medians = [statistics.median(statistics.median(steps) for steps in rounds) for rounds in measured]
     shortest = [min(min(steps) for steps in rounds) for rounds in measured]
     print(f"\n{'predicted s':>11} {'measured s':>11} {'shortest s':>11}  layout")

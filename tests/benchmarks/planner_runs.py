@@ -1,4 +1,4 @@
-"""Published runs of `data/` with their measurements, for `planner_accuracy.py`."""
+"""Published training runs of `data/` with their measured step time and memory, for `planner_accuracy.py`."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ SOURCES = {
     "torchtitan": "torchtitan",
     "Grattafiori": "Llama 3 405B",
 }
-"""Short names of sources, by a part of the column `source`."""
+"""Short names of the publications that runs come from, by a text that their column `source` contains."""
 FIRST_BF16_DAY = "02-28"
-"""First day of BLOOM's bf16 runs, which accumulate gradients in fp32, 4 bytes a parameter more."""
+"""Date (month-day) of BLOOM's first bf16 run; bf16 runs also accumulate gradients in fp32, 4 more bytes a parameter."""
 CONTRADICTION = 1.25
-"""Ratio of a row's step time to the one from its TFLOP/s beyond which the row contradicts itself."""
+"""Largest accepted ratio between a run's published step time and the step time implied by its published TFLOP/s. Runs
+beyond it contradict themselves and are left out."""
 
 
 STATED_SOFTWARE = {
     "fused cross-entropy": {"fused_cross_entropy": True},
     "no TP, gradient or p2p overlap": {"overlaps_layers": False, "overlaps_gradients": False},
 }
-"""Fields of `Software` that are set by certain words in a row's note."""
+"""Settings of the planner's `Software` that follow from certain words in a run's note."""
 ALLOCATED = "max allocated"
-"""Mark in the note of rows whose memory counts tensors only, without the driver and idle memory."""
+"""Words in the note of runs whose published memory counts tensors only, without the driver and idle memory."""
 RESERVED = "max reserved"
-"""Mark in the note of rows whose memory is what torch's allocator took, gaps between tensors included."""
+"""Words in the note of runs whose published memory is all that torch's allocator reserved, gaps included."""
 SEEN_SUBMITTERS = ("NVIDIA", "AMD")
-"""Submitters of MLPerf whose rows were known when constants were fitted: the makers of the devices."""
+"""MLPerf submitters (makers of the devices) whose runs were already known when the planner's constants were fitted."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A published training run with its measurements."""
+    """A published training run with its measured step time and memory."""
 
     source: str
     run: PublishedRun
@@ -57,7 +58,7 @@ class Measured:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Key of runs of one model with one batch on one cluster by one program version."""
+        """Key that equals for runs that differ in their layout only: same model, batch, cluster and program version."""
         run = self.run
         told_source = run.cells.get("source") if self.table else None
         return (
@@ -71,22 +72,22 @@ class Measured:
 
     @property
     def has_software(self) -> bool:
-        """Return whether the row describes its training program, at least its recomputation."""
+        """Return whether the published run describes its training program, at least its activation recomputation."""
         return not any(assumption.startswith("recompute=") for assumption in self.run.assumed)
 
     @property
     def is_seen(self) -> bool:
-        """Return whether the row's measurements were known when the planner's constants were fitted."""
+        """Return whether the run's measurements were known when the planner's constants were fitted."""
         if self.table == "mlperf":
             return self.run.cells["source"].split("@")[0].split()[-1] in SEEN_SUBMITTERS
         return self.table != "bridge" or self.run.workload.precision != "fp4"
 
     def predicted_s(self, efficiency: Efficiency | None = None) -> float:
-        """Predict the step time of a run with these planner constants."""
+        """Predict the run's step time in seconds, with the given planner constants or the built-in ones."""
         return predicted_step_time_s(_with(self.run, efficiency))
 
     def predicted_gib(self, efficiency: Efficiency | None = None) -> float:
-        """Predict the peak memory of a run, counting only what the published figure counts."""
+        """Predict the run's peak memory in GiB, counting only what the published figure counts."""
         run = _with(self.run, efficiency)
         note = run.cells.get("note", "")
         if ALLOCATED not in note and RESERVED not in note:
@@ -98,13 +99,13 @@ class Measured:
 
 
 def all_runs() -> list[Measured]:
-    """Return the rows that describe their model well enough and do not contradict themselves."""
+    """Return the built-in published runs, without those that describe their model poorly or contradict themselves."""
     tables = ("published_layouts.csv", "vtrain_single_node.csv", "literature.csv", "later_runs.csv")
     return [measured for table in tables for measured in _runs(DATA / table)]
 
 
 def runs_of(table: Path) -> list[Measured]:
-    """Return the rows of a further table, by trained part and device."""
+    """Return the published runs of a further CSV table, each with kind of training, device and precision as source."""
     found, name = [], table.stem.removesuffix("_layouts")
     for run in read_table(table)[1]:
         if isinstance(run, PublishedRun) and run.cells["iter_time_s"]:
@@ -154,7 +155,7 @@ def _source(run: PublishedRun) -> str:
 
 
 def _is_inferred(run: PublishedRun) -> bool:
-    """Return whether the row's sizes were guessed, or its measurements contradict each other."""
+    """Return whether a run's model sizes were guessed, or its published measurements contradict each other."""
     cells = run.cells
     if "bigscience" not in cells.get("source", ""):
         return False
@@ -185,7 +186,10 @@ def _step_time_s(run: PublishedRun) -> float | None:
 
 
 def _megatron_flops(run: PublishedRun) -> float:
-    """Return 96 B s l h² (1 + s / 6h + V / 16lh), recomputation included: Narayanan et al. 2021, equation 3."""
+    """Return the FLOPs of a training step, recomputation included.
+
+    Formula: 96 B s l h² (1 + s / 6h + V / 16lh), Narayanan et al. 2021, equation 3.
+    """
     shape, tokens = run.shape, run.workload.tokens_per_step
     layers, hidden = shape.num_layers, shape.hidden_size
     attention, head = run.workload.sequence_length / (6 * hidden), shape.vocab_size / (16 * layers * hidden)

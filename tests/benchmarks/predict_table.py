@@ -1,4 +1,4 @@
-"""Predict step time and memory of the training runs in a CSV table: the same table with `pred_…` columns.
+"""Predict step time and memory of the training runs in a CSV table: write the same table with `pred_…` columns added.
 
 python tests/benchmarks/predict_table.py runs.csv --out predicted.csv
 
@@ -26,10 +26,16 @@ PREDICTED = ("pred_step_time_s", "pred_memory_gb", "pred_tok_s_gpu", "pred_oom",
 
 
 def main() -> None:
-    """Read the command line, write the table, print what was assumed."""
+    """Read the command line, write the table with predictions, and print the assumptions that were made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, metavar="CSV")
-    parser.add_argument("--out", type=Path, required=True, metavar="CSV", help="where the table with predictions goes")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="CSV",
+        help="CSV file to write: the input table with the columns of predictions added",
+    )
     arguments = parser.parse_args()
     try:
         summary = predict_table(arguments.table, arguments.out)
@@ -44,18 +50,18 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """Counts of a predicted table."""
+    """Numbers of predicted and of all runs in a table, the assumptions made, and the runs that cannot be predicted."""
 
     num_rows: int
     num_predicted: int
     assumed: tuple[tuple[str, int], ...]
-    """Assumptions with the number of their rows, most frequent first."""
+    """Assumptions made for empty cells with the number of rows concerned, most frequent first."""
     unknown: tuple[tuple[int, str], ...]
-    """Line number and reason of each row that cannot be predicted."""
+    """Line number of each row that cannot be predicted, with the reason."""
 
 
 def predict_table(table: Path, out: Path) -> Summary:
-    """Write `table` with the columns `PREDICTED` to `out`.
+    """Predict the runs of a CSV table, and write the table with the columns `PREDICTED` added to `out`.
 
     Memory is in GiB of the fullest rank, as tools report it; `pred_oom` is 1 where that is more than the device has;
     `pred_assumed` names the defaults taken for empty cells, or says why there is no prediction. Raises DataError.
@@ -76,7 +82,7 @@ def predict_table(table: Path, out: Path) -> Summary:
 
 
 def predicted_cells(run: PublishedRun | UnknownRun) -> dict[str, str]:
-    """Return the columns `PREDICTED` of a row."""
+    """Return a run's cells for the columns of predictions: step time, memory, tokens/s, out-of-memory, assumptions."""
     if isinstance(run, UnknownRun):
         return {**dict.fromkeys(PREDICTED, ""), "pred_assumed": f"not predicted: {run.reason}"}
     peak_gib = predicted_memory_gib(run)
@@ -94,7 +100,7 @@ def predicted_step_time_s(run: PublishedRun) -> float:
 
 
 def predicted_memory_gib(run: PublishedRun) -> float:
-    """Return the predicted peak GiB of the fullest rank."""
+    """Return the predicted peak memory in GiB of the process that uses most."""
     efficiency = run.hardware.efficiency
     needed = memory(run.shape, run.engine, run.layout, run.workload, software=run.software, efficiency=efficiency)
     return needed.peak_gib

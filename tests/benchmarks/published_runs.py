@@ -26,9 +26,9 @@ from stages.planner.workload import Passes, PlannedPrecision, Software, Workload
 
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp", "gpus", "gpu")
-"""Columns that a table of layouts must have; `_run` reads more where they exist."""
+"""Columns that a CSV table of published runs must have; further optional columns are read where they exist."""
 FIRST_LINE = 2
-"""Line number of a table's first row, below its header."""
+"""Line number of the first row of a CSV table, below its header."""
 VTRAIN_COLUMNS = {
     "# GPUs": "gpus",
     "global batch": "gbs",
@@ -43,21 +43,21 @@ VTRAIN_COLUMNS = {
 }
 FULLY_SHARDED = re.compile(r"fsdp|hsdp|full_shard|zero[-_ ]*(stage)?[-_ ]*3", re.IGNORECASE)
 USUAL_LORA_RANK = 16
-"""Rank of LoRA assumed where a row names LoRA without a rank."""
+"""LoRA rank assumed for a run that names LoRA without a rank."""
 ATTENTION = (
     "q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "c_attn", "attn.c_proj", "query_key_value", "dense", "Wqkv",
 )  # fmt: skip
-"""Names of attention's linear layers in all model families: what LoRA is assumed to adapt."""
+"""Names of the linear layers of attention in all model families: LoRA of a published run is assumed to adapt these."""
 DEFAULT_SEQUENCE_LENGTH = 2048
 LARGEST_MICRO_BATCH_TOKENS = 32768
 NEAR_HOST_GB_PER_S = 200
-"""Host bandwidth from which offloaded activations return as fast as layers need them (Grace)."""
+"""Host bandwidth in GB/s from which offloaded activations return as fast as layers need them, as on NVIDIA Grace."""
 FIRST_YEAR_OF_FLASH = 2023
 FIRST_RECORDED_MIXTURES = (26, 6)
 """First version (26.06) of Megatron-Bridge whose fp8 recipes for mixtures of experts capture a whole step as a CUDA
 graph and overlap token dispatch with compute (scripts/performance/configs of its repository)."""
 UNFUSED, FIRST_FLASH = ("unfused", "eager", "core", "none"), ("flash1", "flash-1", "fa1")
-"""Names in the column `kernel` for unfused attention, and for the first FlashAttention."""
+"""Words in the column `kernel` that mean unfused attention, and words that mean the first FlashAttention."""
 BEFORE_FLASH = Software(
     flash_attention=False,
     dropout=True,
@@ -69,12 +69,12 @@ BEFORE_FLASH = Software(
     fragments_states=True,
 )
 BF16_BEFORE_FLASH = replace(BEFORE_FLASH, gradient_bytes=4, gradient_copy_bytes=2, optimizer_bytes=12)
-"""Training in bf16 before FlashAttention: gradients are accumulated in fp32 beside the bf16 ones."""
+"""Training program assumed for bf16 before FlashAttention: it accumulates gradients in fp32 beside the bf16 ones."""
 MODERN_MEGATRON = Software(
     overlaps_layers=True, chunked_logits=False, fused_cross_entropy=True, gathers_gradients=False
 )
 FP8_MEGATRON = replace(MODERN_MEGATRON, gradient_bytes=2, keeps_frozen_in_fp8=True)
-"""Megatron in fp8, whose recipes accumulate and reduce gradients in bf16."""
+"""Training program assumed for Megatron in fp8: its recipes accumulate and reduce gradients in bf16."""
 EAGER_FSDP = replace(
     COSTS["fsdp"].software,
     chunked_logits=False,
@@ -84,24 +84,24 @@ EAGER_FSDP = replace(
 )
 FIRST_FSDP = replace(EAGER_FSDP, first_flash_attention=True)
 NETWORKS_GB_PER_S = {"jean zay": 6.25, "p4d": 6.25, "efa": 6.25}
-"""Network bandwidth of one device in clusters named in the column `gpu` (Jean Zay: 4 × 100 Gb/s a node)."""
+"""Network bandwidth of one GPU in GB/s in clusters that the column `gpu` names (Jean Zay: 4 × 100 Gb/s a node)."""
 RATED_W = {"h100-80gb": 700, "h200": 700}
-"""Rated power of boards that clusters also run with less; the column `gpu` may state the watts."""
+"""Rated power in W of GPUs that some clusters limit to less; the column `gpu` may state the actual watts."""
 RATE_BY_POWER = 0.58
-"""Exponent of sustained FLOP/s over board power, from the pairs MI300X/MI325X and MI350X/MI355X (`devices`)."""
+"""Exponent with which sustained FLOP/s grow with board power, from the pairs MI300X/MI325X and MI350X/MI355X."""
 USABLE_MEMORY = 0.99
-"""GiB available to programs for each GB in a GPU's name."""
+"""GiB that programs can use for each GB of memory in a GPU's name."""
 OTHER_SIZE = 0.1
-"""Relative difference from which a memory size in the column `gpu` replaces the built-in one."""
+"""Smallest relative difference at which a memory size in the column `gpu` replaces the GPU's built-in size."""
 
 
 class UnknownRunError(Exception):
-    """Raised for a row that describes its model too little, or names an unknown GPU."""
+    """Raised for a published run whose row describes its model too little, or names an unknown GPU."""
 
 
 @dataclass
 class Cells:
-    """Cells of one row by column, and the assumptions made while reading them."""
+    """Cells of one row of a CSV table by column, and the assumptions made while reading them."""
 
     path: Path
     line: int
@@ -112,7 +112,7 @@ class Cells:
         return self.cells.get(column, "")
 
     def number(self, column: str) -> int | None:
-        """Return a positive whole number, or None for an empty cell; `~250k` is read as 250,000. Raises DataError."""
+        """Return a cell's positive whole number, or None for an empty cell; `~250k` means 250,000. Raises DataError."""
         text = self.text(column).lower().lstrip("~").replace(",", "")
         if not text:
             return None
@@ -129,7 +129,7 @@ class Cells:
         return int(value)
 
     def stated(self, column: str, *in_note: str) -> str:
-        """Return a column in lower case; if it is empty, the value of `key=value` in the column `note`; else ""."""
+        """Return a cell in lower case; if it is empty, the value of `key=value` in the column `note`; else ""."""
         if text := self.text(column):
             return text.lower()
         for key in in_note:
@@ -138,7 +138,10 @@ class Cells:
         return ""
 
     def switch(self, column: str, *in_note: str) -> bool | None:
-        """Read yes or no; None where neither the column nor the note has it. Raises DataError for other words."""
+        """Return a cell's yes or no as a bool; None where neither the column nor the note states it.
+
+        Raises DataError for other words.
+        """
         word = self.stated(column, *in_note)
         if not word:
             return None
@@ -150,7 +153,7 @@ class Cells:
         return word in YES
 
     def number_or(self, column: str, default: int) -> int:
-        """Return the column's number, or the default, which is recorded as an assumption."""
+        """Return a cell's number, or the default, which is then recorded as an assumption."""
         value = self.number(column)
         if value is None:
             self.assumed.append(f"{column}={default}")
@@ -160,7 +163,7 @@ class Cells:
 
 @dataclass
 class UnknownRun:
-    """A row that cannot be predicted, with the reason."""
+    """A published run that cannot be predicted, with the reason."""
 
     cells: dict[str, str]
     reason: str
@@ -168,7 +171,7 @@ class UnknownRun:
 
 @dataclass
 class PublishedRun:
-    """A published run with all inputs of the planner."""
+    """A published training run as the planner's inputs: model shape, layout, workload, hardware and program."""
 
     cells: dict[str, str]
     shape: ModelShape
@@ -181,7 +184,7 @@ class PublishedRun:
 
 
 def read_table(path: Path) -> tuple[list[str], list[PublishedRun | UnknownRun]]:
-    """Read the header and all rows of a CSV.
+    """Read the header and all published runs of a CSV table.
 
     Raises DataError that names missing columns, or the line and column of a bad number.
     """
@@ -238,7 +241,7 @@ def _run(cells: Cells) -> PublishedRun:
 
 
 def _shape(cells: Cells) -> ModelShape:
-    """Return the model's shape from its name, else from the row's sizes, else from the number of parameters."""
+    """Return a model's shape, known by its name, else from the row's sizes, else from its parameter count."""
     known = known_model(cells.text("model"))
     layers, hidden = cells.number("layers"), cells.number("hidden")
     if known is not None and hidden in (None, known.hidden_size):
@@ -258,7 +261,7 @@ def _shape(cells: Cells) -> ModelShape:
 
 
 def _as_stated(known: ModelShape, cells: Cells) -> ModelShape:
-    """Return a known model's shape with the sizes that the row states."""
+    """Return the shape of a known model, changed where the row states other sizes."""
     columns = {"num_layers": "layers", "num_heads": "heads", "num_kv_heads": "kv_heads", "ffn_size": "ffn"}
     stated: dict[str, Any] = {field: value for field, column in columns.items() if (value := cells.number(column))}
     if vocab := cells.number("vocab"):
@@ -274,8 +277,10 @@ def _as_stated(known: ModelShape, cells: Cells) -> ModelShape:
 
 
 def _main_sizes(cells: Cells, layers: int | None, hidden: int | None) -> tuple[int, int]:
-    """Return layers and hidden size. Missing ones follow from 12 × layers × hidden² parameters, with hidden = 128 ×
-    layers where both are missing."""
+    """Return number of layers and hidden size, which are guessed from the parameter count where missing.
+
+    A model has 12 × layers × hidden² parameters; where both are missing, hidden = 128 × layers.
+    """
     if layers and hidden:
         return layers, hidden
     billions = re.search(r"([\d.]+)\s*b", cells.text("params_b").lower() + "b " + cells.text("model").lower())
@@ -310,8 +315,10 @@ def _degrees(cells: Cells, engine: EngineName, software: Software, hardware: Har
 
 
 def _shards(cells: Cells, engine: EngineName, software: Software, hardware: Hardware, dp: int) -> int:
-    """Return the number of ranks that shard the optimizer (FSDP: everything): under HSDP those of a node. Megatron of
-    today is assumed to shard unless its row denies it."""
+    """Return the number of processes over which the optimizer state (FSDP: everything) is sharded.
+
+    Under HSDP, these are a node's. Modern Megatron is assumed to shard unless the row denies it.
+    """
     text = cells.text("shard").lower()
     if "hsdp" in text and dp % hardware.gpus_per_node == 0:
         return hardware.gpus_per_node
@@ -324,7 +331,10 @@ def _shards(cells: Cells, engine: EngineName, software: Software, hardware: Hard
 
 
 def _adapter(cells: Cells) -> LowRank | None:
-    """Return the adapter of a run that names LoRA: rank 16 if none is given, on attention, as in NVIDIA's programs."""
+    """Return the LoRA adapter of a run, or None.
+
+    Rank 16 is assumed if none is stated, and layers of attention only, as in NVIDIA's programs.
+    """
     named = re.search(r"lora\D*(\d+)?", " ".join(cells.text(column).lower() for column in ("kind", "shard")))
     if not named:
         return None
@@ -335,14 +345,17 @@ def _adapter(cells: Cells) -> LowRank | None:
 
 
 def _micro_batch(cells: Cells, pp: int, dp: int) -> int:
-    """Return the assumed micro-batch: all rows of a rank without a pipeline and up to 32,768 tokens, else one row."""
+    """Return the micro-batch size assumed for a run that states none.
+
+    It is all rows of a process if there is no pipeline and they have at most 32,768 tokens, else one row.
+    """
     rows = (cells.number("gbs") or dp) // dp
     all_at_once = pp == 1 and rows * (cells.number("seq") or DEFAULT_SEQUENCE_LENGTH) <= LARGEST_MICRO_BATCH_TOKENS
     return max(1, rows) if all_at_once else 1
 
 
 def _recompute(cells: Cells) -> str | None:
-    """Return the row's recomputation mode, or None if it states none."""
+    """Return the activation recomputation that a row states (full, selective or none), or None if it states nothing."""
     text = cells.text("recompute").lower()
     if cells.stated("recompute_layers", "recompute layers"):
         return "full"
@@ -350,7 +363,7 @@ def _recompute(cells: Cells) -> str | None:
 
 
 def _made_to_fit(run: PublishedRun) -> PublishedRun:
-    """Choose the recomputation of a run that states none: none if it fits; else for the fewest layers that make it fit.
+    """Assume the least activation recomputation that makes a run fit in memory; for runs that state none.
 
     Where the host's memory is fast (Grace), those layers' activations are offloaded, as in NVIDIA's recipes.
     """
@@ -366,7 +379,7 @@ def _made_to_fit(run: PublishedRun) -> PublishedRun:
 
 
 def _relieved(run: PublishedRun, num_layers: int, is_near: bool) -> PublishedRun:
-    """Return the run with the activations of `num_layers` layers offloaded or recomputed."""
+    """Return the run with the activations of `num_layers` layers recomputed, or offloaded if `is_near`."""
     if not num_layers:
         return run
     share = num_layers / run.shape.num_layers
@@ -410,7 +423,7 @@ def software_of_run(cells: Cells, engine: EngineName, shape: ModelShape, hardwar
 
 
 def _of_its_time(cells: Cells, engine: EngineName, shape: ModelShape, hardware: Hardware) -> Software:
-    """Return the usual training program of a run's year.
+    """Return the training program that was usual in a run's year: Megatron or FSDP, with or without FlashAttention.
 
     FSDP (but Megatron's) is eager, FSDP1 with the first FlashAttention. Megatron on V100, and GPTs on A100, predate
     FlashAttention (mid 2022) unless their source names a later year.
@@ -434,12 +447,12 @@ def _of_its_time(cells: Cells, engine: EngineName, shape: ModelShape, hardware: 
 
 
 def is_compiled(cells: Cells) -> bool:
-    """Return whether the row states that each layer is compiled."""
+    """Return whether a run's row states that its layers are compiled by torch.compile."""
     return bool(cells.switch("compile", "compile"))
 
 
 def precision_of(text: str) -> PlannedPrecision:
-    """Return fp4, fp8, bf16 or fp32; bf16 if the text names none."""
+    """Return the precision that a text names: fp4, fp8, bf16 or fp32; bf16 if it names none."""
     lowered = text.lower()
     for few_bits in ("fp4", "fp8"):
         if few_bits in lowered:
@@ -448,7 +461,7 @@ def precision_of(text: str) -> PlannedPrecision:
 
 
 def hardware_of_run(cells: Cells) -> Hardware:
-    """Return the cluster named by a row's `gpu` cell, such as `H100-96GB HBM2e, 2.4 TB/s, 500 W`.
+    """Return the hardware that a row's `gpu` cell names, such as `H100-96GB HBM2e, 2.4 TB/s, 500 W`.
 
     A built-in device, changed by the network, memory bandwidth, power and memory size in the text. Raises
     UnknownRunError for unknown devices.

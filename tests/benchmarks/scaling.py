@@ -1,5 +1,6 @@
-"""Throughput per core of two processes against one, a thread each: `python tests/benchmarks/scaling.py`.
+"""Benchmark of scaling: training tokens/s per core with two processes against one, one thread each.
 
+Run: `python tests/benchmarks/scaling.py`.
 The same global batch, sharded over both processes with FSDP2 on gloo, weights kept whole between the passes;
 alternating runs. Prints the median of the rounds' ratios: 1 would be free communication, the bound is 0.85. One core's
 clock and cache depend on what the other does, so the single process is also run beside a second, independent one
@@ -34,7 +35,10 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int) -> tuple[float, float]:
-    """Return the throughput per core of two processes relative to one alone, and to one beside another."""
+    """Return the tokens/s per core of two processes, divided by those of one process that trains alone.
+
+    The second ratio divides by one process while another, independent one trains beside it.
+    """
     one = tokens_per_s(root, f"one-{index}", steps, processes=1)
     two = tokens_per_s(root, f"two-{index}", steps, processes=2)
     names = [f"busy-{index}-{number}" for number in range(2)]
@@ -45,7 +49,7 @@ def one_round(root: Path, index: int, steps: int) -> tuple[float, float]:
 
 
 def tokens_per_s(root: Path, name: str, steps: int, processes: int) -> float:
-    """Return the median of tokens/s over the steps of a run."""
+    """Run a train stage on this number of processes, and return the median of its steps' tokens/s."""
     metrics = run_stage(root, stage_input(root, name=name, steps=steps, processes=processes), threads=1)
     return statistics.median(step["tokens_per_s"] for step in metrics[WARMUP_STEPS:] or metrics)
 

@@ -1,5 +1,6 @@
-"""Cost of the serving proxy: `python tests/benchmarks/serving_proxy.py [--model FOLDER | --engine-of-events]`.
+"""Benchmark of the serving proxy: requests/s and latency with and without it.
 
+Run: `python tests/benchmarks/serving_proxy.py [--model FOLDER | --engine-of-events]`.
 The same streamed completions go to vLLM's Unix socket and through the proxy, in turns, at several concurrencies, from
 a process of their own. Prints the medians of both: requests per second, time to the first token, and the processor's
 time of the proxy's thread. The model is random and so small that the proxy's cost dominates. An engine of events writes
@@ -43,7 +44,7 @@ END_OF_CHUNKS = b"0\r\n\r\n"
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one round. processor_ms: processor time of the proxy's thread for a request."""
+    """Measurements of one round: requests/s, time to the first token, and the proxy's CPU time for each request."""
 
     requests_per_s: float
     ttft_p50_ms: float
@@ -52,7 +53,7 @@ class Measured:
 
 
 def request_bytes(key: str, model: str) -> bytes:
-    """Return the bytes of a streamed chat request."""
+    """Return the HTTP request that the benchmark sends, a streamed chat completion, as bytes."""
     asked = {"model": model, "messages": [{"role": "user", "content": "What is 12 + 34?"}], "stream": True}
     body = json.dumps({**asked, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}).encode()
     head = ["POST /v1/chat/completions HTTP/1.1", "Host: engine", f"Authorization: Bearer {key}"]
@@ -61,7 +62,7 @@ def request_bytes(key: str, model: str) -> bytes:
 
 
 def under_load(address: EngineAddress, request: bytes, concurrency: int, num_requests: int) -> Measured:
-    """Send requests, a fixed number at a time, on reused connections, from a process of its own."""
+    """Send requests over a fixed number of reused connections, and measure requests/s and time to the first token."""
     first_tokens_ms: list[float] = []
     remaining = iter(range(num_requests))
 
@@ -95,7 +96,7 @@ def under_load(address: EngineAddress, request: bytes, concurrency: int, num_req
 
 
 class EventStreams(asyncio.Protocol):
-    """Server that answers each request with a stream of events like vLLM's, all streams in step."""
+    """Stand-in for vLLM that streams its events in answer to each request, one event of all streams at a time."""
 
     under_way: dict[EventStreams, int] = {}  # noqa: RUF012 (of the process)
 
@@ -136,7 +137,7 @@ class EventStreams(asyncio.Protocol):
 
 
 def engine_of_events(path: Path) -> None:
-    """Run an event server in a process of its own."""
+    """Run the stand-in for vLLM on a Unix socket; target of a process."""
 
     async def serve() -> None:
         await asyncio.get_running_loop().create_unix_server(EventStreams, str(path), backlog=1024)
@@ -151,7 +152,7 @@ def engine_of_events(path: Path) -> None:
 
 @contextmanager
 def events_engine(folder: Path) -> Iterator[tuple[EngineAddress, EngineAddress, bytes]]:
-    """Yield the addresses of an event server and of a proxy in front of it, with the request."""
+    """Start the stand-in for vLLM; yield its address, that of a proxy in front of it, and a request's bytes."""
     behind = EngineAddress(socket=folder / "engine.sock")
     process = SPAWN.Process(target=engine_of_events, args=(behind.socket,))
     process.start()
@@ -168,7 +169,7 @@ def events_engine(folder: Path) -> Iterator[tuple[EngineAddress, EngineAddress, 
 
 @contextmanager
 def vllm(folder: Path, model: Path | None) -> Iterator[tuple[EngineAddress, EngineAddress, bytes]]:
-    """Yield the addresses of a real vLLM and of its proxy, and the bytes of a request."""
+    """Start a real vLLM; yield its address, that of its proxy, and a request's bytes."""
     if not model:
         make_model(model := folder / "model")
     spec = new_launch_spec(model, "model", ServingConfig.model_validate({**SERVING, "max_model_len": 128}))
@@ -180,7 +181,7 @@ def vllm(folder: Path, model: Path | None) -> Iterator[tuple[EngineAddress, Engi
 
 
 def processor_s() -> float:
-    """Return the processor time of the proxy's thread so far."""
+    """Return the CPU time in seconds that the proxy's thread has used so far."""
     thread = next(thread for thread in threading.enumerate() if thread.name == "proxy")
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
@@ -210,7 +211,7 @@ def main() -> None:
 
 
 def line(concurrency: int, results: dict[str, list[Measured]]) -> str:
-    """Return a table line: the medians of requests/s and latency, direct and through the proxy."""
+    """Return a line of the results: median requests/s and latency, directly and through the proxy."""
     rate, p50, p99, used = (
         [statistics.median(getattr(one, name) for one in results[way]) for way in ("direct", "proxy")]
         for name in ("requests_per_s", "ttft_p50_ms", "ttft_p99_ms", "processor_ms")

@@ -1,5 +1,6 @@
-"""Time from process start to the end of the first optimizer step: `python tests/benchmarks/startup.py`.
+"""Benchmark of training start-up: seconds from the start of the process to the end of the first optimizer step.
 
+Run: `python tests/benchmarks/startup.py`.
 The quickstart's model and data, tokenized before, one process. Prints the median of several starts (the bound is 12 s)
 and the imports that take longest.
 """
@@ -38,7 +39,7 @@ def main() -> None:
 
 
 def seconds_to_first_step(root: Path, index: int) -> float:
-    """Return the seconds from process start to the stage's first logged step, by wall clock."""
+    """Run a train stage; return the wall-clock seconds from its start to its first logged training step."""
     given = stage_input(root, name=f"start-{index}", steps=1)
     start_ms = time.time() * 1000
     (first_step,) = run_stage(root, given, threads=os.cpu_count() or 1)
@@ -46,7 +47,7 @@ def seconds_to_first_step(root: Path, index: int) -> float:
 
 
 def slowest_imports(*modules: str) -> list[str]:
-    """Return packages by the seconds that importing their own modules takes."""
+    """Return the packages that take longest to import, with their seconds, as lines to print."""
     program = f"from stages.models import start_up; start_up.start_training_quickly(); import {', '.join(modules)}"
     command = [sys.executable, "-X", "importtime", "-c", program]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr

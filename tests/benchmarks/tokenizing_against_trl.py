@@ -1,4 +1,4 @@
-"""Rows of chats per second, from the file to packed tokens: our preparation against TRL's, which is `datasets.map`.
+"""Benchmark of data preparation: chats/s from file to packed tokens, ours against TRL's, which uses `datasets.map`.
 
 `python tests/benchmarks/tokenizing_against_trl.py [--rows N] [--processes N] [--rounds N]`: same rows, tokenizer,
 template, packed length and number of processes, nothing cached, alternating, each in a process of its own. Of TRL the
@@ -32,7 +32,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=60_000)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--of", choices=("ours", "trl"), help="measure only ours or trl, once, in this process")
+    parser.add_argument(
+        "--of",
+        choices=("ours", "trl"),
+        help="measure only `ours` or `trl`, once, in this process (default: both in turn)",
+    )
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     if arguments.of:
@@ -48,7 +52,7 @@ def main() -> None:
 
 
 def write(folder: Path, num_rows: int) -> None:
-    """Write chat rows (the first few also to another folder), and a model with its tokenizer."""
+    """Write chat rows (the first few also to a second folder), and a model with its tokenizer."""
     from stages.hubs.builtin import qwen3
 
     qwen3.make(folder / "model")
@@ -68,7 +72,7 @@ def write(folder: Path, num_rows: int) -> None:
 
 
 def one_round(folder: Path, number: int, arguments: argparse.Namespace) -> float:
-    """Measure both once, print the rates, and return the ratio of ours to TRL's."""
+    """Measure our preparation and TRL's once each, print their rows/s, and return the ratio of ours to TRL's."""
     from flows.launch.local import threads
 
     seconds = {}
@@ -85,7 +89,7 @@ def one_round(folder: Path, number: int, arguments: argparse.Namespace) -> float
 
 
 def ours_s(folder: Path, part: str, _: int) -> float:
-    """Return the seconds of our preparation into an empty cache, with as many processes as OMP_NUM_THREADS allows."""
+    """Return the seconds of our data preparation without a cache, on as many processes as OMP_NUM_THREADS allows."""
     from stages.data.config import DataConfig
     from stages.data.look import Silent
     from stages.data.prepare import prepare
@@ -107,7 +111,7 @@ def ours_s(folder: Path, part: str, _: int) -> float:
 
 
 def trl_s(folder: Path, part: str, processes: int) -> float:
-    """Return the seconds until TRL could train."""
+    """Return the seconds that TRL's trainer takes to prepare the same chats."""
     from datasets import load_dataset
     from trl import SFTConfig, SFTTrainer
 

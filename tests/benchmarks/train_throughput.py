@@ -1,5 +1,6 @@
-"""SFT tokens per second of our train stage against TRL's `SFTTrainer`: `python tests/benchmarks/train_throughput.py`.
+"""Benchmark of SFT training: tokens/s of our train stage against TRL's `SFTTrainer`.
 
+Run: `python tests/benchmarks/train_throughput.py`.
 Same model, chats, rows, precision, optimizer and number of threads, packing on and recomputation off on both sides, one
 process each, alternating. Prints the median of the rounds' ratios, and the share of the machine's measured matrix rate
 that our model FLOPs make. Aim: twice TRL's speed, at least 1.5 times; half of the matrix rate.
@@ -32,7 +33,10 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int, threads: int) -> tuple[float, float, float, float]:
-    """Return the ratio, our tokens/s, TRL's tokens/s, and our share of the matrix rate."""
+    """Train once with each program; return the ratio of their tokens/s, both tokens/s, and our FLOP/s utilization.
+
+    The order is ours, then TRL's; utilization is relative to the CPU's matmul rate.
+    """
     metrics = run_stage(root, stage_input(root, name=f"ours-{index}", steps=steps), threads)[WARMUP_STEPS:]
     ours, mfu = (statistics.median(step[name] for step in metrics) for name in ("tokens_per_s", "mfu"))
     trl_times_s = run_trl(root, steps, threads)["step_times_s"][WARMUP_STEPS:]

@@ -1,4 +1,4 @@
-"""TRL's `SFTTrainer` on the benchmarks' workload; its last line of output is JSON: step times and peak memory.
+"""TRL's `SFTTrainer` on the benchmarks' model and chats; prints step times and peak memory as JSON on its last line.
 
     trl_sft.py ROOT STEPS [RANK]
 
@@ -24,7 +24,7 @@ from stages.kinds.train.metrics import GIB, forget_peak_memory, host_peak_bytes
 
 
 class StepTimes(TrainerCallback):
-    """Callback that measures the time between the ends of steps, waiting for data included, as our metric does."""
+    """Callback that measures the time from the end of one step to the end of the next, waiting for data included."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def settings(root: Path, steps: int) -> SFTConfig:
-    """Return settings equal to the train stage's; TRL's default `gradient_checkpointing` would slow it down."""
+    """Return TRL settings that match the train stage's; recomputation, TRL's default, is off, since it costs time."""
     return SFTConfig(
         output_dir=str(root / "trl"),
         model_init_kwargs={"dtype": "float32"},

@@ -1,4 +1,4 @@
-"""Workload of the training benchmarks: a Qwen3 of at least five million parameters, on chats of uneven length."""
+"""Workload of the training benchmarks: a Qwen3 model of five million parameters or more, and chats of uneven length."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ SIZES = {
 
 
 def write_workload(root: Path, **sizes: int) -> None:
-    """Make the model artifact `root/model` and the dataset artifact `root/chats`."""
+    """Write the model artifact `root/model` and the dataset artifact `root/chats` that training benchmarks use."""
     make_model(root / "model" / "model", **sizes)
     make_chats(root / "chats" / "data")
 
 
 def make_model(folder: Path, **sizes: int) -> None:
-    """Write a Qwen3 (tied head) in fp32, with a tokenizer and a chat template: of 4.98 million parameters, unless
-    `sizes` (fields of its config) say otherwise."""
+    """Write an fp32 Qwen3 (tied head) with tokenizer and chat template, by default of 4.98 million parameters.
+
+    `sizes` replace fields of the model's config.
+    """
     tokenizer = make_tokenizer()
     config = Qwen3Config(
         **{**SIZES, **sizes},
@@ -56,7 +58,7 @@ def make_model(folder: Path, **sizes: int) -> None:
 
 
 def make_chats(folder: Path) -> None:
-    """Write `train.jsonl` (`messages`): questions and answers of 30 to 230 tokens in all, most of them short."""
+    """Write `train.jsonl` with random chats of 30 to 230 tokens, most of them short."""
     folder.mkdir(parents=True)
     generator = random.Random(0)
     with (folder / "train.jsonl").open("w") as stream:
@@ -72,7 +74,7 @@ def _text(generator: random.Random, most_characters: int) -> str:
 
 
 def stage_input(root: Path, *, name: str, steps: int, processes: int = 1, **fields: Any) -> StageInput:
-    """Write the input of a training stage over `root/model` and `root/chats`; `fields` change its config."""
+    """Return the input of a train stage on the benchmark's model and chats; `fields` replace fields of its config."""
     config: dict[str, Any] = {
         "kind": "train",
         "method": "sft",
@@ -96,7 +98,7 @@ def stage_input(root: Path, *, name: str, steps: int, processes: int = 1, **fiel
 
 
 def run_stage(root: Path, given: StageInput, threads: int) -> list[dict[str, float]]:
-    """Run a train stage's process or processes; returns the metrics of every step."""
+    """Run a train stage to its end, on one process or several; return the metrics of every step."""
     work = root / given.name
     work.mkdir()
     (work / "config.json").write_text(given.model_dump_json())
@@ -108,7 +110,7 @@ def run_stage(root: Path, given: StageInput, threads: int) -> list[dict[str, flo
 
 
 def run_trl(root: Path, steps: int, threads: int, *rank: str) -> dict[str, Any]:
-    """Run `trl_sft.py` in a process of its own and return its output."""
+    """Train with `trl_sft.py` in a process of its own, and return the JSON object that it prints."""
     command = [sys.executable, str(Path(__file__).with_name("trl_sft.py")), str(root), str(steps), *rank]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -119,7 +121,7 @@ def run_trl(root: Path, steps: int, threads: int, *rank: str) -> dict[str, Any]:
 
 
 def stage_command(given: StageInput, work: Path) -> list[str]:
-    """Return the command of the stage, with one process or several."""
+    """Return the command that runs the train stage, on one process or several."""
     stage = ["-m", "stages", str(work)]
     processes = TrainConfig.model_validate(given.config).processes
     return on_one_node(stage, processes)

@@ -1,4 +1,4 @@
-"""Fake GPUs: one process is a rank of a group of any size, with tensors that have shapes and no bytes.
+"""Fake GPUs for tests: one process acts as a rank of a group of any size, with tensors that have shapes but no data.
 
 FakeTensorMode computes shapes and torch's "fake" process group answers every collective at once. In a build of torch
 for CPUs, autograd has no CUDA device, so the fake GPU has the type "cpu" and CUDA's row of `DEVICE_TYPES`: flash
@@ -34,7 +34,10 @@ GPU = replace(device_type("cuda"), torch_type="cpu", pins_host_memory=False)
 
 @contextmanager
 def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Give each (object, attribute, replacement) its replacement."""
+    """Replace attributes of objects until the end of the context.
+
+    replacements: triples of object, attribute name and new value.
+    """
     with ExitStack() as stack:
         for target, name, replacement in replacements:
             stack.enter_context(mock.patch.object(target, name, replacement))
@@ -43,7 +46,7 @@ def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def fake_gpus(num_ranks: int, rank: int = 0) -> Iterator[None]:
-    """Make this process a rank of `num_ranks` fake GPUs; every tensor that it creates is fake."""
+    """Make this process one of `num_ranks` ranks on fake GPUs; every tensor that it creates is fake, without data."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     accelerator.of_device.cache_clear()
     try:
@@ -55,17 +58,20 @@ def fake_gpus(num_ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 def _read(files: WeightFiles, name: str, *index: slice) -> Tensor:
-    """Return what `WeightFiles.read` returns, without reading: the dtype is that of `tests.fake_gpu.models`."""
+    """Return an empty bf16 tensor of the shape that `WeightFiles.read` would read from the weight files."""
     return torch.empty(files._slices[name].get_shape(), dtype=torch.bfloat16)[index or ...]
 
 
 def _load_model(folder: Path, *, reads_weights: bool, **options: Any) -> Any:
-    """Return what `load_model` returns, without reading."""
+    """Return the model that `load_model` returns, without reading its weights."""
     return find_weights(folder, **options)[0]
 
 
 def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-    """Do as `nn.Module._apply` does, but replace parameters: fake ones cannot change their data or be swapped."""
+    """Apply a function to a module's tensors as `nn.Module._apply` does, but by replacing the parameters.
+
+    The data of fake parameters can neither be changed nor swapped.
+    """
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
@@ -78,17 +84,17 @@ def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
 
 
 def _all_gather_object(everyones: list[Any], own: Any, group: Any = None) -> None:
-    """Gather objects as if every rank had this one's."""
+    """Stand in for `all_gather_object`: fill the list as if every rank had sent the same object as this one."""
     everyones[:] = [own] * len(everyones)
 
 
 def _without_backend(new_group: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `dist.new_group` for groups that are all fake, whichever backend is asked for."""
+    """Return a stand-in for `dist.new_group` that makes a fake process group, whichever backend is asked for."""
     return lambda *arguments, backend=None, **options: new_group(*arguments, **options)
 
 
 def _real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with real tensors, whose values it reads."""
+    """Wrap a function that reads values of tensors, so that it runs with real tensors instead of fake ones."""
 
     def with_values(*arguments: Any, **options: Any) -> Any:
         with unset_fake_temporarily():
@@ -108,12 +114,12 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (dist, "all_gather_object", _all_gather_object),
     (dist, "new_group", _without_backend(dist.new_group)),
 )
-"""Object, attribute and replacement of everything that needs values, files or a device."""
+"""Replacements, while GPUs are fake, of all functions that need tensor values, files or a device."""
 
 
 @contextmanager
 def megatron_on_fake_gpus() -> Iterator[None]:
-    """Let Megatron-core run on fake GPUs; within `fake_gpus`."""
+    """Let Megatron-core run on fake GPUs until the end of the context; to be entered inside `fake_gpus`."""
     from stages.engines.megatron.compat import prepare_megatron
 
     with unset_fake_temporarily():
@@ -141,12 +147,15 @@ def megatron_on_fake_gpus() -> Iterator[None]:
 
 
 def _l2_norm(_: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """Return the norm of all tensors [1] on their device, as Transformer Engine does; Megatron's reads each norm."""
+    """Return the norm of all tensors as a tensor [1] on their device, as Transformer Engine's kernel does.
+
+    Megatron's own function reads the value of each norm, which fake tensors do not have.
+    """
     return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Memory of the one kernel that `functional.rms_norm` is on a GPU; on a CPU it is a chain of operations."""
+    """RMS norm that uses the memory of the single GPU kernel; torch's runs a chain of operations on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Model folders whose weight files are headers before a hole: names and shapes of a real model, without its bytes."""
+"""Model folders with the names and shapes of a real model's weights but without their bytes: the files are sparse."""
 
 from __future__ import annotations
 
@@ -59,11 +59,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Name → family in Transformers and sizes of published models."""
+"""Family in Transformers and sizes of published models, by name."""
 
 
 def write_model(folder: Path, name: str, num_layers: int | None = None) -> Path:
-    """Write the config and the weight file of a published model, perhaps with fewer layers; returns the folder."""
+    """Write a published model's config and a weight file without data, and return the folder.
+
+    num_layers: fewer layers than the published model has.
+    """
     family, sizes = MODELS[name]
     sizes = {**sizes, "num_hidden_layers": num_layers or sizes["num_hidden_layers"]}
     config = getattr(transformers, f"{family}Config")(**sizes, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Record of what fake tensors do: bytes alive and their peak by class, collectives, kernels."""
+"""Recorder of what a training step does on fake GPUs: live and peak memory, collectives, and kernels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ALLOCATED_BYTES = 512
-"""Multiple of which CUDA's allocator gives memory."""
+"""Size in bytes to whose multiples CUDA's allocator rounds up each allocation."""
 ANSWERS = {bool: True, int: 1, float: 1e-4}
-"""Value of every fake number that is read: finite, no divisor of 0, and a gradient norm that needs no clipping."""
+"""Number that is returned when a program reads a fake tensor's value, by type. It is finite, not 0 as a divisor, and a
+gradient norm that needs no clipping."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 COPIES = ("copy_", "_to_copy", "clone", "cat", "index_select", "index", "stack", "_foreach_copy_")
 NO_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_")
@@ -28,15 +29,16 @@ NO_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_st
 
 @dataclass(eq=False)
 class Storage:
-    """Memory of some tensors, from an allocation to the next change of its size."""
+    """Memory of one or several fake tensors, from its allocation until it is freed or resized."""
 
     num_bytes: int
     label: str
 
 
 class Recorder(TorchDispatchMode):
-    """Mode that follows the storages of all fake tensors that are made under it; it must be entered after the fakes'.
+    """Torch dispatch mode that records memory, collectives and kernels of fake tensors.
 
+    It must be entered after the fake tensors' own mode.
     It answers questions about values, which fake tensors do not have: any number is `ANSWERS`, and nothing is zero.
     """
 
@@ -45,7 +47,7 @@ class Recorder(TorchDispatchMode):
         self.live_bytes = self.peak_bytes = 0
         self.at_peak: list[Storage] = []
         self.collectives: Counter[tuple[str, int]] = Counter()
-        """Bytes of the larger side of collectives, by kind and number of ranks."""
+        """Bytes that collectives sent or received (the larger of both), by kind of collective and number of ranks."""
         self.calls: Counter[tuple[str, int]] = Counter()
         self.kernels: Counter[str] = Counter()
         self._live: dict[int, Storage] = {}
@@ -67,13 +69,13 @@ class Recorder(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def begin_step(self) -> None:
-        """Forget peak, collectives and kernels so far."""
+        """Reset peak memory, collectives and kernels before the next training step."""
         self.peak_bytes, self.at_peak = self.live_bytes, list(self._live.values())
         for counter in (self.collectives, self.calls, self.kernels):
             counter.clear()
 
     def label(self, tensors: Iterable[Any], label: str) -> int:
-        """Name the class of the storages of these tensors; returns their bytes, without rounding."""
+        """Assign the memory of these tensors to a class, such as "optimizer"; return its bytes, without rounding."""
         storages = {storage._cdata: storage for one in tensors for storage in _storages(one)}
         for key in storages:
             if key in self._live:
@@ -81,7 +83,7 @@ class Recorder(TorchDispatchMode):
         return sum(storage.nbytes() for storage in storages.values())
 
     def bytes_at_peak(self) -> dict[str, int]:
-        """Return the bytes of each class at the peak."""
+        """Return the bytes of each class of tensors at the moment when most memory was in use."""
         classes: Counter[str] = Counter()
         for one in self.at_peak:
             classes[one.label] += one.num_bytes

@@ -1,4 +1,4 @@
-"""Training steps of the project's own engines on fake GPUs, and their memory, collectives and kernels."""
+"""Training steps of this project's engines on fake GPUs, which report memory, collectives and kernels."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ from tests.fake_gpu.models import write_model
 from tests.fake_gpu.recorder import Recorder
 
 NUM_STEPS = 2
-"""Steps of a case: the first makes the optimizer's state and FSDP2's buffers, the last is reported."""
+"""Number of training steps that are run. The first allocates the optimizer's state and FSDP2's buffers; the last is
+reported."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training step: model, layout and batch, as one rank makes it."""
+    """A training step to run on fake GPUs: model, layout and batch, as one rank sees it."""
 
     model: str
     layout: dict[str, Any]
     engine: EngineName = "fsdp"
     num_layers: int | None = 4
-    """Number of layers; None: as many as the published model has."""
+    """Number of the model's layers; None: as many as the published model has."""
     micro_batches: int = 1
     documents: int = 1
-    """Number of documents of equal length in each row."""
+    """Number of documents of equal length packed into each row."""
     sequence_length: int = 4096
     rank: int = 0
     options: dict[str, Any] = field(default_factory=dict)
-    """Other fields of the training stage: `adapter`, `precision`, …"""
+    """Further fields of the train stage's config, such as `adapter` and `precision`."""
 
     @property
     def config(self) -> TrainConfig:
-        """Training stage of the case."""
+        """Config of the train stage that does this training step."""
         layout = {"dp_shard": 1, "dp_replicate": 1, "micro_batch_size": 1} | self.layout
         shares = layout["dp_shard"] * layout["dp_replicate"]
         fields = {
@@ -68,32 +69,35 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """Memory, collectives and kernels of the last step of a case, on its rank."""
+    """Memory, collectives and kernels of the last training step of a case, on one rank."""
 
     shape: ModelShape
     layout: Layout
-    """The layout as it ran: the planner has chosen what was `auto` in it."""
+    """Layout that ran: values that the case leaves `auto` are chosen by the planner."""
     peak_bytes: int
     bytes_at_peak: dict[str, int]
-    """Class of tensors (parameters, gradients, optimizer, …) → bytes at the peak."""
+    """Bytes at the memory peak by class of tensors: parameters, gradients, optimizer and others."""
     held_bytes: dict[str, int]
-    """Class of tensors → bytes between steps, exact: the allocator's rounding is left out."""
+    """Bytes held between training steps by class of tensors, without the allocator's rounding."""
     collectives: dict[tuple[str, int], int]
-    """(kind, number of ranks) → bytes of the larger side of all."""
+    """Bytes that collectives sent or received (the larger of both), by kind of collective and number of ranks."""
     calls: dict[tuple[str, int], int]
-    """(kind, number of ranks) → number of collectives."""
+    """Number of collective calls by kind of collective and number of ranks."""
     kernels: dict[str, int]
     predicted_gib: dict[str, float]
-    """The planner's parts of memory for the rank's pipeline stage, without what the runtime takes."""
+    """GiB that the planner predicts for the rank, by class of memory, without the CUDA runtime's."""
 
     @property
     def predicted_ratio(self) -> float:
-        """The planner's memory over the rig's, both without the runtime's."""
+        """Ratio of the planner's predicted memory to the recorded peak, both without the CUDA runtime's."""
         return sum(self.predicted_gib.values()) * GIB / self.peak_bytes
 
 
 def run(case: Case, folder: Path) -> Report:
-    """Build the engine of a case on fake GPUs, make `NUM_STEPS` steps and report the last; folder: for the model."""
+    """Load an engine on fake GPUs, run `NUM_STEPS` training steps, and report the last one.
+
+    folder: where the model is written.
+    """
     config = case.config
     facts = ModelFacts(write_model(folder, case.model, case.num_layers))
     num_ranks = config.layout.world_size
@@ -124,7 +128,7 @@ def run(case: Case, folder: Path) -> Report:
 
 
 def _batch(num_rows: int, case: Case) -> Batch:
-    """Return a micro-batch in which every token is a target; its values are never read."""
+    """Return a micro-batch in which every token is a target; the token ids are never read."""
     length = case.sequence_length // case.documents
     ids = torch.zeros(num_rows, case.sequence_length, dtype=torch.int64)
     numbers = torch.arange(num_rows * case.documents).repeat_interleave(length).view(num_rows, -1)
@@ -133,13 +137,13 @@ def _batch(num_rows: int, case: Case) -> Batch:
 
 
 def _fsdp_states(engine: Any) -> dict[str, Iterable[Tensor]]:
-    """Return what FSDP2 holds between steps, by class."""
+    """Return the tensors that FSDP2 holds between training steps, by class: parameters and optimizer."""
     moments = [one for state in engine._optimizer.state.values() for one in state.values()]
     return {"parameters": list(engine._model.parameters()), "optimizer": moments}
 
 
 def _megatron_states(engine: Any) -> dict[str, Iterable[Tensor]]:
-    """Return what Megatron holds between steps, by class; gradients have buffers of their own."""
+    """Return the tensors that Megatron holds between steps, by class: parameters, gradient buffers, optimizer."""
     from stages.engines.megatron.shards import local_shards
 
     shards = local_shards(engine._chunks, engine._shape, engine._adam.megatron)
@@ -185,4 +189,4 @@ CASES = {
     "megatron, LoRA": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron", options=LORA),
     "megatron, 1,024 ranks": Case("llama3-70b", {"dp_shard": 128, "tp": 8}, engine="megatron", num_layers=1),
 }
-"""Steps that the nightly tests make: layers as wide as those of published models, but few of them."""
+"""Training steps that nightly tests run: layers as wide as those of published models, but few layers."""

@@ -1,4 +1,4 @@
-"""A training step of both engines on fake GPUs: it runs, and a rank holds and sends as many bytes as formulas say."""
+"""Both engines train a step on fake GPUs, and a rank holds and sends as many bytes as published formulas say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stages.models.shape import ModelShape
 from tests.fake_gpu.rig import CASES, Case, run
 
 Weights = list[tuple[int, int]]
-"""Rows and columns of weights; a norm's are rows."""
+"""Shapes of weights as rows and columns; a norm has one column."""
 
 FSDP = {
     "sharded": Case("qwen3-8b", {"dp_shard": 8}, num_layers=2),
@@ -32,9 +32,9 @@ PIPELINE = Case(
 
 
 DENSE = ("hybrid, gathered once", "selective", "full, micro-batches", "micro-batches, sharded", "1,024 ranks")
-"""Nightly cases of whole models with FSDP2."""
+"""Nightly cases in which all weights of a dense model are trained with FSDP2."""
 PREDICTED = ("megatron, pipeline", "megatron, context")
-"""Nightly cases whose memory the planner predicts within 10%; of the others it predicts too much."""
+"""Nightly cases whose memory the planner predicts within 10%; in the other cases it predicts too much."""
 
 
 @pytest.mark.nightly
@@ -119,15 +119,18 @@ def _layer(shape: ModelShape) -> Weights:
 
 
 def _shard(weights: Weights, num_ranks: int) -> int:
-    """Count the entries that FSDP2 keeps on the first rank: it splits rows, and sends as many of every rank."""
+    """Count the numbers that FSDP2 keeps on the first rank: each weight's rows are split evenly, rounded up."""
     return sum(-(-rows // num_ranks) * columns for rows, columns in weights)
 
 
 def _split(weights: Weights, tp: int) -> int:
-    """Count the entries on a tensor-parallel rank: matrices are split, every rank has the norms."""
+    """Count the numbers that a tensor-parallel rank holds: its share of the matrices, and all norms."""
     return sum(rows * columns // (tp if columns > 1 else 1) for rows, columns in weights)
 
 
 def _check_states(held_bytes: dict[str, int], held: int, dp: int) -> None:
-    """Rajbhandari et al. 2020 (ZeRO), section 5.1: bf16 weights, fp32 gradients, and shards of three fp32 states."""
+    """Check the bytes that Megatron holds: bf16 weights, fp32 gradients, and a shard of the fp32 optimizer states.
+
+    Formula: Rajbhandari et al. 2020 (ZeRO), section 5.1, with three optimizer states.
+    """
     assert held_bytes == {"parameters": 2 * held, "gradients": 4 * held, "optimizer": 12 * held // dp}

@@ -1,4 +1,4 @@
-"""A refresh of five stages without Prefect and MLflow, in which every step depends on all steps before it.
+"""A refresh of five stages without Prefect and MLflow, in which every step's result depends on all steps before it.
 
 A step that is lost, or done twice, changes the bytes of the artifact, and those of all artifacts after it.
 
@@ -17,13 +17,16 @@ from pathlib import Path
 NUM_STEPS = 8
 STEP_S = 0.1
 HELD = "CHAIN_HELD"
-"""Environment variable STAGE=FILE: the stage waits after half of its steps until there is the file."""
+"""Environment variable STAGE=FILE with a stage that is to wait halfway until the file exists."""
 FULL_DISK = 8  # the exit code of ResourceError
 STAGES = ("base", "rows", "sft", "awq", "scores")
 
 
 def run_stage_process(work: Path) -> None:
-    """Run a stage that chains hashes of its inputs, one checkpoint a step; ranks other than 0 wait for rank 0."""
+    """Run a stage that hashes its inputs repeatedly, with a checkpoint after each step.
+
+    Ranks other than 0 only wait for rank 0.
+    """
     stage_input = json.loads((work / "config.json").read_text())
     checkpoint = work / "scratch" / "checkpoint.json"
     if os.environ.get("RANK", "0") != "0":
@@ -65,7 +68,10 @@ def _contents(artifact: Path) -> list[Path]:
 
 
 def recipe(ranks: int) -> dict[str, dict[str, object]]:
-    """Return a recipe like the quickstart's: two downloads, training on `ranks` processes, quantization, scores."""
+    """Return a recipe shaped like the quickstart's: two downloads, training, quantization, evaluation.
+
+    ranks: number of processes of the training.
+    """
     execution = {"execution": {"threads": 1}}
     return {
         "base": {"kind": "download", "model": "builtin/qwen3-1m", **execution},
@@ -86,7 +92,7 @@ def recipe(ranks: int) -> dict[str, dict[str, object]]:
 
 
 def run_refresh(root: Path, ranks: int = 1) -> dict[str, dict[str, object]]:
-    """Run all stages of the refresh in order, through the real runner, store and supervisor."""
+    """Run the five stages of the refresh in order, through the real runner, store and supervisor."""
     import tiny
 
     from flows.launch import local
@@ -111,26 +117,29 @@ def run_refresh(root: Path, ranks: int = 1) -> dict[str, dict[str, object]]:
 
 
 def start(root: Path, ranks: int = 1, held: str = "", release: Path = Path("/nonexistent")) -> subprocess.Popen[str]:
-    """Start a refresh in a process of its own. held: stage that waits halfway until there is the file `release`."""
+    """Start the five-stage refresh in a process of its own.
+
+    held: stage that waits halfway until the file `release` exists.
+    """
     command = [sys.executable, __file__, str(root), str(ranks)]
     environment = {**os.environ, HELD: f"{held}={release}"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(refresh: subprocess.Popen[str]) -> dict[str, dict[str, object]]:
-    """Wait for a refresh to succeed, and return the outcome of its stages."""
+    """Wait for a refresh to succeed, and return state, version and digest of its stages."""
     said, errors = refresh.communicate(timeout=300)
     assert refresh.returncode == 0, errors
     return json.loads(said)
 
 
 def identities(refresh: dict[str, dict[str, object]]) -> dict[str, tuple[object, object]]:
-    """Return version and digest of each stage, which must be the same with and without faults."""
+    """Return version and digest of each stage's artifact, which faults must not change."""
     return {name: (stage["version"], stage["digest"]) for name, stage in refresh.items()}
 
 
 def step_of(root: Path, stage: str) -> int:
-    """Return the step of the stage's last checkpoint; 0 without one."""
+    """Return the step of a stage's last checkpoint; 0 if it has none."""
     checkpoint = next(root.glob(f".work/*/{stage}-*/scratch/checkpoint.json"), None)
     return json.loads(checkpoint.read_text())["step"] if checkpoint else 0
 

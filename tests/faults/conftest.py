@@ -1,4 +1,4 @@
-"""Fixtures of the fault tests: nothing may be left behind, and recovery times are collected for `make faults`."""
+"""Fixtures of the fault tests: they check that nothing is left behind, and collect recovery times for `make faults`."""
 
 import functools
 import sys
@@ -26,7 +26,7 @@ def leftovers(tmp_path_factory: pytest.TempPathFactory) -> Leftovers:
 
 @pytest.fixture(scope="module", autouse=True)
 def marked(leftovers: Leftovers) -> Iterator[None]:
-    """Mark the processes that fault tests start, by an environment variable; shared processes get no mark."""
+    """Mark the processes that fault tests start by an environment variable, so that leftover ones are found."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in leftovers.environment().items():
             patch.setenv(name, value)
@@ -35,7 +35,7 @@ def marked(leftovers: Leftovers) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(leftovers: Leftovers) -> Iterator[None]:
-    """Fail a test that leaves a process, shared memory, a held lock or a temporary file."""
+    """Fail a test that leaves behind a process, shared memory, a held lock or a temporary file."""
     before = leftovers.look()
     yield
     end_s = time.monotonic() + PATIENCE_S
@@ -46,7 +46,10 @@ def nothing_is_left(leftovers: Leftovers) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, tuple[object, object]]]:
-    """Provide a function: number of ranks of the training → versions and digests of a refresh without faults."""
+    """Provide a function that returns versions and digests of a refresh without faults.
+
+    Its argument is the number of ranks of the training.
+    """
 
     @functools.cache
     def identities(ranks: int) -> dict[str, tuple[object, object]]:
@@ -57,14 +60,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Provide the variable by which promotions are forked from a process that has imported MLflow."""
+    """Provide the environment variable that makes promotions fork from a process that has imported MLflow."""
     with warm_promotion.started(tmp_path_factory.mktemp("warm") / "socket", MARK_VARIABLE) as variables:
         yield variables
 
 
 @pytest.fixture
 def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
-    """Provide a function that makes faults by name and stage; each is a line of the table if the test passes."""
+    """Provide a function that makes a `Fault` by name and stage.
+
+    Each becomes a line in the table of `make faults` if the test passes.
+    """
 
     def make(name: str, stage: str) -> Fault:
         one = Fault(name, stage)
@@ -76,7 +82,7 @@ def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
 
 @pytest.fixture
 def fault(request: pytest.FixtureRequest, new_fault: Callable[[str, str], Fault]) -> Fault:
-    """Provide the fault of a test with a single one; the test sets its name and stage."""
+    """Provide the `Fault` of a test that causes a single one; the test sets its name and stage."""
     return new_fault(request.node.name, "")
 
 

@@ -1,5 +1,6 @@
-"""A promotion whose hook is killed or loses MLflow: replaces `flows.champion.promotion`, with the same arguments.
+"""Promotion that is killed, or loses MLflow, at a chosen moment.
 
+It replaces `flows.champion.promotion` in tests, with the same arguments.
 PROMOTION_FAULT says how: `METHOD NUMBER` kills it, as a power cut would, right after the call of this number of a
 method of MLflow's client (0: before the first one); `away` takes MLflow from it; `judge` kills it before the verdict.
 Without it, the promotion is undisturbed.
@@ -29,7 +30,7 @@ def die(*_: Any) -> NoReturn:
 
 
 def crash_after(method: str, number: int) -> None:
-    """Kill this process after the given number of calls of a method of MLflow's client."""
+    """Kill this process right after the given number of calls of a method of MLflow's client (0: before the first)."""
     real = getattr(MlflowClient, method)
     num_calls = 0
 

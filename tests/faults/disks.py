@@ -1,4 +1,7 @@
-"""Small file systems for tests that fill them or make them read-only, mounted in the session's mount namespace."""
+"""Small file systems for tests that fill disks or make them read-only.
+
+They are mounted in the test session's own mount namespace.
+"""
 
 import contextlib
 import os
@@ -13,7 +16,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 @contextlib.contextmanager
 def mounted(folder: Path, *options: str) -> Iterator[None]:
-    """Mount a file system at `folder` until the end of the context."""
+    """Mount a file system at `folder` until the end of the context; skip the test where mounting is not allowed."""
     folder.mkdir(exist_ok=True)
     if subprocess.run(["mount", *options, str(folder)], check=False).returncode:
         pytest.skip("this container may not mount")
@@ -25,13 +28,13 @@ def mounted(folder: Path, *options: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size_mib: int) -> Iterator[None]:
-    """Mount a disk of this size at `folder`, in memory (tmpfs)."""
+    """Mount a disk of this size, held in memory (tmpfs), at `folder` until the end of the context."""
     with mounted(folder, "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs"):
         yield
 
 
 def fill_last_block(file: Path) -> None:
-    """Add empty lines to a file until its last block is full: a full disk still has room there."""
+    """Append empty lines to a file until its last disk block is full, since a full disk still has room there."""
     with file.open("ab", buffering=0) as stream, contextlib.suppress(OSError):
         while True:
             stream.write(b"\n")
@@ -39,7 +42,7 @@ def fill_last_block(file: Path) -> None:
 
 @contextlib.contextmanager
 def filled(disk: Path) -> Iterator[None]:
-    """Keep a disk full until the end of the context, by a file of another program."""
+    """Fill a disk with a file of its own until the end of the context, as another program might."""
     file = disk / "of-another-program"
     with file.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
         while True:

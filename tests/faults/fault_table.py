@@ -1,4 +1,4 @@
-"""Table of `make faults`: each fault and stage, how fast the fault was found and recovered from, and what was lost."""
+"""Table that `make faults` prints: how fast each fault was detected and recovered from, and what work was lost."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,10 @@ HEADINGS = ("fault", "stage", "detected in s", "recovered in s", "lost")
 
 @dataclass
 class Fault:
-    """A fault: a line of the table of `make faults`. `lost`: the work that had to be done again."""
+    """A fault that a test causes, shown as a line in the table of `make faults`.
+
+    lost: the work that had to be repeated.
+    """
 
     name: str
     stage: str
@@ -19,13 +22,13 @@ class Fault:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Measure how long it takes until the fault is `detected`, or `recovered` from."""
+        """Measure the seconds until the fault is `detected` or `recovered` from: the duration of the context."""
         began_s = time.monotonic()
         yield
         self.seconds[what] = time.monotonic() - began_s
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of this fault's table line, in the order of HEADINGS."""
+        """Return the fault's cells in the table of `make faults`, in the order of HEADINGS."""
         times = [f"{self.seconds[what]:.1f}" if what in self.seconds else "" for what in ("detected", "recovered")]
         return (self.name, self.stage, *times, self.lost)
 

@@ -1,4 +1,4 @@
-"""Leftovers of a fault: processes, shared memory, held locks, temporary files. Checked after every test.
+"""Search for what a test leaves behind: processes, shared memory, held locks and temporary files.
 
 Every process that a fault test starts inherits a mark in its environment, and a TMPDIR of the session. Where the kernel
 allows it (root), the session gets a /dev/shm of its own, so that everything left there comes from the tests; elsewhere
@@ -18,11 +18,11 @@ MARK_VARIABLE = "FAULT_TESTS"
 SHARED_MEMORY = Path("/dev/shm")
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x0002_0000, 0x4000, 0x4_0000
 DAEMONS = ("slurmd", "slurmctld", "slurmstepd", "munged", "postgres")
-"""Command lines of daemons that module-wide fixtures start, and that tests may restart."""
+"""Programs of daemons that outlive a single test, so that they do not count as left behind."""
 
 
 class Leftovers:
-    """Finds what a test leaves behind: the difference between two snapshots of processes, locks and files."""
+    """Snapshots of processes, shared memory, locks and files; two of them show what a test leaves behind."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -32,11 +32,11 @@ class Leftovers:
         self.has_own_shared_memory = _mount_own_shared_memory()
 
     def environment(self) -> dict[str, str]:
-        """Return the environment with which every process must be started."""
+        """Return the environment variables that mark the processes started by tests."""
         return {MARK_VARIABLE: self._mark.partition("=")[2], "TMPDIR": str(self._temporary)}
 
     def look(self) -> dict[str, set[str]]:
-        """Return a snapshot: marked processes except shared servers, shared memory, held locks, temporary files."""
+        """Return a snapshot: marked processes without shared servers, shared memory, held locks, temporary files."""
         servers = self._servers()
         processes = {pid: _command(pid) for pid in marked_processes(self._mark) if pid != os.getpid()}
         others = {pid: command for pid, command in processes.items() if pid not in servers and not _is_daemon(command)}
@@ -53,7 +53,7 @@ class Leftovers:
         return files if self.has_own_shared_memory else files - _open_files()
 
     def _servers(self) -> set[int]:
-        """Return the processes of Prefect and MLflow servers that `lifecycle up` started, and of their supervisors."""
+        """Return the process ids of servers that `lifecycle up` started (Prefect, MLflow) and of their supervisors."""
         files = [path.read_text() for path in self._folder.glob("**/servers.json")]
         supervisors = {Lock(path.parents[1]).holder() for path in self._folder.glob("**/supervisor/lock")} - {None}
         environments = {pid: _environment(pid) for pid in marked_processes(self._mark)}
@@ -65,12 +65,12 @@ class Leftovers:
 
 
 def new(before: dict[str, set[str]], after: dict[str, set[str]]) -> list[str]:
-    """Return what a later snapshot of leftovers has and an earlier one lacks, a line each."""
+    """Return what a test left behind, a line each: everything in the later snapshot but not in the earlier one."""
     return [f"{kind}: {thing}" for kind, things in after.items() for thing in sorted(things - before[kind])]
 
 
 def _mount_own_shared_memory() -> bool:
-    """Mount a tmpfs on /dev/shm for this process and its children only; returns whether that worked."""
+    """Mount a tmpfs on /dev/shm for this process and its children only; return whether that succeeded."""
     libc = ctypes.CDLL(None)
     return (
         libc.unshare(CLONE_NEWNS) == 0

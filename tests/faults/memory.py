@@ -1,4 +1,4 @@
-"""Memory cgroups for tests of programs that are killed for exceeding a limit."""
+"""Memory cgroups for tests of programs that the kernel kills for exceeding a limit."""
 
 import contextlib
 import time

@@ -1,4 +1,4 @@
-"""Kill promotions and rollbacks at random moments, spread over their duration: `promotion_kills.py SEED NUM_KILLS`.
+"""Kill promotions and rollbacks at random moments spread over their duration. Run: `promotion_kills.py SEED NUM_KILLS`.
 
 Prints a JSON line for each kill: who was champion and previous before it, after it, and had the move been completed.
 This process imports MLflow once and never asks it: every move, and every look at the registry, is a fork of its own.
@@ -25,13 +25,16 @@ from stages.kinds.promote.verdict import VERDICT_FILE, Verdict
 from tests.promotion import NAME, commit, offer
 
 LATEST = 1.5
-"""Time of the last kill as a multiple of an undisturbed promotion's duration, so that it comes after the end."""
+"""Time of the latest kill as a multiple of a promotion's normal duration; it comes after the promotion's end."""
 Standing = tuple[str | None, str | None]
-"""Numbers of the registered versions that are champion and previous; None for none."""
+"""Version numbers of the champion and of the previous champion in the registry; None where there is none."""
 
 
 def forked(act: Callable[[], object], kill_after_s: float | None = None) -> str:
-    """Run `act` in a forked process, which may be killed; returns its result as JSON, or "" if it was killed."""
+    """Run a function in a forked process, and return its result as JSON, or "" if the process was killed.
+
+    kill_after_s: when to kill it.
+    """
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         os.close(reader)
@@ -49,7 +52,7 @@ def forked(act: Callable[[], object], kill_after_s: float | None = None) -> str:
 
 
 def look() -> Standing:
-    """Return champion and previous version, looked up as `lifecycle champion` does."""
+    """Return the version numbers of champion and previous champion, looked up as `lifecycle champion` does."""
     registry = champions.connect()
     found = champions.find(registry, NAME, CHAMPION)
     previous = registry.find(NAME, PREVIOUS)
@@ -64,7 +67,7 @@ def roll_back() -> None:
 
 
 def promotion_of(mark: str, champion: str | None) -> Callable[[], None]:
-    """Return a function that runs the promotion hook of a candidate that was judged better than the champion."""
+    """Commit a candidate judged better than the champion; return a function that completes its promotion."""
     store = Store(store_root())
     planned, upstream = offer(store, mark, [1.0] * 10, max_regression_standard_errors=None)
     verdict = Verdict(outcome="promoted", name=NAME, champion_version=champion, against=None, missed=())

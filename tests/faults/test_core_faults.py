@@ -1,4 +1,4 @@
-"""Whatever process dies, none of a stage's stays, no incomplete artifact is accepted, and work resumes.
+"""Whichever process of a stage dies, none of the others stays, no incomplete artifact is accepted, and work resumes.
 
 Real processes throughout; only what the stage computes is small.
 """
@@ -105,7 +105,10 @@ def test_a_stage_that_is_stopped_leaves_nothing(store):
 
 
 def test_a_stage_outlives_the_thread_that_started_it(store):
-    """Prefect runs tasks in pool threads, and a parent-death signal is sent when the starting thread ends."""
+    """A stage survives the end of the thread that started it.
+
+    Prefect runs tasks in pool threads, and the kernel sends a parent-death signal when the starting thread ends.
+    """
 
     def launch_in_a_thread(work, config):
         started = []

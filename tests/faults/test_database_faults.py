@@ -1,4 +1,4 @@
-"""The database of a team's servers dies during a refresh and returns: the refresh ends as if undisturbed."""
+"""The database of a team's servers dies during a refresh and comes back; the refresh ends as if undisturbed."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A stage whose process is killed is retried from its last checkpoint, as long as each attempt gets further."""
+"""A stage whose process is killed is retried from its last checkpoint, as long as each attempt makes progress."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ MIB = 2**20
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Provide a function that starts a refresh of a recipe whose stages the test builds one by one."""
+    """Provide a function that prepares a refresh, whose stages the test then runs one by one."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     store = Store(tmp_path / "store")
 
@@ -41,7 +41,7 @@ def training(mode, **environment):
 
 
 def to_the_end(run, name):
-    """Retry a stage until it succeeds, as the Prefect flow does; returns the number of attempts."""
+    """Retry a stage until it succeeds, as the Prefect flow does, and return the number of attempts."""
     number = 1
     while True:
         try:

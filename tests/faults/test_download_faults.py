@@ -1,4 +1,4 @@
-"""Faults of download stages in processes of their own: killed, offline, disk full, secrets in errors."""
+"""Download stages survive kills, lost connections and full disks, or fail clearly, and their errors show no secret."""
 
 import json
 import os

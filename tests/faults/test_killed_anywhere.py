@@ -1,4 +1,4 @@
-"""Any process of any stage is killed: the next run ends with the same bytes as an undisturbed refresh."""
+"""After any process of any stage is killed, the next run ends with the same bytes as an undisturbed refresh."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def child_of(parent: int) -> int:
 
 
 def rank_of(store: Path, rank: int) -> int:
-    """Return the pid of a rank of the stage that runs on this store."""
+    """Return the process id of a rank of the stage that runs on this store."""
     for pid in living_processes():
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -41,7 +41,7 @@ def find(victim: str, refresh: subprocess.Popen[str], store: Path) -> int:
 
 
 def disturb(store, stage, victim, number, ranks, fault) -> str:
-    """Send a signal to a process of a refresh once its stage has done some steps; returns its error output."""
+    """Start a refresh, send a signal to one of its processes after a few steps, and return its error output."""
     fault.name, fault.stage = f"{number.name} of {victim}", stage
     refresh = chain.start(store, ranks, held=stage)
     tiny.eventually(lambda: chain.step_of(store, stage) >= 2 or refresh.poll() is not None, f"{stage} made no steps")
@@ -54,7 +54,7 @@ def disturb(store, stage, victim, number, ranks, fault) -> str:
 
 
 def others_of(store: Path) -> list[int]:
-    """Return the command-line files of living processes that name the store."""
+    """Return the /proc command-line files of living processes that have the store's path in their arguments."""
     commands = [Path(f"/proc/{pid}/cmdline") for pid in living_processes()]
     return [path for path in commands if path.exists() and str(store).encode() in read(path)]
 
@@ -67,7 +67,10 @@ def read(path: Path) -> bytes:
 
 
 def recover(store, stage, ranks, undisturbed, fault) -> None:
-    """Run a disturbed refresh again: finished stages are cached, and all digests are those of an undisturbed one."""
+    """Run a disturbed refresh again, and check that it continues and ends with an undisturbed one's digests.
+
+    Finished stages must be cached.
+    """
     reached = chain.step_of(store, stage)
     assert 2 <= reached <= chain.NUM_STEPS
     with fault.timed("recovered"):
@@ -89,11 +92,11 @@ FEW = {
     (0, signal.SIGTERM),
     (1, signal.SIGKILL),
 }
-"""Cases that run by day: each kind of process, signal and stage; the others are nightly."""
+"""Cases that `make test` runs, with each kind of process, signal and stage; all other cases are nightly."""
 
 
 def kills(*all_of_them):
-    """Return the parameters of a test, with all but `FEW` marked as nightly."""
+    """Return the cases as pytest parameters, all but `FEW` marked as nightly."""
     return [pytest.param(*one, marks=() if one in FEW else pytest.mark.nightly) for one in all_of_them]
 
 

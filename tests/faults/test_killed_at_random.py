@@ -1,5 +1,6 @@
-"""A refresh of SFT, DPO, quantization and evaluation, processes of which are killed at random moments.
+"""A refresh ends with the right artifacts although its processes are killed at random moments.
 
+Its stages are SFT, DPO, quantization and evaluation, with real Prefect, MLflow and vLLM.
 Each seed kills every kind once: flow, supervisor, rank, quantizer, vLLM, Prefect, MLflow. Some live in one stage only,
 so they die in the order of these; chance puts the others between them, picks the process, and when it dies. As often
 as the refresh dies it is run again; in the end every artifact has the version and the bytes of an undisturbed refresh.
@@ -28,7 +29,7 @@ from refreshes import LIFECYCLE, ROOT, Home, eventually
 from stages.core.process_tree import living_processes
 
 STAGE_OF = {"rank": "dpo", "quantizer": "awq", "vLLM": "scores"}
-"""Stages by the kind of process that runs in them only, in the order in which the stages run."""
+"""Stage in which each kind of process runs, in the order in which the stages run."""
 ALWAYS_THERE = ("flow", "supervisor", "prefect", "mlflow")
 POLL_INTERVAL_S = 0.1
 TIMEOUT_S = 1800
@@ -103,7 +104,7 @@ def recipe(home):
 
 @pytest.fixture(scope="module")
 def undisturbed(home, recipe):
-    """Return the output of a refresh without faults, and its artifacts."""
+    """Return the JSON output of a refresh without faults, and its artifacts' versions and digests."""
     said = finished(start(home, recipe))
     assert said, (home.folder.parent / "refresh.log").read_text()[-4000:]
     return said, made(home, said)
@@ -116,14 +117,14 @@ def start(home: Home, recipe: Path) -> subprocess.Popen[str]:
 
 
 def forget(home: Home) -> None:
-    """Delete all artifacts except downloads."""
+    """Delete all artifacts except downloads, so that the next refresh runs all other stages again."""
     for folder in (home.folder / "store").iterdir():
         if folder.name != "download":
             shutil.rmtree(folder)
 
 
 def finished(refresh: subprocess.Popen[str]) -> dict[str, Any] | None:
-    """Return the output of a refresh once it ends; None if it failed."""
+    """Wait for a refresh to end; return its JSON output, or None if it failed."""
     said, _ = refresh.communicate(timeout=TIMEOUT_S)
     return json.loads(said) if refresh.returncode == 0 else None
 
@@ -138,7 +139,7 @@ def made(home: Home, said: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def living(home: Home, refresh: subprocess.Popen[str]) -> dict[str, list[int]]:
-    """Return the refresh's living processes by kind; of a server, the leader of its process group."""
+    """Return the ids of the refresh's living processes by kind. A server counts as the leader of its process group."""
     found: dict[str, list[int]] = {}
     store = str(home.folder / "store")
     for pid, (parent, _) in living_processes().items():
@@ -160,7 +161,7 @@ def living(home: Home, refresh: subprocess.Popen[str]) -> dict[str, list[int]]:
 
 
 def read(pid: int, file: str) -> str:
-    """Return a process's arguments or variables, one a line; "" if it has ended."""
+    """Return a process's arguments or environment variables, one a line; "" if the process has ended."""
     try:
         return "\n" + Path(f"/proc/{pid}/{file}").read_text(errors="replace").replace("\0", "\n")
     except OSError:
@@ -168,7 +169,10 @@ def read(pid: int, file: str) -> str:
 
 
 def kill_later(pid: int, after_s: float, *, with_group: bool) -> bool:
-    """Kill a process after a delay; returns False if it ended by itself before."""
+    """Kill a process after a delay; return False if it has ended by itself before.
+
+    with_group: kill its whole process group.
+    """
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -186,7 +190,7 @@ def kill_later(pid: int, after_s: float, *, with_group: bool) -> bool:
 
 
 def drawn_order(chance: random.Random) -> list[str]:
-    """Return all kinds of process in a random order in which to kill them."""
+    """Return all kinds of process in the random order in which they are to be killed."""
     kinds = list(STAGE_OF)
     for kind in ALWAYS_THERE:
         kinds.insert(chance.randint(0, len(kinds)), kind)
@@ -196,7 +200,10 @@ def drawn_order(chance: random.Random) -> list[str]:
 def kill_in_turn(
     home: Home, refresh: subprocess.Popen[str], kinds: list[str], longest_wait_s: float, chance: random.Random
 ) -> None:
-    """Kill one process of each kind in order while the refresh runs; removes each kind killed from `kinds`."""
+    """While the refresh runs, kill one process of each kind, in order.
+
+    Kinds that were killed are removed from `kinds`, which may be left non-empty when the refresh ends.
+    """
     while kinds and refresh.poll() is None:
         kind = kinds[0]
         pids = living(home, refresh).get(kind)

@@ -1,4 +1,7 @@
-"""Stages as Kubernetes Jobs, against a stand-in for the API server whose pods are processes on this machine."""
+"""Stages that run as Kubernetes Jobs survive faults and report errors.
+
+A stand-in for the API server runs pods as processes on this machine.
+"""
 
 import threading
 

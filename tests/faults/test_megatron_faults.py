@@ -1,4 +1,4 @@
-"""Megatron runs whose rank is killed, hangs, or gets no memory, and whose checkpoint was cut off while written."""
+"""Megatron training survives a killed or hanging rank and a truncated checkpoint, and reports a lack of memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.train_stage import logged, make_artifacts, make_config, make_context,
 NUM_STEPS, SAVE_EVERY = 12, 3
 TP2, PP2 = {"tp": 2, "micro_batch_size": 2}, {"pp": 2, "micro_batch_size": 2}
 HANG_TIMEOUT_S = 30.0
-"""Timeout of a hanging step in seconds; loading the model must take less, even on a slow machine."""
+"""Seconds after which a training step counts as hanging; loading the model must take less, even on a slow machine."""
 NUM_MANY_ROWS = 1024
-"""Number of rows whose micro-batch takes about 2 GiB."""
+"""Number of rows in a micro-batch that needs about 2 GiB, more than the test's memory limit."""
 HEADROOM_BYTES = 2**30
 
 
@@ -65,7 +65,7 @@ def log_of(work):
 
 
 def rank_of(process, rank):
-    """Return the pid of a rank."""
+    """Return the process id of a rank of the training."""
     for pid in marked_processes(process.token):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if f"RANK={rank}".encode() in variables:
@@ -79,7 +79,7 @@ def wait_for_a_checkpoint(work):
 
 @pytest.fixture(scope="module")
 def uninterrupted(artifacts, tmp_path_factory):
-    """Work folder of a run without interruption."""
+    """Provide the work folder of a training run without interruption."""
     work = tmp_path_factory.mktemp("uninterrupted") / "work"
     run_again(work, artifacts, megatron_config(TP2))
     return work
@@ -131,7 +131,10 @@ def test_a_hung_collective_ends_with_the_stacks_in_the_log_and_the_next_attempt_
 
 
 def assert_nearly_equal(work, uninterrupted, base):
-    """Compare weights relative to how far training moved them, since another layout sums in another order."""
+    """Check that a run under another layout made nearly the weights of the uninterrupted one.
+
+    Differences are relative to how far training moved the weights, since another layout sums in another order.
+    """
     resumed, expected, before = (
         load_file(folder / "model" / "model.safetensors") for folder in (work, uninterrupted, base)
     )
@@ -166,12 +169,12 @@ def test_a_run_that_gets_no_memory_says_what_was_predicted_and_what_needs_less(a
 
 
 def rank_of_only(process):
-    """Return the pid of a single-process stage: the supervisor's only child."""
+    """Return the process id of a stage with a single process: the supervisor's only child."""
     return next(pid for pid, (parent, _) in living_processes().items() if parent == process.pid)
 
 
 def limit_memory(pid, headroom_bytes):
-    """Limit the memory that a process may map in addition to its present mappings."""
+    """Limit the memory that a process may map beyond its present mappings to `headroom_bytes`."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + headroom_bytes
     resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))

@@ -1,4 +1,4 @@
-"""Promotions that are killed, raced, or without MLflow: one valid champion remains, and a rerun completes them."""
+"""Promotions that are killed, run concurrently or lack MLflow leave one valid champion, and a rerun completes them."""
 
 import signal
 import subprocess
@@ -33,7 +33,8 @@ CRASHES = [
     ("set_registered_model_alias", 1),
     ("set_registered_model_alias", 2),
 ]
-"""Crash points: before the first write, between any two writes that matter, and after the last."""
+"""Moments at which a promotion is killed: after this many calls of this method of MLflow's client. They lie before the
+first write, between any two writes that matter, and after the last."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -64,7 +65,10 @@ def become_champion(registry: Registry, digest: str) -> str:
 
 
 def cut_short(store: Store, monkeypatch: pytest.MonkeyPatch, fault: str, error: str) -> Path:
-    """Promote a candidate whose hook fails as `fault` says; returns the artifact, which was committed before."""
+    """Promote a candidate with a fault between commit and registration; check the failure, and return the artifact.
+
+    fault: PROMOTION_FAULT of `crashing_promotion.py`. error: pattern of the expected message.
+    """
     planned, upstream = offer(store, "candidate", BETTER, max_regression_standard_errors=None)
     with monkeypatch.context() as faulty:
         faulty.setenv("PROMOTION_FAULT", fault)
@@ -89,7 +93,7 @@ def verdict_of(built: Built) -> Verdict:
 
 
 def everything_in(mlflow: MlflowClient) -> list[str]:
-    """Return all registered versions with their tags, and the targets of the aliases."""
+    """Return all registered versions with their tags, and the aliases with their versions, as lines to compare."""
     versions = sorted(mlflow.search_model_versions(f"name = '{NAME}'"), key=lambda one: int(one.version))
     aliases = mlflow.get_registered_model(NAME).aliases
     return [str(aliases), *(f"{one.version} {one.run_id} {sorted(one.tags.items())}" for one in versions)]

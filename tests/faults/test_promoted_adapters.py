@@ -1,4 +1,4 @@
-"""Registered adapters: their base model is never garbage-collected, through crashes and rollbacks.
+"""Registered adapters survive crashes and rollbacks, and garbage collection never deletes their base model.
 
 One store and one registry for all, in the order of the tests.
 """

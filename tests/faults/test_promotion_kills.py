@@ -1,4 +1,4 @@
-"""Promotions and rollbacks killed at random moments: the registry always has one champion and its predecessor.
+"""Promotions and rollbacks that are killed at random moments always leave one champion and its predecessor.
 
 Eight in `make test`, thirty by night.
 """

@@ -1,4 +1,4 @@
-"""Models that cannot be quantized, or not be served afterwards, are refused before anything slow is imported."""
+"""Models that cannot be quantized, or not be served afterwards, are rejected before anything slow is imported."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ print("imported:", *sorted({"llmcompressor", "torch", "transformers"} & sys.modu
 
 @pytest.fixture
 def model(tmp_path):
-    """Provide a one-layer model whose `down_proj` has 96 inputs, too few for the usual group sizes."""
+    """Provide a one-layer model whose `down_proj` has 96 inputs, no multiple of the usual group sizes."""
     folder = tmp_path / "model/model"
     folder.mkdir(parents=True)
     shapes = {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
@@ -45,7 +45,7 @@ def write_config(folder, **fields):
 
 @pytest.fixture
 def run(tmp_path, model):
-    """Run the quantize stage on `model`; returns its error, as `CLASS MESSAGE`."""
+    """Provide a function that runs the quantize stage on `model`, and returns its error as `CLASS MESSAGE`."""
 
     def start(**fields):
         work = tmp_path / "work"

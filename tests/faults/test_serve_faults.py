@@ -1,4 +1,4 @@
-"""Servers that cannot start, and killed processes of serving and evaluating: clear errors, nothing left, resumed."""
+"""Serving and evaluation fail clearly, resume, and leave no process, although servers cannot start or are killed."""
 
 import json
 import shutil
@@ -57,12 +57,15 @@ def serve_work(root: Path, name: str, **serving: Any) -> Path:
 
 
 def runtime(root: Path) -> Path:
-    """Return the folder of the temporary files of serve stages' servers."""
+    """Return the folder in which serve stages' servers keep their temporary files."""
     return root / "cache" / "servers"
 
 
 def processes_by_role(folder: Path) -> dict[str, int]:
-    """Return role → pid (supervisor, API server, engine) of the server whose temporary files lie in `folder`."""
+    """Return the process ids of supervisor, API server and engine of a server by role.
+
+    folder: where the server keeps its temporary files.
+    """
     found = {}
     for pid in served_processes(folder):
         try:
@@ -77,19 +80,19 @@ def processes_by_role(folder: Path) -> dict[str, int]:
 
 
 def port_of(stage: int) -> int:
-    """Return the port that a serve stage's proxy listens on."""
+    """Return the port on which the proxy of a serve stage listens."""
     (address,) = listening_addresses([stage])
     return int(address.rpartition(":")[2])
 
 
 def failure_of(work: Path, process: subprocess.Popen[bytes]) -> tuple[int, str]:
-    """Wait for a stage to fail; returns its exit code and error message."""
+    """Wait for a stage to fail, and return its exit code and error message."""
     exit_code = process.wait(PATIENCE_S)
     return exit_code, json.loads((work / "error.json").read_text())["message"]
 
 
 def has_died(work: Path) -> bool:
-    """Return whether the stage reports that its server was killed."""
+    """Return whether the stage's error says that its server was killed, so that a retry is due."""
     return json.loads((work / "error.json").read_text())["died"]
 
 
