@@ -1,4 +1,4 @@
-"""Registry of stage kinds. A new kind is a folder beside this file and one line here."""
+"""Registry of stage kinds, by name; a new kind is a folder beside this file and one line here."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ KINDS: dict[str, type[StageConfig]] = {
 
 
 def kind_of(name: str) -> type[StageConfig]:
-    """Return the config class of a kind; for one that this version does not know, the base with its defaults."""
+    """Return the config class of a stage kind, or the base class if this version of the code lacks the kind."""
     return KINDS.get(name, StageConfig)
 
 
 def makes(kind: str, product: Product) -> bool:
-    """Return whether stages of a kind may have a product, such as a model."""
+    """Return whether stages of a kind may produce a product, such as a model or a dataset."""
     return product in kind_of(kind).PRODUCTS

@@ -1,4 +1,4 @@
-"""Config and findings of the check of inputs, a stage run for stages whose turn has not come."""
+"""Config and output of the input check, which runs before a refresh to find problems in later stages' inputs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ FINDINGS_FILE = "findings.json"
 
 
 class CheckConfig(StageConfig):
-    """Look for problems in the inputs of other stages (→ `findings.json`); run like a stage, but in no recipe."""
+    """Config of the input check, which looks for problems in the inputs of other stages (output in `findings.json`).
+
+    It runs like a stage, but no recipe names it.
+    """
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("verdict",)
 
     kind: Literal["check"] = "check"
     stages: tuple[StageInput, ...] = Field(
-        description="Stages to check. Instead of a model that is not made yet, they get the one it will be made from."
+        description="Stages whose inputs are checked. Where an input model is not built yet, the model that it will "
+        "be trained from stands in."
     )
 
 
 class InputProblem(StrictModel):
-    """Problem of a stage's input, found before training.
+    """Problem in a stage's input that the check found before the stage runs.
 
     field: dotted path in the stage's config.
     error: name of the error class.
@@ -38,7 +42,7 @@ class InputProblem(StrictModel):
 
 
 class Unseen(StrictModel):
-    """Input that there was no time to check; the stage itself will."""
+    """Input of a stage that the check had no time to look at; the stage itself will."""
 
     stage: str
     field: str
@@ -46,7 +50,7 @@ class Unseen(StrictModel):
 
 
 class Findings(StrictModel):
-    """Content of `findings.json`: problems found so far."""
+    """Content of `findings.json`: problems in stage inputs, and inputs that were not checked."""
 
     problems: tuple[InputProblem, ...] = ()
     unseen: tuple[Unseen, ...] = ()

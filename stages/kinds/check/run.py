@@ -1,4 +1,4 @@
-"""The check of inputs: problems that stages would meet in their data and tasks hours later, found before any training.
+"""Check of stage inputs before any training: finds data and task problems that stages would meet only hours later.
 
 Each kind has its own check: `check(stage_input)` in `stages/kinds/<kind>/check.py` yields dotted fields with errors, or
 with a text about what there was no time to check.
@@ -15,7 +15,7 @@ from stages.models.start_up import hide_unused_packages, import_tokenizers
 
 
 def run(config: CheckConfig, context: StageContext) -> StageResult:
-    """Check the inputs of all stages, and write every problem to `findings.json`; finding some is no failure."""
+    """Check the inputs of all stages, and write every problem to `findings.json`; does not fail if there are some."""
     hide_unused_packages()
     import_tokenizers()  # most checks need only tokenizers, not models
     problems: list[InputProblem] = []

@@ -1,4 +1,4 @@
-"""Config of a curation: which rows of datasets are left out, and why."""
+"""Config of the curate stage: which rows of its datasets are dropped, masked or held out, and by which rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ lij ln lo lt ltg lv mg mk ml mn mr ms mt my ne nl nn no nso oc om or pa pcm pl p
 sn so sq sr st sv sw ta te tg th tk tl tr tt ug uk ur uz uzs vec vi vo wa wuu xh yo yue zh zu zxx
 """
 LANGUAGES = frozenset(_CODES.split())
-"""ISO 639 codes that the library distinguishes; zxx is no language. Asking the library takes a second."""
+"""Codes (ISO 639) of the languages that py3langid distinguishes, listed here since loading it takes a second; zxx means
+no language."""
 
 
 def _known_language(code: str) -> str:
@@ -49,20 +50,28 @@ STEPS = (
     "sample",
     "held_out",
 )
-"""Curation steps in the order in which they are done."""
+"""Steps of a curation, in the order in which they run."""
 
 
 class Length(StrictModel):
-    """Bounds on the length of rows; both bounds may be set."""
+    """Bounds on the length of a row, in characters, in messages or in both."""
 
-    min_characters: NonNegativeInt = Field(0, description="Smallest number of characters in all texts of a row.")
-    max_characters: PositiveInt | None = Field(None, description="Largest number of characters in all texts of a row.")
-    min_turns: NonNegativeInt = Field(0, description="Smallest number of messages in a conversation, without system's.")
-    max_turns: PositiveInt | None = Field(None, description="Largest number of messages, without the system's.")
+    min_characters: NonNegativeInt = Field(
+        0, description="Drop rows with fewer characters than this in all their texts together."
+    )
+    max_characters: PositiveInt | None = Field(
+        None, description="Drop rows with more characters than this in all their texts together."
+    )
+    min_turns: NonNegativeInt = Field(
+        0, description="Drop conversations with fewer messages than this; system messages are not counted."
+    )
+    max_turns: PositiveInt | None = Field(
+        None, description="Drop conversations with more messages than this; system messages are not counted."
+    )
 
     @property
     def counts_turns(self) -> bool:
-        """Return whether a bound counts turns, so that rows must be conversations."""
+        """Return whether a bound counts messages, so that rows must be conversations."""
         return bool(self.min_turns or self.max_turns)
 
     @model_validator(mode="after")
@@ -89,13 +98,16 @@ PersonalData = Literal["email", "ip_address", "iban", "credit_card", "phone"]
 
 
 class Patterns(StrictModel):
-    """Regular expressions that are searched in the texts of a row, each on its lines together."""
+    """Regular expressions that rows must match or must not match.
+
+    Each is searched in all texts of a row, joined by newlines.
+    """
 
     exclude: tuple[RowPattern, ...] = Field(
-        (), description="Regular expressions: leave out rows that match one of them."
+        (), description="Regular expressions; rows that match at least one of them are dropped."
     )
     require: tuple[RowPattern, ...] = Field(
-        (), description="Regular expressions: leave out rows that do not match all of them."
+        (), description="Regular expressions; rows that do not match all of them are dropped."
     )
 
     @model_validator(mode="after")
@@ -106,26 +118,32 @@ class Patterns(StrictModel):
 
 
 class Language(StrictModel):
-    """Language filter: languages to keep; rows with too few letters to tell are kept as well."""
+    """Language filter: drops rows in other languages, but keeps rows with too few letters to identify the language."""
 
-    keep: tuple[LanguageCode, ...] = Field(min_length=1, description="Languages to keep, as ISO 639 codes: en, de, zh.")
+    keep: tuple[LanguageCode, ...] = Field(
+        min_length=1, description="Languages to keep, as ISO 639 codes, such as en, de, zh."
+    )
     min_probability: float = Field(
         0.5,
         gt=0,
         lt=1,
-        description="Smallest probability that a row is in one of the languages; it is low for code and mixed "
-        "languages.",
+        description="Drop a row if it is in one of the languages with less than this probability; probabilities are "
+        "low for code and for mixed languages.",
     )
 
 
 class Quality(StrictModel):
-    """Threshold on rewards of this repository; rows with a lower sum are left out."""
+    """Quality filter: drops rows whose answer does not get enough reward."""
 
     rewards: dict[RewardName, AnyReward] = Field(
-        min_length=1, description="Rewards as in `generate`, but without `length`, which counts tokens."
+        min_length=1,
+        description="Rewards that score the answer of each row, as in `generate`, but without `length`, "
+        "which counts tokens.",
     )
-    above: float = Field(allow_inf_nan=False, description="Keep rows with a larger sum of rewards.")
-    reference: str | None = Field(None, description="Column of the right answer, for rewards that need it.")
+    above: float = Field(allow_inf_nan=False, description="Keep rows whose sum of rewards is greater than this.")
+    reference: str | None = Field(
+        None, description="Name of the column with the right answer, for rewards that compare with it."
+    )
 
     @model_validator(mode="after")
     def _can_judge(self) -> Self:
@@ -138,10 +156,15 @@ class Quality(StrictModel):
 
 
 class Sample(StrictModel):
-    """A random part of the rows, drawn by their content: further rows do not change which of these are drawn first."""
+    """Random sample of the rows.
 
-    rows: PositiveInt | None = Field(None, description="Number of rows to draw; all if there are fewer.")
-    fraction: float | None = Field(None, gt=0, lt=1, description="Share of the rows to draw, instead of `rows`.")
+    Each row's content decides its draw, so that adding rows to the dataset changes the sample little.
+    """
+
+    rows: PositiveInt | None = Field(None, description="Number of rows to draw; all rows are kept if there are fewer.")
+    fraction: float | None = Field(
+        None, gt=0, lt=1, description="Share of the rows to draw, between 0 and 1, instead of `rows`."
+    )
 
     @model_validator(mode="after")
     def _names_one(self) -> Self:
@@ -151,57 +174,65 @@ class Sample(StrictModel):
 
 
 class HeldOut(StrictModel):
-    """Rows to evaluate on, in `data/validation.jsonl`; near-duplicates are all on one side."""
+    """Held-out validation rows, written to `data/validation.jsonl`; near-duplicates all go to the same split."""
 
-    fraction: float = Field(gt=0, lt=1, description="Share of the groups of near-duplicates that are held out.")
+    fraction: float = Field(
+        gt=0,
+        lt=1,
+        description="Share of the rows to hold out, between 0 and 1; groups of near-duplicates are drawn as a whole.",
+    )
 
 
 class NearDuplicates(StrictModel):
-    """Rows that say nearly the same; only the first is kept."""
+    """Filter of near-duplicates: of rows with nearly the same words, only the first is kept."""
 
     similarity: float = Field(
         0.5,
         ge=0.2,
         le=1,
-        description="Jaccard similarity of two rows' runs of `words` words from which on they are near-duplicates. "
-        "Changing every 20th word leaves about 0.73.",
+        description="Smallest Jaccard similarity of two rows' word n-grams at which they count as near-duplicates. "
+        "Changing every 20th word of a row leaves about 0.73.",
     )
-    words: PositiveInt = Field(3, le=50, description="Number of words in a run that near-duplicates are compared by.")
+    words: PositiveInt = Field(3, le=50, description="Length of the n-grams in words by which rows are compared.")
 
 
 class BenchmarkTasks(StrictModel):
-    """Benchmark tasks whose questions rows are compared with."""
+    """Benchmark tasks whose questions must not be in the training data."""
 
     harness: Annotated[HarnessName, AddedLater()] = Field(
-        DEFAULT_HARNESS, description="Harness of the tasks, as in `evaluate`."
+        DEFAULT_HARNESS, description="Evaluation harness that has the tasks, as in `evaluate`."
     )
     tasks: tuple[str, ...] = Field(
-        min_length=1, description="Names of benchmark tasks, the harness's own or of `task_folder`."
+        min_length=1, description="Names of benchmark tasks in the harness or in `task_folder`."
     )
-    task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
-    trust_task_code: bool = Field(False, description="Run the code in `task_folder`, as in `evaluate`.")
+    task_folder: OutsidePath | None = Field(None, description="Folder with tasks of your own (YAML and JSONL files).")
+    trust_task_code: bool = Field(False, description="Allow Python code in `task_folder` to run, as in `evaluate`.")
 
     @property
     def evaluation(self) -> Evaluation:
-        """Request to the harness for the tasks' samples."""
+        """Evaluation request by which the harness lists the samples of these tasks."""
         return Evaluation(self.harness, self.tasks, self.task_folder, trust_task_code=self.trust_task_code)
 
 
 class Decontaminate(StrictModel):
-    """Leave out rows that hold questions of a benchmark, so that its scores are not of memory."""
+    """Decontamination: drops rows that contain benchmark questions, so that benchmark scores do not measure memory."""
 
     words: int = Field(
-        13, ge=5, le=50, description="Length of the runs of words (n-grams) that a row may not share with a sample."
+        13, ge=5, le=50, description="Length in words of the n-grams that a row may not share with a benchmark sample."
     )
-    min_shared: PositiveInt = Field(1, description="Number of shared runs of words from which on a row is left out.")
+    min_shared: PositiveInt = Field(1, description="Number of shared n-grams at which a row is dropped.")
     benchmarks: dict[str, BenchmarkTasks] = Field(
         default_factory=dict,
-        description="Benchmark tasks by name; default: those of all `evaluate` stages of the recipe.",
+        description="Benchmark tasks to compare rows with, in blocks with names of your choice. Default: the tasks of "
+        "all `evaluate` stages of the recipe.",
     )
 
 
 class CurateConfig(StageConfig):
-    """Leave out rows of datasets that should not be learned from, each for a listed reason (→ `data/`)."""
+    """Config of the curate stage, which drops rows that should not be trained on.
+
+    The kept rows are in `data/`; each dropped row is listed with the reason.
+    """
 
     STAGE_VERSION: ClassVar[int] = 2  # `redact` finds addresses beside Chinese and Japanese, and Parquet has no nulls
     PRODUCTS = ("dataset",)
@@ -211,39 +242,57 @@ class CurateConfig(StageConfig):
 
     kind: Literal["curate"]
     datasets: tuple[DatasetReference, ...] = Field(
-        min_length=1, description="Datasets of one format; of rows that repeat one another, the first is kept."
+        min_length=1,
+        description="Datasets to curate together, all of one format; of duplicate rows, the first in "
+        "this order is kept.",
     )
-    split: SplitName = Field("train", description="Files of the datasets whose name or folder begins with this.")
+    split: SplitName = Field("train", description="Split to curate: files whose name or folder begins with this text.")
     on_bad_rows: Literal["fail", "drop"] = Field(
-        "fail", description="Treatment of bad rows. drop: list them and skip them."
+        "fail",
+        description="Treatment of rows that cannot be parsed. fail: the stage fails. drop: list them in "
+        "dropped.jsonl and continue.",
     )
-    max_bad_row_fraction: float = Field(0.01, ge=0, le=1, description="Largest share of bad rows that may be dropped.")
-    length: Length | None = Field(None, description="Step: leave out rows that are too short or too long.")
+    max_bad_row_fraction: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Largest share of rows that may be dropped "
+        "because they cannot be parsed; above it the "
+        "stage fails.",
+    )
+    length: Length | None = Field(None, description="Step: drop rows that are too short or too long.")
     decontaminate: Decontaminate | None = Field(
-        None, description="Step: leave out rows that hold questions of a benchmark."
+        None, description="Step: drop rows that contain questions of a benchmark."
     )
-    patterns: Patterns | None = Field(None, description="Step: leave out rows with or without a pattern.")
+    patterns: Patterns | None = Field(None, description="Step: drop rows by regular expressions.")
     language: Annotated[Language | None, AddedLater()] = Field(
-        None, description="Step: leave out rows in other languages."
+        None, description="Step: drop rows in languages other than these."
     )
     redact: tuple[PersonalData, ...] = Field(
-        (), description="Step: personal data to mask in all texts of rows, as `[EMAIL]` and so on."
+        (), description="Step: kinds of personal data to mask in all texts, such as e-mail addresses by `[EMAIL]`."
     )
-    exact_duplicates: bool = Field(False, description="Step: leave out rows that teach the same again.")
-    near_duplicates: NearDuplicates | None = Field(None, description="Step: leave out rows that say nearly the same.")
-    quality: Quality | None = Field(None, description="Step: leave out rows with a bad answer.")
-    sample: Sample | None = Field(None, description="Step: keep a random part of the rows.")
-    held_out: HeldOut | None = Field(None, description="Step: hold out rows to evaluate on; drops none.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of `sample` and `held_out`.")
+    exact_duplicates: bool = Field(
+        False, description="Step: drop rows from which a model would learn exactly what an earlier row teaches."
+    )
+    near_duplicates: NearDuplicates | None = Field(
+        None, description="Step: drop rows that nearly repeat an earlier row."
+    )
+    quality: Quality | None = Field(None, description="Step: drop rows whose answer gets too little reward.")
+    sample: Sample | None = Field(None, description="Step: keep a random sample of the rows.")
+    held_out: HeldOut | None = Field(None, description="Step: move some rows to a validation split; no row is dropped.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Random seed of `sample` and `held_out`.")
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """Steps of a curation that are asked for, in the order in which they are done."""
+        """Names of the curation steps that the recipe asks for, in the order in which they run."""
         return tuple(name for name in STEPS if getattr(self, name))
 
     @property
     def compared(self) -> NearDuplicates | None:
-        """Settings for comparing rows with one another, to be left out or to be held out together."""
+        """Settings by which rows are compared for near-duplicates, or None.
+
+        `held_out` needs them too, to keep near-duplicates in one split.
+        """
         return self.near_duplicates or (NearDuplicates() if self.held_out else None)
 
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
@@ -255,7 +304,7 @@ class CurateConfig(StageConfig):
         )
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return the version of each harness, and what its tasks' datasets hold now."""
+        """Return the versions of the harnesses and of the benchmark datasets, which are part of the cache key."""
         if not self.decontaminate:
             return {}
         outside: dict[str, JsonValue] = {}
@@ -268,7 +317,7 @@ class CurateConfig(StageConfig):
         return outside
 
     def custom_code(self) -> tuple[str, ...]:
-        """Describe the code that the stage runs, also that of tasks in a folder, which the evaluation trusts.
+        """Describe the custom code that the stage would run, in rewards and task folders, for the user's consent.
 
         Raises EvaluationError for unknown tasks.
         """
@@ -303,7 +352,7 @@ class CurateConfig(StageConfig):
 
 
 def _benchmarks_of(stages: Mapping[str, StageConfig]) -> list[BenchmarkTasks]:
-    """Return the tasks of all evaluations, one entry for each task folder.
+    """Return the benchmark tasks of all `evaluate` stages, as one entry for each task folder.
 
     Names of stages are left out: they are no part of the identity.
     """

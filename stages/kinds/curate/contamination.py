@@ -1,4 +1,4 @@
-"""Contamination of rows by benchmarks: runs of words that a row shares with a sample, searched as for GPT-3.
+"""Detection of benchmark contamination: rows that share word n-grams with benchmark samples, as in GPT-3's paper.
 
 A row is left out for a run of 13 words (Brown et al. 2020, appendix C) that it shares with a sample: its question, its
 answer, or any other text that it has. Samples of 8 to 12 words are searched as a whole, and for shorter questions whole
@@ -23,39 +23,39 @@ from stages.kinds.curate.config import Decontaminate
 from stages.kinds.curate.words import Hashes, hashes_of, runs_of, words_of
 
 SHORTEST_RUN = 8
-"""Fewest words that are searched within a text; Brown et al. 2020 take no fewer either."""
+"""Length in words of the shortest n-grams that are searched within a row's texts, as in Brown et al. 2020."""
 SHORTEST_WHOLE = 4
-"""Fewest words of a question that is compared with whole texts."""
+"""Fewest words of a benchmark question that is compared with a row's whole texts."""
 FEWEST_ITEMS = 10
-"""Fewest samples of a task from which its own words can be distinguished from those of its samples."""
+"""Fewest samples of a task for which n-grams that most samples share are ignored as the task's own instructions."""
 SHOWN_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Runs of words of one length from all benchmark samples, sorted, with the sample of each."""
+    """Sorted hashes of all benchmark n-grams of one length, with the benchmark sample of each."""
 
     runs: Hashes
     items: NDArray[np.int64]
 
     def found(self, runs: Hashes) -> NDArray[np.int64]:
-        """Return the benchmark sample of each run of words; -1 where none has it."""
+        """Return for each n-gram hash of a row the number of the benchmark sample that has the n-gram, or -1."""
         # A run larger than all others gets the place behind the last one; clipped, the comparison rejects it.
         at = np.searchsorted(self.runs, runs).clip(max=len(self.runs) - 1)
         return np.where(self.runs[at] == runs, self.items[at], -1)
 
 
 class Benchmarks:
-    """Runs of words of all samples of the benchmark tasks."""
+    """Word n-grams of all samples of the benchmark tasks, against which rows are checked."""
 
     def __init__(self, config: Decontaminate, items: Iterable[TaskItem]) -> None:
         self._config = config
         self._names: list[str] = []
         self._whole: dict[int, int] = {}
         self.num_too_short = 0
-        """Number of benchmark samples that no row can be compared with: of fewer than `SHORTEST_WHOLE` words."""
+        """Number of benchmark samples with fewer than `SHORTEST_WHOLE` words, which are too short to search for."""
         self.num_common = 0
-        """Number of word runs that do not count, since most samples of their task have them."""
+        """Number of n-grams that are ignored since most samples of their task contain them."""
         runs: dict[int, list[tuple[Hashes, NDArray[np.int64]]]] = defaultdict(list)
         for _, of_task in itertools.groupby(items, key=lambda item: item.task):
             for num_words, found in self._task(list(of_task)).items():
@@ -67,7 +67,7 @@ class Benchmarks:
         return len(self._names)
 
     def reason(self, row: ReadRow) -> str | None:
-        """Return why a row is left out as contaminated; None if it shares too little with every benchmark sample."""
+        """Return why a row is dropped as contaminated; None if it shares too little with every benchmark sample."""
         words = [word for texts in row.parts for text in texts for word in words_of(text)]
         hashes = hashes_of(words)
         for num_words, table in self._tables.items():
@@ -83,7 +83,7 @@ class Benchmarks:
         return None
 
     def _task(self, items: Sequence[TaskItem]) -> dict[int, tuple[Hashes, NDArray[np.int64]]]:
-        """Return length → word runs of the samples of one task, with the sample of each."""
+        """Return the n-gram hashes of one task's samples and the sample of each, by n-gram length."""
         runs_by_length: dict[int, list[tuple[Hashes, int]]] = defaultdict(list)
         for item in items:
             number = len(self._names)
@@ -111,7 +111,10 @@ class Benchmarks:
         return is_kept
 
     def _counted(self, several: Sequence[tuple[Hashes, int]], num_items: int) -> tuple[Hashes, NDArray[np.int64]]:
-        """Drop the runs of words that most samples of the task have."""
+        """Remove n-grams that most samples of a task share, such as an instruction.
+
+        Returns the others, each with the number of a sample.
+        """
         runs = np.concatenate([of_item for of_item, _ in several])
         items = np.concatenate([np.full(len(of_item), number) for of_item, number in several])
         runs, first, counts = np.unique(runs, return_index=True, return_counts=True)
@@ -126,6 +129,6 @@ def _joined(found: Sequence[tuple[Hashes, NDArray[np.int64]]]) -> _Table:
 
 
 def _whole(text: str) -> int:
-    """Return one hash number for all words of a text."""
+    """Return one hash of all words of a text."""
     hashes = hashes_of(words_of(text))
     return int(runs_of(hashes, len(hashes))[0]) if len(hashes) else 0

@@ -1,4 +1,4 @@
-"""Near-duplicates: rows that say nearly the same as an earlier one, found by MinHash and confirmed exactly.
+"""Near-duplicate detection: finds rows with nearly the same words by MinHash, and confirms each exactly.
 
 A row is the set of its runs of words; the similarity of two rows is the Jaccard similarity |A ∩ B| / |A ∪ B| of their
 sets. MinHash (Broder 1997) keeps, for each of `NUM_HASHES` hash functions, the smallest value of a set: two sets share
@@ -26,9 +26,9 @@ RUNS, ENDS, SIGNATURES = "runs.bin", "ends.bin", "signatures.bin"
 RUN_BYTES = 8
 NUM_HASHES = 128
 FOUND = 0.995
-"""Probability that two rows with the requested similarity are compared."""
+"""Smallest probability with which MinHash bands find a pair of rows that has the requested similarity."""
 ESTIMATE_MARGIN = 0.2
-"""Largest deficit of the MinHash estimate of a similarity: over 4 standard deviations."""
+"""Amount by which MinHash may underestimate a similarity before a pair is skipped: over 4 standard deviations."""
 CHUNK_RUNS = 4096
 SEED = 0
 
@@ -37,7 +37,7 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Repeats:
-    """Near-duplicates among rows: the earlier row that each one repeats, and the similarity of both.
+    """Near-duplicates that were found: for each row the earlier row that it repeats, and their similarity.
 
     of: number of the earlier row that each row repeats; its own number if it repeats none.
     similarity: of the two.
@@ -48,7 +48,7 @@ class Repeats:
 
 
 def set_of(parts: tuple[tuple[str, ...], ...], label: bool | None, num_words: int) -> Hashes:
-    """Return the sorted set of a row's runs of words. parts: as in `ReadRow`.
+    """Return the sorted set of a row's word n-gram hashes, by which rows are compared. parts: as in `ReadRow`.
 
     A chosen answer differs from a rejected one, and a good one from a bad one, of the same words.
     """
@@ -61,7 +61,7 @@ def set_of(parts: tuple[tuple[str, ...], ...], label: bool | None, num_words: in
 
 
 class Sets:
-    """Sets of word runs, one for each row, in files, so that memory does not grow with the length of rows."""
+    """Writer of each row's set of n-gram hashes and MinHash signature to files, so that memory stays small."""
 
     FILES = (RUNS, ENDS, SIGNATURES)
 
@@ -74,7 +74,7 @@ class Sets:
         self._offsets = draw.integers(0, 2**63, NUM_HASHES, np.uint64)
 
     def add(self, runs: Hashes) -> None:
-        """Append the set of word runs of the next row."""
+        """Append the n-gram hashes and the MinHash signature of the next row."""
         self._end += len(runs)
         self._files[RUNS].write(runs.tobytes())
         self._files[ENDS].write(np.uint64(self._end).tobytes())
@@ -90,7 +90,7 @@ class Sets:
 
 
 class Comparison:
-    """Comparison of rows by their sets of word runs."""
+    """Comparison of rows by the Jaccard similarity of their n-gram sets."""
 
     def __init__(self, folder: Path, threshold: float) -> None:
         self._ends = _read(folder / ENDS, np.uint64).astype(np.int64)
@@ -100,7 +100,7 @@ class Comparison:
         self._says_something = np.diff(self._ends, prepend=0) > 0
 
     def repeats(self, kept: NDArray[np.bool_], report: Report) -> Repeats:
-        """Return the rows among `kept` that say nearly the same as an earlier row that repeats none itself.
+        """Find the rows among `kept` that nearly repeat an earlier row, which itself repeats none.
 
         The first such earlier row is named.
         """
@@ -118,8 +118,9 @@ class Comparison:
         return Repeats(of, similarity)
 
     def groups(self, kept: NDArray[np.bool_], report: Report) -> NDArray[np.int64]:
-        """Return int64 [rows]: for each row the first of the `kept` rows that it is similar to, also through others.
+        """Return for each row the first row of its group of near-duplicates, int64 [rows].
 
+        A row belongs to a group if it is similar to at least one row of the group.
         Of rows of the same set one is compared, and a row is not compared within its own group: with copies, the time
         grows with the number of rows, not with its square.
         """
@@ -135,7 +136,7 @@ class Comparison:
         return np.array([groups.find(row) for row in range(len(self._ends))], np.int64)
 
     def _join_alike(self, number: int, groups: _Groups, num_bands: int) -> None:
-        """Join a row's group with every similar earlier row that shares a band.
+        """Merge a row's group with the groups of all similar earlier rows that share a MinHash band with the row.
 
         The next rows of each band are compared together, twice as many in each round: those of the row's own group are
         passed over, which after the first rounds are most.
@@ -160,14 +161,17 @@ class Comparison:
             places, num_rows = left, 2 * num_rows
 
     def _first_of_set(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each of `rows` the first row with the same set of word runs."""
+        """Return for each of `rows` the first row with exactly the same n-gram set."""
         sets = (self._runs[self._start(row) : self._ends[row]].tobytes() for row in rows.tolist())
         digests = b"".join(hashlib.blake2b(runs, digest_size=8).digest() for runs in sets)
         _, first, inverse = np.unique(np.frombuffer(digests, np.uint64), return_index=True, return_inverse=True)
         return rows[first[inverse]]
 
     def _linked(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Return for each MinHash band each row's predecessor with the same values there; -1 where there is none."""
+        """Return, for each MinHash band, each row's nearest earlier row with the same values in the band.
+
+        int64 [rows] for each band; -1 where there is none.
+        """
         num_values = values_per_band(self._threshold)
         predecessors = []
         for band in range(NUM_HASHES // num_values):
@@ -181,7 +185,7 @@ class Comparison:
         return predecessors
 
     def _alike(self, number: int, candidates: Iterator[int]) -> list[int]:
-        """Return the candidate rows that may have the requested similarity, by their signatures, in their order."""
+        """Return the candidate rows whose MinHash signatures allow the requested similarity, in ascending order."""
         found = np.unique(np.fromiter(candidates, np.int64))
         if not len(found):
             return []
@@ -198,7 +202,10 @@ class Comparison:
 
 
 def _first_ones(number: int, of: NDArray[np.int64], links: Sequence[NDArray[np.int64]]) -> Iterator[int]:
-    """Yield earlier rows that share a MinHash band and repeat none; links over repeating rows are shortened."""
+    """Yield earlier rows that share a MinHash band with a row and repeat no other row.
+
+    Links to rows that do repeat one are shortened on the way.
+    """
     for previous in links:
         other = number
         while other >= 0:
@@ -212,7 +219,7 @@ def _first_ones(number: int, of: NDArray[np.int64], links: Sequence[NDArray[np.i
 
 
 class _Groups:
-    """Growing groups of rows (union-find); each is named by its first row.
+    """Groups of near-duplicate rows (a union-find structure); the first row of a group is its name.
 
     links: of each band, each row's predecessor in it, or -1.
     """
@@ -223,7 +230,7 @@ class _Groups:
         self._beyond_group = [previous.copy() for previous in links]
 
     def find(self, row: int) -> int:
-        """Return the name of a row's group of near-duplicates."""
+        """Return the first row of a row's group of near-duplicates."""
         first = self._first
         while first[row] != row:
             first[row] = first[first[row]]
@@ -231,12 +238,12 @@ class _Groups:
         return row
 
     def join(self, one: int, other: int) -> None:
-        """Join the near-duplicate groups of two rows."""
+        """Merge the near-duplicate groups of two rows."""
         low, high = sorted((self.find(one), self.find(other)))
         self._first[high] = low
 
     def before(self, band: int, row: int, number: int) -> int:
-        """Return the nearest row before `row` in a band that is of another group than `number`; -1 for none."""
+        """Return the nearest earlier row of a MinHash band that is outside the group of row `number`; -1 for none."""
         group = self.find(number)
         other = self._beyond(band, row) if self.find(row) == group else int(self._links[band][row])
         while other >= 0 and self.find(other) == group:
@@ -244,7 +251,10 @@ class _Groups:
         return other
 
     def _beyond(self, band: int, row: int) -> int:
-        """Return the nearest row before `row` in a band that is not of its group; the skipped links are shortened."""
+        """Return the nearest row before `row` in a MinHash band that is outside the row's group; -1 for none.
+
+        Skipped links are shortened.
+        """
         previous, group = self._beyond_group[band], self.find(row)
         other = int(previous[row])
         while other >= 0 and self.find(other) == group:
@@ -254,7 +264,7 @@ class _Groups:
 
 
 def values_per_band(threshold: float) -> int:
-    """Return the largest number of values in a band that still finds a pair of this similarity.
+    """Return the largest number of MinHash values per band that still finds pairs of this similarity.
 
     1 - (1 - tᵛ)ᵇ ≥ `FOUND`, for b bands of v values.
     """
@@ -264,5 +274,5 @@ def values_per_band(threshold: float) -> int:
 
 
 def _read(path: Path, kind: type) -> NDArray[Any]:
-    """Return a file as a memory-mapped array."""
+    """Return the numbers in a file as a memory-mapped array."""
     return np.memmap(path, kind, mode="r") if path.stat().st_size else np.zeros(0, kind)

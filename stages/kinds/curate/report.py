@@ -1,4 +1,4 @@
-"""Report of a curation: `dropped.jsonl`, a line a row; `report.json`, counts and examples; metrics."""
+"""Report of a curation: every dropped row in `dropped.jsonl`, counts and examples in `report.json`, and metrics."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ EXAMPLE_CHARACTERS = 200
 
 
 class Report:
-    """Counts of rows that are read and left out; memory does not grow with their number."""
+    """Counts and examples of the rows that a curation reads and drops. Memory does not grow with the number of rows."""
 
     def __init__(self, steps: Sequence[str], stream: BinaryIO) -> None:
-        """Write dropped rows to `stream`, a JSON object a line: `dataset`, `file`, `line`/`row`, `step`, `reason`."""
+        """Create a report that writes each dropped row to `stream` as a line of JSON.
+
+        Keys: `dataset`, `file`, `line` or `row`, `step`, `reason`.
+        """
         self._stream = stream
         self._read: Counter[str] = Counter()
         self._dropped = Counter(dict.fromkeys((BAD_ROWS, *(step for step in steps if step != HELD_OUT)), 0))
         self.redacted: Counter[str] = Counter()
-        """Number of maskings of each kind of personal data."""
+        """Number of masked texts of each kind of personal data."""
         self.num_held_out: int | None = None
         self._examples: dict[str, list[dict[str, object]]] = {step: [] for step in self._dropped}
 
     @property
     def state(self) -> dict[str, Any]:
-        """Counts and examples of the curation so far, as JSON."""
+        """Counts and examples so far as JSON, from which a killed stage continues."""
         return {
             "read": self._read,
             "dropped": self._dropped,
@@ -42,7 +45,7 @@ class Report:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue the counts from the `state` of an earlier attempt."""
+        """Continue from the `state` that an earlier, killed run of the stage saved."""
         self._read.update(state["read"])
         self._dropped.update(state["dropped"])
         self.redacted.update(state["redacted"])
@@ -57,11 +60,11 @@ class Report:
         return self.num_read - self._dropped.total()
 
     def read(self, dataset: str) -> None:
-        """Count a row that curation has read."""
+        """Count a row that was read from a dataset."""
         self._read[dataset] += 1
 
     def drop(self, place: SourcePlace, step: str, reason: str, content: object = None) -> None:
-        """List a row that a curation step leaves out."""
+        """Record a row that a curation step drops, with the reason."""
         self._dropped[step] += 1
         row = {**place.columns(), "step": step, "reason": reason}
         self._stream.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
@@ -70,7 +73,7 @@ class Report:
             self._examples[step].append({"row": str(place), "reason": reason, "content": text})
 
     def check(self, config: CurateConfig) -> None:
-        """Raise DataError for more bad rows than the recipe allows, and if no row is left.
+        """Raise DataError if more rows are unreadable than the recipe allows, or if no row is left.
 
         The message names the step that emptied the dataset, and what the steps before it left.
         """
@@ -117,20 +120,20 @@ class Report:
         return {"rows_read": dict(self._read), "steps": steps, **{name: count for name, count in more.items() if count}}
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts of a curation by their names in MLflow."""
+        """Return the numbers of kept, dropped, held-out and masked rows as MLflow metrics, by metric name."""
         found = {"num_rows": float(self.num_kept), "kept_share": self.num_kept / max(1, self.num_read)}
         found |= {} if self.num_held_out is None else {"num_held_out": float(self.num_held_out)}
         found |= {f"dropped_{step}": float(dropped) for step, dropped, _ in self._counts()}
         return found | {f"redacted_{kind}": float(count) for kind, count in self.redacted.items()}
 
     def sentence(self) -> str:
-        """Return the outcome of a curation as a sentence for people who watch."""
+        """Return one sentence for the log: how many rows were kept, and how many each step dropped."""
         dropped = ", ".join(f"{step} dropped {dropped}" for step, dropped, _ in self._counts() if dropped)
         held_out = f" ({self.num_held_out} of them held out)" if self.num_held_out else ""
         return f"{self.num_kept} of {self.num_read} rows are kept{held_out}{': ' if dropped else ''}{dropped}"
 
     def _counts(self) -> list[tuple[str, int, int]]:
-        """Return each step of a curation with the rows that it dropped and left."""
+        """Return each curation step with the numbers of rows that it dropped and that were left after it."""
         left, found = self.num_read, []
         for step, dropped in self._dropped.items():
             left -= dropped

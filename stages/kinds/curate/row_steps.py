@@ -1,4 +1,4 @@
-"""Steps that look at one row at a time: each gives the reason to leave a row out, or None; and rewards of answers.
+"""Curation steps that judge one row at a time (length, patterns, language, decontamination), masking, and rewards.
 
 Languages are identified by py3langid, naive Bayes over bytes, offline and deterministic (Lui and Baldwin 2012,
 langid.py: An Off-the-shelf Language Identification Tool).
@@ -27,14 +27,14 @@ from stages.rewards.judging import judging
 from stages.rewards.reward import Completion, RewardContext
 
 LONGEST_CHARACTERS = 4000
-"""Number of characters of a row that its language is identified by: more tell nothing new, and take long."""
+"""Number of characters at a row's beginning by which its language is identified; more would only take longer."""
 FEWEST_LETTER_BYTES = 20
-"""Fewest bytes of letters, in UTF-8, from which a language can be identified.
+"""Fewest bytes of letters in UTF-8 from which a language can be identified.
 
 Bytes, since languages that say more with a letter have longer ones.
 """
 SEARCH_TIMEOUT_S = 5.0
-"""Longest time of one pattern in one row: some take time that grows exponentially with the text."""
+"""Time limit in seconds for searching one pattern in one row, as some patterns take exponential time."""
 SHOWN_CHARACTERS = 60
 RowStep = Callable[[ReadRow], str | None]
 ROWS_AT_A_TIME = 256
@@ -42,7 +42,10 @@ KEPT_FOLDER = "rewards"
 
 
 def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str, RowStep]]:
-    """Yield name and step, in the order in which they are done. Raises EvaluationError for unreadable tasks."""
+    """Yield each requested step that judges single rows: its name, and a function from a row to the reason to drop it.
+
+    The order is that in which they run. Raises EvaluationError for unreadable tasks.
+    """
     if length := config.length:
         yield "length", lambda row: too_short_or_long(row, length)
     if patterns := config.patterns:
@@ -54,7 +57,10 @@ def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str
 
 
 def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: ReadRow) -> tuple[str, str] | None:
-    """Return name and reason of the first step that leaves out a row; DataErrors name the row."""
+    """Return the name of the first step that drops a row, and the reason; None if all keep it.
+
+    A DataError names the row.
+    """
     for name, step in steps:
         try:
             reason = step(row)
@@ -66,7 +72,7 @@ def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: 
 
 
 def benchmarks_of(config: Decontaminate, context: StageContext) -> Benchmarks:
-    """Read the samples of benchmark tasks; warns of those that no row can be compared with."""
+    """Read the samples of the benchmark tasks for decontamination; warns of those that are too short to search for."""
     context.doing("reading the tasks of the evaluations")
     evaluations = [tasks.evaluation for tasks in config.benchmarks.values()]
     items = (item for evaluation in evaluations for item in harness_of(evaluation).items(evaluation, context))
@@ -83,7 +89,7 @@ def benchmarks_of(config: Decontaminate, context: StageContext) -> Benchmarks:
 
 
 def too_short_or_long(row: ReadRow, bounds: Length) -> str | None:
-    """Return why the length of a row is out of bounds; None if it is not.
+    """Return why a row is too short or too long; None if it is not.
 
     Raises DataError for a row without turns where these are counted.
     """
@@ -103,7 +109,7 @@ def too_short_or_long(row: ReadRow, bounds: Length) -> str | None:
 
 
 def found_or_not(row: ReadRow, patterns: Patterns) -> str | None:
-    """Return why the regular expressions exclude a row; None if they do not.
+    """Return why the recipe's regular expressions drop a row; None if they do not.
 
     Raises DataError for a search that does not end within `SEARCH_TIMEOUT_S`.
     """
@@ -128,7 +134,7 @@ def _searched(pattern: str, text: str) -> regex.Match[str] | None:
 
 
 class LanguageFilter:
-    """Filter of rows by language."""
+    """Curation step that drops rows by language, which py3langid identifies."""
 
     def __init__(self, config: Language) -> None:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier  # takes a second
@@ -137,7 +143,7 @@ class LanguageFilter:
         self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
     def reason(self, row: ReadRow) -> str | None:
-        """Return why a row is left out by language: it is not in one of the languages with enough probability.
+        """Return why a row is dropped by language: it is not in a requested language with enough probability.
 
         None for other rows, and for one that has too few letters to tell.
         """
@@ -156,7 +162,10 @@ class LanguageFilter:
 
 
 class Redactor:
-    """Masking of personal data, with counts. readers: the reader of each dataset."""
+    """Curation step that masks personal data in rows and counts what it masks.
+
+    readers: the reader of each dataset's rows.
+    """
 
     def __init__(self, kinds: Collection[str], counts: Counter[str], readers: Mapping[str, AnyRowReader]) -> None:
         self._kinds = kinds
@@ -164,7 +173,10 @@ class Redactor:
         self._readers = readers
 
     def redacted(self, dataset: str, row: ReadRow) -> tuple[ReadRow, tuple[str, str] | None]:
-        """Return the row with personal data masked, and step and reason if nothing can be learned from it any more."""
+        """Return the row with its personal data masked.
+
+        If masking makes the row invalid, the step and the reason for dropping the row follow.
+        """
         content = redacted(row.content, self._kinds, self._counts)
         try:
             return self._readers[dataset].read(content), None
@@ -173,7 +185,10 @@ class Redactor:
 
 
 def scored(config: Quality, rows: Iterable[SpooledRow], context: StageContext) -> Iterator[tuple[int, float]]:
-    """Yield the number of each row and its sum of rewards. Raises DataError for a row without one answer to judge."""
+    """Yield each row's number and the sum of its answer's rewards.
+
+    Raises DataError for a row without exactly one answer.
+    """
     readers: dict[str, AnyRowReader] = {}
     own = RewardContext(context.inputs, context.scratch / KEPT_FOLDER, context.warn)
     with judging(config.rewards, own) as judge:
@@ -191,7 +206,7 @@ def scored(config: Quality, rows: Iterable[SpooledRow], context: StageContext) -
 
 
 def _completion(row: ReadRow, column: str | None) -> Completion:
-    """Return the last answer of a row as a completion, with what stands before it as its prompt."""
+    """Return the last answer of a row as a completion, for the rewards; the text before it is the prompt."""
     if row.is_prompt or len(row.documents) > 1:
         found = "is a prompt alone, without an answer" if row.is_prompt else "is a pair of two answers"
         raise DataError(f"{found}; `quality` judges rows of one answer")

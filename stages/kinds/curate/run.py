@@ -1,4 +1,4 @@
-"""The curate stage: datasets → the rows of them that are worth learning from.
+"""Curate stage: reads datasets, and writes the rows that are worth training on and a report of the others.
 
 In: artifacts of datasets. Out: `data/train.jsonl`, rows as they were, in their order; `dropped.jsonl`, with origin and
 reason of each row that was left out; `report.json`, what each step kept and dropped, with examples.
@@ -38,13 +38,13 @@ DROPPED_FILE = "dropped.jsonl"
 REPORT_FILE = "report.json"
 PROGRESS_EVERY = 1000
 KEEP_EVERY = 2000
-"""Number of rows after which curation saves its progress: a killed attempt may have to look at them again."""
+"""Number of rows after which curation saves a checkpoint; a killed stage repeats at most these."""
 
 
 def rows_of(
     config: CurateConfig, context: StageContext, report: Report, readers: Readers, num_known: int
 ) -> Iterator[tuple[SourcePlace, ReadRow]]:
-    """Yield each good row and where it stands; bad rows are reported.
+    """Yield each valid row of the datasets with its origin; rows that cannot be parsed are recorded in the report.
 
     readers: gets a reader for each dataset.
     num_known: rows that an earlier attempt has seen; they only determine which format is read.
@@ -85,7 +85,7 @@ def _learn_format(reader: AnyRowReader, row: Row | BadRow) -> None:
 
 
 def _check_one_format(readers: Readers) -> None:
-    """Raise DataError for datasets of several formats: training reads all rows in the format of the first."""
+    """Raise DataError if the datasets have several formats, since training reads all rows in the first row's format."""
     forms = {name: reader.form for name, reader in readers.items() if reader.form}
     (first, expected), *rest = forms.items()
     for name, form in rest:
@@ -98,7 +98,7 @@ def _check_one_format(readers: Readers) -> None:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Rows left out by a curation step that compares rows.
+    """Rows that a curation step drops after comparing all rows, such as duplicates.
 
     rows: bool [rows], True for rows that are left out.
     reason: returns the reason for a row, by its number.
@@ -110,7 +110,7 @@ class LeftOut:
 
 
 def run(config: CurateConfig, context: StageContext) -> StageResult:
-    """Curate datasets, and write the remaining rows and a report.
+    """Curate the datasets; write the kept rows to `data/`, and report the dropped ones.
 
     Raises DataError for rows that cannot be read, and formats that cannot be one dataset. A dataset of which nothing is
     left, or nothing to hold out, is refused.
@@ -141,7 +141,7 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
 
 
 def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report: Report) -> None:
-    """Read all rows, and write those that the row-by-row steps keep to `files`.
+    """Read all rows of the datasets, and write those that the single-row steps keep to temporary files.
 
     Rows that an earlier attempt kept are not read again.
     """
@@ -171,7 +171,7 @@ def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report
 
 @contextlib.contextmanager
 def _shown(kept: Path, shown: Path, files: KeptFiles) -> Iterator[None]:
-    """Copy a file of the scratch folder to the artifact in the end, also when the stage fails."""
+    """Copy a temporary file to the artifact when the context ends, also if the stage fails."""
     try:
         yield
     finally:
@@ -182,7 +182,7 @@ def _shown(kept: Path, shown: Path, files: KeptFiles) -> Iterator[None]:
 def _left_out(
     config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None
 ) -> Iterator[LeftOut]:
-    """Yield the rows that each curation step that looks at all rows leaves out."""
+    """Yield, for each step that looks at all rows together (duplicates, quality, sample), the rows that it drops."""
     kept = np.ones(len(spool), np.bool_)
     if config.exact_duplicates:
         first = _first_equal(spool.digests)
@@ -219,7 +219,7 @@ def _left_out(
 
 
 def drawn(digests: NDArray[np.uint64], kept: NDArray[np.bool_], config: Sample, seed: int) -> NDArray[np.bool_]:
-    """Return the random sample among the `kept` rows, bool [rows]."""
+    """Draw the random sample that the recipe asks for from the `kept` rows; returns a mask, bool [rows]."""
     numbers = ranks(digests, seed, "sample")
     if config.fraction is not None:
         return kept & below(numbers, config.fraction)
@@ -231,21 +231,27 @@ def drawn(digests: NDArray[np.uint64], kept: NDArray[np.bool_], config: Sample, 
 
 
 def ranks(digests: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.uint64]:
-    """Return uniform random numbers [rows]; the purpose makes two drawings with one seed independent."""
+    """Return a uniform random number for each row, uint64 [rows], to draw rows by.
+
+    Row content, seed and purpose determine the number; another purpose gives independent numbers.
+    """
     salt = f"{purpose} {seed}".encode()
     found = (hashlib.blake2b(digest.tobytes() + salt, digest_size=8).digest() for digest in digests)
     return np.frombuffer(b"".join(found), np.uint64)
 
 
 def below(numbers: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """Return which random numbers are in the lowest `fraction`, bool [rows]."""
+    """Return a mask of the numbers in the lowest `fraction` of all uint64 numbers, bool [rows].
+
+    Random numbers are drawn by it with that probability.
+    """
     return numbers < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
 
 
 def _held_out(
     config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None, kept: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Return the rows held out for evaluation, bool [rows], with groups of near-duplicates together.
+    """Choose the validation rows, keeping groups of near-duplicates together; returns a mask, bool [rows].
 
     A dataset with an empty side is refused.
     """
@@ -275,7 +281,7 @@ def _progress(context: StageContext, doing: str) -> Callable[[int, int], None]:
 
 
 def _first_equal(digests: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return for each row the number of the first row with its digest."""
+    """Return, for each row, the number of the first row with the same digest, to find exact duplicates."""
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     return first[inverse]
 
@@ -283,7 +289,10 @@ def _first_equal(digests: NDArray[np.uint64]) -> NDArray[np.int64]:
 def _write(
     spool: Spool, left_out: Sequence[LeftOut], held_out: NDArray[np.bool_], context: StageContext, report: Report
 ) -> None:
-    """Write the rows that no step leaves out, unchanged but for masked personal data; report the others."""
+    """Write the rows that no step drops to the dataset's files, and record the dropped ones in the report.
+
+    Rows are unchanged except for masked personal data.
+    """
     data = context.work / "data"
     shutil.rmtree(data, ignore_errors=True)
     data.mkdir()

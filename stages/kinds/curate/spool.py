@@ -1,4 +1,4 @@
-"""Rows on the disk, between the steps that look at one row at a time and those that compare rows.
+"""Temporary row files between curation's single-row steps and the steps that compare all rows.
 
 Files only grow, and a note says how far they belong together: after a kill they are cut back to that, and the stage
 continues from there.
@@ -26,7 +26,7 @@ ROWS, OFFSETS, DIGESTS = "rows.jsonl", "offsets.bin", "digests.bin"
 
 @dataclass(frozen=True)
 class SourcePlace:
-    """Origin of a row: a stage, and the place in its files."""
+    """Origin of a row: the dataset's stage, the file, and the line or row number."""
 
     dataset: str
     place: Place
@@ -35,13 +35,13 @@ class SourcePlace:
         return f"{self.dataset} {self.place}"
 
     def columns(self) -> dict[str, object]:
-        """Return the columns that name a row's origin in a list of rows."""
+        """Return a row's origin as columns for `dropped.jsonl`: dataset, file, line or row number."""
         return {"dataset": self.dataset, "file": self.place.file, self.place.counts: self.place.number}
 
 
 @dataclass(frozen=True)
 class SpooledRow:
-    """Row between two curation steps, with its place in the temporary files and its origin.
+    """Row that the single-row steps kept, with its number in the temporary files and its origin.
 
     number: in the order of the files, from 0.
     """
@@ -52,7 +52,7 @@ class SpooledRow:
 
 
 class KeptFiles:
-    """Files of a folder, open for appending, with checkpoints from which a killed process continues.
+    """Append-only files with checkpoints: after a kill, they are cut back to the last checkpoint.
 
     state: what the last `keep` was given; None before the first.
     """
@@ -71,7 +71,7 @@ class KeptFiles:
         return self._streams[name]
 
     def keep(self, state: dict[str, Any]) -> None:
-        """Make a checkpoint of the files: flush all to the disk, with `state` (JSON)."""
+        """Save a checkpoint: flush all files to the disk, and store `state` (JSON) with their sizes."""
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -87,7 +87,7 @@ class KeptFiles:
 
 
 class SpoolWriter:
-    """Writer of the rows that curation's row-by-row steps keep, to temporary files."""
+    """Writer of temporary files for the rows that curation's single-row steps keep."""
 
     FILES = (ROWS, OFFSETS, DIGESTS)
 
@@ -95,7 +95,7 @@ class SpoolWriter:
         self._files = files
 
     def add(self, place: SourcePlace, content: dict[str, Any], canonical: str) -> None:
-        """Append a row to the temporary files. canonical: equal for rows from which the same is learned."""
+        """Append a row to the temporary files. canonical: text that is equal for rows that teach a model the same."""
         self._files[OFFSETS].write(self._files[ROWS].tell().to_bytes(8, "little"))
         self._files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
         at = place.place
@@ -110,7 +110,7 @@ class Spool:
         self._path = folder / ROWS
         self._offsets = np.fromfile(folder / OFFSETS, "<u8")
         self.digests: NDArray[np.uint64] = np.fromfile(folder / DIGESTS, "<u8")
-        """Digest of what each row teaches, in the order of the rows."""
+        """Hash of each row's canonical text, uint64 [rows]; equal for exact duplicates."""
 
     def __len__(self) -> int:
         return len(self._offsets)

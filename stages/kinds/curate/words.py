@@ -1,4 +1,4 @@
-"""Words of texts, and runs of words (n-grams), as 64-bit numbers that are the same in every process."""
+"""Word splitting and n-gram hashes for comparing texts; the 64-bit hashes are the same in every process."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-"""Characters of languages that put no spaces between words; each counts as a word."""
+"""Regex range of characters of scripts that put no spaces between words; each character counts as a word."""
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
 WORD_OR_SIGN = re.compile(rf"{WORD.pattern}|[-+*/=<>^%×÷±√]")
-"""Pattern for rows that differ in a sign: 12 - 34 is not 12 + 34."""
+"""Pattern of a word or a mathematical sign, so that 12 - 34 and 12 + 34 are not duplicates."""
 CACHED_WORDS = 1 << 18
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
-"""Multiplier of hashes: odd, so that nothing is lost, with the golden ratio's digits (Knuth)."""
+"""Multiplier of n-gram hashes: odd, so that it is invertible modulo 2^64; from the golden ratio (Knuth)."""
 
 
 def words_of(text: str, pattern: re.Pattern[str] = WORD) -> list[str]:
-    """Return the words of a text in lower case, without punctuation, in Unicode's form NFKC."""
+    """Return the words of a text in lower case and Unicode's form NFKC, without punctuation."""
     return pattern.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 def hashes_of(words: list[str]) -> Hashes:
-    """Return a hash number for each word: [words]."""
+    """Return a 64-bit hash of each word, uint64 [words]."""
     return np.fromiter(map(_hash, words), np.uint64, len(words))
 
 
 def runs_of(hashes: Hashes, num_words: int) -> Hashes:
-    """Return a hash for each run of words: [words - num_words + 1]; none where there are fewer words."""
+    """Return a hash of each n-gram of `num_words` words, uint64 [words - num_words + 1].
+
+    Empty if there are fewer words.
+    """
     num_runs = len(hashes) - num_words + 1
     if num_runs < 1:
         return hashes[:0]

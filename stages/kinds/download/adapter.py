@@ -1,4 +1,4 @@
-"""Adoption of a downloaded adapter, trained elsewhere: check that it fits its base, and record what it does there.
+"""Import of a LoRA adapter that was trained elsewhere: checks that it fits its base model, and records predictions.
 
 Its files name a base by the name that it had there; here it is the artifact that the recipe names, once every layer is
 found there in its size. Predictions of base and adapter for a few texts stand in for the record of a training, so that
@@ -48,7 +48,7 @@ HONOURED = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("megatron_core", "qalora_group_size"),
 }
-"""Fields of PEFT's config that a downloaded adapter may set: they are applied, or have no effect on their own."""
+"""Fields of PEFT's adapter_config.json that a downloaded adapter may set: those that are applied or have no effect."""
 OF_THIS_STORE = re.compile(r"[a-z0-9][a-z0-9_-]*-[0-9a-f]{12}")
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and then it goes home to sleep.",
@@ -56,14 +56,17 @@ TEXTS = (
     "Question: What is 12 + 34? Answer: 12 + 34 = 46.",
     "In 1969, three people flew to the moon; two of them walked on it.",
 )
-"""Texts whose predictions are recorded: adapters change the predictions of any text."""
+"""Texts for which a downloaded adapter's predictions are recorded, to compare a merged or served model with."""
 LEAST_CHANGE_NATS = 1e-6
-"""Smallest mean change of log-probability per token that is not fp32 rounding."""
+"""Smallest mean change of a token's log-probability, in nats, that shows an adapter's effect; less is fp32 rounding."""
 NUM_NAMED = 5
 
 
 def take_in(folder: Path, base: Path, context: StageContext, *, trust_remote_code: bool) -> None:
-    """Convert the files in `folder` to an adapter of the artifact `base`. Raises ModelError if they are none."""
+    """Turn a downloaded PEFT adapter in `folder` into an adapter of the base model artifact `base`.
+
+    Raises ModelError if it cannot be one.
+    """
     _check_config(read_headers(folder).config, folder)
     adapter = read_adapter(folder)
     if not adapter.is_sum:
@@ -87,7 +90,7 @@ def take_in(folder: Path, base: Path, context: StageContext, *, trust_remote_cod
 
 
 def _check_config(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise ModelError for adapter options that would be silently ignored."""
+    """Raise ModelError if an adapter's config sets options that would be silently ignored here."""
     odd = sorted(f"{name}: {value}" for name, value in config.items() if value and name not in HONOURED)
     odd = [option for option in odd if option != "bias: none"]
     initialization = str(config.get("init_lora_weights")).lower()
@@ -101,7 +104,7 @@ def _check_config(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def _predicted(adapter: Adapter, base: Path, context: StageContext, trust_remote_code: bool) -> list[RecordedDocument]:
-    """Return texts with the predictions of the base with the adapter beside it.
+    """Return the example texts with the base model's predictions under the adapter.
 
     Raises ModelError if the adapter changes nothing.
     """

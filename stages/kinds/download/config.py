@@ -1,4 +1,4 @@
-"""Config of a download: one model, adapter or dataset, and its source."""
+"""Config of the download stage, which fetches one model, adapter or dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from stages.hubs.registry import HUBS, forms, hub_of, parse_source, streaming_pr
 
 
 class DownloadConfig(FetchedConfig):
-    """Fetch a model (→ `model/`), an adapter of one (→ `adapter/`) or a dataset (→ `data/`)."""
+    """Config of the download stage, which fetches one model, adapter or dataset.
+
+    Output: `model/`, `adapter/` or `data/`.
+    """
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("model", "adapter", "dataset")
@@ -26,16 +29,26 @@ class DownloadConfig(FetchedConfig):
     model: Annotated[str, SourceText()] | None = Field(None, description=f"Source of a model: {forms('model')}.")
     dataset: Annotated[str, SourceText()] | None = Field(None, description=f"Source of a dataset: {forms('dataset')}.")
     adapter: Annotated[str | None, SourceText(), AddedLater()] = Field(
-        None, description="Source of an adapter in PEFT's format that was trained elsewhere."
+        None, description="Source of a LoRA adapter in PEFT's format that was trained elsewhere."
     )
     base: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="Stage of the model that `adapter` belongs to; its layers must have the adapter's sizes."
+        None,
+        description="Stage with the base model of `adapter`; its layers must have the sizes that the adapter expects.",
     )
-    files: tuple[str, ...] | None = Field(None, description="Fetch only files that match one of these glob patterns.")
+    files: tuple[str, ...] | None = Field(
+        None,
+        description="Glob patterns; only files that match one of them are "
+        "fetched. Default: the files that a model or dataset "
+        "needs.",
+    )
     stream: Annotated[bool, AddedLater()] = Field(
-        False, description="Leave a dataset on hf://, s3://, gs:// or az:// where it is; stages read it in pieces."
+        False,
+        description="Do not copy a dataset from hf://, s3://, gs:// or az://; later stages read it from there "
+        "piece by piece.",
     )
-    trust_remote_code: bool = Field(False, description="Keep Python files that come with a model.")
+    trust_remote_code: bool = Field(
+        False, description="Keep Python files that come with a model; by default they are left out."
+    )
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> Self:
@@ -80,8 +93,9 @@ class DownloadConfig(FetchedConfig):
         return Request(self.source, patterns, self.trust_remote_code)
 
     def identity(self) -> dict[str, JsonValue]:
-        """Return the identity without a file's path and a hub's branch, which the resolved revision replaces.
+        """Return the config for the cache key, without a file's path or a hub's branch.
 
+        The resolved revision identifies the content instead.
         For a dataset that stays where it is, the place counts as well.
         """
         place = str(self.source) if self.stream and self.source.place.endswith("://") else self.source.place

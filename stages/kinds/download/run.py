@@ -1,4 +1,4 @@
-"""The download stage: source → a checked model (`model/`), an adapter (`adapter/`), or a dataset (`data/`).
+"""Download stage: fetches a model (into `model/`), an adapter (`adapter/`) or a dataset (`data/`), and checks it.
 
 A streamed dataset is represented by pointers to its files. The hub fetches the files; the stage checks what a model
 needs, and reports the size.
@@ -26,7 +26,7 @@ FOLDERS = {"model": "model", "adapter": "adapter", "dataset": "data"}
 
 
 def run(config: DownloadConfig, context: StageContext) -> StageResult:
-    """Fetch the files that the recipe names, check them, and report their size.
+    """Fetch the model, adapter or dataset that the recipe names, check it, and report its size.
 
     Raises ModelError, DataError, DownloadError, ResourceError or TransientError.
     """
@@ -61,7 +61,7 @@ def run(config: DownloadConfig, context: StageContext) -> StageResult:
 
 
 def _point(config: DownloadConfig, revision: str, folder: Path, context: StageContext) -> int:
-    """Write pointers to the files into `folder`; returns the total size of the files in bytes."""
+    """Write pointer files for a streamed dataset, whose files stay at the source; returns the files' bytes in total."""
     pointers = streaming_hub_of(config.source).pointers(config.request, revision)
     for name, pointer in pointers.items():
         write_pointer(path_in(folder, name, config.source), pointer)
@@ -71,7 +71,11 @@ def _point(config: DownloadConfig, revision: str, folder: Path, context: StageCo
 
 
 def _drop_foreign_note(config: DownloadConfig, context: StageContext, folder: Path) -> None:
-    """Remove a note about a training that was not this store's: it decides how, and on what date, models are asked."""
+    """Delete a model's record of its training unless this store wrote it.
+
+    The record decides whether prompts are sent as chats, and which date they show.
+    The record determines the chat template's settings and the date in prompts.
+    """
     work, source = context.work.resolve(), Path(config.source.name).resolve()
     is_ours = config.source.hub == "file" and work.parents[1].name == ".work" and source.is_relative_to(work.parents[2])
     note = folder / TRAINED_ON_FILE
@@ -81,7 +85,7 @@ def _drop_foreign_note(config: DownloadConfig, context: StageContext, folder: Pa
 
 
 def _warn_of_missing_code(config: DownloadConfig, context: StageContext, facts: ModelFacts) -> None:
-    """Warn if a model's own code was left out."""
+    """Warn if the model's own Python code was not downloaded because `trust_remote_code` is off."""
     if "auto_map" in facts.config and not config.trust_remote_code:
         context.warn(
             f"{config.source} brings Python files of its own, which were left out; Transformers may know "
@@ -90,7 +94,7 @@ def _warn_of_missing_code(config: DownloadConfig, context: StageContext, facts: 
 
 
 def _check_shards(config: DownloadConfig, context: StageContext, folder: Path) -> None:
-    """Check that no shard is missing: a warning if the recipe names files, an error for a folder or repository."""
+    """Raise DataError if a shard of the dataset is missing; only warn if the recipe selects files itself."""
     missing = "; ".join(missing_shards(folder))
     if missing and (config.files or (config.source.hub == "file" and Path(config.source.name).is_file())):
         context.warn(f"{config.source}: {missing}, since `files` or the source names these")

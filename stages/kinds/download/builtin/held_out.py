@@ -1,4 +1,4 @@
-"""Writes `configs/tasks/addition.jsonl`, the held-out problems of the quickstart's lm-eval task.
+"""Program that writes the held-out problems of the quickstart's lm-eval task to `configs/tasks/addition.jsonl`.
 
 `python -m stages.kinds.download.builtin.held_out configs/tasks/addition.jsonl`. A comment of the task file names the
 module's former address: with the file's content, the version of every evaluation of the task would change.
@@ -13,7 +13,7 @@ from stages.hubs.builtin.addition import split_problems, write_rows
 
 
 def write_held_out(path: Path) -> None:
-    """Write one `question` and `answer` a line."""
+    """Write each held-out problem as a line of JSON with `question` and `answer`."""
     write_rows(path, ({"question": problem.question, "answer": problem.answer} for problem in split_problems().test))
 
 
