@@ -1,4 +1,4 @@
-"""PEFT's adapter on the layers of a Megatron model: adapted layers, first values, and each process's part.
+"""PEFT's LoRA adapter on a Megatron model: which layers are adapted, first values, and each process's share.
 
 PEFT itself chooses the layers of the Transformers model and draws A: so the adapter is the one that the FSDP engine
 would train. Which part of a factor a process holds follows from the factor's layer (`families`, `parts`); the
@@ -48,21 +48,24 @@ OF_EXPERT = re.compile(factor_name(expert_layer(r"(?P<layer>.*\.experts(\.base_l
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """The adapter that PEFT puts on the Transformers model of a folder, before training."""
+    """Adapter that PEFT would put on the Transformers model in a folder: its layers and first values."""
 
     config: dict[str, Any]
     layers: Mapping[str, tuple[int, float]]
-    """Name of a layer in the Transformers model → the adapter's rank and scaling there."""
+    """LoRA rank and scaling of each adapted layer, by the layer's name in the Transformers model."""
     first_values: Mapping[str, Tensor]
     """First values of LoRA factors, fp32 by parameter name: A [rank, in] and B [out, rank] of each layer or expert."""
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable parameters, over all processes."""
+        """Number of trainable parameters of the adapter, over all processes."""
         return sum(value.numel() for value in self.first_values.values())
 
     def size_of(self, names: Iterable[str]) -> tuple[int, float]:
-        """Return rank and scaling for a fused layer that Megatron makes of several, at least one of them adapted."""
+        """Return the LoRA rank and scaling of a fused Megatron layer.
+
+        names: the Transformers layers in it, of which at least one has an adapter.
+        """
         return next(self.layers[name] for name in names if name in self.layers)
 
     @property
@@ -71,14 +74,14 @@ class PeftAdapter:
         return float(self.config["lora_dropout"])
 
     def flops(self, base: ModelFlops) -> ModelFlops:
-        """Return the FLOPs of the base with the adapter."""
+        """Return the FLOPs of the base model with the adapter, given the base model's FLOPs."""
         frozen = base.layer_parameters
         parameters = frozen + self.num_parameters
         return replace(base, layer_parameters=parameters, frozen_layer_parameters=frozen, is_head_frozen=True)
 
 
 def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | None = None) -> PeftAdapter:
-    """Let PEFT adapt a model like that in `folder`; the model's own weights take no memory.
+    """Return the adapter that PEFT creates for the model in `folder`, whose own weights take no memory.
 
     start: folder of an adapter whose values it gets. Raises ModelError as `add_adapter` and `read_start` do.
     """
@@ -104,7 +107,7 @@ def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | N
 
 
 def learned_factors(chunks: Sequence[GPTModel], model: ModelShape) -> dict[str, Tensor]:
-    """Return the fp32 factors by PEFT's names, on rank 0's CPU; nothing elsewhere. Collective."""
+    """Return the trained LoRA factors, fp32, by PEFT's names, on rank 0's CPU; nothing elsewhere. Collective."""
     factors: dict[str, Tensor] = {}
     experts: dict[tuple[str, str], list[Tensor]] = {}
     for name, weight in named_weights(chunks, model, torch.float32, learning_only=True):
@@ -118,7 +121,7 @@ def learned_factors(chunks: Sequence[GPTModel], model: ModelShape) -> dict[str, 
 
 
 def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> None:
-    """Freeze this process's model chunks, which have their weights, and add its part of the adapter. Collective.
+    """Freeze the loaded weights in this process's model chunks, and add its share of the adapter. Collective.
 
     Raises ModelError for layers on which Megatron has no adapters.
     """
@@ -142,7 +145,7 @@ def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -
 
 
 def seed_dropout(adapter: PeftAdapter) -> None:
-    """Seed dropout: different on each process, but the same where all tensor-parallel ranks see the same tokens.
+    """Seed dropout: different on each process, but equal on tensor-parallel ranks where they see the same tokens.
 
     The seed is a function of the step's (`torch.manual_seed`), so that a resumed run drops the same inputs.
     """
@@ -154,7 +157,10 @@ def seed_dropout(adapter: PeftAdapter) -> None:
 
 
 def _adapt(module: nn.Module, weight: str, part: Part, adapter: PeftAdapter, model: ModelShape) -> None:
-    """Add the adapter to the module whose parameter is called `weight`; `part` is that parameter's share here."""
+    """Add the adapter to a Megatron module. weight: name of the adapted parameter in it.
+
+    part: this process's share of that parameter.
+    """
     names, is_column = part.layer_names(), part.rule.cut is not Cut.COLUMNS
     rank, scaling = adapter.size_of(names)
     if part.rule.of_experts:
@@ -166,7 +172,10 @@ def _adapt(module: nn.Module, weight: str, part: Part, adapter: PeftAdapter, mod
 
 
 def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> None:
-    """Add LoRA factors to a layer; `part` is of its weight, `names` are the layers that Megatron joins in it."""
+    """Add LoRA factors to a linear layer. part: this process's share of the layer's weight.
+
+    names: the Transformers layers that Megatron joins in it.
+    """
     rank, scaling = adapter.size_of(names)
     change = LowRankChange(
         scaling=scaling,
@@ -182,7 +191,7 @@ def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAd
 
 
 def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> Tensor:
-    """Return the mask of joined LoRA layers, [rows, joined × rank]: 1 where a row of B belongs to a row of A."""
+    """Return the mask [rows, joined × rank] of LoRA on joined layers: 1 where a row of B belongs to a row of A."""
     rank, _ = adapter.size_of(names)
     mask = torch.zeros(part.shape[0], len(names) * rank)
     for piece in part.pieces(model):
@@ -194,7 +203,7 @@ def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape)
 
 
 def _fill(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> set[str]:
-    """Copy first values into this process's LoRA factors; return the names of the factors that it has parts of."""
+    """Copy first values into this process's LoRA factors; return the names of all factors that it holds a share of."""
     filled: set[str] = set()
     for part, parameter in local_parts(chunks, model):
         if parameter.requires_grad:
@@ -216,7 +225,7 @@ def _check_found(mine: set[str], adapter: PeftAdapter) -> None:
 
 
 def _first_values(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield first values of LoRA factors; a PEFT parameter of all experts of a layer gives one for each expert."""
+    """Yield first values of LoRA factors by name; a factor that PEFT stores for all experts is split by expert."""
     layers = adapted_layers(causal_lm)
     for name, parameter in causal_lm.named_parameters():
         if not parameter.requires_grad:

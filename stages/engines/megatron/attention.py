@@ -1,4 +1,4 @@
-"""Attention over packed documents for Megatron's layers: rotation, document borders, context parallelism.
+"""Attention over packed documents in Megatron's layers: rotary positions, document borders, context parallelism.
 
 Megatron hands queries, keys and values of its tokens to a *core attention*, together with `PackedTokens`, which holds
 the borders of documents and the angles of rotation. There are two:
@@ -32,30 +32,30 @@ from stages.engines.megatron.kernels import Rotation
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """Tokens of one micro-batch that one context-parallel rank holds, as one sequence [tokens, 1, …].
+    """Tokens of one micro-batch on one context-parallel rank, as one sequence [tokens, 1, …], with their positions.
 
     `qkv_format` stays None: only Megatron's own packed rotation, which is not used, depends on it.
     """
 
     documents: PackedDocuments | None = None
-    """All documents of a micro-batch; under context parallelism padded so that each splits evenly."""
+    """All documents of the micro-batch; under context parallelism padded so that each splits evenly over the ranks."""
     cosines: Tensor | None = None
     """Cosines of the rotary angles of this rank's tokens, [1, tokens, head width]."""
     sines: Tensor | None = None
     positions: Tensor | None = None
     """Position of each token in its document, for every context-parallel rank: int64 [ranks, tokens of a rank]."""
     document_ids: Tensor | None = None
-    """Number of each token's document, int64 [ranks, tokens of a rank]."""
+    """Index of the document of each token, for every context-parallel rank: int64 [ranks, tokens of a rank]."""
     rows: Tensor | None = None
-    """Micro-batch row of each token, int64 [tokens]; -1 in padding."""
+    """Index of the micro-batch's row that each token is in, int64 [tokens]; -1 in padding."""
     num_rows: int = 0
 
 
 class LocalAttention(nn.Module):
-    """Core attention over packed documents on torch's own kernels."""
+    """Megatron core attention over packed documents that needs only torch's kernels."""
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **unused: Any) -> None:
-        """Build the attention of a layer. unused: what Megatron gives its own kernels beside, all by keyword."""
+        """Create the attention of one layer. unused: arguments that Megatron passes to its own kernels."""
         super().__init__()
         self.softmax_scale = softmax_scale
         self.window_tokens = window_tokens(config)
@@ -64,7 +64,7 @@ class LocalAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: None, *, packed_seq_params: PackedTokens, **unused: Any
     ) -> Tensor:
-        """Compute attention over packed documents: [tokens, 1, heads × head width]; differentiable.
+        """Return attention over packed documents, [tokens, 1, heads × head width]; differentiable.
 
         `query` is [tokens, 1, heads, head width], keys and values have fewer heads. Masks come with the documents.
         """
@@ -97,7 +97,10 @@ class LocalAttention(nn.Module):
         return output.permute(2, 0, 1, 3).flatten(2)  # [1, heads, tokens, …] → [tokens, 1, heads × head width]
 
     def _visible(self, tokens: PackedTokens) -> Tensor:
-        """Return the mask, bool [tokens, tokens of all ranks]: whether this rank's token sees another token."""
+        """Return the attention mask: True where this rank's token may see another token.
+
+        It is bool [tokens, tokens of all ranks].
+        """
         assert tokens.positions is not None and tokens.document_ids is not None
         rank = self.context_group.rank()
         own_positions, own_ids = tokens.positions[rank, :, None], tokens.document_ids[rank, :, None]
@@ -107,7 +110,7 @@ class LocalAttention(nn.Module):
 
 
 def rotate(query: Tensor, key: Tensor, tokens: PackedTokens) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys [tokens, 1, heads, head width] by the angles of their positions."""
+    """Apply rotary positions to queries and keys [tokens, 1, heads, head width], each token by its angle."""
     assert tokens.cosines is not None and tokens.sines is not None
     # [1, tokens, width] → [tokens, 1, 1, width], the same for all heads
     cosines, sines = (factor.to(query.dtype).transpose(0, 1).unsqueeze(2) for factor in (tokens.cosines, tokens.sines))
@@ -115,16 +118,19 @@ def rotate(query: Tensor, key: Tensor, tokens: PackedTokens) -> tuple[Tensor, Te
 
 
 def window_tokens(config: Any) -> int | None:
-    """Return the number of tokens that a token attends to, itself included; None: all before it."""
+    """Return the size of the sliding attention window in tokens, the token itself included; None: no window."""
     return None if config.window_size is None else config.window_size[0] + 1
 
 
 def transformer_engine_attention() -> type[nn.Module]:
-    """Return the core attention on Transformer Engine, which must be installed."""
+    """Return the class of core attention on Transformer Engine's kernels, which must be installed."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class TransformerEngineAttention(TEDotProductAttention):
-        """Rotation, then attention in the packed format (`thd`) with document borders."""
+        """Megatron core attention on Transformer Engine: rotary positions, then attention within each packed document.
+
+        The packed format is `thd`.
+        """
 
         def forward(
             self,
@@ -136,7 +142,7 @@ def transformer_engine_attention() -> type[nn.Module]:
             attention_bias: None = None,
             packed_seq_params: PackedTokens | None = None,
         ) -> Tensor:
-            """Compute attention over packed documents, as `LocalAttention.forward` does."""
+            """Return attention over packed documents, with the shapes of `LocalAttention.forward`."""
             assert packed_seq_params is not None and packed_seq_params.documents is not None
             query, key = rotate(query, key, packed_seq_params)
             documents = packed_seq_params.documents

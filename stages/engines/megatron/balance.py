@@ -1,4 +1,4 @@
-"""Loss that balances experts in Megatron's routers, computed for rows as in the FSDP engine (`stages.engines.balance`).
+"""Load-balancing loss of Megatron's routers, computed for each row as in the FSDP engine (`stages.engines.balance`).
 
 Megatron's own is computed over micro-batches, or over the batches so far, and so differs by layout.
 """
@@ -21,12 +21,15 @@ from stages.engines.megatron.attention import PackedTokens
 
 
 class RouterBalance:
-    """Adds the balancing loss to the gradients of all routers of this process, and sums it for the metric."""
+    """Load-balancing loss of this process's routers: adds its gradients, and its sum for the metric."""
 
     def __init__(
         self, chunks: Iterable[GPTModel], coefficient: float, num_mixture_layers: int, device: torch.device
     ) -> None:
-        """Replace the balancing loss of all routers; num_mixture_layers: of the whole model."""
+        """Replace Megatron's load-balancing loss in all routers of these model chunks.
+
+        num_mixture_layers: number of the whole model's.
+        """
         self._coefficient = coefficient
         self._num_mixture_layers = num_mixture_layers
         self._weight = 0.0
@@ -36,26 +39,29 @@ class RouterBalance:
             layer.mlp.router._apply_aux_loss = _OfRouter(self, layer.mlp.router)
 
     def begin_step(self, num_tokens: float) -> None:
-        """Begin the sum of the balancing loss in a step; num_tokens: of the global batch, without padding."""
+        """Reset the sum of the load-balancing loss for a training step.
+
+        num_tokens: tokens of the global batch, without padding.
+        """
         self._weight = 1 / (num_tokens * self._num_mixture_layers)
         self._sum.zero_()
 
     def attach(self, probabilities: Tensor, balance: Tensor) -> Tensor:
-        """Return the same router probabilities, whose backward pass also adds the balancing loss's gradient."""
+        """Return the same router probabilities, whose backward pass also adds the load-balancing loss's gradient."""
         part = self._weight * balance
         self._sum += part.detach()
         attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, self._coefficient * part)
         return attached
 
     def of_step(self) -> float:
-        """Return the balancing loss since `begin_step`, without its coefficient. Collective."""
+        """Return the load-balancing loss since `begin_step`, before multiplication by its coefficient. Collective."""
         total = self._sum.clone()
         dist.all_reduce(total)
         return total.item()
 
 
 class _OfRouter:
-    """Replacement of the method by which a router adds Megatron's own loss."""
+    """Callable that replaces the method by which a Megatron router adds its own load-balancing loss."""
 
     def __init__(self, balance: RouterBalance, router: Any) -> None:
         self._balance = balance
@@ -64,7 +70,7 @@ class _OfRouter:
     def __call__(
         self, probabilities: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """Attach the balancing loss to router scores, float32 [tokens, experts], which sum to 1 for each token.
+        """Attach the load-balancing loss to router scores, float32 [tokens, experts], which sum to 1 for each token.
 
         Called only where gradients are wanted.
         """
@@ -76,13 +82,13 @@ class _OfRouter:
         return self._balance.attach(probabilities, balance)
 
     def _add_up(self, counts: Tensor) -> Tensor:
-        """Sum over the processes that share a row's tokens, by sequence and by context parallelism."""
+        """Sum counts over the sequence-parallel and context-parallel processes that share a row's tokens."""
         dist.all_reduce(counts, group=self._router.tp_cp_group)
         return counts
 
 
 def _give_rows(layer: nn.Module, _: Any, arguments: dict[str, Any]) -> None:
-    """Store the packed tokens in the layer's router, before each forward pass of the layer.
+    """Store a micro-batch's packed tokens in the layer's router, before each forward pass of the layer.
 
     A router is called with states alone, and when a layer is recomputed, another micro-batch may be at work.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of weights and optimizer state, by `megatron.core.dist_checkpointing`'s sharded tensors.
+"""Checkpoints of weights and optimizer state of the Megatron engine, as sharded tensors of Megatron-core.
 
 Names and shapes in the files are those of the Transformers model, as in the checkpoints of the FSDP engine: so a run
 continues under any layout and either engine, with Adam's moments. Random numbers, data order and learning rate are
@@ -31,10 +31,13 @@ Identity = tuple[object, ...]
 
 
 class MegatronState:
-    """State of this process's chunks and their optimizer in a checkpoint."""
+    """Weights and optimizer state of this process's model chunks, saved to and loaded from checkpoints."""
 
     def __init__(self, chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> None:
-        """Prepare the checkpointed state; chunks are those that the optimizer updates, not wrapped. Collective."""
+        """Prepare checkpointing. chunks: the model chunks that the optimizer updates, not wrapped for data parallelism.
+
+        Collective.
+        """
         self._chunks = chunks
         self._model = model
         self._optimizer = optimizer
@@ -43,7 +46,10 @@ class MegatronState:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, folder: Path) -> Future[None]:
-        """Copy the training state to host memory and write it in a thread; done when all have written. Collective."""
+        """Copy the training state to host memory and write it in a thread. Collective.
+
+        The future is done when all processes have written.
+        """
         tensors = defaultdict(list)
         for shard in self._shards:
             if _identity(shard) in self._owned:
@@ -52,7 +58,7 @@ class MegatronState:
         return self._writer.submit(self._write, folder, dict(tensors))
 
     def load(self, folder: Path) -> None:
-        """Read this process's parts of a checkpoint by `save` or the FSDP engine, under any layout. Collective.
+        """Load this process's parts of a checkpoint that either engine wrote under any layout. Collective.
 
         Raises ModelError when that is of another model. With overlapped gathering, parameters must be gathered
         afterwards.
@@ -90,7 +96,7 @@ class MegatronState:
 
     @cached_property
     def _owned(self) -> set[Identity]:
-        """Shards that this process writes to a checkpoint; a shard of several processes is written by the first."""
+        """Shards that this process writes; of several processes with the same shard, the first writes it."""
         mine = [_identity(shard) for shard in self._shards if not shard.part.is_copy]
         everyones: list[list[Identity]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
@@ -98,7 +104,10 @@ class MegatronState:
         return set(mine) - before
 
     def _described(self, shard: Shard, take: Callable[[Tensor, Block], Tensor]) -> Iterator[ShardedTensor]:
-        """Yield the checkpoint entries of a shard: its master weights and moments by block, and its step count."""
+        """Yield a shard's checkpoint entries: its fp32 master weights and moments by block, and its step count.
+
+        take: copies a block or returns a view of it.
+        """
         moments = shard.moments
         for block in shard.blocks(self._model):
             kept = {f"model.{block.weight}": shard.master}
@@ -114,13 +123,13 @@ def _identity(shard: Shard) -> Identity:
 
 
 def _in_place(tensor: Tensor, block: Block) -> Tensor:
-    """Return a view of a weight block's elements within a range that contains them."""
+    """Return a view of the elements of one block (rectangle) of a weight, in the flattened tensor that holds it."""
     flat = tensor.detach().view(-1)[block.start :]
     return flat[: torch.Size(block.shape).numel()].view(block.shape)
 
 
 def _copied(tensor: Tensor, block: Block) -> Tensor:
-    """Return a copy of a tensor in host memory, so that training may go on while it is written."""
+    """Return a copy of a weight's block in host memory, so that training may go on while it is written."""
     return _in_place(tensor, block).to("cpu", copy=True)
 
 

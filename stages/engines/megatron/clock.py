@@ -1,4 +1,4 @@
-"""Idle time of a pipeline stage in a step, from the timers that Megatron's schedules call.
+"""Time that a pipeline stage spends waiting in a training step, from the timers of Megatron's schedules.
 
 A stage works while it goes forward or backward. For the rest of a schedule's time, except the reduction of gradients at
 its end, it waits for tensors of other stages: the bubble, and transfers that nothing hides.
@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 
 WHOLE = "forward-backward"
-"""Megatron's name of the timer of a whole pipeline schedule."""
+"""Name of Megatron's timer around a whole pipeline schedule."""
 WORK = ("forward-compute", "backward-compute")
 REDUCTION = (
     "all-grads-sync",
@@ -20,21 +20,24 @@ REDUCTION = (
     "embedding-grads-all-reduce",
     "non-tensor-parallel-grads-all-reduce",
 )
-"""Megatron's names of the timers of gradient reduction."""
+"""Names of Megatron's timers around the reduction of gradients."""
 
 
 class PipelineClock:
-    """Callable for `TransformerConfig.timers`; it measures the stream's time on a GPU, wall time on a CPU."""
+    """Timers of a pipeline schedule, for `TransformerConfig.timers`.
+
+    They measure the stream's time on a GPU, and wall time on a CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._timers: defaultdict[str, _Timer] = defaultdict(lambda: _Timer(device))
 
     def __call__(self, name: str, log_level: int | None = None) -> _Timer:
-        """Return the pipeline timer of this name, whatever its level."""
+        """Return the timer of this name, which Megatron's schedules start and stop; the level is ignored."""
         return self._timers[name]
 
     def take(self) -> tuple[float, float]:
-        """Return the seconds since the last call, and those of them in which this pipeline stage waited."""
+        """Return the seconds of pipeline schedules since the last call, and how many of them this stage waited."""
         seconds = {name: timer.seconds() for name, timer in self._timers.items()}
         self._timers.clear()
         whole = seconds.get(WHOLE, 0.0) - sum(seconds.get(name, 0.0) for name in REDUCTION)
@@ -48,15 +51,15 @@ class _Timer:
         self._ends: list[float | torch.cuda.Event] = []
 
     def start(self, barrier: bool = False) -> None:
-        """Begin a timed span, without the barrier that Megatron asks for, which would be part of the measurement."""
+        """Start the timer, without the barrier that Megatron may ask for, which would distort the measurement."""
         self._starts.append(self._now())
 
     def stop(self, barrier: bool = False) -> None:
-        """End the timed span."""
+        """Stop the timer."""
         self._ends.append(self._now())
 
     def seconds(self) -> float:
-        """Return the sum of all timed spans in seconds; waits for the device."""
+        """Return the seconds between all starts and stops of this timer, after waiting for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return sum(_between(start, end) for start, end in zip(self._starts, self._ends, strict=True))

@@ -1,4 +1,4 @@
-"""Patches that let Megatron-core run on CPU and gloo. Where there is a CUDA device, nothing is patched.
+"""Patches that let Megatron-core run on a CPU with gloo; with a CUDA device nothing is patched.
 
 Megatron-core has no notion of another device: it asks `torch.cuda` for one and names "cuda" in every factory. So each
 of its modules gets, under its global name `torch`, a view of torch in which these mean the CPU; torch itself, seen from
@@ -50,15 +50,18 @@ PATCHED_PACKAGES = (
     "megatron.core.transformer",
     "megatron.core.transformer.moe",
 )
-"""Packages whose modules are imported before patching; a module that is imported later would not be patched."""
+"""Packages of Megatron whose modules are imported before patching, since later imports would stay unpatched."""
 
 _is_prepared = False
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""Process groups of all processes, found by their ranks."""
+"""Process groups that exist already, by their ranks, for each world group, so that equal ones are shared."""
 
 
 def prepare_megatron() -> None:
-    """Import Megatron-core and, without CUDA, patch it. Called before anything is built; may be repeated."""
+    """Import Megatron-core and, without CUDA, patch it for the CPU.
+
+    Called before any use of Megatron; may be repeated.
+    """
     global _is_prepared
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that Apex and Transformer Engine are missing is no news on a CPU
@@ -76,7 +79,7 @@ def prepare_megatron() -> None:
 
 
 class _View(types.ModuleType):
-    """Module proxy with some names replaced, for patches of Megatron-core."""
+    """Stand-in for a module with some names replaced, so that only Megatron-core sees the replacements."""
 
     def __init__(self, target: Any, **overrides: Any) -> None:
         super().__init__(target.__name__)
@@ -91,7 +94,7 @@ class _View(types.ModuleType):
 
 
 class _Inert:
-    """Stand-in for a CUDA stream or event: work on the host is done when the call returns."""
+    """Stand-in for a CUDA stream or event on a CPU, where work is done when a call returns."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
@@ -228,5 +231,5 @@ def _patch_tensor() -> None:
 
 
 def _called_by_megatron() -> bool:
-    """Return whether the caller of the patch's replacement is in Megatron-core."""
+    """Return whether the patched function was called from Megatron-core."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.core")

@@ -49,7 +49,7 @@ from stages.parallel.processes import collective_timeout
 
 
 class MegatronEngine:
-    """Engine on Megatron-core; see `stages.engines.engine.Engine`."""
+    """Training engine on Megatron-core; `stages.engines.engine.Engine` describes its methods."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MegatronEngine:
         device: torch.device,
         start: Path | None = None,
     ) -> None:
-        """Load the model from its folder under `settings.layout`.
+        """Load the model from its folder and split it over processes by `settings.layout`.
 
         The process group must exist, Megatron's groups not. start: folder of an adapter that training continues.
         """
@@ -109,7 +109,7 @@ class MegatronEngine:
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
     ) -> StepOutcome:
-        """Make one optimizer step; gradients are reduced while the last micro-batch goes backward."""
+        """Make one optimizer step; gradients are reduced during the backward pass of the last micro-batch."""
         totals = self._totals(micro_batches, loss)
         self._adam.zero_gradients()
         if self._adapter:
@@ -126,13 +126,13 @@ class MegatronEngine:
         return StepOutcome(mean, metrics, grad_norm, measured)
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
-        """Return loss and metrics of all given micro-batches."""
+        """Return loss and metrics of all given micro-batches, without gradients."""
         batches = list(micro_batches)
         consume = _parts_of(loss, self._totals(batches, loss))
         return LossMeans(*self._means(self._pipeline.run(batches, consume, backward=False), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
-        """Return log-probabilities of documents, from one forward pass."""
+        """Return each document's log-probability, from one forward pass."""
 
         def per_document(log_probabilities: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
             return log_probabilities.sum(), signal.log_probabilities(log_probabilities)
@@ -142,15 +142,15 @@ class MegatronEngine:
         return from_last_stage(sums.float()).cpu()
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
-        """Return log-probabilities of targets, from one forward pass."""
+        """Return the target tokens' log-probabilities, from one forward pass."""
         return self._of_tokens(batch, wanted_log_probabilities, torch.float32)
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the targets' log-probabilities and the likeliest tokens, from two forward passes."""
+        """Return the target tokens' log-probabilities and the likeliest tokens, from two forward passes."""
         return self.target_log_probabilities(batch), self._of_tokens(batch, greedy_tokens, torch.int64)
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens at each target, from one forward pass."""
+        """Return the likeliest tokens at each target with their log-probabilities, from one forward pass."""
         found = self._of_tokens(batch, partial(likeliest_tokens, number=number), torch.float32, 2 * number)
         return found[..., :number].long(), found[..., number:]
 
@@ -165,7 +165,7 @@ class MegatronEngine:
         return holder.item()
 
     def save(self, folder: Path) -> Future[None]:
-        """Save a checkpoint under the names of the Transformers model, as FSDP does; from a copy in host memory."""
+        """Write a checkpoint by the Transformers model's weight names in the background, from a copy in host memory."""
         self._adam.settle()  # with overlap_param_gather, parameters are stale after a step
         return self._state.save(folder)
 
@@ -176,13 +176,13 @@ class MegatronEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the fp32 weights that learn, Adam's two moments, and parameters in bf16."""
+        """Size of a checkpoint in bytes: trainable weights and Adam's moments in fp32, weights in bf16."""
         half = 0 if self.compute_dtype == torch.float32 else 2
         learning = self._adapter.num_parameters if self._adapter else self._shape.num_parameters
         return (3 * 4 + half) * learning
 
     def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
-        """Export the model by assembling one weight at a time on rank 0, which writes."""
+        """Write the trained model or adapter; rank 0 writes, and assembles one weight at a time."""
         self._adam.settle()
         if self._adapter:
             factors = learned_factors(self._chunks, self._shape)
@@ -195,13 +195,16 @@ class MegatronEngine:
         return []
 
     def close(self) -> None:
-        """Free weights, gradients and Megatron's groups."""
+        """Free the model's weights and gradients, and destroy Megatron's process groups."""
         del self._chunks, self._pipeline, self._adam, self._state, self._balance
         parallel_state.destroy_model_parallel()
         free_memory()
 
     def _of_tokens(self, batch: Batch, of_logits: OfLogits, dtype: torch.dtype, *last: int) -> Tensor:
-        """Return values of tokens, [rows, sequence, *last] of `dtype` on the CPU, the same on every pipeline stage."""
+        """Return values of each token, [rows, sequence, *last] on the CPU, the same on every pipeline stage.
+
+        of_logits: function that the last stage applies to logits. dtype: that of the result.
+        """
 
         def as_it_is(values: Tensor, _: Signal) -> tuple[Tensor, Tensor]:
             return values.sum().float(), values
@@ -222,7 +225,10 @@ class MegatronEngine:
         return totals_of(loss, micro_batches, self.sum_over_data)
 
     def _means(self, parts: list[Tensor], loss: Loss) -> tuple[float, dict[str, float]]:
-        """Return loss and metrics of the global batch; `parts` are empty except on the last pipeline stage."""
+        """Return the mean loss and metrics of the global batch from the parts of all processes.
+
+        parts: parts of this process's micro-batches; empty except on the last pipeline stage.
+        """
         size = 1 + len(loss.metric_names)
         total = torch.stack(parts).sum(0) if parts else torch.zeros(size, dtype=torch.float64, device=self.device)
         return means(self._over_shares(total), loss)
@@ -234,7 +240,7 @@ class MegatronEngine:
 
 
 def _parts_of(loss: Loss, totals: Totals) -> Consumer:
-    """Return the function that the last pipeline stage applies to log-probabilities."""
+    """Return the function by which the last pipeline stage computes its part of the loss and metrics."""
 
     def consume(log_probabilities: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
         parts = loss(log_probabilities, signal, totals)

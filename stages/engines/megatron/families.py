@@ -1,4 +1,4 @@
-"""Mapping between weights of Hugging Face models and parameters of Megatron, with their tensor-parallel cut.
+"""Mapping between Hugging Face weights and Megatron parameters, and how tensor parallelism cuts them.
 
 A family is its name in `stages.parallel.engines.megatron`, and one line in `MAPPINGS`: its `model_type` and its rules.
 A rule names a parameter as Megatron does, below its layer (or below the model), under both the local and the
@@ -19,45 +19,46 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Cut(Enum):
-    """Part of a weight that a process of a tensor-parallel group holds."""
+    """Way in which tensor parallelism cuts a weight, which decides what part a process holds."""
 
     WHOLE = auto()
     """Uncut weight: every tensor-parallel rank holds all of it."""
     VOCABULARY = auto()
-    """Cut of the vocabulary by rows; the last ones may be padding, which no Hugging Face weight has."""
+    """Cut of the vocabulary by rows; the last rows may be padding, which no Hugging Face weight has."""
     COLUMNS = auto()
     """Cut of a weight by columns, its input features."""
     GATED = auto()
-    """Cut of a gated feed-forward matrix: rows of the gate, below them the same rows of the up projection."""
+    """Cut of a gated feed-forward matrix: a rank holds rows of the gate, and below them those of the up projection."""
     HALVES = auto()
-    """Cut of a weight by halves: rows of its upper half, and below them the same rows of its lower half."""
+    """Cut of a weight by halves: a rank holds rows of its upper half, and below them the same of its lower half."""
     STACKED = auto()
-    """Cut of several weights stacked one below another, of which all rows are held."""
+    """Several whole weights stacked one below another; every tensor-parallel rank holds all of them."""
     QKV = auto()
-    """Cut of a fused QKV matrix: a group's query rows are followed by the group's key and its value."""
+    """Cut of a fused QKV matrix, in which each group's query rows are followed by its key rows and value rows."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Mapping of one parameter of a Megatron model, or of one in each layer or expert."""
+    """Mapping of a Megatron parameter, the same in every layer or expert, to Hugging Face weights."""
 
     parameter: str
-    """Regular expression of a Megatron parameter's name; a group holds the number of an expert on its process."""
+    """Regular expression of the Megatron parameter's name; a group in it holds the expert's index on its process."""
     weights: tuple[str, ...]
-    """Hugging Face names of the weights, in Megatron's order; `{layer}` and `{expert}` count from 0."""
+    """Hugging Face names of the weights that make up the parameter, in Megatron's order; `{layer}` and `{expert}` count
+    from 0."""
     cut: Cut
     layer: str = ""
-    """PEFT's name of the adapted layer; default: as its weights are called."""
+    """Name by which PEFT adapts the layer; default: the names of the weights, without `.weight`."""
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Layers of the Transformers model that a parameter is made of; none where no adapter can be."""
+        """Names of the Transformers layers that the parameter is made of; empty where no adapter can be."""
         weights = tuple(name.removesuffix(".weight") for name in self.weights if name.endswith(".weight"))
         return (self.layer,) if self.layer else weights if self.cut in (Cut.QKV, Cut.GATED, Cut.COLUMNS) else ()
 
     @property
     def of_experts(self) -> bool:
-        """True if each expert has such a parameter of its own."""
+        """True if each expert has a parameter of its own."""
         return "{expert}" in self.weights[0]
 
 
@@ -92,7 +93,7 @@ EXPERT = r"mlp\.experts\.(?:local_experts\.(\d+)\.{matrix}\.weight|{matrix}\.wei
 
 
 def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return the rules of a mixture layer's router and experts, by their names in the files.
+    """Return the weight mapping of a mixture-of-experts layer's router and experts, by their names in the files.
 
     In the Transformers model, and to PEFT, all experts of a layer are two parameters, of which down is wrapped last.
     """
@@ -122,26 +123,24 @@ MAPPINGS: dict[str, tuple[Rule, ...]] = {
 
 
 def rules_of(family: str) -> tuple[Rule, ...]:
-    """Return the weight-mapping rules of a `model_type`, those of LoRA factors included. Raises ModelError for an
-    unknown one.
-    """
+    """Return the mapping of weights for a `model_type`, LoRA factors included. Raises ModelError for an unknown one."""
     check_family(family)
     rules = MAPPINGS[family]
     return (*rules, *(factor for rule in rules for factor in _factors(rule)))
 
 
 def factor_name(layer: str, factor: str) -> str:
-    """Return the name of a layer's factor `A` or `B` in the Transformers model that PEFT has adapted."""
+    """Return the parameter name of a layer's LoRA factor `A` or `B` in a Transformers model adapted by PEFT."""
     return f"{layer}.lora_{factor}.default.weight"
 
 
 def expert_layer(layer: str, expert: int | str) -> str:
-    """Return our name of one expert's part in a layer of all experts."""
+    """Return our name for one expert in a layer that holds all experts: the layer's name and the expert's index."""
     return f"{layer}.{expert}"
 
 
 def _factors(rule: Rule) -> Iterator[Rule]:
-    """Yield the mapping rules of LoRA factors on a layer: B is cut like the layer's rows, A like its columns.
+    """Yield the mapping of LoRA factors on a layer: B is cut like the rows of the layer's weight, A like its columns.
 
     A fused layer has them of each of its parts.
     """

@@ -1,4 +1,4 @@
-"""Fused RMSNorm, rotary embedding and SwiGLU with hand-written backward passes, to save memory traffic on the CPU.
+"""Fused RMSNorm, rotary embedding and SwiGLU for the CPU, with hand-written backward passes that save memory traffic.
 
 Autograd's backward passes would turn, negate, split and join whole tensors again, since Megatron merges queries, keys
 and values into one tensor, and the two halves of a gated layer into another.
@@ -15,13 +15,13 @@ from torch.nn import functional
 
 
 class SwiGLU(nn.Module):
-    """SiLU(first half) × second half of the last dimension (Shazeer 2020), as Megatron's MLP calls it."""
+    """SwiGLU, SiLU(first half) × second half of the last dimension (Shazeer 2020), as Megatron's MLP calls it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """Compute SwiGLU: map […, 2 × width] to […, width]."""
+        """Compute SwiGLU of the gate and up projections: […, 2 × width] becomes […, width]."""
         return _SwiGLU.apply(gate_and_up)
 
 
@@ -46,7 +46,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class Rotation(torch.autograd.Function):
-    """Rotary position embedding (Su et al. 2021) of […, head width], halves as Llama pairs them.
+    """Autograd function that applies rotary positions (Su et al. 2021) to […, head width], with Llama's halves.
 
     Its gradient is the rotation by the opposite angle.
     """
@@ -64,7 +64,7 @@ class Rotation(torch.autograd.Function):
 
 
 def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate the halves (a, b) of every head to (a cos - b sin, b cos + a sin)."""
+    """Rotate the two halves (a, b) of every head to (a cos - b sin, b cos + a sin)."""
     rotated = states * cosines
     (first, second), (sine, _) = states.chunk(2, dim=-1), sines.chunk(2, dim=-1)
     rotated_first, rotated_second = rotated.chunk(2, dim=-1)
@@ -74,7 +74,10 @@ def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class RootMeanSquareNorm(torch.autograd.Function):
-    """states ÷ √(mean of their squares + ε) × weight, over the last dimension (Zhang and Sennrich 2019)."""
+    """Autograd function of RMSNorm over the last dimension (Zhang and Sennrich 2019).
+
+    It is states ÷ √(mean of their squares + ε) × weight.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Log-probabilities and likeliest tokens from logits that are split over tensor-parallel ranks by vocabulary."""
+"""Log-probabilities and likeliest tokens from logits whose vocabulary is split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.data.batch import IGNORED
 
 
 def wanted_log_probabilities(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
-    """Return log-probabilities of the wanted tokens, float32, 0 where there is no target. Differentiable.
+    """Return the log-probabilities of wanted tokens, float32, 0 where there is no target. Differentiable.
 
     The result has the shape of `wanted` and is the same on every tensor-parallel rank. `logits` is [rows, tokens,
     entries of this rank], `wanted` int64 [rows, tokens, number] with the target in the first place. Entries from
@@ -30,7 +30,7 @@ def wanted_log_probabilities(logits: Tensor, wanted: Tensor, vocab_size: int) ->
 
 
 def greedy_tokens(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
-    """Return the likeliest tokens, IGNORED where there is no target: int64 [rows, tokens, 1], the same on every rank.
+    """Return the likeliest token at each target, IGNORED elsewhere: int64 [rows, tokens, 1], the same on every rank.
 
     Arguments as above; the first of several that are equally likely.
     """
@@ -43,7 +43,7 @@ def greedy_tokens(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
 
 
 def likeliest_tokens(logits: Tensor, wanted: Tensor, vocab_size: int, *, number: int) -> Tensor:
-    """Return the likeliest tokens, then their log-probabilities: float32 [rows, tokens, 2 × number].
+    """Return the likeliest tokens at each target, then their log-probabilities: float32 [rows, tokens, 2 × number].
 
     In descending order; 0 where there is no target. Arguments as above. fp32 holds tokens exactly below 2^24.
     """
@@ -58,7 +58,7 @@ def likeliest_tokens(logits: Tensor, wanted: Tensor, vocab_size: int, *, number:
 
 
 class _WantedLogProbabilities(torch.autograd.Function):
-    """Autograd function: log-probabilities of several tokens per position, from logits split by vocabulary.
+    """Autograd function for log-probabilities of several tokens per position, from logits split by vocabulary.
 
     d log p[token] / d logits = onehot(token) - p, as in `stages.engines.log_probabilities`.
     """
@@ -83,7 +83,7 @@ class _WantedLogProbabilities(torch.autograd.Function):
 
 
 def _log_softmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the log-softmax of this rank's entries [rows, tokens, entries] over those of all ranks."""
+    """Return this rank's share of the log-softmax over the whole vocabulary: [rows, tokens, entries of this rank]."""
     largest = logits.max(-1, keepdim=True).values
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     total = (logits - largest).exp().sum(-1, keepdim=True)
@@ -92,7 +92,7 @@ def _log_softmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the values of all tensor-parallel ranks, [ranks, …]."""
+    """Gather a tensor from all tensor-parallel ranks: [ranks, …]."""
     everyones = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(everyones, values.contiguous(), group=group)
     return torch.stack(everyones)

@@ -1,4 +1,4 @@
-"""LoRA on parallel linear layers, W x + scaling B A x, with communication only of tensors as wide as the rank.
+"""LoRA on tensor-parallel linear layers, W x + scaling B A x; only tensors as narrow as the LoRA rank are exchanged.
 
                                       A                                B
     column (rows of W are cut)        whole on every rank              its rows, like W's
@@ -38,7 +38,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class LowRankChange:
-    """Forward hook of a layer that has the factors as its parameters `lora_A` and `lora_B`.
+    """Forward hook that adds LoRA to a linear layer, whose parameters `lora_A` and `lora_B` hold the factors.
 
     They are parameters of this very layer because Megatron, when it gathers parameters while it computes, waits for
     them in hooks of the module that owns them; elsewhere they would silently be those of the step before.
@@ -52,10 +52,10 @@ class LowRankChange:
     num_joined: int
     """Number of Transformers layers that Megatron joins in one fused layer."""
     mask: Tensor | None
-    """Mask of joined LoRA layers, [rows, joined × rank]: 1 where a row of B belongs to a row of A; None: always."""
+    """Mask [rows, joined × rank] of LoRA on joined layers: 1 where a row of B belongs to a row of A; None: always."""
 
     def put_on(self, layer: nn.Module, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-        """Give a frozen layer LoRA's A [joined × rank, columns] and B [rows, rank], all 0, and this forward hook."""
+        """Add LoRA's A [joined × rank, columns] and B [rows, rank], all 0, and this hook to a frozen linear layer."""
         rows, columns = layer.weight.shape
         factor_a = nn.Parameter(layer.weight.new_zeros(self.num_joined * rank, columns))
         factor_b = nn.Parameter(layer.weight.new_zeros(rows, rank))
@@ -68,14 +68,17 @@ class LowRankChange:
         return factor_a, factor_b
 
     def __call__(self, layer: Any, inputs: tuple[Tensor], outputs: tuple[Tensor, Tensor | None]) -> Any:
-        """Add the LoRA change to the layer's output [tokens, 1, rows]; a bias for the caller to add stays beside it."""
+        """Add LoRA's output to the layer's output [tokens, 1, rows]; a bias that the caller adds is passed through."""
         output, bias = outputs
         narrow = self._exchanged(self._narrow(layer, inputs[0]))
         factor_b = layer.lora_B if self.mask is None else layer.lora_B.repeat(1, self.num_joined) * self.mask
         return output + self.scaling * functional.linear(narrow, factor_b), bias
 
     def _narrow(self, layer: Any, states: Tensor) -> Tensor:
-        """Return LoRA's A x of this rank's tokens, or its part of it: [tokens, 1, joined × rank]."""
+        """Return LoRA's A x of this rank's tokens, or a partial sum of it where A's columns are cut.
+
+        Its shape is [tokens, 1, joined × rank].
+        """
         if not (self.dropout and layer.training):
             return functional.linear(states, layer.lora_A)
         # Inputs that all ranks have must be dropped equally on all of them, or their copies of A would diverge.
@@ -99,7 +102,7 @@ class LowRankChange:
 
 @dataclass(frozen=True)
 class ExpertChange:
-    """Forward hook of a linear layer of experts that adds each expert's own LoRA change.
+    """Forward hook of experts' linear layer that adds the output of each expert's own LoRA factors.
 
     A layer of several experts (Transformer Engine's) gets the tokens of one after the other, and each one's number.
     """
@@ -108,7 +111,7 @@ class ExpertChange:
     is_column: bool
 
     def put_on(self, layer: nn.Module, weight: str, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-        """Give the expert whose frozen parameter is called `weight` LoRA's A [rank, columns], B [rows, rank], all 0."""
+        """Add LoRA's A [rank, columns] and B [rows, rank], all 0, for the expert with the frozen parameter `weight`."""
         frozen, number = getattr(layer, weight), weight.removeprefix("weight")
         rows, columns = frozen.shape
         factor_a, factor_b = (nn.Parameter(frozen.new_zeros(size)) for size in ((rank, columns), (rows, rank)))
@@ -124,7 +127,10 @@ class ExpertChange:
         return factor_a, factor_b
 
     def __call__(self, layer: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None]) -> Any:
-        """Add the experts' LoRA change to the output [tokens, rows]; a bias for the caller to add stays beside it."""
+        """Add each expert's LoRA output to the layer's output [tokens, rows]; a bias is passed through.
+
+        The caller adds that bias.
+        """
         output, bias = outputs
         states, counts = inputs if len(inputs) > 1 else (inputs[0], None)
         numbers = [""] if counts is None else [str(number) for number in range(len(counts))]
@@ -144,7 +150,7 @@ class ExpertChange:
 
 
 def adapt_router(router: Any, rank: int, scaling: float) -> tuple[nn.Parameter, nn.Parameter]:
-    """Give a frozen router its A [rank, columns] and B [experts, rank], which are 0, and let them change its logits."""
+    """Add LoRA's A [rank, columns] and B [experts, rank], all 0, to a frozen router, so that they change its logits."""
     num_experts, columns = router.weight.shape
     factors = [nn.Parameter(router.weight.new_zeros(size)) for size in ((rank, columns), (num_experts, rank))]
     for name, factor in zip(("lora_A", "lora_B"), factors, strict=True):

@@ -1,4 +1,4 @@
-"""Chunks of the model that a process holds under a layout, as Megatron's GPTModel, without weights.
+"""Megatron model chunks (GPTModel) that a process holds under a layout, built without weights.
 
 Parallel groups must exist (`parallel.py`); weights are for `weights.py`.
 """
@@ -21,7 +21,7 @@ from stages.parallel.layout import Layout
 from stages.planner.workload import Precision
 
 MAX_UNUSED_POSITIONS = 2**20
-"""Value of Megatron's maximum of positions, which limits nothing here, since rotary angles come from outside."""
+"""Value of Megatron's maximum number of positions; it limits nothing, since rotary angles come from outside."""
 
 
 def build_model_chunks(
@@ -33,14 +33,14 @@ def build_model_chunks(
     has_adapter: bool = False,
     balances_experts: bool = False,
 ) -> list[GPTModel]:
-    """Return this process's chunks, in the order of the pipeline: one, or `vpp`. Parameters are not initialised."""
+    """Return this process's model chunks in pipeline order: one, or `vpp` of them. Parameters are not initialised."""
     transformer = transformer_config(shape, layout, precision, device, balances_experts=balances_experts)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     return [_build_chunk(shape, transformer, vp_stage, has_adapter) for vp_stage in stages]
 
 
 def freeze_routers(chunks: Sequence[GPTModel]) -> None:
-    """Stop training the routers' weights."""
+    """Freeze the weights of all routers."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".router." in name:
@@ -48,12 +48,12 @@ def freeze_routers(chunks: Sequence[GPTModel]) -> None:
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """Return the dtype of parameters and activations."""
+    """Return the dtype of parameters and activations for a recipe's precision."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def padded_vocabulary(shape: ModelShape, tp: int) -> int:
-    """Return the number of rows of the embedding, padded so that tensor-parallel ranks hold equally many.
+    """Return the number of embedding rows, padded so that all tensor-parallel ranks hold equally many.
 
     Rows of padding are never predicted.
     """
@@ -63,7 +63,7 @@ def padded_vocabulary(shape: ModelShape, tp: int) -> int:
 def transformer_config(
     shape: ModelShape, layout: Layout, precision: Precision, device: torch.device, *, balances_experts: bool = False
 ) -> TransformerConfig:
-    """Return Megatron's description of the model and its layout."""
+    """Return Megatron's configuration of the model, its layout and its kernels."""
     dtype = compute_dtype(precision)
     return TransformerConfig(
         **_sizes(shape),
@@ -87,7 +87,7 @@ def transformer_config(
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
-    """Return the number of layers of each of `num_stages` consecutive pipeline stages.
+    """Return how many transformer layers each of `num_stages` consecutive pipeline stages holds.
 
     The first have one more if the division is uneven; the last have fewer, since the head comes on top.
     """
@@ -113,7 +113,7 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, vp_stage: int | N
 
 
 def _mark_experts(chunk: GPTModel) -> None:
-    """Mark experts' parameters so that their gradients are reduced over the processes that have the same ones.
+    """Mark experts' parameters so that gradients are summed only over processes that hold the same experts.
 
     Megatron marks them so with `ep` > 1 only; without, and with `etp` < `tp`, nothing would sum the gradients of
     tensor-parallel ranks, each of which sees its part of the tokens.
@@ -146,7 +146,7 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
 
 
 def _mixture(shape: ModelShape, dtype: torch.dtype, balances_experts: bool) -> dict[str, Any]:
-    """Return Megatron's options of experts, with routing as in Transformers."""
+    """Return Megatron's options for mixtures of experts, so that tokens are routed as in Transformers."""
     return {
         "num_moe_experts": shape.num_experts,
         "moe_router_topk": shape.experts_per_token,
@@ -174,7 +174,7 @@ def _degrees(shape: ModelShape, layout: Layout) -> dict[str, Any]:
 
 
 def _uneven_stages(shape: ModelShape, layout: Layout) -> list[list[str]] | None:
-    """Return the layers of each pipeline stage, in order, when layers do not divide evenly."""
+    """Return the layers of each pipeline stage, in order, if they do not divide evenly over stages; else None."""
     num_stages = layout.pp * layout.vpp
     if shape.num_layers % num_stages == 0:
         return None
@@ -185,7 +185,7 @@ def _uneven_stages(shape: ModelShape, layout: Layout) -> list[list[str]] | None:
 
 
 def _recompute(layout: Layout) -> dict[str, Any]:
-    """Return Megatron's options of activation recomputation.
+    """Return Megatron's options for activation recomputation.
 
     `full` keeps the inputs of each layer; `selective` recomputes attention (Korthikanti et al. 2022).
     """
@@ -197,7 +197,7 @@ def _recompute(layout: Layout) -> dict[str, Any]:
 
 
 def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return Megatron's options of fused kernels: Transformer Engine's, and those that torch compiles for a GPU."""
+    """Return Megatron's options for fused kernels: Transformer Engine's, and those that torch compiles for a GPU."""
     on_gpu = device.type == "cuda"
     return {
         "gradient_accumulation_fusion": False,  # needs Apex
@@ -213,7 +213,7 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _eight_bits(shape: ModelShape) -> dict[str, Any]:
-    """Return Megatron's options of fp8: E4M3 forward, E5M2 for gradients (Micikevicius et al. 2022), current scaling.
+    """Return Megatron's options for fp8: E4M3 forward, E5M2 for gradients (Micikevicius et al. 2022), current scaling.
 
     Delayed scaling has a state that is in no checkpoint, so that a resumed run would differ from the uninterrupted one.
     """
@@ -222,7 +222,7 @@ def _eight_bits(shape: ModelShape) -> dict[str, Any]:
 
 
 def _pipeline_communication(layout: Layout, device: torch.device) -> dict[str, Any]:
-    """Return Megatron's options of communication between pipeline stages.
+    """Return Megatron's options for communication between pipeline stages.
 
     On gloo, interleaved stages give wrong gradients, although right losses, with any other choice.
     """

@@ -1,4 +1,4 @@
-"""Megatron's data parallelism around the chunks, and its Adam: gradients are summed over the shares, then clipped."""
+"""Megatron's data parallelism and Adam: gradients are summed over data-parallel shares, then clipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stages.parallel.layout import Layout
 
 
 def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedDataParallel]:
-    """Give each model chunk gradient buffers, in fp32, whose reduction overlaps with the backward pass.
+    """Wrap model chunks for data parallelism, with fp32 gradient buffers that are reduced during the backward pass.
 
     The processes of `dp_shard` and `cp`, which have the same weights, share Adam's state: gradients are
     reduce-scattered, parameters gathered during the next forward.
@@ -47,7 +47,7 @@ def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedD
 
 
 class Adam:
-    """AdamW over the parameters of this process's chunks; the same parameters decay as in the FSDP engine."""
+    """AdamW over the parameters of this process's model chunks, with weight decay on those of the FSDP engine."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], settings: EngineSettings) -> None:
         self._chunks = chunks
@@ -74,20 +74,23 @@ class Adam:
         _fuse(self.megatron)
 
     def zero_gradients(self) -> None:
-        """Reset the gradient buffers before a step."""
+        """Set the gradient buffers to zero before a training step."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     @torch.no_grad()
     def grad_norm(self) -> float:
-        """Return the Euclidean norm of all gradients, each counted once, and prepare `step`. Collective."""
+        """Return the Euclidean norm of all gradients, each counted once, and prepare them for `step`. Collective."""
         self.megatron.prepare_grads()
         return float(self.megatron.get_grad_norm())
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
-        """Clip gradients, then update; `grad_norm` must be the finite result of the last `grad_norm()`. Collective."""
+        """Clip gradients and update the parameters. Collective.
+
+        grad_norm: the finite result of the last `grad_norm()`.
+        """
         assert math.isfinite(grad_norm)
         if max_grad_norm is not None:
             for optimizer in self.megatron.chained_optimizers:
@@ -99,21 +102,24 @@ class Adam:
         self.megatron.step_with_ready_grads()
 
     def settle(self) -> None:
-        """Wait until every parameter has the last step's value: overlapped gathers complete when needed."""
+        """Wait until every parameter has its value of the last step, since gathers of updated parameters overlap."""
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
 
 def _exceptions(settings: EngineSettings) -> dict[Any, Any] | None:
-    """Return parameters that learn faster (LoRA+: every B) or do not decay; None: Megatron leaves vectors out."""
+    """Return Megatron's overrides for parameters: a higher learning rate of B (LoRA+), or weight decay for vectors too.
+
+    None: vectors do not decay.
+    """
     if settings.adapter and settings.adapter.loraplus_lr_ratio:  # all that learns are matrices
         return {ParamKey(name="*.lora_B*"): {"lr_mult": settings.adapter.loraplus_lr_ratio}}
     return {} if settings.adam.decay_norms_and_biases else None
 
 
 def _fuse(megatron: MegatronOptimizer) -> None:
-    """Make torch's AdamW, the fallback without Transformer Engine, update in one pass over memory."""
+    """Use the fused kernel of torch's AdamW, Megatron's optimizer where Transformer Engine is missing."""
     for optimizer in real_optimizers(megatron):
         if isinstance(optimizer.optimizer, torch.optim.AdamW):
             for group in optimizer.optimizer.param_groups:
@@ -121,5 +127,5 @@ def _fuse(megatron: MegatronOptimizer) -> None:
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
-    """Finalize gradients as Megatron does, but without dividing by the number of tokens: losses were divided."""
+    """Reduce gradients as Megatron does, but without dividing by the number of tokens: losses are divided already."""
     finalize_model_grads(chunks, None, **options)

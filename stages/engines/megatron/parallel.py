@@ -1,4 +1,4 @@
-"""Process groups of Megatron for a layout, made before the model.
+"""Process groups of Megatron for a layout, created before the model.
 
 Ranks are laid out with tensor parallelism innermost (its traffic is the heaviest), then context, data and pipeline
 parallelism; expert parallelism is folded into data and context parallelism.
@@ -19,7 +19,7 @@ from stages.parallel.processes import USUAL_TIMEOUT
 
 
 def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int, timeout: timedelta = USUAL_TIMEOUT) -> None:
-    """Make Megatron's process groups for `layout` and seed tensor-parallel random states. Collective."""
+    """Create Megatron's process groups for the layout and seed tensor-parallel random numbers. Collective."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -35,7 +35,10 @@ def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int, timeout
 
 
 def represents_share() -> bool:
-    """Return whether this process adds its data-parallel share to sums: one process per share, which has the loss."""
+    """Return whether this process adds its share's loss to sums over data parallelism.
+
+    One process per share does: the one that has the loss.
+    """
     return (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0
@@ -44,7 +47,7 @@ def represents_share() -> bool:
 
 
 def from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """Broadcast the last pipeline stage's values to every pipeline stage; in place."""
+    """Broadcast the last pipeline stage's values to all pipeline stages, in place."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(values, src=source, group=parallel_state.get_pipeline_model_parallel_group())

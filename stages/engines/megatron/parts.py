@@ -1,4 +1,4 @@
-"""Parts of a Megatron model's weights that this process holds, under any layout.
+"""Parts of a Megatron model's parameters that this process holds, and where they are in Hugging Face weights.
 
 A parameter of the whole model has a `Key`; a process has a `Part` of it; a part shares `Piece`s with Hugging Face
 weights.
@@ -22,7 +22,7 @@ IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Piece:
-    """`length` rows (dim 0) or columns (dim 1) that a parameter shares with the weight of this name."""
+    """Range of rows (dim 0) or columns (dim 1) that a Megatron parameter shares with a Hugging Face weight."""
 
     weight: str
     dim: int
@@ -31,11 +31,11 @@ class Piece:
     length: int
 
     def of_weight(self) -> tuple[slice, ...]:
-        """Return the slices that select these rows or columns in the Hugging Face weight."""
+        """Return the index of these rows or columns in the Hugging Face weight."""
         return self._index(self.weight_start)
 
     def of_parameter(self) -> tuple[slice, ...]:
-        """Return the slices that select these rows or columns in the Megatron parameter."""
+        """Return the index of these rows or columns in the Megatron parameter."""
         return self._index(self.parameter_start)
 
     def _index(self, start: int) -> tuple[slice, ...]:
@@ -44,19 +44,19 @@ class Piece:
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """Identity of a parameter in the whole model; keys sort in the order of the written files."""
+    """Identity of a parameter in the whole model; sorting keys gives the order in which weights are written."""
 
     section: int
-    """Section of the model that a parameter is in. 0: before the layers, 1: in a layer, 2: after them."""
+    """Section of the model that the parameter is in. 0: before the layers, 1: in a layer, 2: after them."""
     layer: int
     expert: int
     rule: int
-    """Number of a parameter's mapping rule in its model family."""
+    """Index of the parameter's mapping rule among the rules of its model family."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a parameter that a process holds: the `index`-th of `count` along tensor parallelism."""
+    """Part of a parameter that a process holds: number `index` of `count` equal parts by tensor parallelism."""
 
     key: Key
     rule: Rule
@@ -66,19 +66,21 @@ class Part:
     is_copy: bool = False
     """True if the part is the embedding's copy that serves as the head of another pipeline stage."""
     left_out: frozenset[str] = frozenset()
-    """Weights that the Transformers model lacks: LoRA factors of parts of a fused layer without adapter."""
+    """Names of LoRA factors that Megatron's fused layer has, but the Transformers model lacks, since no adapter is
+    there."""
 
     def weight_names(self) -> list[str]:
-        """Return the Hugging Face names of the weights that the parameter is made of."""
+        """Return the names of the Hugging Face weights that make up the parameter."""
         return [name.format(layer=self.key.layer, expert=self.key.expert) for name in self.rule.weights]
 
     def layer_names(self) -> list[str]:
-        """Return PEFT's names of the layers that the parameter is made of."""
+        """Return PEFT's names of the layers that make up the parameter."""
         return [name.format(layer=self.key.layer) for name in self.rule.layers]
 
     def pieces(self, model: ModelShape) -> list[Piece]:
-        """Yield the rows or columns that a parameter shares with each weight, as pieces; padding and left-out rows are
-        in none.
+        """Return the ranges of rows or columns that the part shares with Hugging Face weights.
+
+        Padding and left-out weights are in none.
         """
         return [piece for piece in self._pieces(model) if piece.weight not in self.left_out]
 
@@ -104,7 +106,7 @@ class Part:
                 return list(_overlaps(_query_groups(names, model), self.index * rows, rows))
 
     def weight_shapes(self, model: ModelShape) -> dict[str, tuple[int, ...]]:
-        """Return Hugging Face name → shape of the whole weight."""
+        """Return the whole shape of each Hugging Face weight that makes up the parameter, by name."""
         rows, *columns = self.shape
         match self.rule.cut:
             case Cut.WHOLE:
@@ -124,7 +126,7 @@ class Part:
 
 
 def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple[Part, Tensor]]:
-    """Yield every parameter of this process, with its part of the model.
+    """Yield every parameter that this process holds, with the description of its place in the whole model.
 
     A copy of the embedding that serves as the head, on another pipeline stage, is a part of the embedding.
     """
@@ -143,9 +145,7 @@ def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple
 
 
 def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int, int]:
-    """Return the number of the mapping rule for a parameter, and the number of its expert in the whole model (else
-    0).
-    """
+    """Return the index of a parameter's mapping rule, and the index of its expert in the whole model (else 0)."""
     found = ((number, match) for number, rule in enumerate(rules) if (match := re.fullmatch(rule.parameter, name)))
     number, match = next(found)
     if rules[number].weights == (HEAD,) and model.tied_embeddings:
@@ -158,7 +158,7 @@ def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int
 
 
 def _place_among_processes(rule: Rule) -> tuple[int, int]:
-    """Return index and count of a parameter's part along tensor parallelism; an uncut parameter is one part."""
+    """Return index and count of this process's part along tensor parallelism; 0 and 1 for an uncut parameter."""
     if rule.cut in (Cut.WHOLE, Cut.STACKED):
         return 0, 1
     if rule.of_experts:
@@ -170,7 +170,7 @@ def _place_among_processes(rule: Rule) -> tuple[int, int]:
 
 
 def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str, int, int]]:
-    """Yield weight, first row and number of rows in Megatron's QKV matrix, from top to bottom."""
+    """Yield the blocks of Megatron's QKV matrix from top to bottom: weight name, its first row, number of rows."""
     query, key, value = names
     head, queries = model.head_dim, model.query_width // model.num_kv_heads
     for group in range(model.num_kv_heads):
@@ -180,7 +180,10 @@ def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str
 
 
 def _overlaps(blocks: Iterable[tuple[str, int, int]], first_row: int, num_rows: int) -> Iterator[Piece]:
-    """Yield the overlap of `num_rows` rows from `first_row` on with each of several stacked blocks."""
+    """Yield which rows of stacked weights lie in a window of `num_rows` rows from `first_row` on.
+
+    blocks: weight name, its first row and number of rows, stacked from top to bottom.
+    """
     top = 0
     for weight, weight_start, length in blocks:
         begin, end = max(top, first_row), min(top + length, first_row + num_rows)

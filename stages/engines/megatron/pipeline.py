@@ -26,25 +26,27 @@ from stages.engines.megatron.tokens import TokenSplit, gather_tokens, padded_siz
 from stages.parallel.layout import Layout
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function of rotary angles: (tensor of a dtype, positions [1, tokens]) → cosines, sines [1, tokens, width]."""
+"""Function that returns cosines and sines [1, tokens, width] of rotary angles, in the dtype of its first argument. The
+second argument has the positions, [1, tokens]."""
 
 FP8_ROWS = 16
-"""Number that must divide the rows of matrix products in 8 bits."""
+"""Number that must divide the rows of an operand of matrix products in 8 bits."""
 
 OfLogits = Callable[[Tensor, Tensor, int], Tensor]
-"""Function from logits to values, [rows, tokens, values] on every rank.
+"""Function that computes values of each token, such as log-probabilities, from logits split over ranks. The result,
+[rows, tokens, values], is the same on every rank.
 
 Its arguments are this rank's logits [rows, tokens, entries], wanted tokens [rows, tokens, number], and the entries of
 the vocabulary.
 """
 
 Consumer = Callable[[Tensor, Signal], tuple[Tensor, Tensor]]
-"""Function from (log-probabilities as a loss takes them, signal) to (differentiated value, returned value)."""
+"""Function from log-probabilities and signal of a micro-batch to a value to differentiate and a value to return."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Model chunks of this process in Megatron's pipeline schedule, with what feeds them."""
+    """Runner of this process's model chunks in Megatron's pipeline schedule."""
 
     chunks: Sequence[nn.Module]
     layout: Layout
@@ -63,7 +65,10 @@ class Pipeline:
         backward: bool,
         of_logits: OfLogits = wanted_log_probabilities,
     ) -> list[Tensor]:
-        """Return the values of `consume` for each micro-batch; empty except on the last stage. Gradients are summed."""
+        """Run micro-batches forward, and backward if asked; return the results of `consume` for each of them.
+
+        The list is empty except on the last pipeline stage. Gradients are summed.
+        """
         batches = _filled_up(micro_batches, self.layout)
         transformer = get_model_config(self.chunks[0])
         transformer.timers = self.clock if backward else None
@@ -87,7 +92,7 @@ class Pipeline:
     def _forward(
         self, of_logits: OfLogits, consume: Consumer, size: int, batches: Iterator[Batch], chunk: nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
-        """Run one micro-batch through one chunk; called by Megatron's schedules."""
+        """Run one micro-batch through one model chunk; called by Megatron's schedules."""
         batch = next(batches).to(self.device)
         split = split_tokens(batch, self.layout.cp, size).to(self.device)
         rank = parallel_state.get_context_parallel_rank()
@@ -115,7 +120,7 @@ class Pipeline:
     def _finish(
         self, of_logits: OfLogits, consume: Consumer, batch: Batch, split: TokenSplit, logits: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return (loss to differentiate, the token count that Megatron divides by, the result), on the last stage."""
+        """Return the loss to differentiate, an unused token count, and the result, from the last stage's logits."""
         group = parallel_state.get_context_parallel_group()
         signal = batch.signal
         wanted = split.local(signal.wanted, group.rank(), padding=IGNORED)
@@ -128,7 +133,7 @@ class Pipeline:
 
 
 def _filled_up(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:
-    """Pad the micro-batches with empty ones to a multiple of `pp`, which the interleaved schedule needs."""
+    """Add empty micro-batches up to a multiple of `pp`, which the interleaved pipeline schedule needs."""
     batches = list(micro_batches)
     missing = -len(batches) % layout.pp if layout.vpp > 1 else 0
     return batches + [_without_documents(batches[-1])] * missing

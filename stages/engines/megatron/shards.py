@@ -1,4 +1,4 @@
-"""Optimizer state of this process in Megatron, and its place in the Hugging Face weights.
+"""Optimizer state that this process keeps in Megatron, and its place in the Hugging Face weights.
 
 Megatron's optimizers keep a part's fp32 master weights and moments whole, or, when they are distributed, a range of the
 flattened part. Such a range is cut into blocks: rectangles of a weight, which any layout and engine can put together.
@@ -26,7 +26,7 @@ UP, DOWN = ("up_proj", "w3"), ("down_proj", "w2")
 
 @dataclass(frozen=True)
 class Block:
-    """Rectangle of a weight of the Transformers model, and its beginning in a flattened parameter part."""
+    """Rectangle of a Transformers weight, whose elements begin at `start` in a flattened Megatron parameter."""
 
     weight: str
     weight_shape: tuple[int, ...]
@@ -36,30 +36,30 @@ class Block:
 
     @property
     def is_first(self) -> bool:
-        """True if the shard holds the weight's first element."""
+        """True if the block contains the weight's first element."""
         return not any(self.offset)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Range of a parameter part whose fp32 master weights and moments this process keeps."""
+    """Range of a parameter part whose fp32 master weights and Adam moments this process keeps."""
 
     part: Part
     start: int
-    """Index of the shard's first element in the flattened part."""
+    """Index of the shard's first element in the flattened parameter part."""
     master: Tensor
-    """Master weights of a shard, fp32, of any shape with as many elements as the range."""
+    """Master weights of the shard, fp32, of any shape with as many elements as the range."""
     optimizer: torch.optim.Optimizer
 
     @property
     def step(self) -> Tensor:
-        """Number of optimizer updates made, float32 []."""
+        """Number of optimizer steps that have updated the shard, float32 []."""
         state = self.optimizer.state[self.master]
         kept = state["step"] if "step" in state else self._group["step"]
         return torch.as_tensor(kept, dtype=torch.float32, device="cpu").clone()
 
     def count_steps(self, value: Tensor) -> None:
-        """Set the optimizer's step count of a shard."""
+        """Set the number of optimizer steps that have updated the shard."""
         state = self.optimizer.state[self.master]
         if "step" in state:  # torch's; Transformer Engine's counts for a whole group
             state["step"].copy_(value)
@@ -72,11 +72,14 @@ class Shard:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """Adam's moments `exp_avg` and `exp_avg_sq` of a shard, fp32, as large as `master`."""
+        """Adam's moments `exp_avg` and `exp_avg_sq` of the shard, fp32, as large as `master`."""
         return {name: self.optimizer.state[self.master][name] for name in ("exp_avg", "exp_avg_sq")}
 
     def blocks(self, model: ModelShape) -> Iterator[Block]:
-        """Yield all weight blocks of a shard's range; `start` counts within the range. Padding is in none."""
+        """Yield the rectangles of Transformers weights that the shard covers, without padding.
+
+        Their `start` counts from the shard's first element.
+        """
         stop = self.start + self.master.numel()
         shapes = self.part.weight_shapes(model)
         for piece in self.part.pieces(model):
@@ -85,7 +88,7 @@ class Shard:
 
 
 def local_shards(chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> list[Shard]:
-    """Return every shard that the optimizer updates on this process; it must have made its moments."""
+    """Return all shards that the optimizer updates on this process; its moments must exist already."""
     parts = {parameter: part for part, parameter in local_parts(chunks, model)}
     shards: list[Shard] = []
     for each in real_optimizers(optimizer):
@@ -97,19 +100,19 @@ def local_shards(chunks: Sequence[GPTModel], model: ModelShape, optimizer: Megat
 
 
 def real_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers that have parameters on this process."""
+    """Return those of Megatron's chained optimizers that have parameters on this process."""
     return [each for each in optimizer.chained_optimizers if not getattr(each, "is_stub_optimizer", False)]
 
 
 def make_moments(optimizer: MegatronOptimizer) -> None:
-    """Make the moments of optimizers that have made no step yet, so that a checkpoint can fill them."""
+    """Create the moments of optimizers that have made no step yet, so that a checkpoint can fill them."""
     for each in real_optimizers(optimizer):
         if not each.optimizer.state:
             _step_nowhere(each.optimizer)
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter and its fp32 master: the parameter itself when nothing is sharded or in bf16."""
+    """Yield each parameter with its fp32 master weight, which is the parameter itself in unsharded fp32 training."""
     if hasattr(optimizer, "shard_fp32_groups"):
         pairs = [
             (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
@@ -149,8 +152,9 @@ def _step_nowhere(optimizer: torch.optim.Optimizer) -> None:
 def _blocks(
     piece: Piece, part_shape: tuple[int, ...], weight_shape: tuple[int, ...], range_: tuple[int, int]
 ) -> Iterator[Block]:
-    """Yield the weight blocks of a piece that lie in a range of the flattened part.
+    """Yield the rectangles of a weight's shared rows or columns that lie in a range of the flattened parameter part.
 
+    piece: the shared rows or columns.
     They are at most the end of a row, whole rows, and the beginning of a row.
     """
     columns = part_shape[1] if len(part_shape) > 1 else 1
@@ -167,13 +171,13 @@ def _blocks(
 
 
 def _offset(piece: Piece, row: int, column: int) -> tuple[int, int]:
-    """Convert row and column within a piece of a Megatron parameter to those in the Hugging Face weight."""
+    """Convert row and column in a Megatron parameter to those in the Hugging Face weight."""
     shift = piece.weight_start - piece.parameter_start
     return (row + shift, column) if piece.dim == 0 else (row, column + shift)
 
 
 def _as_in_transformers(block: Block, model: ModelShape) -> Block:
-    """Return a weight block under the names and in the shapes of the Transformers model.
+    """Return a block of a weight file's tensor as a block of the weight that Transformers makes of it.
 
     A layer's experts are two weights there, [experts, gate and up rows, columns] and of down, always in `mlp`.
     """
@@ -194,7 +198,7 @@ def _as_in_transformers(block: Block, model: ModelShape) -> Block:
 
 
 def _of_all_experts(block: Block, weight: str, expert: int, model: ModelShape) -> Block:
-    """Return the block of one expert's LoRA factor as a block in the factor of all experts.
+    """Return the block of one expert's LoRA factor as a block of the factor that holds all experts.
 
     A is [experts × rank, in], as PEFT has it; B [experts, out, rank], as the FSDP engine keeps it.
     """

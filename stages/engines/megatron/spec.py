@@ -1,4 +1,4 @@
-"""Modules of a decoder layer: Transformer Engine's where they are installed and CUDA is present, else local ones.
+"""Modules of Megatron's decoder layers: Transformer Engine's where installed on CUDA, else local ones.
 
 The local modules are Megatron's own linear layers with an RMSNorm and an attention of this project, because Megatron's
 refuse sequence parallelism, packing and context parallelism.
@@ -32,7 +32,7 @@ from stages.planner.workload import Precision
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (RMSNorm) over the last dimension; torch has a fused kernel for it on GPUs only.
+    """RMSNorm over the last dimension; on CPUs by our own kernel, since torch has a fused one for GPUs only.
 
     Under sequence parallelism every rank sees other tokens: the mark on the weight lets Megatron sum its gradients.
     """
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, states: Tensor) -> Tensor:
-        """Compute RMSNorm of […, hidden size], in the dtype of `states`."""
+        """Return RMSNorm of the states […, hidden size], in their dtype."""
         if states.is_cuda or states.dtype != torch.float32:
             return functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
         return RootMeanSquareNorm.apply(states, self.weight, self.eps)
@@ -52,12 +52,12 @@ class RMSNorm(nn.Module):
 
 @cache
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
-    """Return whether layers are Transformer Engine's, whose attention takes packed rows in 16 bits only."""
+    """Return whether layers are Transformer Engine's: on CUDA, if it is installed, in bf16, which packing needs."""
     return torch.cuda.is_available() and has_transformer_engine() and dtype == torch.bfloat16
 
 
 def check_precision(precision: Precision) -> None:
-    """Raise ResourceError when fp8 is asked for on hardware that cannot compute it."""
+    """Raise ResourceError when the recipe asks for fp8 on hardware or software that cannot compute it."""
     if precision == "fp8" and not uses_transformer_engine(torch.bfloat16):
         raise ResourceError(
             "precision fp8 needs an NVIDIA GPU with 8-bit tensor cores (Hopper or later) and the package "
@@ -68,7 +68,7 @@ def check_precision(precision: Precision) -> None:
 def decoder_spec(
     config: TransformerConfig, shape: ModelShape, vp_stage: int | None, *, has_adapter: bool
 ) -> TransformerBlockSubmodules:
-    """Return the specification of the layers in the chunk `vp_stage` of this pipeline stage.
+    """Return Megatron's specification of the layers in this pipeline stage's model chunk `vp_stage`.
 
     Norms are explicit: otherwise Megatron chooses its own.
     """
@@ -99,7 +99,7 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None, has_adapter:
 
 
 def _with_norms_apart(spec: ModuleSpec, num_experts: int | None) -> ModuleSpec:
-    """Separate norms from the linear layers that Transformer Engine fuses them with.
+    """Separate norms from the linear layers with which Transformer Engine fuses them.
 
     An adapter needs the norm's output, which the fused layers do not return.
     """
@@ -123,7 +123,7 @@ def _norm(config: TransformerConfig) -> type[nn.Module]:
 
 
 def _bind_missing_name() -> None:
-    """Bind `te_general_gemm`, which Megatron-core 0.16.1 compares with None even where its import failed."""
+    """Define `te_general_gemm`, which Megatron-core 0.16.1 compares with None even where its import failed."""
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

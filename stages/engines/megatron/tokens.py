@@ -1,4 +1,4 @@
-"""Split of a micro-batch's tokens over context-parallel ranks (zigzag), and padding.
+"""Split of a micro-batch's tokens over context-parallel ranks (zigzag), and their padding.
 
 All rows of a micro-batch become one sequence. Under context parallelism every document is padded until 2 × ranks chunks
 of equal length make it up. Rank r takes the r-th and the r-th from the end, so that causal attention is the same amount
@@ -22,21 +22,25 @@ from stages.data.batch import Batch
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """Assignment of one micro-batch's tokens to every context-parallel rank."""
+    """Assignment of one micro-batch's tokens to context-parallel ranks."""
 
     lengths: tuple[int, ...]
-    """Token count of every document, padding included; they add up to ranks × tokens of a rank."""
+    """Number of tokens of every document, padding included; they add up to ranks × tokens of a rank."""
     origins: Tensor
-    """Position of each token in the flattened rows, int64 [ranks, tokens of a rank]; `num_tokens` for padding."""
+    """Index in the flattened rows of each token that a rank holds, int64 [ranks, tokens of a rank]; `num_tokens` for
+    padding."""
     positions: Tensor
     """Position of each token in its document, int64 [ranks, tokens of a rank]."""
     document_ids: Tensor
-    """Number of each token's document, int64 [ranks, tokens of a rank]."""
+    """Index of each token's document, int64 [ranks, tokens of a rank]."""
     num_tokens: int
-    """Number of tokens of the flattened rows."""
+    """Number of tokens in the flattened rows, before padding."""
 
     def local(self, values: Tensor, rank: int, padding: int) -> Tensor:
-        """Return a context-parallel rank's values, [1, tokens of a rank, …], of int64 [rows, sequence, …]."""
+        """Return the values of one context-parallel rank's tokens, [1, tokens of a rank, …].
+
+        values: int64 [rows, sequence, …].
+        """
         # [rows × sequence + 1, …]: `origins` point to the last place for padding
         padded = torch.cat([values.flatten(0, 1), values.new_full((1, *values.shape[2:]), padding)])
         return padded[self.origins[rank]].unsqueeze(0)
@@ -48,7 +52,7 @@ class TokenSplit:
 
 
 def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) -> int:
-    """Return the number of tokens to which each of several micro-batches is padded.
+    """Return the number of tokens to which all micro-batches of a step are padded, so that they split evenly.
 
     They divide by 2 × ranks, and a rank's tokens by `divisor`: `tp` under sequence parallelism, which splits a rank's
     tokens further.
@@ -77,8 +81,9 @@ def split_tokens(batch: Batch, num_ranks: int, size: int) -> TokenSplit:
 
 
 def gather_tokens(values: Tensor, split: TokenSplit, group: dist.ProcessGroup) -> Tensor:
-    """Return [tokens of the flattened rows, …] on all ranks from [1, tokens of a rank, …]; differentiable.
+    """Gather values of tokens from all context-parallel ranks, in the order of the flattened rows; differentiable.
 
+    [1, tokens of a rank, …] becomes [tokens of the flattened rows, …].
     Every rank must compute the same from the result: a rank's gradient is its part of the result's, not a sum over
     ranks.
     """
@@ -95,7 +100,7 @@ def _padded_lengths(batch: Batch, num_ranks: int) -> list[int]:
 
 
 def _zigzag(positions: Tensor, lengths: Tensor, num_ranks: int) -> Tensor:
-    """Return the zigzag assignment of tokens to context-parallel ranks, int64 [ranks, tokens of a rank]."""
+    """Return which tokens each context-parallel rank holds in zigzag order, int64 [ranks, tokens of a rank]."""
     if num_ranks == 1:
         return torch.arange(len(positions)).unsqueeze(0)
     chunk = positions // (lengths // _chunks(num_ranks))

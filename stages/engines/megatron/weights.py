@@ -1,4 +1,4 @@
-"""Reading and writing of Hugging Face weights for a Megatron model under any layout, never all on one process.
+"""Reading and writing of Hugging Face weights for a Megatron model in any layout, never all on one process.
 
 Reading: a process reads its parts from the safetensors files. Writing: parameter by parameter, the processes that have
 a part send it to rank 0, which puts the weights together and writes shards. `parts` says which part is where.
@@ -30,7 +30,7 @@ NUM_NAMED = 5
 
 
 def load_weights(chunks: Sequence[GPTModel], folder: Path, model: ModelShape) -> None:
-    """Fill the parameters of this process's model chunks from the safetensors files in `folder`. Collective.
+    """Load the parameters of this process's model chunks from the safetensors files in `folder`. Collective.
 
     A process reads the bytes of its own parts only. Raises ModelError, on every process, when a weight is missing, has
     another shape than the config says, or is unknown to the mapping.
@@ -55,7 +55,7 @@ def export_weights(chunks: Sequence[GPTModel], *, source: ModelFacts, folder: Pa
 def named_weights(
     chunks: Sequence[GPTModel], model: ModelShape, dtype: torch.dtype, *, learning_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face name and whole weight, one at a time, on rank 0's CPU; nothing elsewhere. Collective.
+    """Yield each whole weight with its Hugging Face name, on rank 0's CPU only. Collective.
 
     learning_only: of an adapter, not of the base that it is on.
 
@@ -78,7 +78,7 @@ def named_weights(
 
 
 def _check_files(files: WeightFiles, parts: Iterable[Part], model: ModelShape) -> None:
-    """Compare the weights that all processes want with those in the files."""
+    """Raise ModelError unless the files hold exactly the weights that all processes want, in their shapes."""
     mine: dict[str, tuple[int, ...]] = {}
     for part in parts:
         mine |= part.weight_shapes(model)
@@ -101,7 +101,10 @@ def _may_be_left(name: str, model: ModelShape) -> bool:
 
 
 def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
-    """Return the parts of every parameter, each with a rank that has it, in the order of the files."""
+    """Return the parts of every parameter, each with a rank that holds it.
+
+    Parameters are in the order in which weights are written.
+    """
     everyones: list[list[Part]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     owners: dict[Key, dict[int, tuple[int, Part]]] = {}
@@ -112,7 +115,7 @@ def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
 
 
 def _on_first_process(local: Tensor | None, owner: int, part: Part, dtype: torch.dtype) -> Tensor | None:
-    """Send a tensor from the rank that owns it to rank 0, which returns it; other ranks return None."""
+    """Send a tensor from the rank that has it to rank 0, which returns it; other ranks return None."""
     if owner == 0:
         return local
     if local is not None:
@@ -126,7 +129,7 @@ def _on_first_process(local: Tensor | None, owner: int, part: Part, dtype: torch
 
 
 def _put(tensor: Tensor, part: Part, model: ModelShape, weights: dict[str, Tensor]) -> None:
-    """Copy the pieces of a parameter's part into the weights, which are made when their first piece comes."""
+    """Copy a parameter's part into the Hugging Face weights, which are allocated when their first part comes."""
     for name, shape in part.weight_shapes(model).items():
         if name not in weights:
             weights[name] = torch.empty(shape, dtype=tensor.dtype)
