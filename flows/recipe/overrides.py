@@ -1,4 +1,4 @@
-"""Overrides of a recipe: `path=value` texts, whose values are read as YAML."""
+"""Overrides of a recipe, given as `path=value` texts, as in `lifecycle run --set`; values are read as YAML."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stages.core.redaction import holds_url_password, shortened
 from stages.core.yaml_bounds import MAX_DEPTH
 
 ENVIRONMENT = ("execution", "environment")
-"""Path of a stage's variables within its config."""
+"""Path of a stage's environment variables within its config."""
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Apply `path=value` overrides to the tree, in order; return the problems, none of which repeats a secret."""
+    """Apply `path=value` overrides to a recipe's tree, in order; return the problems, which repeat no secrets."""
     return [problem for override in overrides for problem in _apply_override(tree, override)]
 
 
@@ -57,7 +57,7 @@ def _is_secret(names: Sequence[str], leaf: Any) -> bool:
 
 
 def _leaves(tree: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield each value that is neither a mapping nor a list, with the keys that lead to it."""
+    """Yield each value of a tree that is neither a mapping nor a list, with the keys that lead to it."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _leaves(value, (*names, key))
@@ -69,7 +69,7 @@ def _leaves(tree: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 
 def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> str | None:
-    """Set a recipe's value at a path; return a message when another value is in the way."""
+    """Set a value at a path of the recipe; return a message if a value on the way is not a mapping."""
     parent = tree
     for depth, key in enumerate(keys[:-1], 1):
         if parent.get(key) is None:

@@ -1,4 +1,4 @@
-"""Problems of a recipe as sentences: pydantic's errors with dotted path, what was found and what is allowed."""
+"""Problems of a recipe as sentences, made from pydantic's errors: the field's path, what was found, what is allowed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ OF_OTHERS = {
     "gradient_checkpointing": "recompute",
     "bf16": "precision",
 }
-"""Field name in Transformers, TRL and others → its name here."""
+"""Name of a field here, by its name in Transformers, TRL and similar libraries, for hints at misspelt fields."""
 
 
 def explain(error: ValidationError, stage: str) -> list[str]:
-    """Return a sentence for each problem of a stage's config, at most `MAX_PROBLEMS`."""
+    """Return a sentence for each validation error of a stage's config, at most `MAX_PROBLEMS`."""
     return [_sentence(details, f"stages.{stage}") for details in error.errors()[:MAX_PROBLEMS]]
 
 
@@ -81,7 +81,7 @@ def _close_literal(details: ErrorDetails) -> str:
 
 
 def _meant(model: type[BaseModel], location: Sequence[int | str]) -> str:
-    """Return the field of another block that has this very name, or the closest field of this block."""
+    """Return a hint at the field that an unknown one may mean: one of this name elsewhere, or the most similar one."""
     name = str(location[-1])
     elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == OF_OTHERS.get(name, name)]
     if elsewhere:
@@ -97,7 +97,7 @@ def _paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
 
 
 def _walked(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """Return the path in the recipe that a pydantic error's location stands for, and the models that may be there.
+    """Return the recipe path that a pydantic error's location stands for, and the config models possible there.
 
     A location of pydantic also contains which model of a union it is (by `type` or class); those parts are left out.
     """
@@ -115,13 +115,13 @@ def _walked(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list
 
 
 def _names(model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names that pydantic's errors give one model of a union."""
+    """Return the names by which pydantic's error locations denote a model in a union: its class or its `type`."""
     discriminator = model.model_fields.get("type")
     return (model.__name__, *(typing.get_args(discriminator.annotation) if discriminator else ()))
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models that a field's annotation is, or may be."""
+    """Return the pydantic models that a field's annotation contains."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for argument in typing.get_args(annotation) for model in models_in(argument)]

@@ -1,4 +1,4 @@
-"""Reader of recipes: YAML text and overrides → validated stages in topological order.
+"""Reader of recipes: parses YAML text and overrides, and validates the stages, in topological order.
 
 The meaning of fields belongs to the stages' configs; what runs is decided in `plan.py`.
 """
@@ -35,14 +35,15 @@ NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"
 NAME_RULE = "lower-case letters, digits, - and _"
 TOP_LEVEL_FIELDS = ("name", "on_collision", "stages")
 OnCollision = Literal["queue", "skip"]
-"""Fate of a scheduled refresh that is due while another one holds what it needs."""
+"""Policy for a scheduled refresh that is due while another one holds what it needs: wait (`queue`) or be left out
+(`skip`)."""
 
 AnyStage: Any = Annotated[functools.reduce(operator.or_, KINDS.values()), Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One complete refresh. Paths outside the store are absolute.
+    """Validated recipe of one complete refresh. Its paths are absolute.
 
     stages: in topological order.
     on_collision: whether a scheduled refresh waits or is left out while another of this recipe runs; `skip` also
@@ -58,7 +59,7 @@ class Recipe:
 
     @property
     def fetched(self) -> dict[str, FetchedConfig]:
-        """Stages whose product comes from a source outside, where every chain of references ends."""
+        """Stages that fetch a model or data from outside the store; every chain of references ends at one of them."""
         return {name: config for name, config in self.stages.items() if isinstance(config, FetchedConfig)}
 
     def upstream_of(self, stage: str) -> tuple[str, ...]:
@@ -82,7 +83,7 @@ class Recipe:
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), errors: list[RecipeError] | None = None) -> Recipe:
-    """Read a recipe, apply overrides such as `stages.sft.learning_rate=1e-4`, and validate it.
+    """Read a recipe file, apply overrides such as `stages.sft.learning_rate=1e-4`, and validate it.
 
     errors: where given, takes the error that `load_stages` would raise, and the valid stages are returned. Raises
     `RecipeError` that lists every problem.
@@ -108,7 +109,7 @@ def load_stages(
     problems: Sequence[str] = (),
     errors: list[RecipeError] | None = None,
 ) -> Recipe:
-    """Validate the `stages` of a recipe that lies in `folder`.
+    """Validate the `stages` block of a recipe whose paths are relative to `folder`.
 
     problems: those found before, which the error lists too.
     errors: where given, takes the error instead of it being raised; then the valid stages are returned that refer to
@@ -152,7 +153,7 @@ def load_stages(
 
 
 def _sound(stages: Mapping[str, StageConfig], problems: Sequence[str]) -> dict[str, StageConfig]:
-    """Return the stages that have no problem and refer only to such stages; those of a cycle are left out."""
+    """Return the stages that have no problem and depend only on such stages, without those of a reference cycle."""
     sound: dict[str, StageConfig] = {}
     without = [
         name for name in stages if not any(one.startswith((f"stages.{name}.", f"stages.{name}:")) for one in problems)
@@ -171,18 +172,26 @@ def _listed(problems: Sequence[str]) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of recipe files, for editors."""
+    """Return the JSON schema of recipe files, with which editors complete and check recipes."""
     recipe_file = create_model(
         "RecipeFile",
         __base__=StrictModel,
         __doc__="One complete refresh: named stages, which refer to one another by name.",
         name=(
             str,
-            Field(None, pattern=f"^{NAME_PATTERN}$", description="Name of the refresh; default: the name of the file."),
+            Field(
+                None,
+                pattern=f"^{NAME_PATTERN}$",
+                description="Name of the refresh; default: the recipe's file name without suffix.",
+            ),
         ),
         on_collision=(
             OnCollision,
-            Field("queue", description="Fate of a scheduled refresh while another runs: it waits, or is left out."),
+            Field(
+                "queue",
+                description="Policy for a scheduled refresh that is due while another one of this recipe runs: "
+                "queue (it waits) or skip (it is left out).",
+            ),
         ),
         stages=(dict[str, AnyStage], Field(min_length=1)),
     )
@@ -195,9 +204,10 @@ def _stage_adapter() -> TypeAdapter[StageConfig]:
 
 
 def _read_stage(tree: Any, folder: Path) -> StageConfig:
-    """Validate a stage's config strictly (`"3"` is no number), as JSON: a list may be a tuple, a text a path.
+    """Validate a stage's config strictly: `"3"` is no number.
 
-    Paths outside the store become absolute; in the recipe they are relative to its folder.
+    As in JSON, a list may stand for a tuple and a text for a path. Paths outside the store become absolute; in the
+    recipe they are relative to its folder.
     """
     return _stage_adapter().validate_json(
         json.dumps(tree), strict=True, context={MAKE_ABSOLUTE: lambda path: absolute(path, folder)}
@@ -235,7 +245,7 @@ def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:
 
 
 def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the references that lead to no stage, or to one of the wrong product.
+    """Yield a problem for each reference that names no stage, or a stage that makes something else than needed.
 
     stages: the valid ones. References of the others are read from `tree`, so that all are reported.
     """
@@ -251,7 +261,7 @@ def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, An
 
 
 def _texts_at(tree: object, path: tuple[str, ...], place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the texts at a path of the tree, with their places; of a list, each item.
+    """Yield the texts at a path of a recipe's tree, each with its exact place; of a list, each item.
 
     `*` in the path is any name of a mapping, or any index of a list.
     """
@@ -297,7 +307,7 @@ def _reference_fields(
 
 
 def _cycles(stages: Mapping[str, StageConfig]) -> list[str]:
-    """Return each reference cycle once, as `a → b → a`."""
+    """Return a problem for each cycle of stage references, such as `a → b → a`."""
     cycles: dict[frozenset[str], str] = {}
     done: set[str] = set()
 
@@ -316,7 +326,7 @@ def _cycles(stages: Mapping[str, StageConfig]) -> list[str]:
 
 
 def _topological(stages: Mapping[str, StageConfig]) -> list[str]:
-    """Return the stages with upstream first, otherwise in the order of the recipe."""
+    """Return the stage names in topological order, upstream stages first, otherwise in the recipe's order."""
     order: dict[str, None] = {}
 
     def visit(stage: str) -> None:

@@ -1,4 +1,4 @@
-"""Text of recipes: YAML → a plain tree of dicts, lists and values.
+"""Text of recipes: YAML parsed into a plain tree of dicts, lists and values, and helpers for messages about it.
 
 YAML as PyYAML's safe loader reads it, with three differences: a key that appears twice in one mapping is an error,
 `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and dates stay text.
@@ -28,7 +28,7 @@ BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MAX_DIGITS = 100
 MAX_INTEGER = 2**63 - 1
 MAX_WORDS, MAX_WORD_CHARACTERS = 256, 100
-"""Most words, and longest word, with which a misspelt word is compared."""
+"""Most known words with which a misspelt word is compared, and the longest word that is compared."""
 
 
 class RecipeLoader(BaseLoader):
@@ -45,9 +45,10 @@ class RecipeLoader(BaseLoader):
         return mapping
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Read a number in YAML. Python refuses some long ones, and needs long for others.
+        """Convert a YAML number to int or float.
 
-        `1:00:00:…` is a number in YAML 1.1.
+        Raises an error for overlong numbers, which Python converts slowly or not at all. `1:00:00:…` is a number in
+        YAML 1.1.
         """
         if len(node.value) > MAX_DIGITS:
             problem = f"found a number of {len(node.value):,} characters, expected at most {MAX_DIGITS}"
@@ -72,7 +73,7 @@ RecipeLoader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse one YAML document into dicts, lists and values of JSON. Raises `RecipeError` that names the line."""
+    """Parse one YAML document into dicts, lists and JSON values. Raises RecipeError that names the line."""
     check_bounds(text, RecipeLoader)
     try:
         tree = yaml.load(text, RecipeLoader)  # noqa: S506 (derives from the safe loader)
@@ -86,7 +87,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_text(path: Path, what: str = "the recipe") -> str:
-    """Return the text of a file that a person wrote. Raises `RecipeError` when it cannot be read; `what` names it."""
+    """Return the text of a file that a person wrote. Raises RecipeError if it cannot be read.
+
+    what: the file in the message.
+    """
     try:
         return _read_regular_file(path)
     except (OSError, ValueError) as error:
@@ -96,12 +100,12 @@ def read_text(path: Path, what: str = "the recipe") -> str:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Return the recipe file's tree. Raises what `read_text` and `tree_of` raise."""
+    """Read a recipe file into a tree of dicts, lists and values. Raises what `read_text` and `tree_of` raise."""
     return tree_of(read_text(path), path)
 
 
 def tree_of(text: str, path: Path) -> dict[str, Any]:
-    """Return the tree of a recipe's text. Raises `RecipeError` when that is not a mapping with `stages`."""
+    """Parse a recipe's text into a tree. Raises RecipeError if it is not a mapping with `stages`."""
     try:
         tree = parse_yaml(text)
     except RecipeError as error:
@@ -112,7 +116,7 @@ def tree_of(text: str, path: Path) -> dict[str, Any]:
 
 
 def without_secrets(text: str) -> str:
-    """Return a recipe's text with `***` for each value of an `environment` and for passwords."""
+    """Return a recipe's text with `***` in place of each value under an `environment`, and of passwords."""
     hidden: set[tuple[int, int]] = set()
     for mapping in _mappings(yaml.compose(text, RecipeLoader)):
         for key, value in mapping.value:
@@ -125,7 +129,7 @@ def without_secrets(text: str) -> str:
 
 
 def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
-    """Yield all mappings of a YAML document once; an alias is the same node as its anchor."""
+    """Yield every mapping node of a YAML document once; an alias counts as its anchor's node."""
     todo = [root] if root else []
     seen: set[int] = set()
     while todo:
@@ -141,7 +145,7 @@ def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
 
 
 def _values(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
-    """Yield all scalars of a YAML node, also of the mappings that it merges."""
+    """Yield all scalar nodes inside a YAML node."""
     if isinstance(node, yaml.ScalarNode):
         yield node
     for child in node.value if isinstance(node, yaml.CollectionNode) else ():
@@ -158,7 +162,7 @@ def _read_regular_file(path: Path) -> str:
 
 
 def resolve_file_sources(tree: Any, folder: Path) -> Any:
-    """Return the tree with every `file://PATH` made absolute, relative to the recipe's folder."""
+    """Return a recipe's tree with each `file://PATH` made absolute, relative to the recipe's folder."""
     if isinstance(tree, dict):
         return {key: resolve_file_sources(value, folder) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -170,12 +174,12 @@ def resolve_file_sources(tree: Any, folder: Path) -> Any:
 
 
 def absolute(path: Path, folder: Path) -> Path:
-    """Return the path without `~` and `..`; relative paths start at `folder`."""
+    """Return a path made absolute from `folder`, with `~` and `..` resolved."""
     return Path(os.path.normpath(folder / os.path.expanduser(path)))  # noqa: PTH111 (Path's raises for an unknown user)
 
 
 def bad_numbers(tree: Any, path: str) -> Iterator[str]:
-    """Yield a sentence for each infinity, NaN and integer beyond 64 bits, which no field may be."""
+    """Yield a problem for each infinity, NaN or integer beyond 64 bits in a recipe's tree, which no field accepts."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from bad_numbers(value, f"{path}.{key}")
@@ -189,7 +193,7 @@ def bad_numbers(tree: Any, path: str) -> Iterator[str]:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean …?` with the closest known word, or the known words; empty when there are none.
+    """Return a hint `; did you mean …?` with the known word closest to a misspelt one, or a list of the known words.
 
     Initials count as close: `lr` means `learning_rate`. Long words are not compared, since comparing takes time
     quadratic in their length.
@@ -204,5 +208,5 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value as YAML writes it, shortened."""
+    """Return a value as JSON text, shortened for a message."""
     return shortened(json.dumps(value, ensure_ascii=False), 58)

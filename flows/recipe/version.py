@@ -1,4 +1,4 @@
-"""Versions of artifacts: twelve hex digits computed from an identity, and differences of identities. Pure."""
+"""Versions of artifacts: twelve hex digits hashed from all that decides an artifact's content (its identity)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from stages.core.contract import StageConfig
 from stages.core.redaction import shortened
 
 Identity = dict[str, JsonValue]
-"""{"kind", "stage_version", "config": …, "upstream": {field path: version}, "outside": {field path: …}}"""
+"""Identity of an artifact, all that decides its content: kind, stage version, config, versions of upstream artifacts by
+field path, and inputs from outside the store by field path."""
 DIGEST = re.compile("[0-9a-f]{64}")
-"""Pattern of a sha256 of content; a commit is shorter, and people can use it."""
+"""Pattern of a SHA-256 of content, which is shown as "has changed"; a commit hash is shorter and useful to people."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Field in which two identities differ; None on the side that lacks it.
+    """Field in which two artifacts' identities differ, with both values; None on the side that lacks the field.
 
     `str()` gives `field old → new`; of a content hash, that the field has changed.
     """
@@ -38,7 +39,7 @@ class Difference:
 
 
 def identity_of(config: StageConfig, upstream: Mapping[str, str], outside: Mapping[str, JsonValue]) -> Identity:
-    """Return what identifies the artifact of `config`.
+    """Return all that decides the content of a stage's artifact: kind, config, upstream versions, outside inputs.
 
     upstream: stage name → version.
     outside: resolved inputs from outside the store.
@@ -49,22 +50,28 @@ def identity_of(config: StageConfig, upstream: Mapping[str, str], outside: Mappi
 
 
 def version_of(identity: Identity) -> str:
-    """Return the first 12 hex digits of the sha256 over the canonical JSON of an identity."""
+    """Return an artifact's version: the first 12 hex digits of the SHA-256 of its identity as canonical JSON."""
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:12]
 
 
 def resume_key_of(config: StageConfig, upstream: Mapping[str, str], outside: Mapping[str, JsonValue]) -> str:
-    """Return a version over `config.resume_identity()`: attempts that share it may share a work folder."""
+    """Return the key by which attempts share a work folder: a version of `config.resume_identity()` only.
+
+    Fields that do not hinder resuming are left out of it.
+    """
     return version_of(_document(config, config.resume_identity(), upstream, outside))
 
 
 def canonical_json(value: JsonValue) -> str:
-    """Return one text for equal values: sorted keys, no spaces, ASCII. Raises `ValueError` for NaN, infinity."""
+    """Return a value as JSON text that is the same for equal values: sorted keys, no spaces, ASCII.
+
+    Raises ValueError for NaN and infinity.
+    """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def differences(old: Identity, new: Identity) -> list[Difference]:
-    """Return the differences of two identities, sorted by field, under their paths in the recipe.
+    """Return the fields in which two identities differ, sorted by their path in the recipe.
 
     Unset and empty on one side equals absent on the other. Of a mapping that is empty on one side, the other's entries
     are listed.

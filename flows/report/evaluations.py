@@ -1,4 +1,4 @@
-"""Evaluations and promotions of a refresh in its report: scores with errors, gates, differences, sample answers."""
+"""Evaluation and promotion results for a refresh's report: scores, gates, score differences, sample answers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from stages.kinds.registry import makes
 ERROR = "_stderr"
 DIFFERENCE = "_difference"
 MOST_QUESTIONS = 10
-"""Most sample questions of all tasks together."""
+"""Most sample questions that a report shows, over all tasks together."""
 SHOWN_CHARACTERS = 1000
 ELLIPSIS = "… "
 
 
 def scores(record: RefreshRecord) -> Iterator[Score]:
-    """Yield the scores of all evaluations, in the order of the recipe."""
+    """Yield the scores of all evaluation stages of a refresh, in the order of the recipe."""
     for stage, entry in record.stages.items():
         if not makes(entry.kind, "scores"):
             continue
@@ -39,7 +39,7 @@ def scores(record: RefreshRecord) -> Iterator[Score]:
 
 
 def promotions(record: RefreshRecord) -> Iterator[Promotion]:
-    """Yield the promotions whose verdict is there."""
+    """Yield the result of each promotion stage that has decided."""
     for name, entry in record.stages.items():
         if entry.verdict and entry.artifact and (entry.artifact / VERDICT_FILE).is_file():
             yield _promotion(name, entry, entry.artifact)
@@ -79,7 +79,7 @@ def _promotion(stage: str, entry: StageEntry, folder: Path) -> Promotion:
 
 
 def answers(record: RefreshRecord) -> Iterator[AnswersToTask]:
-    """Yield each task with some of its questions, and each evaluation's answers to them.
+    """Yield each evaluation task with some of its questions, and the answer of every evaluated model to them.
 
     The model that depends on fewer stages, which is the base where there is one, comes first.
     """
@@ -116,7 +116,7 @@ def _answers_to(task: str, files: Mapping[str, Path], most: int) -> AnswersToTas
 
 
 def _samples(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the first row of each document, by its number and the hash of its text."""
+    """Return the first sample of each question in an evaluation's file, by the question's number and hash."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     with suppress(OSError, ValueError):  # damaged evaluations do not stop a report; `lifecycle verify` names them
         for row in read_json_lines(file):
@@ -145,7 +145,7 @@ def _shown(text: str) -> str:
 
 
 def _end(text: str) -> str:
-    """Return the end of a prompt: examples precede its question."""
+    """Return the end of a prompt that is too long to show, where its question stands after the examples."""
     text = redact(text)
     return visible(text if len(text) <= SHOWN_CHARACTERS else f"{ELLIPSIS}{text[-SHOWN_CHARACTERS:]}")
 

@@ -1,4 +1,4 @@
-"""Layouts of a comparison: a row of metrics each, from its trials, and the rows as a table or JSON.
+"""Results of a layout comparison: metrics of each layout from its trial runs, as a text table, Markdown or JSON.
 
 A machine that slows down for a while must not decide which layout is faster. So layouts take turns, round after round,
 every other round in reverse order; a metric is the median over rounds of the median over a round's measured steps, and
@@ -20,18 +20,18 @@ from stages.core.redaction import shortened
 from stages.kinds.train.journal import PER_STEP
 
 PROFILED = "communication_fraction"
-"""Metric of a step under a profiler, which makes that step slower."""
+"""Metric that only a profiled step has; profiling makes the step slower."""
 SOMETIMES = (PROFILED, "pipeline_bubble_fraction")
-"""Training metrics that only some steps have."""
+"""Training metrics that are logged only for some steps."""
 PER_RUN = ("peak_memory_gib", "predicted_step_time_s", "predicted_memory_gib", "predicted_pipeline_bubble_fraction")
-"""Final metrics of a run that are shown once per run."""
+"""Metrics that a run logs once, at its end."""
 RANK_PREFIX = "peak_memory_gib_rank_"
 REASON_CHARACTERS = 600
 
 
 @dataclass(frozen=True)
 class Row:
-    """Layout with its metrics, or the reason why it has none."""
+    """Compared layout with its metrics, or with the reason why it has none."""
 
     text: str
     engine: str
@@ -44,7 +44,10 @@ class Row:
 
 
 def rows_of(record: RefreshRecord) -> list[Row]:
-    """Return a row for each compared layout in order; of a finished comparison, as recorded at its end."""
+    """Return the result of each compared layout, in order.
+
+    For a finished comparison it is what was recorded at its end.
+    """
     comparison = record.comparison
     assert comparison, "only a comparison has rows"
     rows = []
@@ -65,7 +68,7 @@ def rows_of(record: RefreshRecord) -> list[Row]:
 
 
 def _measured(record: RefreshRecord, comparison: CompareBegan, number: int) -> LayoutMeasured:
-    """Return the metrics of a layout over all rounds, or why there are none."""
+    """Return the metrics of a layout over all rounds of trials, or the reason why there are none."""
     trials = record.trials_of(number)
     failed = next((trial for trial in trials if trial.error), None)
     if trials and not failed:
@@ -78,7 +81,7 @@ def _measured(record: RefreshRecord, comparison: CompareBegan, number: int) -> L
 
 
 def metrics_of(trials: Sequence[TrialEnded], num_warmup_steps: int) -> dict[str, float]:
-    """Return the metrics of a layout whose trials all succeeded; none if a trial's file is gone."""
+    """Return the metrics of a layout from its successful trial runs; empty if a trial's metrics file is gone."""
     steps_of_trials = [list(MetricSeries(trial.work).steps()) for trial in trials]
     if not all(steps_of_trials):
         return {}
@@ -97,13 +100,13 @@ def metrics_of(trials: Sequence[TrialEnded], num_warmup_steps: int) -> dict[str,
 
 
 def with_differences(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with metrics relative to the first row that was measured."""
+    """Return the rows with throughput and loss relative to the first row that was measured."""
     first = next((row for row in rows if row.metrics), None)
     return [replace(row, metrics={**row.metrics, **_differences(row, first)}) if first else row for row in rows]
 
 
 def interquartile_range(values: Sequence[float]) -> float:
-    """Return the width of the middle half of the values; 0 for a single one."""
+    """Return the interquartile range, the width of the middle half of the values; 0 for a single value."""
     if len(values) < 2:
         return 0.0
     lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
@@ -111,7 +114,7 @@ def interquartile_range(values: Sequence[float]) -> float:
 
 
 def _differences(row: Row, first: Row) -> dict[str, float]:
-    """Return the metrics of a row relative to the first one; losses only on the same batches."""
+    """Return a layout's throughput and loss relative to the first layout's; the loss only for an equal batch size."""
     relative = {}
     if "tokens_per_s" in row.metrics and "tokens_per_s" in first.metrics:
         relative["relative_tokens_per_s"] = row.metrics["tokens_per_s"] / first.metrics["tokens_per_s"]
@@ -121,7 +124,7 @@ def _differences(row: Row, first: Row) -> dict[str, float]:
 
 
 def _measured_steps(steps: Sequence[LoggedStep], num_warmup_steps: int) -> list[LoggedStep]:
-    """Return the steps after the warm-up, without the profiled one unless there is no other."""
+    """Return the training steps after the warm-up, without the profiled one unless there is no other."""
     steady = [step for step in steps if step.step > num_warmup_steps]
     return [step for step in steady if PROFILED not in step.values] or steady
 
@@ -133,7 +136,7 @@ def _median_of_medians(name: str, rounds: Sequence[Sequence[LoggedStep]]) -> flo
 
 
 def first_line(message: str, most_characters: int = REASON_CHARACTERS) -> str:
-    """Return the first line of a message, shortened."""
+    """Return the first line of a message, cut to `most_characters`."""
     return shortened(message.partition("\n")[0], most_characters)
 
 
@@ -152,11 +155,11 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "predicted_step_time_s": ("pred s", ".4g"),
     "predicted_memory_gib": ("pred GiB", ".2f"),
 }
-"""Metric → its heading, and the format of a value."""
+"""Column heading and number format of each metric in a comparison's table, by metric name."""
 
 
 def as_text(rows: Sequence[Row], width: int | None = None) -> str:
-    """Return a line for each measured layout, then the reasons of those that were not.
+    """Return the comparison as a text table of measured layouts, followed by the reasons for those not measured.
 
     width: characters of the terminal; a wider table is shown in parts, in which layouts have numbers.
     """
@@ -169,7 +172,7 @@ def as_text(rows: Sequence[Row], width: int | None = None) -> str:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Return the comparison as a Markdown table."""
+    """Return the comparison as a Markdown table, followed by the reasons for layouts that were not measured."""
     heading, *lines = grid(rows)
     table = [heading, ["---"] * len(heading), *lines]
     failures = [f"- `{row.text}`: {row.error}" for row in rows if row.error]
@@ -177,7 +180,10 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def grid(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the comparison's grid: a heading and a line for each measured layout, without metrics that none has."""
+    """Return the table of a comparison as lists of cells: a heading, then one line for each measured layout.
+
+    Metrics that no layout has are left out.
+    """
     measured = [row for row in rows if not row.error]
     shown = [name for name in COLUMNS if any(name in row.metrics for row in measured)]
     heading = ["layout", "devices", *(COLUMNS[name][0] for name in shown)]
@@ -189,7 +195,7 @@ def grid(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def comparison_as_json(record: RefreshRecord, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the object that `compare --json` prints."""
+    """Return the JSON object that `lifecycle compare --json` prints."""
     return {
         "comparison": record.refresh,
         "state": record.state,
@@ -200,7 +206,7 @@ def comparison_as_json(record: RefreshRecord, rows: Sequence[Row]) -> dict[str, 
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return an object for each layout, with its parameters and all its metrics."""
+    """Return a JSON object for each compared layout, with its parameters and all its metrics."""
     return [
         {
             "layout": row.text,
@@ -217,7 +223,7 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str | int | float | None]]:
-    """Return a flat mapping of cells for each compared layout, with the same keys in each."""
+    """Return a dict of table cells for each compared layout, all with the same keys, for Prefect's page of the run."""
     names = [name for name in COLUMNS if any(name in row.metrics for row in rows)]
     ranks = list(dict.fromkeys(name for row in rows for name in row.metrics if name.startswith(RANK_PREFIX)))
     return [

@@ -1,4 +1,4 @@
-"""Lineage of an artifact: the tree of stages it was made from, down to outside inputs. Reads the store."""
+"""Lineage of an artifact: the tree of artifacts that it was made from, down to sources outside the store."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from flows.tracking.cursor import run_id_of
 from stages.core.fields import Product, StrictModel
 
 COUNTS = ("num_rows", "num_documents", "num_tokens", "num_target_tokens")
-"""Metrics that lineage shows of a stage: rows, documents and tokens that it read or made."""
+"""Metrics that a lineage shows of each artifact: rows, documents and tokens that its stage read or made."""
 
 
 class ContentFile(StrictModel):
-    """File that dependents read. num_rows: None when rows cannot be counted or the file is gone."""
+    """Content file of an artifact with its size, hash and rows.
+
+    num_rows: None if rows cannot be counted or the file is gone.
+    """
 
     name: str
     size_bytes: int
@@ -31,7 +34,7 @@ class ContentFile(StrictModel):
 
 
 class Node(StrictModel):
-    """Artifact in a lineage, with the artifacts that it was made from by field.
+    """Artifact in a lineage tree, with the artifacts that it was made from, by config field.
 
     folder: None, and nothing else known, once the artifact is no longer in the store.
     rebuilt: the artifact is there, but was built again with other content since.
@@ -60,7 +63,7 @@ class Node(StrictModel):
 
 
 class Scored(StrictModel):
-    """Evaluation with its scores, without standard errors."""
+    """Evaluation in a lineage, with its scores."""
 
     stage: str
     version: str
@@ -68,7 +71,10 @@ class Scored(StrictModel):
 
 
 class Lineage(StrictModel):
-    """Lineage of a named artifact. registered: of a registered version, such as `version 3 of adder`."""
+    """Lineage of an artifact as `lifecycle lineage` shows it.
+
+    registered: text such as `version 3 of adder` for a registered model.
+    """
 
     name: str
     registered: str | None
@@ -78,7 +84,7 @@ class Lineage(StrictModel):
 
 @dataclass(frozen=True)
 class Subject:
-    """Artifact that a person has named, with its evaluations."""
+    """Artifact whose lineage a person asks for, with its evaluations."""
 
     name: str
     root: Artifact
@@ -87,7 +93,7 @@ class Subject:
 
 
 def artifact_subject(name: str, root: Artifact, index: Index) -> Subject:
-    """Return an artifact with every evaluation of it or of a server of it, the newest first."""
+    """Return an artifact together with all evaluations of it, or of a server of it, newest first."""
     asked = {root.record.version}
     asked |= {
         one.record.version for one in index.artifacts if one.record.product == "server" and _stands_on(one, asked)
@@ -97,7 +103,7 @@ def artifact_subject(name: str, root: Artifact, index: Index) -> Subject:
 
 
 def lineage_of(subject: Subject, index: Index) -> Lineage:
-    """Return the tree from the artifact to its outside inputs, with its evaluations."""
+    """Return the lineage of an artifact: the tree down to sources outside the store, and its evaluations."""
     scored = [
         Scored(stage=one.record.stage, version=one.record.version, scores=scores_of([one]))
         for one in subject.evaluations
@@ -108,12 +114,12 @@ def lineage_of(subject: Subject, index: Index) -> Lineage:
 
 
 def node_of(artifact: Artifact, index: Index) -> Node:
-    """Return the lineage tree of one artifact."""
+    """Return the lineage tree of an artifact."""
     return _node(entry_of(artifact), index, {})
 
 
 def closure(root: Artifact, index: Index) -> Iterator[Artifact]:
-    """Yield an artifact and all in the store that it was made from, each once, the artifact first."""
+    """Yield an artifact, then each artifact in the store that it was made from, directly or not, once."""
     todo, seen = [root], set()
     while todo:
         artifact = todo.pop(0)
@@ -125,7 +131,7 @@ def closure(root: Artifact, index: Index) -> Iterator[Artifact]:
 
 
 def scores_of(evaluations: Sequence[Artifact]) -> dict[str, float]:
-    """Return TASK.METRIC → value of all evaluations; of two of one name, that of the first."""
+    """Return the scores of all evaluations by TASK.METRIC; of two with the same name, that of the first evaluation."""
     return {
         name: value
         for one in reversed(evaluations)
@@ -135,7 +141,7 @@ def scores_of(evaluations: Sequence[Artifact]) -> dict[str, float]:
 
 
 def entry_of(artifact: Artifact) -> UpstreamEntry:
-    """Return the entry by which records of dependents refer to an artifact."""
+    """Return the reference (stage, kind, version, digest) by which dependents' records name an artifact."""
     record = artifact.record
     return UpstreamEntry(stage=record.stage, kind=record.kind, version=record.version, digest=record.digest)
 
@@ -145,7 +151,10 @@ def _stands_on(artifact: Artifact, versions: set[str]) -> bool:
 
 
 def _node(entry: UpstreamEntry, index: Index, known: dict[tuple[str, str], Node]) -> Node:
-    """Return the lineage node of an entry. known: nodes made so far, since a tree may repeat an artifact."""
+    """Return the lineage tree of an artifact that a record refers to.
+
+    known: trees made so far, since a tree may repeat an artifact.
+    """
     key = (entry.kind, entry.version)
     if key not in known:
         artifact = index.find(*key)

@@ -1,4 +1,4 @@
-"""Report of a refresh as one typed value, which pages are made of; `reading.py` reads it from ledger and store."""
+"""Data model of a refresh's report, from which its HTML page is made; `reading.py` fills it from ledger and store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.kinds.promote.verdict import Table
 
 
 class StageReport(StrictModel):
-    """Report on a stage of the refresh.
+    """Result of one stage in a refresh's report: its state, time, metrics and error.
 
     built_by: refresh whose attempt built the artifact that was found cached.
     log_tail: last lines that its processes printed, of a stage that failed.
@@ -35,7 +35,7 @@ class StageReport(StrictModel):
 
 
 class Span(StrictModel):
-    """Attempt at a stage as a bar on the report's time line.
+    """Attempt at running a stage, drawn as a bar on the report's time line.
 
     start_s: seconds after the first one that is shown.
     num_devices: None where unknown.
@@ -52,12 +52,12 @@ class Span(StrictModel):
 
     @property
     def end_s(self) -> float:
-        """Return the seconds from the first attempt to the end of a given one."""
+        """Return the end of the attempt, in seconds after the start of the first one that is shown."""
         return self.start_s + self.seconds
 
 
 class Curve(StrictModel):
-    """Metric over optimizer steps.
+    """Curve of one training metric over optimizer steps, for a chart.
 
     name: of the metric, and of the training if that is another refresh's.
     behind: whether it belongs to an earlier champion's training.
@@ -74,7 +74,10 @@ class Curve(StrictModel):
 
 
 class TrainingCurves(StrictModel):
-    """Metrics of a training stage that share a scale, its own first. chart: `loss`, `reward`, …"""
+    """Chart of a training stage: metrics that share a scale, its own curves before earlier champions'.
+
+    chart: `loss`, `reward`, …
+    """
 
     stage: str
     chart: str
@@ -82,12 +85,12 @@ class TrainingCurves(StrictModel):
 
     @property
     def title(self) -> str:
-        """Return a chart's title: the stage's name, and the metric unless it is the loss."""
+        """Return the chart's title: the stage's name, followed by the metric unless it is the loss."""
         return self.stage if self.chart == "loss" else f"{self.stage}: {self.chart}"
 
 
 class Histogram(StrictModel):
-    """Documents of a dataset by their tokens: bin k holds those up to `(k + 1) × bin_tokens`.
+    """Histogram of a dataset's document lengths: bin k counts documents of at most `(k + 1) × bin_tokens` tokens.
 
     dataset: empty where there is only one.
     """
@@ -98,7 +101,7 @@ class Histogram(StrictModel):
 
 
 class Share(StrictModel):
-    """Share of a dataset in a training's mixture, from 0 to 1.
+    """Share of one dataset in a training's data mixture, from 0 to 1.
 
     asked: as the recipe has it.
     seen: of what was learned, if that is known.
@@ -110,7 +113,7 @@ class Share(StrictModel):
 
 
 class DataOfTraining(StrictModel):
-    """Data that a training stage has learned from."""
+    """Data that a training stage learned from: document lengths, and each dataset's share."""
 
     stage: str
     lengths: tuple[Histogram, ...]
@@ -118,7 +121,7 @@ class DataOfTraining(StrictModel):
 
 
 class Score(StrictModel):
-    """Score TASK.METRIC of an evaluation.
+    """Score of an evaluation stage, named TASK.METRIC.
 
     standard_error, interval (95%): None where the harness gave no error.
     """
@@ -131,14 +134,17 @@ class Score(StrictModel):
 
 
 class Answer(StrictModel):
-    """Text that a model answered, and its scores as `NAME VALUE, …`."""
+    """Answer of a model to a sample question, and its scores as text: `NAME VALUE, …`."""
 
     text: str
     scores: str
 
 
 class AnsweredQuestion(StrictModel):
-    """Sample of a task. answers: of each evaluation, in order; None of one that did not ask it."""
+    """Sample question of a task, with every model's answer.
+
+    answers: in the order of the evaluations; None for one that did not ask the question.
+    """
 
     number: str
     asked: str
@@ -147,7 +153,7 @@ class AnsweredQuestion(StrictModel):
 
 
 class AnswersToTask(StrictModel):
-    """Answers to the same questions of a task. stages: the evaluations, the base's first."""
+    """Sample questions of a task with all models' answers. stages: the evaluations, the base model's first."""
 
     task: str
     stages: tuple[str, ...]
@@ -155,7 +161,7 @@ class AnswersToTask(StrictModel):
 
 
 class ScoreDifference(StrictModel):
-    """Candidate's score minus that of the model it was compared with, on the same samples.
+    """Difference of the candidate's score and the compared model's score on the same samples.
 
     interval: 95%.
     nothing_solved: number of samples if both got none right; else None.
@@ -168,7 +174,7 @@ class ScoreDifference(StrictModel):
 
 
 class Promotion(StrictModel):
-    """Verdict of a promotion.
+    """Result of a promotion stage: whether the candidate became champion, and which gates it missed.
 
     tables: the gates and the paired comparison, each a heading and rows; None where an old version kept them only in
     `verdict.md`.
@@ -205,7 +211,10 @@ class Cost(StrictModel):
 
 
 class RefreshReport(StrictModel):
-    """Everything that a page shows. happened, means: a sentence each; layouts: those of a comparison."""
+    """Content of a refresh's HTML report.
+
+    happened, means: one sentence each; layouts: results of a comparison of layouts.
+    """
 
     refresh: str
     recipe: str
@@ -235,5 +244,5 @@ class RefreshReport(StrictModel):
 
     @property
     def is_all_cached(self) -> bool:
-        """Return whether every stage was cached."""
+        """Return whether every stage of the refresh was found in the store, so that none ran."""
         return all(one.state == "cached" for one in self.stages)

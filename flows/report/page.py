@@ -1,4 +1,4 @@
-"""HTML pages of reports, which load nothing from elsewhere, with a drawing of the refresh's DAG."""
+"""Writer of HTML reports, which load nothing from the network, with a drawing of the refresh's stages."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ FOLDER = Path(__file__).parent
 STYLES = ("vendor/uPlot.min.css", "report.css")
 SCRIPTS = ("vendor/uPlot.iife.min.js", "report.js")
 TABLE_POINTS = 12
-"""Points of a curve in the table for readers who cannot see the chart."""
+"""Number of a curve's points listed in a table for readers who cannot see the chart."""
 WIDTH, HEIGHT = 148, 42
 GAP_X, GAP_Y = 36, 16
 MARGIN = 4
-"""Pixels of a box in the drawing of the DAG, between boxes, and around them."""
+"""Pixels between the drawing of the stages and its edge. WIDTH and HEIGHT are those of a stage's box, GAP_X and GAP_Y
+the gaps between boxes."""
 
 
 def write_report(record: RefreshRecord, index: Index) -> Path:
-    """Write the page of a refresh beside its ledger; return its path."""
+    """Write the HTML report of a refresh into the folder of its ledger; return its path."""
     path = ledger_of(record.refresh).folder / REPORT_FILE
     write_atomically(path, page(read_report(record, index)))
     return path
@@ -42,19 +43,19 @@ def write_report(record: RefreshRecord, index: Index) -> Path:
 def write_comparison(
     old: RefreshRecord, new: RefreshRecord, index: Index, differences: Mapping[str, Sequence[str]]
 ) -> Path:
-    """Write the page of two refreshes beside the ledger of the second; return its path."""
+    """Write the HTML page that compares two refreshes into the folder of the second one's ledger; return its path."""
     path = ledger_of(new.refresh).folder / f"compared-with-{old.refresh}.html"
     write_atomically(path, comparison_page(read_report(old, index), read_report(new, index), differences))
     return path
 
 
 def page(report: RefreshReport) -> str:
-    """Return the HTML page of one refresh."""
+    """Return the HTML report of one refresh."""
     return _render("report.html.jinja", report=report, charts=report.trainings)
 
 
 def comparison_page(old: RefreshReport, new: RefreshReport, differences: Mapping[str, Sequence[str]]) -> str:
-    """Return the page of two refreshes side by side. differences: a heading and sentences each."""
+    """Return the HTML page that shows two refreshes side by side. differences: sentences by heading."""
     sides = [{one.name: one for one in report.stages} for report in (old, new)]
     return _render(
         "compare.html.jinja",
@@ -66,7 +67,10 @@ def comparison_page(old: RefreshReport, new: RefreshReport, differences: Mapping
 
 
 def layouts_page(title: str, facts: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return the page of layouts that no refresh has compared. facts: what was measured, a line each."""
+    """Return the HTML page of layouts measured by separate runs instead of one comparison.
+
+    facts: lines that say what was measured.
+    """
     return _render("layouts.html.jinja", title=title, facts=facts, rows=rows)
 
 
@@ -95,19 +99,19 @@ def _moment(time_ms: int) -> str:
 
 
 def _drawn(training: TrainingCurves) -> dict[str, Any]:
-    """Return the data of a report's charts, which the page's script draws."""
+    """Return a chart's curves as JSON, for the script in the HTML page that draws them."""
     return training.model_dump(mode="json")
 
 
 def _points(curve: Curve) -> list[tuple[int, float | None]]:
-    """Return some points of a curve, evenly spaced, the first and the last included."""
+    """Return a few evenly spaced points of a curve, the first and the last included, for its table."""
     last = len(curve.steps) - 1
     places = sorted({round(last * n / (TABLE_POINTS - 1)) for n in range(TABLE_POINTS)})
     return [(curve.steps[place], curve.values[place]) for place in places]
 
 
 def _side_by_side(old: RefreshReport, new: RefreshReport) -> list[TrainingCurves]:
-    """Return charts with the new refresh's curves in front of the old one's."""
+    """Return charts that draw the curves of a new refresh in front of those of an old one."""
     charts: dict[tuple[str, str], list[Curve]] = {}
     for report, behind in ((new, False), (old, True)):
         for training in report.trainings:
@@ -120,7 +124,7 @@ def _side_by_side(old: RefreshReport, new: RefreshReport) -> list[TrainingCurves
 
 @dataclass(frozen=True)
 class Box:
-    """Stage in the drawing. x, y: its upper left corner, in pixels."""
+    """Stage in the drawing of a refresh. x, y: upper left corner of its box, in pixels."""
 
     stage: StageReport
     x: int
@@ -129,7 +133,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Boxes and arrows. arrows: SVG paths from the right side of a box to the left side of another."""
+    """Drawing of a refresh's stages as boxes and arrows.
+
+    arrows: SVG paths from a box's right side to another's left side.
+    """
 
     boxes: tuple[Box, ...]
     arrows: tuple[str, ...]
@@ -140,7 +147,10 @@ class Drawing:
 
 
 def draw(stages: Sequence[StageReport]) -> Drawing:
-    """Place the stages from left to right, each one column after the last that it refers to. stages: upstream first."""
+    """Place a refresh's stages in columns from left to right, each to the right of all stages that it refers to.
+
+    stages: upstream ones first.
+    """
     columns: dict[str, int] = {}
     filled: Counter[int] = Counter()
     boxes: dict[str, Box] = {}

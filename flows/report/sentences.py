@@ -1,4 +1,4 @@
-"""Refresh in sentences: what happened, what it means, and what its stages warned about."""
+"""Sentences of a report: how the refresh ended, what that means for the model, and what its stages warned about."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNSAID_ENDS = {KILLED: "was killed", COPIED: "was copied with its home while it 
 
 
 def happened(record: RefreshRecord) -> str:
-    """Return the refresh's outcome with the number of stages in each state."""
+    """Return a sentence on how the refresh ended, with the number of stages in each state."""
     states = [entry.state for entry in record.stages.values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     what = f"comparison of layouts of {record.comparison.stage}" if record.comparison else f"refresh of {record.recipe}"
@@ -37,7 +37,7 @@ def fastest(layouts: Sequence[Row]) -> str:
 
 
 def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequence[Score]) -> str:
-    """Return a sentence on what became of the candidate; without a promotion, on failures or the last score."""
+    """Return a sentence on what a refresh means: whether there is a new champion, or else failures or a score."""
     if record.unsaid_end == COPIED:
         return "How it ended, only the original home knows; a retry here goes on from what was built before the copy."
     failed = [name for name, entry in record.stages.items() if entry.state == "failed"]
@@ -55,7 +55,7 @@ def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequen
 
 
 def _publications(record: RefreshRecord) -> Iterator[str]:
-    """Yield a sentence for each stage that publishes. A failed one does not undo the promotion."""
+    """Yield a sentence on each publishing stage; its failure does not undo a promotion."""
     for name, entry in record.stages.items():
         tags = entry.result.tags
         if makes(entry.kind, "publication") and entry.state == "failed":
@@ -93,7 +93,7 @@ def _score(score: Score) -> str:
 
 
 def warnings_of(record: RefreshRecord) -> list[str]:
-    """Return `STAGE, …: message` for each warning of stages built in this refresh, and attempts tried again.
+    """Return the warnings of stages built in this refresh as `STAGE, …: message`, and those about repeated attempts.
 
     Each message appears once. Attempts count since the refresh was last started.
     """
@@ -108,7 +108,7 @@ def warnings_of(record: RefreshRecord) -> list[str]:
 
 
 def _retry_warning(attempt: AttemptRecord) -> str | None:
-    """Return why the stage was tried again; None if it was not."""
+    """Return a warning with the reason for which a stage was tried again after this attempt; None if it was not."""
     if not (attempt.ended and attempt.ended.retried):
         return None
     how = "was killed" if attempt.outcome == "killed" else "failed"

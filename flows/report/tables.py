@@ -1,4 +1,4 @@
-"""Tables of a report's measurements. Pure: values as they are, and as a person reads them."""
+"""Tables and bar charts of a report's measurements, with exact values and as rounded for reading. Pure: does no I/O."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COUNTED = re.compile(
 )
 
 PairedMetric = tuple[str, str, float, float]
-"""Stage, metric, and its values in the old and the new refresh."""
+"""Metric that two refreshes share: stage, metric name, value in the old and in the new refresh."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Table of numbers. rows: a name and its cells, each a value or None."""
+    """Table of numbers in a report. rows: a name and its cells; None for a missing value."""
 
     heading: tuple[str, ...]
     rows: tuple[tuple[str, tuple[float | None, ...]], ...]
@@ -29,7 +29,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """Value as a bar, with what is drawn over it.
+    """Bar of a bar chart: its value, and marks drawn over it, such as an error bar.
 
     text, exact: the value as a person reads it, and as it is, followed by those of single processes.
     whisker: 95% interval of a score; half the spread of the step time on either side of a layout's value.
@@ -47,25 +47,25 @@ class Bar:
 
     @property
     def end(self) -> float:
-        """Return the largest value that is drawn."""
+        """Return the largest value that is drawn for the bar."""
         return max(self.value, *(self.whisker or ()), self.line or 0.0, *self.dots)
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars on one scale, from low to high."""
+    """Bars of a bar chart that share one scale, from `low` to `high`."""
 
     bars: tuple[Bar, ...]
     low: float
     high: float
 
     def place(self, value: float) -> float:
-        """Return the place of a value in percent of the scale; of one beyond it, its end."""
+        """Return the position of a value on the scale in percent; a value beyond the scale gets its nearer end."""
         return 100 * (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
 
 
 def number(value: float | None, name: str = "") -> str:
-    """Return a number as a person reads it; the page has the exact value beside it."""
+    """Return a number rounded for reading; the HTML page gives the exact value beside it."""
     if value is None:
         return "–"
     if name == "mfu" or name == "MFU":
@@ -74,7 +74,7 @@ def number(value: float | None, name: str = "") -> str:
 
 
 def training_table(stages: Sequence[StageReport]) -> Table:
-    """Return throughput, MFU, memory and time of trainings, beside their predictions."""
+    """Return a table of each training's throughput, MFU, memory and time, next to their predictions."""
     shown = [one for one in stages if one.metrics.keys() & kind_of(one.kind).REPORTED.measured.keys()]
     headings = {name: text for one in shown for name, text in kind_of(one.kind).REPORTED.measured.items()}
     names = [name for name in headings if any(name in one.metrics for one in shown)]
@@ -83,7 +83,7 @@ def training_table(stages: Sequence[StageReport]) -> Table:
 
 
 def serving_table(stages: Sequence[StageReport]) -> Table:
-    """Return a row for each stage and number of concurrent requests."""
+    """Return a table of serving metrics, with a row for each stage and number of concurrent requests."""
     rows = []
     headings = {name: text for one in stages for name, text in kind_of(one.kind).REPORTED.under_load.items()}
     for stage in stages:
@@ -99,7 +99,7 @@ def serving_table(stages: Sequence[StageReport]) -> Table:
 
 
 def data_rows(stages: Sequence[StageReport]) -> Iterator[tuple[str, str, float]]:
-    """Yield (stage, what is counted, count): rows, documents, tokens, what was left out."""
+    """Yield counts of a stage's data as (stage, what is counted, number): rows, documents, tokens, those left out."""
     for stage in stages:
         reported = kind_of(stage.kind).REPORTED
         for name, value in stage.metrics.items() if reported.counts_data else ():
@@ -108,7 +108,7 @@ def data_rows(stages: Sequence[StageReport]) -> Iterator[tuple[str, str, float]]
 
 
 def score_bars(scores: Sequence[Score]) -> dict[str, Bars]:
-    """Return TASK.METRIC → a bar for each evaluation of it, on one scale.
+    """Return a bar chart for each TASK.METRIC, with one bar for each evaluation that has the score.
 
     The scale is from 0 (or the lowest) to 1 (or the highest).
     """
@@ -133,7 +133,7 @@ def _score_bars(group: Sequence[Score]) -> Bars:
 
 
 def layout_bars(rows: Sequence[Row]) -> dict[str, Bars]:
-    """Return heading → a bar for each layout: what was measured of it, then strong and weak scaling over devices."""
+    """Return bar charts of the compared layouts by heading: throughput, step time, memory, strong and weak scaling."""
     groups = {
         "Throughput": _measured(rows, "tokens_per_s", "tokens/s"),
         "Step time": _measured(rows, "step_time_s", "s", "predicted_step_time_s"),
@@ -145,7 +145,7 @@ def layout_bars(rows: Sequence[Row]) -> dict[str, Bars]:
 
 
 def _measured(rows: Sequence[Row], metric: str, unit: str, predicted: str = "") -> list[Bar]:
-    """Return a bar for each layout that has the metric, with its spread, prediction and processes where known."""
+    """Return a bar of one metric for each layout that has it, with spread, prediction and single processes if known."""
     bars = []
     for name, metrics in ((row.text, row.metrics) for row in rows if metric in row.metrics):
         value, expected, whisker = metrics[metric], metrics.get(predicted), None
@@ -159,7 +159,7 @@ def _measured(rows: Sequence[Row], metric: str, unit: str, predicted: str = "") 
 
 
 def _scaling(rows: Sequence[Row], fixed: Callable[[Row], str]) -> list[Bar]:
-    """Return the fastest layout on each number of devices, for each engine that was measured on several.
+    """Return bars of the fastest layout on each number of devices, for each engine measured on several numbers.
 
     fixed: function that names what is held constant. A bar's line is perfect scaling: as many tokens/s on each device
     as on the fewest devices.
@@ -183,7 +183,7 @@ def _scaling(rows: Sequence[Row], fixed: Callable[[Row], str]) -> list[Bar]:
 def paired_metrics(
     stages: Iterable[tuple[str, Sequence[StageReport | None]]],
 ) -> tuple[list[PairedMetric], list[PairedMetric]]:
-    """Return the metrics that both refreshes have of a stage: those that differ, and those that do not."""
+    """Return the metrics that both refreshes have of a stage, split into those that differ and those that are equal."""
     rows = [
         (name, metric, value, new.metrics[metric])
         for name, (old, new) in stages
@@ -196,7 +196,7 @@ def paired_metrics(
 
 
 def final_metrics(report: RefreshReport) -> Iterator[tuple[StageReport, list[tuple[str, float]]]]:
-    """Yield each stage that has metrics, with all of them."""
+    """Yield each stage that has metrics, with all of them as (name, value)."""
     for stage in report.stages:
         if stage.metrics:
             yield stage, list(stage.metrics.items())

@@ -1,4 +1,4 @@
-"""Trainings of a refresh in its report: loss curves, with earlier champions' behind them, and the data."""
+"""Training curves of a refresh's report, with those of earlier champions behind them, and the data learned from."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from stages.data.summaries import LENGTHS_FILE, Lengths
 from stages.kinds.registry import kind_of
 
 MOST_POINTS = 1000
-"""Most points of a curve on a page; a screen cannot show more."""
+"""Most points of a curve in an HTML report; a screen cannot show more."""
 MOST_POINTS_OF_PAGE = 25_000
-"""Most points of all curves together, at some 30 bytes each.
+"""Most points of all curves of an HTML report together, at some 30 bytes each.
 
 A page of many trainings stays below 2 MB, also when it compares two refreshes.
 """
 FEWEST_POINTS = 25
 MOST_CHAMPIONS = 3
-"""Most earlier champions whose curves are drawn."""
+"""Most earlier champions whose curves are drawn behind the new ones."""
 ASKED, SEEN = "share_asked.", "share_seen."
 
 
 def training_curves(record: RefreshRecord, index: Index) -> list[TrainingCurves]:
-    """Return the charts of every training stage that has logged a loss, failed ones included.
+    """Return the charts of every training stage that has logged a loss, failed stages included.
 
     A chart holds metrics that share a scale: the losses, the rewards, and each other metric of the method.
     """
@@ -62,7 +62,7 @@ def _chart_of(metric: str) -> str:
 
 
 def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator[Curve]:
-    """Yield the metric curves of an artifact; of a stage without one, of its last attempt's folder."""
+    """Yield a training stage's own curves, from its artifact or else from the folder of its last attempt."""
     attempts = record.attempts_at(name)
     folder = entry.artifact or entry.work or (attempts[-1].folder if attempts else None)
     if folder:
@@ -70,7 +70,7 @@ def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator
 
 
 def _curves_behind(champion: Artifact, stage: str, entry: StageEntry, index: Index) -> Iterator[Curve]:
-    """Yield the curves of the same stage of an earlier champion, unless it is the very same training."""
+    """Yield the curves of the same stage in an earlier champion's training, unless both share one training run."""
     for artifact in closure(champion, index):
         record = artifact.record
         if (record.kind, record.stage) == (entry.kind, stage) and record.version != entry.version:
@@ -79,7 +79,7 @@ def _curves_behind(champion: Artifact, stage: str, entry: StageEntry, index: Ind
 
 
 def _earlier_champions(record: RefreshRecord, index: Index) -> Iterator[Artifact]:
-    """Yield the promotions of the same names by other refreshes, the newest first."""
+    """Yield promotions, by other refreshes, that made a champion under the same model name, newest first."""
     own = {entry.version for entry in record.stages.values()}
     names = {entry.result.tags.get("registered_model") for entry in record.stages.values()} - {None}
     promotions = [one for one in index.artifacts if one.record.product == "verdict" and one.record.version not in own]
@@ -90,7 +90,7 @@ def _earlier_champions(record: RefreshRecord, index: Index) -> Iterator[Artifact
 
 
 def _curves(folder: Path, label: str, *, behind: bool) -> Iterator[Curve]:
-    """Yield the curves that a training has logged."""
+    """Yield a curve for each learning metric (losses, rewards, …) logged in a training's folder."""
     points: dict[str, list[tuple[int, float]]] = {}
     for logged in MetricSeries(folder).steps():
         for row in filter(lambda row: is_curve(row.name), rows_of(logged)):
@@ -110,7 +110,7 @@ def _curve(metric: str, label: str, points: list[tuple[int, float]], behind: boo
 
 
 def _thinned(curve: Curve, most: int) -> Curve:
-    """Return the curve with every n-th point, and the last."""
+    """Return the curve with only every n-th point and the last one, at most about `most` points."""
     every = math.ceil(len(curve.steps) / most)
     last = len(curve.steps) - 1
     kept = [*range(0, last, every), last]  # the last step is the result
@@ -124,7 +124,7 @@ def _thinned(curve: Curve, most: int) -> Curve:
 
 
 def data_of_trainings(record: RefreshRecord) -> Iterator[DataOfTraining]:
-    """Yield the data of each stage that has recorded it; old trainings did not count lengths."""
+    """Yield the data that each training stage learned from; older runs have recorded no document lengths."""
     for name, entry in record.stages.items():
         data = DataOfTraining(stage=name, lengths=tuple(_lengths(entry)), shares=tuple(_shares(entry.metrics)))
         if data.lengths or data.shares:

@@ -1,4 +1,4 @@
-"""Progress of shipping a refresh to MLflow, and the run of each attempt: `mlflow.json` beside the ledger.
+"""Progress of copying a refresh's ledger to MLflow, and its MLflow run ids, in `mlflow.json` beside the ledger.
 
 Only the shipper writes it. An attempt's run is looked up here when something is displayed, and recorded nowhere else.
 """
@@ -16,7 +16,7 @@ LAYOUTS = "layouts"
 
 
 class ShippedAttempt(StrictModel):
-    """Progress of shipping an attempt to MLflow.
+    """Progress of copying one attempt's metrics to MLflow.
 
     next_byte: position in its `metrics.jsonl` of the first line that MLflow does not have.
     """
@@ -27,7 +27,7 @@ class ShippedAttempt(StrictModel):
 
 
 class Shipped(StrictModel):
-    """Contents of `mlflow.json`: how much of a refresh's ledger MLflow has, and the ids of its runs.
+    """Contents of `mlflow.json`: how much of a refresh's ledger MLflow has, and the ids of its MLflow runs.
 
     done: MLflow has all of the ledger as it was when it had `ledger_bytes` bytes.
     """
@@ -40,12 +40,12 @@ class Shipped(StrictModel):
     trouble: str | None = None
 
     def has_all_of(self, ledger: Ledger) -> bool:
-        """Return whether MLflow has all of a refresh; a retry makes something to ship again."""
+        """Return whether MLflow has all of a refresh's ledger, which grows again when the refresh is retried."""
         return self.done and self.ledger_bytes == ledger.size()
 
 
 def read_shipped(ledger: Ledger) -> Shipped:
-    """Read how much of a refresh has been sent to MLflow."""
+    """Read how much of a refresh's ledger has been copied to MLflow."""
     try:
         return Shipped.model_validate_json((ledger.folder / "mlflow.json").read_text())
     except FileNotFoundError:
@@ -53,12 +53,12 @@ def read_shipped(ledger: Ledger) -> Shipped:
 
 
 def write_shipped(ledger: Ledger, shipped: Shipped) -> None:
-    """Record how much of a refresh has been sent to MLflow."""
+    """Write how much of a refresh's ledger has been copied to MLflow."""
     write_atomically(ledger.folder / "mlflow.json", shipped.model_dump_json(indent=1))
 
 
 def run_id_of(attempt: str | None) -> str | None:
-    """Return the MLflow run of an attempt, or None while MLflow does not have it.
+    """Return the MLflow run id of a stage's attempt, or None while MLflow does not have it.
 
     attempt: its key, `REFRESH/STAGE-NUMBER`.
     """

@@ -1,4 +1,4 @@
-"""Data that a run has read, as MLflow's dataset inputs: splits of a stage's data, tasks of an evaluation."""
+"""MLflow dataset inputs of a run: the data splits that its stage read, or the tasks of its evaluation."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from stages.remote.pointers import is_pointer, size_bytes
 
 UPSTREAM = "upstream."
 DIGEST_CHARACTERS = 36
-"""Longest digest that MLflow accepts."""
+"""Most characters of a dataset digest that MLflow accepts."""
 SPLITS = {"split": "training", "evaluation_split": "evaluation"}
-"""Fields beside the one that names the dataset → MLflow's context of an input."""
+"""MLflow context (`training`, `evaluation`) of a dataset split, by the config field that names the split."""
 TYPES = {bool: "boolean", int: "long", float: "double", str: "string"}
 
 
 @dataclass(frozen=True)
 class ReadDataset:
-    """Dataset that a run has read, as an input in MLflow.
+    """Dataset that a run has read, in the form in which MLflow stores it as an input.
 
     source, profile: JSON objects.
     columns: MLflow's schema, from the first row; None where there is no row.
@@ -45,7 +45,7 @@ class ReadDataset:
 
 
 def datasets_read(tags: Mapping[str, str], params: Mapping[str, str], store: Path) -> Iterator[ReadDataset]:
-    """Yield the splits that an attempt with these tags and parameters reads, of each dataset in the store."""
+    """Yield each dataset split that an attempt reads, found by the attempt's tags and parameters in the store."""
     for tag, version in tags.items():
         if not tag.startswith(UPSTREAM) or not tag.endswith("dataset"):
             continue
@@ -61,7 +61,7 @@ def datasets_read(tags: Mapping[str, str], params: Mapping[str, str], store: Pat
 
 
 def tasks_read(folder: Path) -> Iterator[ReadDataset]:
-    """Yield the tasks of a finished evaluation, with the number of samples that were asked."""
+    """Yield each task of a finished evaluation as a dataset, with the number of samples that were evaluated."""
     with suppress(OSError, ValueError):
         scores = json.loads((folder / "scores.json").read_bytes())
         for task, numbers in scores.get("n-samples", {}).items():
@@ -79,7 +79,7 @@ def tasks_read(folder: Path) -> Iterator[ReadDataset]:
 
 
 def _task_digest(folder: Path, task: str, config: object) -> str:
-    """Return a digest of the samples that were asked, as far as they are recorded, and of the task's config."""
+    """Return a digest of an evaluation task's config, and of its evaluated samples as far as they are recorded."""
     hashes = [json.dumps(config, sort_keys=True, default=str)]
     with suppress(OSError, ValueError):
         hashes += [str(sample.get("doc_hash")) for sample in read_samples(folder, task)]
@@ -112,7 +112,10 @@ def _column(named: tuple[str, object]) -> dict[str, Any]:
 
 
 def _source(record: Record) -> tuple[str, dict[str, str]]:
-    """Return MLflow's type of a source, and its description; MLflow knows the Hugging Face hub and local files."""
+    """Return MLflow's source type for a dataset, and the source's description.
+
+    MLflow knows sources in the Hugging Face hub and local files.
+    """
     source, revision = record.tags.get("source"), record.tags.get("revision", "")
     if source is None:
         return record.kind, {"uri": f"{record.kind}/{record.stage}-{record.version}"}

@@ -1,4 +1,4 @@
-"""Parameters and tags that are logged of an attempt before it starts. Pure.
+"""MLflow parameters and tags of a stage's run, computed before the stage starts, without I/O.
 
 All of the identity is logged, and nothing else: a recipe keeps secrets in `execution.environment`, or outside. A secret
 that is in a value anyway is redacted.
@@ -15,7 +15,7 @@ from stages.hubs.fetched import FetchedConfig
 
 
 def params_of(planned: PlannedStage) -> dict[str, str]:
-    """Return the identity config and the outside inputs, flattened: `layout.dp_shard` → `2`.
+    """Return a stage's config and outside inputs as flat MLflow parameters, such as `layout.dp_shard` → `2`.
 
     A source is logged as the recipe has it: its path is no identity, but people look for it.
     """
@@ -27,7 +27,10 @@ def params_of(planned: PlannedStage) -> dict[str, str]:
 
 
 def tags_of(planned: PlannedStage) -> dict[str, str]:
-    """Return the tags by which runs are searched. `upstream.FIELD` is the version of the artifact at that field."""
+    """Return the MLflow tags by which a stage's runs are searched.
+
+    `upstream.FIELD` is the version of the artifact at that field.
+    """
     config = _mapping(planned.identity.get("config"))
     tags = {
         "recipe": planned.recipe,
@@ -46,12 +49,15 @@ def tags_of(planned: PlannedStage) -> dict[str, str]:
 
 
 def layout_text(layout: Mapping[str, Any]) -> str:
-    """Return `dp_replicate=1 dp_shard=2 micro_batch_size=4 …`: equal layouts have equal texts."""
+    """Return a layout as text such as `dp_replicate=1 dp_shard=2 …`, the same for equal layouts."""
     return " ".join(f"{name}={value}" for name, value in flatten(layout).items())
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested mappings as dotted names and texts; lists are joined by commas, None is left out."""
+    """Return nested mappings as a flat dict from dotted names to texts.
+
+    Lists are joined by commas, None is left out.
+    """
     flat: dict[str, str] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):

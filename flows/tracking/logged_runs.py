@@ -1,4 +1,4 @@
-"""Runs that were measured before, as plain values: from MLflow, or from the file of `tests/benchmarks/gpu.py`.
+"""Runs measured earlier, read as plain values from MLflow or from a `gpu.json` of `tests/benchmarks/gpu.py`.
 
 Imports mlflow, which takes seconds, only when it is asked.
 """
@@ -22,7 +22,7 @@ PAGE = 1000
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """Run with the last value of each metric; of metrics that every step has, the median."""
+    """Run with its parameters, tags and final metrics; of a metric logged in every step, the median."""
 
     run_id: str
     name: str
@@ -33,7 +33,7 @@ class LoggedRun:
 
 
 def find_runs(experiment: str, where: str = "") -> list[LoggedRun]:
-    """Return the runs of an experiment that match MLflow's search expression `where`, oldest first.
+    """Return an experiment's runs that match MLflow's search expression `where`, oldest first.
 
     Raises RecipeError for an unknown experiment, or an expression that MLflow refuses; ServerError when MLflow does not
     answer.
@@ -72,7 +72,7 @@ def _logged(run: object) -> LoggedRun:
 
 
 def measured_runs(file: Path) -> list[LoggedRun]:
-    """Return the rows of a `gpu.json` in which one of our engines was measured, as runs in their order.
+    """Return the rows of a `gpu.json` that measured one of this project's engines, as runs in their order.
 
     Raises RecipeError when the file is not what `tests/benchmarks/gpu.py` writes.
     """

@@ -1,4 +1,4 @@
-"""Addresses of MLflow's pages of refreshes, and the columns of its list of runs.
+"""Web addresses of refreshes and runs in MLflow, and the columns that its list of runs shows.
 
 By default MLflow opens an experiment on its traces, of which we have none, and lists runs without our columns. The
 address selects runs; the columns are a *view*, stored in a tag of the experiment.
@@ -32,29 +32,29 @@ EXPERIMENT_TAGS = {
     ),
 }
 UNFOLDED = {"mlflow.runType": "evaluation"}
-"""Tag of an evaluation's run: it makes the list of runs unfold the refresh with all its stages."""
+"""MLflow tag of an evaluation's run, which makes MLflow's list of runs show a refresh with all its stages unfolded."""
 
 
 def run_page_of(attempt: str | None) -> str | None:
-    """Return the address of an attempt's page, as `page_of` does for a refresh."""
+    """Return the web address of a stage attempt's run in MLflow; None while MLflow is no server or lacks the run."""
     run = run_id_of(attempt)
     return _run_page(attempt.partition("/")[0], run) if attempt and run else None
 
 
 def page_of(refresh: str) -> str | None:
-    """Return the address of a refresh's page, if MLflow is a server, named or ours, and has the refresh."""
+    """Return the web address of a refresh's run in MLflow; None while MLflow is no server or lacks the run."""
     run = read_shipped(ledger_of(refresh)).parent_run_id
     return _run_page(refresh, run) if run else None
 
 
 def report_page_of(refresh: str) -> str | None:
-    """Return the address of a refresh's report in MLflow, if MLflow is a server and has the refresh."""
+    """Return the web address of a refresh's HTML report in MLflow; None if MLflow is no server or lacks it."""
     page, _, options = (page_of(refresh) or "").rpartition("?")
     return f"{page}/artifacts/{REPORT_FILE}?{options}" if page else None
 
 
 def runs_page() -> str:
-    """Return the path of MLflow's list of runs, to be appended to the server's address; empty without any run."""
+    """Return the path of MLflow's list of runs, for appending to the server's address; empty without any run."""
     experiments = (read_shipped(ledger).experiment_id for ledger in ledgers())
     experiment = next(filter(None, experiments), None)
     return RUNS_LINK.format(experiment=experiment) if experiment else ""

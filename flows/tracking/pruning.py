@@ -1,4 +1,4 @@
-"""Deletion of runs from MLflow: marked as deleted, and removed for good from this home's own MLflow.
+"""Deletion of MLflow runs: marks them as deleted, and removes them completely from this lifecycle home's own MLflow.
 
 `mlflow gc` is not used: it would also purge runs that people have deleted and might want back.
 """
@@ -17,7 +17,7 @@ from stages.core.errors import ServerError
 
 
 def delete_runs(run_ids: Collection[str], *, purge: bool) -> None:
-    """Delete runs from the MLflow at MLFLOW_TRACKING_URI; those it does not know (any more) are skipped.
+    """Delete runs from the MLflow at MLFLOW_TRACKING_URI, skipping those that it does not know.
 
     purge: whether it is this home's own. Raises ServerError when MLflow does not delete them.
     """
@@ -50,7 +50,10 @@ def _unless_unknown() -> Iterator[None]:
 
 
 def _purge(run_ids: Collection[str]) -> None:
-    """Remove deleted runs from the database and artifacts of this home's MLflow; SQLite reuses their pages."""
+    """Remove deleted runs completely from this lifecycle home's MLflow: its database and files.
+
+    SQLite reuses their disk pages.
+    """
     from mlflow.store.tracking.dbmodels.models import SqlDataset, SqlInput, SqlInputTag
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 

@@ -1,4 +1,4 @@
-"""Values that are logged to MLflow: metrics of stages, tags and parameters of a refresh."""
+"""Metrics, tags and parameters of a refresh and its stages, in the form in which they are logged to MLflow."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from stages.kinds.train.journal import PER_STEP
 from stages.kinds.train.methods.registry import metric_meanings
 
 COMPARISON_IDENTITY = "lifecycle.comparison"
-"""Tag of a comparison's run in MLflow: `COMPARISON`, and of its layouts' runs `COMPARISON/NUMBER`."""
+"""MLflow tag that identifies a comparison's run by `COMPARISON`, and the runs of its layouts by `COMPARISON/NUMBER`."""
 HELD_OUT = "evaluation_"
-"""Prefix of the names of metrics over held-out rows."""
+"""Prefix of metric names that are measured on held-out rows."""
 CURVES = ("loss", f"{HELD_OUT}loss")
 METRICS_PER_BATCH = 1000
 MEDIAN = "_median"
-"""Suffix of the final value of a metric that every step has."""
+"""Suffix under which the median of a metric that every step logs is recorded at the end."""
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
 @dataclass(frozen=True)
 class MetricRow:
-    """Value of one metric at one step."""
+    """Value of one metric at one step, as MLflow logs it."""
 
     name: str
     value: float
@@ -37,14 +37,14 @@ class MetricRow:
 
 @dataclass(frozen=True)
 class MetricBatch:
-    """Metric values in order, and the offset in the file at which the next line begins."""
+    """Batch of metric values to log, with the byte offset of the next line to read in the metrics file."""
 
     rows: list[MetricRow]
     next_byte: int
 
 
 def batches(series: MetricSeries, largest: int = METRICS_PER_BATCH) -> Iterator[MetricBatch]:
-    """Yield the values that a metrics series has not read yet, in batches of at most `largest`."""
+    """Yield metric values that have not been read yet from a metrics file, in batches of at most `largest`."""
     rows: list[MetricRow] = []
     next_byte = first_byte = series.position
     for logged in series.steps():
@@ -60,22 +60,22 @@ def batches(series: MetricSeries, largest: int = METRICS_PER_BATCH) -> Iterator[
 
 
 def rows_of(logged: LoggedStep) -> list[MetricRow]:
-    """Return the metric values of one line of `metrics.jsonl`."""
+    """Return the metric values in one line of `metrics.jsonl`."""
     return [MetricRow(acceptable(name), value, logged.time_ms, logged.step) for name, value in logged.values.items()]
 
 
 def is_curve(name: str) -> bool:
-    """Return whether a step's metric shows learning: a loss, or what the method measures beside it."""
+    """Return whether a training metric is drawn as a curve: a loss, a reward, or another measure of the method."""
     return name in CURVES or name.startswith("reward") or name.removeprefix(HELD_OUT) in metric_meanings()
 
 
 def acceptable(name: str) -> str:
-    """Return a metric's name without the characters that MLflow refuses."""
+    """Return a metric's name with `_` in place of characters that MLflow refuses."""
     return REFUSED.sub("_", name)
 
 
 def final_rows(metrics: dict[str, float], folder: Path, last_byte: int | None, ended_ms: int) -> list[MetricRow]:
-    """Return final metrics as values of the last step, without those that were logged last anyway.
+    """Return a stage's final metrics as values of its last step, without those that its last steps logged already.
 
     The median of what every step measures has a name of its own: as a second value of the last step, a chart would draw
     it as another point of the curve.
@@ -93,13 +93,13 @@ def final_rows(metrics: dict[str, float], folder: Path, last_byte: int | None, e
 
 
 def parent_params(record: RefreshRecord) -> dict[str, str]:
-    """Return a refresh's request as MLflow parameters."""
+    """Return what a refresh was asked to do (recipe, overrides) as MLflow parameters."""
     overrides = dict(override.split("=", 1) for override in record.overrides)
     return {"recipe_path": str(record.recipe_path), **overrides, **how_measured(record)}
 
 
 def parent_tags(record: RefreshRecord) -> dict[str, str]:
-    """Return the tags by which refreshes are searched."""
+    """Return the MLflow tags by which refreshes are searched."""
     comparison = record.comparison
     tags = {
         "kind": "comparison" if comparison else "refresh",
@@ -116,7 +116,10 @@ def parent_tags(record: RefreshRecord) -> dict[str, str]:
 
 
 def stage_tags(record: RefreshRecord, runs: Mapping[str, str | None]) -> dict[str, str]:
-    """Return `stage.NAME` → state, version and run of the stage; of a cached stage, the run that built it."""
+    """Return MLflow tags `stage.NAME` with each stage's state, version and run.
+
+    For a cached stage it is the run that built it.
+    """
     return {
         f"stage.{name}": " ".join(filter(None, [entry.state, entry.version, runs[name]]))
         for name, entry in record.stages.items()
@@ -124,21 +127,24 @@ def stage_tags(record: RefreshRecord, runs: Mapping[str, str | None]) -> dict[st
 
 
 def scores_text(kind: str, metrics: Mapping[str, float]) -> str:
-    """Return `addition.exact_match 0.98`: scores of an evaluation without standard errors; empty for other kinds."""
+    """Return an evaluation's scores without standard errors as text such as `addition.exact_match 0.98`.
+
+    Empty for stages of other kinds.
+    """
     metrics = metrics if makes(kind, "scores") else {}
     scores = {name: value for name, value in metrics.items() if "." in name and not name.endswith("_stderr")}
     return ", ".join(f"{name} {value:.4g}" for name, value in scores.items())
 
 
 def score_tags(record: RefreshRecord) -> dict[str, str]:
-    """Return the tag `scores` with all evaluations, by stage; no tag without evaluations."""
+    """Return the MLflow tag `scores` with all evaluation scores of a refresh by stage; empty without evaluations."""
     by_stage = {name: scores_text(entry.kind, entry.metrics) for name, entry in record.stages.items()}
     text = "; ".join(f"{name}: {scores}" for name, scores in by_stage.items() if scores)
     return {"scores": text} if text else {}
 
 
 def stage_rows(record: RefreshRecord, ended_ms: int) -> list[MetricRow]:
-    """Return `NAME.METRIC` of every stage: final metrics, and whole curves of losses of stages built here.
+    """Return metrics `NAME.METRIC` of all stages for a refresh's run: final values, and curves of stages built in it.
 
     Cached stages are included, so that refreshes can be compared. The run of a resumed attempt has only its part of a
     curve.
@@ -162,7 +168,7 @@ def stage_rows(record: RefreshRecord, ended_ms: int) -> list[MetricRow]:
 
 
 def note(record: RefreshRecord, runs: Mapping[str, str | None], experiment: str) -> str:
-    """Return Markdown for a refresh's page in MLflow: the stages, with links to the runs that built them."""
+    """Return Markdown for a refresh's page in MLflow: its stages, with links to the runs that built them."""
     lines = ["| stage | state | version | seconds | run |", "| --- | --- | --- | --- | --- |"]
     for name, entry in record.stages.items():
         run = runs[name]
@@ -172,7 +178,7 @@ def note(record: RefreshRecord, runs: Mapping[str, str | None], experiment: str)
 
 
 def how_measured(record: RefreshRecord) -> dict[str, str]:
-    """Return the parameters of a comparison and its layouts; empty for other refreshes."""
+    """Return how a comparison was measured (steps, warm-up, rounds) as MLflow parameters; empty for other refreshes."""
     comparison = record.comparison
     if comparison is None:
         return {}
@@ -184,7 +190,7 @@ def how_measured(record: RefreshRecord) -> dict[str, str]:
 
 
 def layout_tags(record: RefreshRecord, number: int) -> dict[str, str]:
-    """Return the tags by which the layouts of comparisons are searched."""
+    """Return the MLflow tags by which the layouts of comparisons are searched."""
     assert record.comparison
     result_tags = {name: value for trial in record.trials_of(number) for name, value in trial.tags.items()}
     return {
@@ -197,7 +203,7 @@ def layout_tags(record: RefreshRecord, number: int) -> dict[str, str]:
 
 
 def trial_rows(record: RefreshRecord, number: int) -> list[MetricRow]:
-    """Return the steps of all rounds of a layout; each round's steps are numbered after those of the one before."""
+    """Return a layout's metric values from all rounds, with step numbers that continue from round to round."""
     assert record.comparison
     steps_per_round = record.comparison.num_warmup_steps + record.comparison.num_steps
     return [

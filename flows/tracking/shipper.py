@@ -1,4 +1,4 @@
-"""Program that ships the ledgers of refreshes to MLflow, and the start of it by a refresh.
+"""Program that copies the ledgers of refreshes to MLflow while they run, and the code with which a refresh starts it.
 
     python -m flows.tracking.shipper LEDGER_FOLDER
 
@@ -72,7 +72,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Shipper:
-    """Ships one refresh to MLflow."""
+    """Copier of one refresh's ledger and metrics to MLflow."""
 
     def __init__(self, ledger: Ledger, client: MlflowClient):
         self.ledger = ledger
@@ -81,7 +81,7 @@ class Shipper:
         self._recovering = bool(self.shipped.experiment_id)
 
     def ship(self) -> bool:
-        """Ship new events of the refresh; return whether it is over and MLflow has all of it.
+        """Copy new events of the refresh to MLflow; return whether the refresh is over and MLflow has all of it.
 
         Raises what the MLflow client raises when the server is away; call it again later.
         """
@@ -100,7 +100,7 @@ class Shipper:
         return True
 
     def note_trouble(self, error: Exception) -> None:
-        """Record that MLflow is away, so that nothing waits for it; a run may have been created anyway."""
+        """Record that MLflow did not answer, so that nothing waits for it. A run may have been created nevertheless."""
         self._recovering = True
         self._save(trouble=shortened(f"{type(error).__name__}: {error}", LONGEST_TROUBLE))
 
@@ -122,7 +122,7 @@ class Shipper:
         return self.shipped.parent_run_id
 
     def _ship_attempt(self, attempt: AttemptRecord, parent: str) -> bool:
-        """Ship new values of an attempt; return whether it is over and shipped."""
+        """Copy new metric values of an attempt to MLflow; return whether it is over and MLflow has all of it."""
         known = self.shipped.attempts.get(attempt.name) or self._begin_attempt(attempt, parent)
         if known.done:
             return True
@@ -144,7 +144,10 @@ class Shipper:
         return self._save_attempt(attempt, ShippedAttempt(run_id=run, next_byte=began.first_byte))
 
     def _ship_layout(self, record: RefreshRecord, number: int, parent: str) -> None:
-        """Create the run of a layout of a finished comparison; its last values are those of the table."""
+        """Create the MLflow run of a compared layout, once the comparison is over.
+
+        Its last values are those of the comparison's table.
+        """
         name = f"{LAYOUTS}/{number}"
         if record.comparison is None or name in self.shipped.attempts:
             return
@@ -168,7 +171,7 @@ class Shipper:
         return shipped
 
     def _create_run(self, tag: str, identity: str, name: str, started_ms: int, tags: dict[str, str]) -> str:
-        """Create a run, or find the one that an earlier try created but could not record."""
+        """Create an MLflow run, or return the one that an earlier try created without recording its id."""
         experiment = self.shipped.experiment_id
         if self._recovering:
             found = self.client.search_runs([experiment], f"tags.`lifecycle.{tag}` = '{identity}'", max_results=1)
@@ -220,7 +223,7 @@ class Shipper:
 
 
 def main() -> None:
-    """Ship the refresh of the ledger named by the argument until stdin ends, then the rest of others."""
+    """Copy the refresh of the ledger named by the argument until stdin ends, then what is left of other refreshes."""
     os.environ.update(CLIENT_ENVIRONMENT)
     # Hide these packages, as in MLflow's skinny distribution: importing them takes a quarter of the start.
     missing: dict[str, Any] = dict.fromkeys(("pandas", "scipy"))
@@ -241,7 +244,7 @@ def main() -> None:
 
 
 def ship_pending(client: MlflowClient) -> None:
-    """Ship what is left of refreshes that are over, except those that another process is shipping."""
+    """Copy what MLflow still lacks of refreshes that are over, unless another process is copying them."""
     for ledger in ledgers():
         if read_shipped(ledger).has_all_of(ledger):
             continue
@@ -258,12 +261,12 @@ def ship_pending(client: MlflowClient) -> None:
 
 
 def only_shipper(ledger: Ledger) -> FileLock:
-    """Return the lock to hold before a `Shipper` reads the progress: two shippers would create every run twice."""
+    """Return the lock under which a `Shipper` must work, since two at once would create every MLflow run twice."""
     return FileLock(ledger.folder / "shipping.lock", fallback_to_soft=False)
 
 
 def _try_to_ship(shipper: Shipper) -> bool:
-    """Ship new events; return whether MLflow accepted them."""
+    """Copy new events to MLflow; return whether MLflow accepted them."""
     try:
         shipper.ship()
     except Exception as error:
@@ -275,7 +278,7 @@ def _try_to_ship(shipper: Shipper) -> bool:
 
 
 def experiment_id(client: MlflowClient) -> str:
-    """Return the id of our experiment, created when absent; another process may create it at the same time.
+    """Return the id of the MLflow experiment `llm-lifecycle`, created when absent, even if another process does so now.
 
     Tags that it has already are kept: a person may have changed them.
     """
@@ -291,7 +294,7 @@ def experiment_id(client: MlflowClient) -> str:
 
 
 def _folder(attempt: AttemptRecord) -> Path:
-    """Return the folder with an attempt's files.
+    """Return the folder that holds an attempt's files now: its work folder, or the artifact that this has become.
 
     The work folder of a failed attempt becomes the artifact of a later one.
     """
@@ -300,7 +303,7 @@ def _folder(attempt: AttemptRecord) -> Path:
 
 
 class Tracker:
-    """Process that ships one refresh to MLflow, best effort.
+    """Handle of the separate process that copies one refresh to MLflow, on a best-effort basis.
 
     Importing mlflow costs two CPU-seconds, and a call to a slow server may take any time; in a process of its own
     neither delays a stage. Events are in the ledger first, so nothing is lost when MLflow, or that process, is away.
@@ -312,7 +315,7 @@ class Tracker:
         self._environment: dict[str, str] = {}
 
     def start(self, environment: dict[str, str]) -> None:
-        """Start the shipping process; it ends after `close`, or when this process has died.
+        """Start the copying process, which ends after `close`, or after this process has died.
 
         environment: where MLflow is, added to the process's own.
         """
@@ -328,7 +331,7 @@ class Tracker:
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let the shipping process finish and end; anything left is shipped by the next refresh.
+        """Wait until the copying process has finished and ended; anything left is copied by the next refresh.
 
         A process that was killed meanwhile is replaced first.
         """

@@ -1,4 +1,4 @@
-"""Writer of values, files and tables into an MLflow run, in requests of the size that MLflow accepts."""
+"""Writer of parameters, metrics, files and tables into an MLflow run, in requests of the size that MLflow accepts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from itertools import islice
 from typing import Any
 
 MOST_ROWS = 1000
-"""Most rows of a table; a browser reads the whole table."""
+"""Most rows of a table in MLflow, since a browser loads the whole table."""
 PARAMS_PER_BATCH = 100
 LONGEST_VALUE = 6000
 TABLES_TAG = "mlflow.loggedArtifacts"
-"""Tag by which MLflow's pages, and its `load_table`, find a table."""
+"""MLflow tag that lists a run's tables, by which MLflow's web pages and `load_table` find them."""
 
 
 def log_params(client: MlflowClient, run: str, params: Mapping[str, str]) -> None:
-    """Log parameters to an MLflow run; those that it already has must have the same values."""
+    """Log parameters to an MLflow run; MLflow refuses another value for one that the run already has."""
     from mlflow.entities import Param
 
     entities = [Param(name, shortened(value, LONGEST_VALUE)) for name, value in params.items()]
@@ -37,7 +37,7 @@ def log_params(client: MlflowClient, run: str, params: Mapping[str, str]) -> Non
 
 
 def log_metrics(client: MlflowClient, run: str, rows: Sequence[MetricRow]) -> None:
-    """Log metric values to an MLflow run; one that it has already, with the same step and time, is kept once."""
+    """Log metric values to an MLflow run; a value already logged with the same step and time is kept only once."""
     from mlflow.entities import Metric
 
     metrics = [Metric(row.name, row.value, row.time_ms, row.step) for row in rows]
@@ -46,7 +46,7 @@ def log_metrics(client: MlflowClient, run: str, rows: Sequence[MetricRow]) -> No
 
 
 def log_datasets(client: MlflowClient, run: str, datasets: Iterable[ReadDataset]) -> None:
-    """Log the datasets that a run has read; an input that it has already is kept once."""
+    """Log the datasets that a run has read to MLflow; an input already logged is kept only once."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     inputs = [
@@ -68,9 +68,10 @@ def log_datasets(client: MlflowClient, run: str, datasets: Iterable[ReadDataset]
 
 
 def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]) -> None:
-    """Upload a folder's files, as far as they exist, and its plots; files of JSON lines once more as tables.
+    """Upload those of a folder's files that exist, and its plots, to an MLflow run.
 
-    MLflow's own `log_table` needs pandas, and appends to what an earlier try has logged.
+    JSON-lines files are uploaded as tables, too. MLflow's own `log_table` needs pandas, and appends to what an earlier
+    try has logged.
     """
     plots = [str(plot.relative_to(folder)) for plot in sorted((folder / "plots").glob("*"))]
     existing = [Path(file) for file in dict.fromkeys([*files, *plots]) if (folder / file).is_file()]
@@ -84,7 +85,7 @@ def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]
 
 
 def table_of(file: Path) -> dict[str, list[Any]]:
-    """Return `columns` and `data` (rows) of a file of JSON lines, as MLflow stores a table.
+    """Return a JSON-lines file as MLflow stores a table: `columns` and `data`, a list of rows.
 
     At most `MOST_ROWS` rows, evenly spaced. The values of an object have columns of their own: `rewards.right`.
     """
