@@ -1,4 +1,4 @@
-"""Checks of a training against what is on this machine as a plan is made: seconds at most, before anything is copied.
+"""Quick checks of a training stage at planning time, against models and datasets that are already on this machine.
 
 They read its chat template, its model's config and headers, and first rows. What is only on a hub is checked after its
 download, by the same functions; the check of inputs then reads every row.
@@ -28,7 +28,7 @@ from stages.parallel.engines.registry import RULES
 def model_findings(
     config: TrainFields, find_model: Callable[[], ModelAtHand | None], gpu_type: str | None
 ) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield the findings of `StageConfig.model_findings`: a bad chat template, model or layout, and notes."""
+    """Yield a config field with an error, for a bad chat template, model or layout, or with a warning on the model."""
     try:
         _ = config.data.chat_template and read_template(config.data.chat_template)
     except LifecycleError as error:
@@ -42,7 +42,10 @@ def model_findings(
 
 
 def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None) -> Iterator[str]:
-    """Yield notes on what is unusual about the model. Raises LayoutError, or ModelError for a model of no use."""
+    """Check the model that training starts from, and yield warnings about what is unusual in it.
+
+    Raises LayoutError, or ModelError for a model that cannot be trained.
+    """
     if model is None:
         return
     facts = ModelFacts(model.config)
@@ -72,7 +75,7 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
 def first_problems(
     config: TrainFields, find_model: Callable[[], Path | None], find_dataset: Callable[[str], Path | None]
 ) -> Iterator[str]:
-    """Yield the problems of `StageConfig.first_problems`: of the adapter's layers and of the datasets' first rows."""
+    """Yield problems of the adapter's layers and of the datasets' first rows, where their files are on this machine."""
     if config.adapter and (folder := find_model()):
         try:
             if (folder / CONFIG_FILE).is_file():
@@ -93,14 +96,14 @@ def first_problems(
 
 
 def _reader(config: TrainFields, part: DataConfig) -> Callable[[object], object] | None:
-    """Return the reader of a sampling method's prompts, or None for rows that are learned from."""
+    """Return the function that reads a row's prompt, for a method that samples completions; None for other methods."""
     if not config.rollouts:
         return None
     return PromptReader(config.rollouts.reference, f"{config.method}.reference", part.columns).read
 
 
 def _files(dataset: Path, split: str) -> tuple[Path, list[Path]]:
-    """Return the folder and the files of a split. A single file is the training split; other splits it lacks."""
+    """Return the folder and files of a dataset's split; a dataset that is a single file has only a training split."""
     if dataset.is_file():
         return dataset.parent, [dataset] if split == "train" else []
     return dataset, find_files(dataset, split)

@@ -1,4 +1,4 @@
-"""Sources of a training run's micro-batches: the protocols that the loop uses, and packed rows of a dataset.
+"""Sources of a training run's micro-batches: the protocols that the training loop uses, and packed rows of a dataset.
 
 Rows carry the reference's or the teacher's values where the loss needs them.
 """
@@ -29,7 +29,8 @@ from stages.models.recorded import ToolPrompt
 
 T = TypeVar("T")
 MOST_BATCHES, BATCH_TARGETS = 16, 1024
-"""Limits on the micro-batches that EVA looks at before training: few, but enough to find the directions of inputs."""
+"""Largest number of micro-batches, and smallest number of target tokens in each, from which EVA initialises an adapter
+before training: few, but enough to find the main directions of the layers' inputs."""
 
 
 class TrainingData(Protocol):
@@ -71,7 +72,7 @@ class TrainingData(Protocol):
 
 
 class Batches(Protocol):
-    """This process's share of every global batch.
+    """Source of this process's micro-batches: its share of every global batch.
 
     made_ahead: whether a thread makes a step's batches while the step before is computed.
     steps_together: a resumed run begins at a multiple of this number of steps.
@@ -96,29 +97,36 @@ class Batches(Protocol):
         """
 
     def metrics(self, step: int, update_s: float) -> dict[str, float]:
-        """Return metrics of making the step's batches; update_s: seconds that the optimizer step took."""
+        """Return metrics of the step's data, such as dataset shares or sampling times.
+
+        update_s: seconds that the optimizer step took.
+        """
 
     def recorded(self) -> RecordedBatch:
-        """Return the documents that are recorded beside the trained model."""
+        """Return a few documents whose log-probabilities are stored with the trained model.
+
+        Later stages must reproduce them.
+        """
 
     def close(self) -> None:
-        """Release the sampling server and whatever else makes the batches."""
+        """Release what makes the batches, such as a sampling server."""
 
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Makes micro-batches of a dataset's rows, each padded to `micro_batch_size` rows."""
+    """Maker of micro-batches from a dataset's rows, each padded to `micro_batch_size` rows."""
 
     dataset: PackedDataset
     micro_batch_size: int
     change: BatchChange | None = None
     reference: ReferenceRows | None = None
     mismatched: ReferenceRows | None = None
-    """Reference log-probabilities of answers paired with other prompts, for the divergence in KTO."""
+    """Reference model's log-probabilities of answers paired with other prompts, from which KTO estimates its
+    divergence."""
     teacher: TeacherRows | None = None
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Return dataset rows as one micro-batch on the CPU."""
+        """Return the dataset rows with these numbers as one micro-batch, on the CPU."""
         batch = self.dataset.batch(rows, self.micro_batch_size)
         if self.change:
             batch = self.change(batch)
@@ -144,7 +152,7 @@ class RowBatches:
     held_out: BatchSource | None
     data: DataConfig
     untrained: torch.Tensor | None = None
-    """Log-probabilities of the targets of `recorded` before training, float32 [targets]."""
+    """Untrained model's log-probabilities of the targets in the batch that `recorded` returns, float32 [targets]."""
 
     def micro_batches(self, step: int) -> list[Batch]:
         return [self.training.batch(rows) for rows in self.order.micro_batches(step)]
@@ -162,7 +170,7 @@ class RowBatches:
 
 
 def first_batches(dataset: PackedDataset, rows: Iterable[int], least_targets: int) -> list[Batch]:
-    """Pack the rows, in their order, into at most MOST_BATCHES micro-batches of at least BATCH_TARGETS targets.
+    """Group rows, in order, into at most MOST_BATCHES micro-batches of at least BATCH_TARGETS targets, for EVA.
 
     Raises DataError when all rows together have fewer than `least_targets`.
     """
@@ -188,7 +196,7 @@ def first_batches(dataset: PackedDataset, rows: Iterable[int], least_targets: in
 
 
 def prefetched(load: Callable[[int], T], steps: range) -> Generator[T]:
-    """Yield `load(step)` for every step; a thread loads the next one while the caller uses the last."""
+    """Yield `load(step)` for every step; a thread loads the next step's value while the caller uses the current one."""
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as executor:
         ahead = [executor.submit(load, step) for step in steps[:1]]
         for step in steps:

@@ -1,6 +1,6 @@
-"""Blocks of a training stage's config (optimizer, experts' routers, execution) and the ranges of its numbers.
+"""Config blocks of a training stage (optimizer, expert routers, execution), and number types with allowed ranges.
 
-The checks of what goes together are in `supported.py`.
+Checks for fields that conflict with each other are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -19,38 +19,46 @@ UNSUPPORTED = {
     "adamw_8bit": "its moments need torchao or bitsandbytes, neither of which is in every training environment",
     "adafactor": "torch's implementation cannot step on parameters that FSDP2 has sharded (torch 2.13)",
 }
-"""Optimizers that people ask for, each with the reason why it is not supported."""
+"""Unsupported optimizers that people ask for, each with the reason."""
 LOW_PRECISION = ("exp_avg_dtype", "exp_avg_sq_dtype", "bf16_stochastic_round")
-"""Options of AdamW in fewer bits, named as in Megatron and torchao."""
+"""Names of AdamW's options that store its state in fewer bits, as in Megatron and torchao."""
 
 
 class OptimizerConfig(StrictModel):
-    """Optimizer of a training stage; fields are named as in torch."""
+    """Config block of a training stage's optimizer; fields are named as in torch."""
 
     name: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="Optimizer. adamw: fused. muon: matrices of layers move by orthogonalised momentum (Jordan "
-        "et al. 2024), embeddings, the head and vectors by AdamW (fsdp).",
+        description="adamw: AdamW with a fused kernel. muon: weight matrices in layers move by orthogonalised "
+        "momentum (Jordan et al. 2024); embeddings, the head and vectors are trained by AdamW; only with "
+        "`engine: fsdp`.",
     )
-    momentum: NonNegativeFp32 = Field(0.95, lt=1, description="Decay of the mean of gradients (muon).")
-    nesterov: bool = Field(True, description="Nesterov momentum: look ahead by one gradient (muon).")
-    ns_steps: PositiveInt = Field(5, le=100, description="Newton-Schulz iterations (muon).")
+    momentum: NonNegativeFp32 = Field(0.95, lt=1, description="Decay of the running mean of gradients; only for muon.")
+    nesterov: bool = Field(True, description="Use Nesterov momentum, which looks ahead by one gradient; only for muon.")
+    ns_steps: PositiveInt = Field(
+        5, le=100, description="Number of Newton-Schulz iterations that orthogonalise the momentum; only for muon."
+    )
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
         "match_rms_adamw",
-        description="Learning-rate factor of a matrix [A, B] (muon). original: √max(1, A / B); match_rms_adamw: "
-        "0.2 √max(A, B), so that AdamW's learning rate suits both.",
+        description="Factor on the learning rate of a matrix [A, B]; only for muon. original: √max(1, A / B). "
+        "match_rms_adamw: 0.2 √max(A, B), so that a learning rate chosen for AdamW suits the matrices "
+        "too.",
     )
 
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Dtype of AdamW's first moment; bf16 rounds stochastically (adamw, fsdp)."
+        "fp32",
+        description="Dtype in which AdamW's first moment is stored; bf16 is rounded stochastically. Only for "
+        "adamw with fsdp.",
     )
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Dtype of AdamW's second moment; bf16 rounds stochastically (adamw, fsdp)."
+        "fp32",
+        description="Dtype in which AdamW's second moment is stored; bf16 is rounded stochastically. Only for "
+        "adamw with fsdp.",
     )
     bf16_stochastic_round: bool = Field(
         False,
-        description="Hold weights and gradients in bf16, without an fp32 copy; updated weights are rounded "
-        "stochastically, so that small updates are right on average (adamw, fsdp).",
+        description="Hold weights and gradients in bf16, without an fp32 copy. Updated weights are rounded "
+        "stochastically, so that small updates are right on average. Only for adamw with fsdp.",
     )
 
     @field_validator("name", mode="before")
@@ -62,25 +70,25 @@ class OptimizerConfig(StrictModel):
 
     @property
     def muon(self) -> MuonSettings | None:
-        """Muon's options as an engine takes them; None where AdamW updates every parameter."""
+        """Muon's options in the form that engines take; None where AdamW updates every parameter."""
         if self.name == "adamw":
             return None
         return MuonSettings(self.momentum, self.nesterov, self.ns_steps, self.adjust_lr_fn)
 
     @property
     def low_precision(self) -> LowPrecisionSettings:
-        """AdamW's storage dtypes as an engine takes them."""
+        """Dtypes in which AdamW stores its state, in the form that engines take."""
         return LowPrecisionSettings(self.exp_avg_dtype, self.exp_avg_sq_dtype, self.bf16_stochastic_round)
 
     @property
     def for_planner(self) -> StateBytes:
-        """Bytes that FSDP2's AdamW keeps per parameter, for the planner."""
+        """Bytes that FSDP2's AdamW keeps per parameter, for the planner's memory estimate."""
         size = {"fp32": 4, "bf16": 2}
         weight = 2 if self.bf16_stochastic_round else 4
         return StateBytes(weight, size[self.exp_avg_dtype] + size[self.exp_avg_sq_dtype])
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
-        """Yield fields of an optimizer's config without effect, each with the reason."""
+        """Yield optimizer options that have no effect with the chosen optimizer, each with the reason."""
         if self.name == "adamw":
             for field in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn"):
                 yield field, "`optimizer.name: adamw` has `adam_beta1` and `adam_beta2`"
@@ -90,68 +98,80 @@ class OptimizerConfig(StrictModel):
 
 
 class MoeConfig(StrictModel):
-    """Training of the routers in a mixture of experts."""
+    """Config block for training the routers of a mixture-of-experts model."""
 
     aux_loss_coefficient: NonNegativeFp32 = Field(
         0.0,
-        description="Weight of the load-balancing loss of experts: Transformers' `router_aux_loss_coef`; "
-        "Megatron's `moe_aux_loss_coeff` is this × experts per token / mixture layers.",
+        description="Weight of the experts' load-balancing loss, defined as Transformers' `router_aux_loss_coef`. "
+        "Megatron's `moe_aux_loss_coeff` is this value × experts per token / number of mixture-of-experts "
+        "layers.",
     )
-    freeze_router: bool = Field(False, description="Do not train the routers' weights.")
+    freeze_router: bool = Field(False, description="Freeze the routers: do not train their weights.")
 
     @property
     def settings(self) -> MoeSettings:
-        """Return the options of routers as an engine takes them."""
+        """Return the router options in the form that engines take."""
         return MoeSettings(self.aux_loss_coefficient, self.freeze_router)
 
 
 class TrainExecution(Execution):
-    """Execution of a training stage: processes, logging, evaluation, checkpoints, time limits; no identity."""
+    """Config block `execution` of a training stage: processes, logging, evaluation, checkpoints and time limits.
+
+    None of its fields is part of the stage's cache key, except `evaluate_every_steps` with `keep: best`.
+    """
 
     processes: PositiveInt | None = Field(
-        None, description="Processes on each node; default: as many as the layout needs."
+        None, description="Training processes on each node; default: as many as the layout needs."
     )
-    log_every_steps: PositiveInt = Field(1, description="Steps between two points of the curves in MLflow.")
+    log_every_steps: PositiveInt = Field(
+        1, description="Training steps between two points of the metric curves in MLflow."
+    )
     evaluate_every_steps: PositiveInt | None = Field(
-        None, description="Steps between evaluations on the held-out rows; default: only at the end."
+        None, description="Training steps between evaluations on the held-out rows; default: only at the end."
     )
     checkpoint_every_steps: PositiveInt | None = Field(
-        None, description="Steps between checkpoints; default: ten checkpoints in a run."
+        None, description="Training steps between checkpoints; default: a tenth of all steps."
     )
     checkpoints_kept: PositiveInt = Field(2, description="Number of checkpoints that are kept; older ones are removed.")
     hang_timeout_s: Seconds = Field(
         3600,
-        description="Time limit of each step, of the saving or evaluation after it, of a micro-batch of the reference, "
-        "and of reading or writing the model; beyond it the attempt ends. After five steps of packed rows, the limit "
-        "of a step is three times the longest of the last steps (at least 30 s), unless layout.compile is on.",
+        description="Seconds that one activity may take before the attempt is ended as hanging: a training step, the "
+        "saving or evaluation after it, a micro-batch of the reference model, or reading or writing the "
+        "model. After five steps of packed rows, a step's limit is three times the longest recent step "
+        "(at least 30 s), unless layout.compile is on.",
     )
     ready_timeout_s: Seconds = Field(
-        600, description="Seconds that a server that samples completions may take to start or restart."
+        600, description="Seconds that the server that samples completions may take to start or restart."
     )
     rollout_timeout_s: Seconds = Field(
         600,
-        description="Seconds without an answer after which a server that samples is restarted, or waited for if others "
-        "started it; asking a teacher's server fails.",
+        description="Seconds without an answer after which the server that samples is restarted, or waited for if "
+        "others started it; a request to a teacher's server fails instead.",
     )
     concurrent_requests: PositiveInt = Field(
-        64, description="Requests that a server answers at a time (prompts, or documents for a teacher)."
+        64,
+        description="Number of requests that are sent to a server at a time: prompts for sampling, documents for "
+        "a teacher.",
     )
     deterministic: bool = Field(
         False,
-        description="Use only kernels that give the same bits each time, as CPUs always do; GPUs become slower, and an "
-        "operation without such a kernel is an error.",
+        description="Use only deterministic kernels, which give the same bits in each run, as CPUs always do. GPUs "
+        "become slower, and an operation without a deterministic kernel is an error.",
     )
-    measure_matmul_rate: bool = Field(True, description="Measure a CPU's peak FLOP/s, which MFU is relative to.")
+    measure_matmul_rate: bool = Field(
+        True, description="On a CPU, measure the peak FLOP/s that MFU (model FLOPs utilisation) is relative to."
+    )
 
 
 Rate = Annotated[float, Field(ge=1e-12, allow_inf_nan=False), HELD_IN_FP32]
-"""Positive rate of learning or clipping; at 1e-12, a change of an fp32 weight of 0.01 would be lost in rounding."""
+"""Positive learning rate or clipping threshold. The least is 1e-12, at which an update of an fp32 weight of 0.01 is
+already lost in rounding."""
 Denominator = Annotated[float, Field(ge=1e-30, allow_inf_nan=False), HELD_IN_FP32]
-"""Positive number that is added to a denominator in fp32."""
+"""Positive number that is added to a denominator in fp32, such as Adam's epsilon."""
 Epochs = Annotated[float, Field(ge=1e-4, allow_inf_nan=False)]
-"""Number of passes over the data, which may be a fraction; a few optimizer steps are asked for by `steps`."""
+"""Number of passes over the training data, fractions allowed; use `steps` for a few optimizer steps."""
 BatchSize = Annotated[int, Field(ge=1, le=1 << 20)]
-"""Rows of a global batch; published runs use some ten thousand at most."""
+"""Number of rows in a global batch; published runs use some ten thousand at most."""
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """Seed of a random generator, in the range that torch accepts."""
 
@@ -166,4 +186,4 @@ def _has_range(value: Any) -> Any:
 
 
 TrainingPrecision = Annotated[Precision, BeforeValidator(_has_range)]
-"""Dtype that layers compute in; fp16 is refused."""
+"""Dtype that layers compute in; fp16 is refused, since no engine here scales the loss."""

@@ -25,7 +25,10 @@ from stages.rewards.reward import RewardContext
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield each problem of a training stage with its dotted field; a text says what could not be checked."""
+    """Check a training stage against its input models and datasets, and yield each config field with its problem.
+
+    A problem that is text instead of an error says what could not be checked.
+    """
     config = TrainConfig.model_validate(stage_input.config)
     models = InputModels.of(config, stage_input.inputs)
     model_folder = models.start.folder
@@ -66,7 +69,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
 def prepared_problems(
     config: TrainConfig, stage_input: StageInput, model: ModelFacts
 ) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield the problems of a training's datasets together, after each was found sound and prepared."""
+    """Prepare the datasets as training would, after each was found sound, and yield the problems that this shows."""
     field = "data.datasets" if config.data.datasets else "data.dataset"
     with TemporaryDirectory() as work:
         try:
@@ -92,7 +95,7 @@ def prepared_problems(
 def rollout_problems(
     config: TrainConfig, options: RolloutOptions, stage_input: StageInput, model: ModelFacts
 ) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield the problems of the rewards and of every prompt."""
+    """Check the rewards of a training stage and read every prompt of its dataset; yield the problems."""
     from stages.kinds.train.rollouts.documents import checked_prompts  # and torch, with what lies beneath it
 
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
@@ -107,7 +110,7 @@ def rollout_problems(
 
 
 def moe_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield the problems of a recipe's `moe` options with the routers of its model."""
+    """Yield reasons why the recipe's `moe` options do not fit the routers of the model."""
     from stages.engines.fsdp.moe import check_mixture
 
     try:
@@ -122,7 +125,10 @@ def moe_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str,
 def adapter_problems(
     config: TrainConfig, adapter: AdapterConfig, model_folder: Path
 ) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield the problems of a recipe's `adapter` options with its model, from config and headers of files."""
+    """Yield reasons why the recipe's `adapter` options do not fit the model.
+
+    Reads the model's config and file headers, not its weights.
+    """
     # Torch and Transformers take seconds to import, and only adapters need them here.
     from stages.adapters.check import check_adapter
 

@@ -1,4 +1,4 @@
-"""Models that a training reads, and checks of engine, layout and lengths against their config before anything slow.
+"""Input models of a training stage, and quick checks of engine, layout and document lengths against their configs.
 
 Problems of a layout that hold for every model were found when the config was read.
 """
@@ -21,7 +21,7 @@ from stages.parallel.engines.registry import RULES
 
 @dataclass(frozen=True)
 class InputModels:
-    """Models that a training reads.
+    """Input models of a training stage: the one that learns, and the teacher for distillation.
 
     start: the model that learns, or the base of the adapter that does.
     teacher: None for a method without one, and for a teacher on a server.
@@ -32,13 +32,13 @@ class InputModels:
 
     @classmethod
     def of(cls, config: TrainConfig, inputs: Mapping[str, Path]) -> InputModels:
-        """Return the models that a training's config names. inputs: artifacts by stage."""
+        """Return the models that a training config names. inputs: folder of each stage's artifact, by stage name."""
         start, teacher = inputs[config.base or config.model], config.teacher and inputs[config.teacher]
         return cls(ModelFacts(start / "model"), ModelFacts(teacher / "model") if teacher else None)
 
 
 def check_lengths(longest: int, context: StageContext, facts: ModelFacts) -> None:
-    """Compare the longest document (tokens) with the number of positions in the model's config.
+    """Check that the longest document (tokens) fits the number of positions in the model's config.
 
     Raises ModelError when positions are a learned table that is too short; otherwise longer documents only warn.
     """
@@ -54,8 +54,9 @@ def check_lengths(longest: int, context: StageContext, facts: ModelFacts) -> Non
 
 
 def check_model(config: TrainConfig, context: StageContext, facts: ModelFacts) -> ModelShape | None:
-    """Return the model's shape; None for unknown sizes, if the engine trains the model all the same.
+    """Check that engine and layout can train the model, and return its shape.
 
+    None: its sizes are unknown, but the engine can train it all the same.
     Raises LayoutError for a layout that the model does not allow, ModelError for a model that the engine does not
     support. Unwise layouts only warn.
     """
@@ -81,7 +82,7 @@ def check_model(config: TrainConfig, context: StageContext, facts: ModelFacts) -
 
 
 def check_layout_on_device(config: TrainConfig, torch_type: str, shape: ModelShape) -> None:
-    """Raise ResourceError for a layout that the engine cannot run on devices of this kind, as this machine has them."""
+    """Raise ResourceError if the engine cannot run the layout on this machine's kind of device."""
     errors = RULES[config.engine].device_errors(torch_type, config.layout, config.precision, shape)
     if problems := "; ".join(errors):
         raise ResourceError(problems)

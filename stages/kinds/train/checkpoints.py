@@ -33,7 +33,7 @@ class _Write:
 
 
 class Checkpoints:
-    """Checkpoints of one run, of which at most one is being written at a time. Only rank 0 renames and removes."""
+    """Checkpoints of one training run, written one at a time; only process rank 0 renames and removes them."""
 
     def __init__(self, folder: Path, engine: Engine, kept: int) -> None:
         self._folder = folder
@@ -42,11 +42,14 @@ class Checkpoints:
         self._writing: _Write | None = None
         self._last_saved = 0
         self.best_step = 0
-        """Training step whose checkpoint is kept until the end."""
+        """Training step with the lowest held-out loss, whose checkpoint is kept until the end; 0: none."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int) -> None:
-        """Start writing a checkpoint; waits for the one before. Raises ResourceError when the disk is too full."""
+        """Start writing the checkpoint of a training step, once the one before is complete.
+
+        Raises ResourceError when the disk is too full.
+        """
         self.wait()
         partial = self._partial(step)
         if is_main_process():
@@ -56,18 +59,21 @@ class Checkpoints:
         self._last_saved = step
 
     def save_best(self, step: int) -> None:
-        """Keep a checkpoint of the step that was just done, as the best so far, until the run ends."""
+        """Keep a checkpoint of the step just done until the run ends, as the best so far."""
         self.best_step = step
         if self._last_saved != step:
             self.save(step)
 
     def poll(self) -> None:
-        """Complete the checkpoint that is being written, if all its files are there. Cheap: called at every step."""
+        """Complete the checkpoint that is being written, if all its files are there.
+
+        Cheap enough to call at every step.
+        """
         if self._writing and self._writing.done.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written and complete it; raises the error of writing it."""
+        """Wait until the checkpoint that is being written is complete; raises the error that its writing raised."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -79,7 +85,7 @@ class Checkpoints:
                     shutil.rmtree(folder)
 
     def load_latest(self) -> int:
-        """Load the latest whole checkpoint and return its step; return 0 when there is none."""
+        """Load the latest whole checkpoint and return its training step, or 0 when there is none."""
         found = complete_checkpoints(self._folder) if is_main_process() else []
         step = int(self._engine.broadcast_from_rank0(found[0][0] if found else 0))
         if step:
@@ -87,7 +93,7 @@ class Checkpoints:
         return step
 
     def load(self, step: int) -> None:
-        """Load a whole checkpoint; every process must pass the same step."""
+        """Load the whole checkpoint of a training step; every process must pass the same step."""
         self._engine.load(self._folder / f"step-{step}")
 
     def _partial(self, step: int) -> Path:
@@ -95,13 +101,13 @@ class Checkpoints:
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Return step and folder of every whole checkpoint, the latest first."""
+    """Return training step and folder of every whole checkpoint, the latest first."""
     found = ((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*"))
     return sorted((entry for entry in found if _is_whole(entry[1])), reverse=True)
 
 
 def complete_checkpoint(partial: Path, final: Path) -> None:
-    """Write the manifest of file sizes and give the folder its final name."""
+    """Complete a checkpoint: write the sizes of its files to its manifest, and rename its folder to `final`."""
     sizes = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
     write_atomically(partial / MANIFEST, json.dumps(sizes))
     shutil.rmtree(final, ignore_errors=True)
@@ -119,7 +125,7 @@ def check_free_disk(folder: Path, needed_bytes: int, purpose: str) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether the folder has all files of its manifest, in full size, and neither is a symbolic link."""
+    """Return whether a checkpoint's folder has all files of its manifest in full size, none a symbolic link."""
     manifest = folder / MANIFEST
     if folder.is_symlink() or not manifest.is_file():
         return False

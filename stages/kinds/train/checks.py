@@ -1,7 +1,7 @@
-"""Checks of a training stage's config: values that are each allowed, but not together, each with what to change.
+"""Checks for conflicts between fields of a training stage's config that are each allowed alone.
 
-In the order of what they check: numbers, rows, completions, engine and layout, which hold when a recipe is read; then
-the other stages, the fields without effect, and the machine. Each function yields sentences.
+Each function yields sentences that say what to change. Checks of numbers, rows, completions, engine and layout are made
+when a recipe is read; those of other stages, of fields without effect, and of the machine follow.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ IDLE_DATA = {
     "on_bad_rows": NAMED,
     "max_bad_row_fraction": NAMED,
 }
-"""Fields of `data:` without effect where completions are sampled, each with the reason."""
+"""Fields of `data:` that have no effect when training samples completions, each with the reason."""
 OF_OWN_SERVERS = [field for field in ServingConfig.model_fields if field not in ("dtype", "max_model_len")]
-"""Fields of `serving:` that start a server; the others also describe a server that runs already."""
+"""Fields of `serving:` that matter only where the stage starts the server; the others also describe a running one."""
 SAME = ("rank", "alpha", "use_rslora", "use_dora", "modules_to_save")
 SAME_LAYERS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
-"""Adapter fields that choose layers; like those in `SAME`, they must be equal where training continues an adapter."""
+"""Adapter fields that choose layers; like those in `SAME`, they must not change when training continues an adapter."""
 
 
 def config_errors(config: TrainFields) -> Iterator[list[str]]:
-    """Yield the errors of fields that do not go together, a list for each thing that is checked.
+    """Yield the errors of config fields that conflict with each other, one list for each group of checks.
 
-    Lazily: a check is made where the ones before it have found nothing, and stands on them.
+    Lazily: a group is checked only where the groups before it have found nothing, and relies on them.
     """
     yield list(row_errors(config.learning, config.data))
     yield list(number_errors(config))
@@ -66,7 +66,7 @@ def config_errors(config: TrainFields) -> Iterator[list[str]]:
 
 
 def number_errors(config: TrainFields) -> Iterator[str]:
-    """Yield the problem of numbers and choices that are each allowed, but not together."""
+    """Yield the first conflict, if any, of warm-up with steps, decay with learning rate, or `keep` with evaluation."""
     steps, warmup_steps = config.steps, config.warmup_steps
     if steps is not None and warmup_steps > steps:
         yield (
@@ -86,7 +86,7 @@ def number_errors(config: TrainFields) -> Iterator[str]:
 
 
 def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
-    """Yield conflicts between the method's kind of rows and the options of `data`."""
+    """Yield conflicts between the kind of rows that the method learns from and the options of `data`."""
     if method.rows == "prompts" and data.datasets:
         yield f"`data.datasets` does not go with `method: {method.name}`, which reads prompts; name one `data.dataset`"
     stated = {name: part.format for name, part in zip(data.names, data.parts.values(), strict=True)}
@@ -99,7 +99,7 @@ def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
 
 
 def _errors(method: Method, data: DataConfig, place: str) -> Iterator[str]:
-    """Yield conflicts between the training method and one dataset of `data`."""
+    """Yield conflicts between the training method and the options of one dataset in `data`."""
     if method.rows not in ("examples", "prompts") and data.train_on == "all":
         yield f"`{place}train_on: all` does not go with `method: {method.name}`, which compares answers; remove it"
     if method.rows != "examples" and data.packing == "cut":
@@ -121,7 +121,7 @@ def _errors(method: Method, data: DataConfig, place: str) -> Iterator[str]:
 
 
 def completion_errors(config: TrainFields, options: SamplingOptions) -> Iterator[str]:
-    """Yield unsupported options of a stage that samples completions."""
+    """Yield options that do not work when training samples completions from the model."""
     block = config.sampling_block
     if isinstance(options, RolloutOptions):
         yield from _judged(config, options)
@@ -151,7 +151,7 @@ def completion_errors(config: TrainFields, options: SamplingOptions) -> Iterator
 
 
 def _of_adapter(method: str, adapter: AdapterConfig) -> Iterator[str]:
-    """Yield adapter options with which no server can sample."""
+    """Yield adapter options with which no server can sample completions."""
     if unserved := [field for field in NOT_PUT_ON_A_BASE if getattr(adapter, field, None)]:
         yield f"adapter.{unserved[0]}: no server samples from such an adapter; remove it"
     if adapter.changes_base or adapter.base_precision or adapter.stack:
@@ -197,7 +197,7 @@ def _taught(config: TrainFields) -> Iterator[str]:
 
 
 def engine_errors(config: TrainFields) -> Iterator[str]:
-    """Yield conflicts between engine, precision, optimizer, experts, adapter and the method's head."""
+    """Yield conflicts of the engine with the options of optimizer, experts, adapter, fp8 and reward models."""
     engine = config.engine
     yield from adapter_errors(engine, config.adapter) if config.adapter else ()
     yield from _adamw_errors(config) if config.optimizer.name == "adamw" else _other_optimizer_errors(config)
@@ -215,7 +215,7 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
 
 
 def adapter_errors(engine: EngineName, adapter: AdapterConfig) -> Iterator[str]:
-    """Yield a sentence for each option that the engine does not support: it is refused, never silently left out."""
+    """Yield a sentence for each adapter option that the engine does not support."""
     default = type(adapter)()
     for name, value in adapter:
         if value != getattr(default, name) and not RULES[engine].supports_adapter_option(name):
@@ -224,7 +224,7 @@ def adapter_errors(engine: EngineName, adapter: AdapterConfig) -> Iterator[str]:
 
 
 def _other_optimizer_errors(config: TrainFields) -> Iterator[str]:
-    """Yield conflicts of an optimizer of whole matrices with other options."""
+    """Yield conflicts of an optimizer that updates whole matrices (Muon) with engine, adapter and CPU offload."""
     optimizer = f"optimizer.name: {config.optimizer.name}"
     yield from lacked_feature(config.engine, "muon", optimizer)
     if config.adapter:
@@ -259,13 +259,13 @@ def _adamw_errors(config: TrainFields) -> Iterator[str]:
 
 
 def layout_problems(config: TrainFields) -> Iterator[str]:
-    """Yield why a given layout cannot work, whatever the model."""
+    """Yield reasons why the recipe's layout cannot work, whatever the model."""
     if not isinstance(config.layout, AutoLayout):
         yield from layout_errors(config.engine, config.layout, config.constraints)
 
 
 def input_problems(config: TrainFields, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-    """Yield problems with the stages that the training refers to."""
+    """Yield problems with the stages that a train stage takes as inputs, such as a quantized model."""
     for field, name in config.references().items():
         if stages[name].RELATION == "quantized":
             yield (
@@ -279,7 +279,7 @@ def input_problems(config: TrainFields, stages: Mapping[str, StageConfig]) -> It
 def start_problems(
     model: str, base: str | None, adapter: AdapterConfig | None, stages: Mapping[str, StageConfig]
 ) -> Iterator[str]:
-    """Yield problems between a train stage's fields and the adapter that it starts from, if there is one."""
+    """Yield conflicts of a train stage's `base` and `adapter` with the model or adapter that it starts from."""
     if stages[model].product != "adapter":
         if base:
             yield f"base: is {base}, but {model} is no adapter; remove it"
@@ -300,7 +300,7 @@ def start_problems(
 
 
 def written_adapter(name: str, stages: Mapping[str, StageConfig]) -> dict[str, Any]:
-    """Return the adapter fields that a stage must have to continue the adapter that `name` writes.
+    """Return the `adapter` fields that a train stage needs to continue the adapter that the stage `name` writes.
 
     Empty where the recipe does not say them.
     """
@@ -333,7 +333,7 @@ def _differences(model: str, adapter: AdapterConfig, stages: Mapping[str, StageC
 
 
 def idle_fields(config: TrainFields) -> Iterator[tuple[str, str]]:
-    """Yield the dotted path of each field without effect, and why."""
+    """Yield each config field that has no effect in this training, as a dotted path, with the reason."""
     for block in ("data", "optimizer"):
         yield from ((f"{block}.{field}", why) for field, why in getattr(config, block).idle_fields())
     yield from _idle_fields_of_sampling(config)
@@ -357,7 +357,7 @@ def idle_fields(config: TrainFields) -> Iterator[tuple[str, str]]:
 
 
 def _idle_fields_of_sampling(config: TrainFields) -> Iterator[tuple[str, str]]:
-    """Yield the fields of rollouts and teachers without effect, and why."""
+    """Yield the fields of sampling and teachers that have no effect, as dotted paths, with the reason."""
     if config.rollouts:
         yield from ((f"data.{field}", why) for field, why in IDLE_DATA.items())
     sampling, block = config.sampling, config.sampling_block
@@ -372,7 +372,7 @@ def _idle_fields_of_sampling(config: TrainFields) -> Iterator[tuple[str, str]]:
 
 
 def machine_problems(config: TrainFields, gpus: Sequence[str]) -> Iterator[str]:
-    """Yield what this machine lacks: a torch that sees its GPUs, and what products in 8 bits need.
+    """Yield what this machine lacks for the training: a torch that sees its GPUs, or what 8-bit matrix products need.
 
     Clusters are checked when the stage starts.
     """

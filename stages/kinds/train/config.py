@@ -1,4 +1,4 @@
-"""Config of a training stage: its fields (`fields.py`) with their checks (`checks.py`), and its identity."""
+"""Config of a training stage: its fields (`fields.py`) with their checks (`checks.py`), and its cache key."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from stages.kinds.train import at_hand, checks
 from stages.kinds.train.fields import TrainFields
 
 LAYOUT_PROBLEM = "layout"
-"""Type of pydantic's validation errors about a layout."""
+"""Error type of pydantic's validation errors about a parallel layout, by which they are recognised."""
 
 
 class TrainConfig(TrainFields):
-    """Training of a model by one of the methods (→ `model/`); each method's options are in the field of its name.
+    """Training of a model by one of the methods, whose options are in the field of its name; writes `model/`.
 
-    With `adapter:` the model is frozen and low-rank weights beside it learn (→ `adapter/`). A method of scores gives a
-    reward model (→ `reward_model/`).
+    With `adapter:` the model is frozen and low-rank weights beside it learn, which are written to `adapter/`. The
+    method `reward` writes a reward model, to `reward_model/`.
     """
 
     STAGE_VERSION: ClassVar[int] = 2
@@ -63,7 +63,10 @@ class TrainConfig(TrainFields):
         yield from checks.machine_problems(self, gpus)
 
     def identity(self) -> dict[str, JsonValue]:
-        """Return the identity: `decay_norms_and_biases` only where weights decay, the evaluations for `keep: best`."""
+        """Return the fields that enter the cache key: all that can change the trained weights.
+
+        `decay_norms_and_biases` enters only where weights decay, the steps between evaluations only for `keep: best`.
+        """
         identity = super().identity()
         if self.keep == "best":
             identity["evaluate_every_steps"] = self.execution.evaluate_every_steps
@@ -97,16 +100,22 @@ class TrainConfig(TrainFields):
         return (*super().custom_code(), *found)
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return the version of the serving engine that samples, if there is one."""
+        """Return the version of the engine that samples, which enters the cache key; empty without sampling."""
         return {**self.sampling.engine_version} if self.sampling else {}
 
     def progress_kept(self, scratch: Path) -> int:
-        """Return the step of the latest checkpoint. A folder has this name once it is complete."""
+        """Return the training step of the latest checkpoint in a scratch folder, or 0.
+
+        A folder is named `step-N` once its checkpoint is complete.
+        """
         steps = (path.name.removeprefix("step-") for path in (scratch / "checkpoints").glob("step-*"))
         return max(map(int, steps), default=0)
 
     def resume_identity(self) -> dict[str, JsonValue]:
-        """Return the identity without engine and layout: any engine and layout can load a checkpoint."""
+        """Return the fields that must be equal to resume an attempt: the cache key's, without engine and layout.
+
+        Any engine and layout can load a checkpoint.
+        """
         return {key: value for key, value in self.identity().items() if key not in ("engine", "layout")}
 
     @model_validator(mode="after")

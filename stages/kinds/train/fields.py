@@ -1,4 +1,4 @@
-"""Fields of a training stage, and what follows from them: its workload, its devices, its engine's settings.
+"""Config fields of a training stage, and values derived from them: workload, devices and engine settings.
 
 `TrainConfig` adds the checks to them. The options of a method are in the method's module.
 """
@@ -34,33 +34,40 @@ from stages.planner.workload import Workload
 
 
 class TrainFields(MethodFields):
-    """Fields of a training stage."""
+    """Config fields of a training stage; `TrainConfig` adds the checks."""
 
     kind: Literal["train"]
-    method: MethodName = Field(description="Training method; its options are the field of its name.")
+    method: MethodName = Field(description="Training method; its options are in the field of the same name.")
     model: ModelOrAdapterReference
     base: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="Stage of the base model, where `model` is an adapter; default: found through `model`."
+        None,
+        description="Stage that provides the base model, where `model` is an adapter; default: found through `model`.",
     )
     adapter: Annotated[AdapterConfig | None, AddedLater()] = Field(
-        None, description="Low-rank weights that learn beside the frozen model; default: the whole model learns."
+        None,
+        description="Low-rank adapter to train while the model stays frozen; default: none, so that all weights "
+        "are trained.",
     )
     data: DataConfig
     engine: EngineName = Field("fsdp", description="Training engine: PyTorch FSDP2 or Megatron-core.")
     layout: LayoutOrAuto = Field(
-        Layout(), description="Parallel degrees and memory choices; auto: the planner's best for this machine."
+        Layout(),
+        description="Parallel degrees and memory options; auto: the layout that the planner finds best for "
+        "this machine.",
     )
 
-    steps: PositiveInt | None = Field(None, description="Optimizer steps; default: as many as `epochs` takes.")
-    epochs: Epochs = Field(1.0, description="Passes over the training data.")
+    steps: PositiveInt | None = Field(
+        None, description="Number of optimizer steps; default: as many as `epochs` takes."
+    )
+    epochs: Epochs = Field(1.0, description="Passes over the training data, where `steps` is not set.")
     global_batch_size: BatchSize = Field(
-        description="Packed rows per optimizer step over all processes; with `method: grpo`, completions."
+        description="Packed rows per optimizer step, over all processes; with `method: grpo`, completions."
     )
     learning_rate: Rate = Field(description="Peak learning rate, reached after the warm-up.")
     optimizer: Annotated[OptimizerConfig, AddedLater()] = OptimizerConfig()
     moe: Annotated[MoeConfig, AddedLater()] = MoeConfig()
     schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="Learning rate as a function of the step, after the warm-up."
+        "cosine", description="Shape of the learning rate over the steps after the warm-up."
     )
     warmup_steps: NonNegativeInt = Field(
         0,
@@ -68,36 +75,41 @@ class TrainFields(MethodFields):
         "(k - 1)/n, so that its first step learns nothing; later steps are equal.)",
     )
     min_learning_rate_fraction: NonNegativeFp32 = Field(
-        0.0, le=1, description="Fraction of the learning rate at which cosine and linear end."
+        0.0, le=1, description="Fraction of the peak learning rate at which the cosine and linear schedules end."
     )
-    adam_beta1: NonNegativeFp32 = Field(0.9, lt=1, description="Decay of Adam's running mean of gradients.")
-    adam_beta2: NonNegativeFp32 = Field(0.95, lt=1, description="Decay of Adam's running mean of squared gradients.")
-    adam_epsilon: Denominator = Field(1e-8, description="Number added to Adam's denominator.")
+    adam_beta1: NonNegativeFp32 = Field(0.9, lt=1, description="Adam's β1: decay of its running mean of gradients.")
+    adam_beta2: NonNegativeFp32 = Field(
+        0.95, lt=1, description="Adam's β2: decay of its running mean of squared gradients."
+    )
+    adam_epsilon: Denominator = Field(1e-8, description="Adam's ε: number added to the denominator of its update.")
     weight_decay: NonNegativeFp32 = Field(0.0, description="Decoupled weight decay, as in AdamW.")
     decay_norms_and_biases: bool = Field(
-        False, description="Apply `weight_decay` to norms and biases too; Transformers and TRL do not."
+        False, description="Apply `weight_decay` to norm weights and biases too; Transformers and TRL do not."
     )
     max_grad_norm: Rate | None = Field(
         1.0, description="Gradient norm above which gradients are clipped; null: no clipping."
     )
     precision: TrainingPrecision = Field(
         "bf16",
-        description="bf16: parameters and activations in bfloat16, reduction and master weights in fp32. fp8: the "
-        "same, with matrix products in 8 bits, on GPUs, by torchao (fsdp) or Transformer Engine (megatron).",
+        description="Number format of the computation. bf16: parameters and activations in bfloat16, gradient "
+        "reduction and master weights in fp32. fp8: the same, with matrix products in 8 bits, on GPUs, by "
+        "torchao (fsdp) or Transformer Engine (megatron).",
     )
     fp8_recipe: Annotated[Fp8Recipe, AddedLater()] = Field(
-        "tensorwise", description="Granularity of the scales in `precision: fp8`; rowwise: fsdp only."
+        "tensorwise",
+        description="Granularity of the scales of 8-bit matrix products, with `precision: fp8`; rowwise: fsdp only.",
     )
     keep: Annotated[Literal["last", "best"], AddedLater()] = Field(
         "last",
-        description="Choice of the written weights: those of the last step, or of the evaluated step with the "
-        "lowest held-out loss (`execution.evaluate_every_steps`, which is identity then).",
+        description="Weights to write: those of the last step, or those of the evaluated step with the lowest "
+        "held-out loss. best needs `execution.evaluate_every_steps`, which becomes part of the stage's "
+        "cache key.",
     )
     export_dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="Dtype of the written weights."
+        "bfloat16", description="Dtype in which the trained weights are written."
     )
     trust_remote_code: bool = Field(False, description="Run the Python files that come with the model.")
-    seed: Seed = Field(0, description="Seed of the order of rows and of dropout.")
+    seed: Seed = Field(0, description="Seed of the order of training rows and of dropout.")
     execution: TrainExecution = TrainExecution()
 
     @property
@@ -121,7 +133,7 @@ class TrainFields(MethodFields):
 
     @property
     def has_even_steps(self) -> bool:
-        """True if all steps take about the same time, so that the watchdog may learn it.
+        """True if all training steps take about the same time, so that the watchdog can learn a time limit from them.
 
         Without packing, a step is as long as its longest row; a compiled one is slow whenever a new shape comes.
         """
@@ -129,7 +141,7 @@ class TrainFields(MethodFields):
 
     @property
     def workload(self) -> Workload:
-        """Work of this training as the planner compares layouts; without `steps`, total tokens are unknown."""
+        """Description of the training by which the planner compares layouts; its total of tokens needs `steps`."""
         workload = Workload(
             self.data.sequence_length,
             self._packed_rows,
@@ -145,7 +157,10 @@ class TrainFields(MethodFields):
 
     @property
     def _packed_rows(self) -> int:
-        """Packed rows of one optimizer step; for completions, their longest length counts and prompts do not."""
+        """Packed rows of one optimizer step; for sampled completions, estimated from their greatest length.
+
+        Prompts do not count.
+        """
         if self.rollouts is None:
             return self.global_batch_size
         tokens = self.global_batch_size * self.rollouts.max_completion_length
@@ -154,7 +169,7 @@ class TrainFields(MethodFields):
 
     @property
     def sampling_devices(self) -> int:
-        """Devices of the server that samples, after those that train; on a CPU both share the cores."""
+        """Number of devices of the sampling server, besides those that train; on a CPU both share the cores."""
         return self.sampling.num_devices if self.sampling else 0
 
     @property
@@ -163,11 +178,14 @@ class TrainFields(MethodFields):
 
     @property
     def constraints(self) -> RunConstraints:
-        """Constraints of batch and sequence that a layout must fit, besides the model's numbers."""
+        """Batch size, sequence length and numbers of nodes and processes that a layout must fit, whatever the model."""
         return RunConstraints(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
 
     def data_from(self, start: Path) -> DataConfig:
-        """Return `data` with the chat template of the adapter in the artifact `start`, if the recipe names none."""
+        """Return the `data` config, with the chat template of the adapter in `start` if the recipe names none.
+
+        start: folder of the artifact that training starts from.
+        """
         template = start / "adapter" / "chat_template.jinja"
         if self.data.chat_template or not template.is_file():
             return self.data
@@ -175,7 +193,7 @@ class TrainFields(MethodFields):
 
     @property
     def engine_settings(self) -> EngineSettings:
-        """Settings that an engine is built with."""
+        """Settings that the training engine is built with."""
         return EngineSettings(
             layout=self.layout,
             precision=self.precision,

@@ -1,4 +1,4 @@
-"""Log of a training run: metrics of its steps, progress, warnings, their summary, and the loss curve as a picture."""
+"""Log of a training run: metrics by step, progress, warnings, a summary, and a picture of the loss curve."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from stages.core.metric_series import METRICS_FILE, MetricSeries
 
 PROGRESS_EVERY_S = 0.5
 MUCH_COMMUNICATION = 0.3
-"""Share of a step spent in collectives from which on a warning is given."""
+"""Share of a training step spent in collectives above which a warning is given."""
 MUCH_REST = 0.03
-"""Probability that a teacher gives on average to tokens beyond its top k, from which on a warning is given."""
+"""Mean probability that a teacher gives to tokens beyond its top k, above which a warning is given."""
 PER_STEP = (
     "step_time_s",
     "tokens_per_s",
@@ -26,13 +26,16 @@ PER_STEP = (
     "mfu",
     "data_wait_fraction",
 )
-"""Names of metrics that are measured in every step; a run's final value is their median."""
+"""Metrics that are measured in every training step; a run's final value of each is the median."""
 
 Metrics = dict[str, float]
 
 
 class Journal:
-    """Log of one attempt. Steps that an earlier attempt has logged are not logged again: they would be the same."""
+    """Log of one attempt at a training.
+
+    Steps that an earlier attempt has logged are not logged again: they would be the same.
+    """
 
     def __init__(self, context: StageContext, num_steps: int, log_every_steps: int) -> None:
         self._context = context
@@ -41,18 +44,18 @@ class Journal:
         if is_main_process():
             remove_cut_off_line(context.work / METRICS_FILE)
         self.rows = [{"step": logged.step, **logged.values} for logged in MetricSeries(context.work).steps()]
-        """Metrics that all attempts have logged, this one included; a dictionary a step."""
+        """Metrics that all attempts have logged, including this one: a dictionary for each training step."""
         self._last_logged_step = max((int(row["step"]) for row in self.rows), default=0)
         self._last_progress_s = 0.0
         self._attempt: list[Metrics] = []
         self._has_warned_of_rest = False
 
     def is_due(self, step: int) -> bool:
-        """Return whether the metrics of a step are logged."""
+        """Return whether the metrics of a training step are to be logged."""
         return step % self._log_every_steps == 0 or step in (1, self._num_steps)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log the metrics of a step, and warn once of much communication or a poor top k of the teacher."""
+        """Log the metrics of a training step; warn of much communication, and once of a teacher's poor top k."""
         self._attempt.append(metrics)
         if step > self._last_logged_step:
             self._context.log_metrics(step, metrics)
@@ -72,14 +75,17 @@ class Journal:
             )
 
     def progress(self, step: int, loss: float) -> None:
-        """Report a training's step and loss, at most every half second."""
+        """Report the training's current step and loss to the user, at most every half second."""
         now_s = time.monotonic()
         if step == self._num_steps or now_s - self._last_progress_s > PROGRESS_EVERY_S:
             self._context.progress(step, self._num_steps, "steps", f"loss {loss:.4f}{self._rate()}")
             self._last_progress_s = now_s
 
     def lowest_evaluation(self, upto_step: int) -> tuple[float, int]:
-        """Return the lowest held-out loss up to this step, and its first step; (inf, 0) without an evaluation."""
+        """Return the lowest held-out loss up to a training step and the first step that had it.
+
+        Without an evaluation: (inf, 0).
+        """
         rows = (row for row in self.rows if row["step"] <= upto_step and "evaluation_loss" in row)
         return min(((row["evaluation_loss"], int(row["step"])) for row in rows), default=(math.inf, 0))
 
@@ -88,11 +94,11 @@ class Journal:
         self._context.warn(message)
 
     def milestone(self, message: str) -> None:
-        """Report an event of the training worth showing."""
+        """Report an event of the training that users should see."""
         self._context.milestone(message)
 
     def summary(self) -> Metrics:
-        """Return medians of `PER_STEP` over this attempt's steps but the first three, and the last other metrics."""
+        """Return the attempt's final metrics: medians of `PER_STEP` after the first 3 steps, last values of others."""
         if not self._attempt:
             return {}
         steady = self._attempt[min(3, len(self._attempt) - 1) :]
@@ -110,7 +116,7 @@ SERIES = {"loss": "training", "evaluation_loss": "held out"}
 
 
 def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the losses in `rows` (of a `Journal`) over the steps, as PNG."""
+    """Draw the loss curves in a journal's `rows` over the training steps, as a PNG file."""
     from matplotlib import artist
 
     # Matplotlib builds a docstring of all setters for each class at import, which takes longer than the picture.

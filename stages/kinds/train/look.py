@@ -16,7 +16,7 @@ from stages.rollouts.look import look_at_prompts
 
 
 def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
-    """Return the rows of the first step with counts; for a method that samples, the first prompts.
+    """Return the rows that training sees first, with counts; for a method that samples, the first prompts.
 
     Raises as `prepare_mixture` and `checked_prompts` do.
     """

@@ -34,9 +34,9 @@ from stages.parallel.accelerator import of_device
 from stages.parallel.devices import Peak
 
 PROFILED_STEP = 3
-"""Step of an attempt, counted from 1, in which collectives are timed: late enough to be typical."""
+"""Training step of each attempt, counted from 1, in which collectives are timed: late enough to be typical."""
 RISEN = 1.02
-"""Ratio to the lowest held-out loss above which a rise is reported; smaller rises are noise of few rows."""
+"""Ratio of the last held-out loss to the lowest above which a rise is reported; smaller rises are noise of few rows."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,23 @@ class TrainingRun:
     positions: Positions = field(default_factory=Positions)
 
     def close(self) -> None:
-        """Close the batches of the run and what makes them."""
+        """Close the run's batches and what makes them, such as a sampling server."""
         self.batches.close()
 
     @property
     def last_step(self) -> int:
-        """Step to stop after: `num_steps`, or fewer when the run is only measured (a trial)."""
+        """Training step to stop after: `num_steps`, or fewer in a trial run, which only measures."""
         return self.trial.steps if self.trial else self.num_steps
 
     @property
     def checkpoint_every_steps(self) -> int:
-        """Steps between checkpoints: the recipe's, or a tenth of the run, rounded up to whole rounds."""
+        """Training steps between checkpoints: the recipe's, or a tenth of the run, in whole rounds of sampling."""
         wanted = self.config.execution.checkpoint_every_steps or math.ceil(self.num_steps / 10)
         return math.ceil(wanted / self.batches.steps_together) * self.batches.steps_together
 
 
 def train(run: TrainingRun) -> LossMeans | None:
-    """Train from the latest checkpoint, or from the start, to the last step; returns the final evaluation.
+    """Train from the latest checkpoint, or from the start, to the last step; return the held-out evaluation.
 
     Raises TrainingError, with the step, when loss or gradient norm is not finite.
     """
@@ -141,7 +141,7 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
 def _update(
     run: TrainingRun, share: Share, rate: float, is_profiled: bool
 ) -> tuple[StepOutcome, float, dict[str, float]]:
-    """Make one optimizer step; return its outcome, its seconds, and the communication's share if it was profiled."""
+    """Make one optimizer step; return its outcome, its seconds, and its share of communication if profiled."""
     with profile() if is_profiled else nullcontext() as profiled:
         start_s = time.perf_counter()
         micro_batches = with_divergence(run.engine, share.micro_batches)
@@ -153,9 +153,10 @@ def _update(
 
 
 def _shares(run: TrainingRun, steps: range) -> Generator[Share]:
-    """Yield the micro-batches of every step; the next step's are made ahead where that needs no other process.
+    """Yield this process's micro-batches of every step, made one step ahead in a thread where that needs no collective.
 
-    Those are in pinned memory where the device copies from it, so that their copies overlap with the computation.
+    Micro-batches made ahead are in pinned memory where the device copies from it, so that their copies overlap with the
+    computation.
     """
     pins = of_device(run.engine.device).pins_host_memory
 
@@ -203,7 +204,7 @@ def _evaluate_if_due(run: TrainingRun, step: int) -> dict[str, float]:
 
 
 def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | None:
-    """Return to the best step's weights for `keep: best`, else warn where the held-out loss has risen.
+    """Load the best step's weights again for `keep: best`; otherwise warn if the held-out loss has risen.
 
     Returns the evaluation of the weights that remain.
     """
@@ -222,17 +223,20 @@ def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | No
 
 
 def evaluation_metrics(means: LossMeans) -> dict[str, float]:
-    """Return the held-out metrics with names that begin with `evaluation_`."""
+    """Return the held-out loss and metrics under names that begin with `evaluation_`."""
     return {f"evaluation_{name}": value for name, value in {"loss": means.loss, **means.metrics}.items()}
 
 
 def _step_seed(run: TrainingRun, step: int) -> int:
-    """Return the seed of dropout in a step, different on processes that see different data."""
+    """Return the seed of dropout in a training step, different on processes that see different data."""
     return int(np.random.SeedSequence([run.config.seed, step, run.engine.data_rank]).generate_state(1)[0])
 
 
 def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: Method) -> LossMeans:
-    """Return means of loss and metrics over all rows of `source`, of a mixture by dataset too. Collective."""
+    """Return mean loss and metrics over all held-out rows in `source`, and for each dataset of a mixture.
+
+    Collective.
+    """
     by_name = source.dataset.member_rows
     batches = [
         source.batch([rows[index] for index in share]).with_signal(member=member)
@@ -255,13 +259,16 @@ def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: M
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """Return a loss that is comparable between tokenizers: Gao et al. 2020 (The Pile), section 3.1."""
+    """Convert a loss to bits per byte, which is comparable between tokenizers: Gao et al.
+
+    2020 (The Pile), section 3.1.
+    """
     return nats_per_token / bytes_per_token / math.log(2)
 
 
 @dataclass(frozen=True)
 class LossByDataset:
-    """A `Loss` with metrics `loss.NAME` and `METRIC.NAME`, means over the rows of each dataset of a mixture.
+    """Wrapper of a loss that adds its value and metrics for each dataset of a mixture: `loss.NAME` and `METRIC.NAME`.
 
     A micro-batch holds rows of one dataset, whose number is its `member`.
     """
@@ -276,7 +283,7 @@ class LossByDataset:
         return (*own, *(f"{metric}.{name}" for name in self.names for metric in ("loss", *own)))
 
     def counts(self, signal: Signal) -> Counts:
-        """Return the loss's counts for all rows and for each dataset of a mixture."""
+        """Return the loss's counts, such as targets or pairs, for all rows and for each dataset of a mixture."""
         counts = self.loss.counts(signal)
         by_dataset = {
             f"{what}.{number}": count if number == signal.member else 0
@@ -286,7 +293,7 @@ class LossByDataset:
         return {**counts, **by_dataset}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the parts of the means over all rows, and of the means over the micro-batch's dataset."""
+        """Return the micro-batch's contributions to the means over all rows and to the means over its own dataset."""
         loss, metrics = self.loss(token_log_probabilities, signal, totals)
         own_totals = {what: totals[f"{what}.{signal.member}"] for what in self.loss.counts(signal)}
         own = self.loss(token_log_probabilities, signal, own_totals)
@@ -300,7 +307,7 @@ class LossByDataset:
 
 
 def with_divergence(engine: Engine, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Return the micro-batches with `kl`, KTO's divergence from the reference in nats. Collective.
+    """Add KTO's estimate of the divergence from the reference model, `kl` in nats, to the micro-batches. Collective.
 
     It is the mean of log π/π_ref over answers to other prompts of the global batch (Ethayarajh et al. 2024, section
     4.1), at least 0, which this mean need not be. It is one number for all shares, so their forward passes come before

@@ -23,18 +23,18 @@ from stages.parallel.processes import gathered
 GIB = 2**30
 COLLECTIVES = tuple(sorted({f"{one.collectives}:" for one in DEVICE_TYPES}))
 MOST_PROCESSES_LISTED = 16
-"""Largest number of processes for which memory is logged one by one at every step; at the end it always is."""
+"""Largest number of processes for which each one's memory is logged at every step; at the end it always is."""
 FORGET_PEAK = "5"
 """Number that resets a process's peak memory when written to Linux's `/proc/self/clear_refs`."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """This process's share of a global batch, with its amount of work."""
+    """Share of a global batch that one process computes, with its tokens and FLOPs."""
 
     micro_batches: Sequence[Batch]
     num_tokens: int
-    """Number of positions that go through the model, padding included."""
+    """Number of token positions that go through the model, padding included."""
     num_real_tokens: int
     flops: float
 
@@ -54,18 +54,18 @@ def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
 
 @dataclass
 class Positions:
-    """Count of positions in this process's batches over an attempt, with and without padding."""
+    """Count of the token positions in this process's batches over an attempt, with and without padding."""
 
     num_tokens: int = 0
     num_real_tokens: int = 0
 
     def add(self, share: Share) -> None:
-        """Count the positions in the batches of one step."""
+        """Count the token positions in the batches of one step."""
         self.num_tokens += share.num_tokens
         self.num_real_tokens += share.num_real_tokens
 
     def metrics(self, engine: Engine) -> dict[str, float]:
-        """Return the padding's share of positions over all processes; nothing before the first step. Collective."""
+        """Return the padding's share of token positions over all processes; empty before the first step. Collective."""
         counts = torch.tensor([self.num_tokens, self.num_real_tokens], dtype=torch.float64)
         num_tokens, num_real_tokens = engine.sum_over_data(counts).tolist()
         return {"padding_fraction": 1 - num_real_tokens / num_tokens} if num_tokens else {}
@@ -78,7 +78,7 @@ def real_document_lengths(batch: Batch) -> list[int]:
 
 
 def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, peak: Peak | None) -> dict[str, float]:
-    """Return one step's rates, data waiting, memory and MFU over all processes. Collective."""
+    """Return a training step's tokens per second, wait for data, memory and MFU, over all processes. Collective."""
     sums = torch.tensor([share.num_tokens, share.num_real_tokens, share.flops, wait_s, 1], dtype=torch.float64)
     num_tokens, num_real_tokens, flops, waited_s, num_shares = engine.sum_over_data(sums).tolist()
     rates = {"tokens_per_s": num_tokens / step_time_s, "real_tokens_per_s": num_real_tokens / step_time_s}
@@ -95,7 +95,7 @@ def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, 
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Reset the peak of memory, so that `peak_memory` measures training and not the reading of the model.
+    """Reset the counter of peak memory, so that `peak_memory` measures training and not the reading of the model.
 
     On a CPU this needs Linux; elsewhere it does nothing.
     """
@@ -108,7 +108,7 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device, *, every_rank: bool) -> dict[str, float]:
-    """Return the peak memory of the fullest process since the model was read, on its GPU or its host. Collective.
+    """Return in GiB the peak memory, since the model was read, of the process that used most. Collective.
 
     With `every_rank`, each process's peak as well.
     """
@@ -119,7 +119,7 @@ def peak_memory(device: torch.device, *, every_rank: bool) -> dict[str, float]:
 
 
 def host_peak_bytes() -> int:
-    """Return the peak of this process's resident memory.
+    """Return the peak of this process's resident memory in bytes.
 
     Linux's VmHWM is preferred: `getrusage` includes what the parent process held when it started this one.
     """
@@ -130,7 +130,7 @@ def host_peak_bytes() -> int:
 
 
 def communication_fraction(profiled: profile, step_time_s: float) -> float:
-    """Return the share of a profiled step in which a collective ran, hidden by computation or not."""
+    """Return the share of a profiled training step in which a collective ran, hidden by computation or not."""
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profiled.events() or ()

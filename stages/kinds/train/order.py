@@ -21,8 +21,9 @@ from stages.kinds.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class DataOrder:
-    """Epochs of random permutations of all rows, cut into global batches; a mixture draws from each dataset by weight.
+    """Order of training rows: random permutations of all rows, one an epoch, cut into global batches.
 
+    A mixture draws from each dataset by weight.
     A global batch may span the border of two epochs, so no row is left out of an epoch.
     """
 
@@ -44,21 +45,24 @@ class DataOrder:
         return np.flatnonzero(self.slots.times(num_steps * self.global_batch_size)).tolist()
 
     def micro_batches(self, step: int) -> list[list[int]]:
-        """Return this process's share of a global batch, cut into micro-batches."""
+        """Return the row numbers of this process's share of a global batch, cut into micro-batches."""
         num_rows = self.global_batch_size // self.data_parallel_size
         share = self.global_batch(step)[self.data_rank * num_rows :][:num_rows]
         return [share[start : start + self.micro_batch_size] for start in range(0, num_rows, self.micro_batch_size)]
 
     @property
     def slots(self) -> MixtureOrder:
-        """Row numbers of all training steps, one step after the other."""
+        """Sequence of row numbers from which the training steps take their global batches in turn."""
         return self.mixture or MixtureOrder((self.num_rows,), (1.0,), self.seed)
 
 
 def even_micro_batches(
     num_rows: int, micro_batch_size: int, data_rank: int, data_parallel_size: int
 ) -> Iterator[list[int]]:
-    """Yield one process's micro-batches of all rows in order; each process gets equally many, the last may be empty."""
+    """Yield one process's micro-batches of the row numbers in order; all processes get equally many.
+
+    The last one may be empty.
+    """
     stride = micro_batch_size * data_parallel_size
     for index in range(math.ceil(num_rows / stride)):
         start = index * stride + data_rank * micro_batch_size
@@ -66,7 +70,7 @@ def even_micro_batches(
 
 
 def slots_of(data: DataConfig, training: PackedDataset, seed: int) -> MixtureOrder:
-    """Return the order in which rows are visited, of one dataset or of a mixture by its weights."""
+    """Return the order in which training visits rows: of one dataset, or of a mixture by its weights."""
     if not training.members or data.mixing.strategy == "concat":
         return MixtureOrder((len(training),), (1.0,), seed)
     asked = shares_asked(data, training)
@@ -82,7 +86,7 @@ def slots_of(data: DataConfig, training: PackedDataset, seed: int) -> MixtureOrd
 
 
 def shares_asked(data: DataConfig, training: PackedDataset) -> dict[str, float]:
-    """Return each dataset's requested share of a mixture, of rows or tokens as `weight_by` says; the sum is 1."""
+    """Return the share of each dataset that a mixture asks for, of rows or tokens as `weight_by` says; the sum is 1."""
     weights = np.array([part.weight or 0.0 for part in data.datasets])
     if not weights.all():
         everything = np.ones(len(training), np.int64)
@@ -92,7 +96,7 @@ def shares_asked(data: DataConfig, training: PackedDataset) -> dict[str, float]:
 
 
 def seen(data: DataConfig, training: PackedDataset, slots: MixtureOrder, num_slots: int) -> dict[str, float]:
-    """Return metrics of each dataset of a mixture after `num_slots` rows: its share and number of passes."""
+    """Return each dataset's share and number of passes after the first `num_slots` rows of a mixture, as metrics."""
     if not training.members:
         return {}
     times = slots.times(num_slots)
@@ -105,12 +109,15 @@ def seen(data: DataConfig, training: PackedDataset, slots: MixtureOrder, num_slo
 
 
 def steps_of_epochs(config: TrainConfig, training: PackedDataset) -> int:
-    """Return the optimizer steps of the recipe's `epochs`; an epoch has as many rows as all datasets together."""
+    """Return the number of optimizer steps in the recipe's `epochs`.
+
+    An epoch has as many rows as all datasets together.
+    """
     return math.ceil(config.epochs * len(training) / config.global_batch_size)
 
 
 def repeated_too_often(config: TrainConfig, training: PackedDataset) -> Iterator[tuple[str, DataError]]:
-    """Yield field and error of each dataset that training would repeat more often than its `max_epochs`."""
+    """Yield config field and error for each dataset that training would repeat more often than its `max_epochs`."""
     data, num_steps = config.data, config.steps or steps_of_epochs(config, training)
     times = slots_of(data, training, config.seed).times(num_steps * config.global_batch_size)
     members = zip(data.datasets, data.names, training.member_rows.values(), strict=True) if data.datasets else ()
@@ -128,6 +135,6 @@ def repeated_too_often(config: TrainConfig, training: PackedDataset) -> Iterator
 
 
 def _amounts(training: PackedDataset, times: NDArray[np.int64], unit: str) -> NDArray[np.float64]:
-    """Amount of each dataset, float64 [datasets]: rows, or tokens, each row counted as often as `times` says."""
+    """Return each dataset's amount of rows or tokens, float64 [datasets]; a row counts as often as `times` says."""
     counted = times * training.row_lengths if unit == "tokens" else times
     return np.array([counted[rows.start : rows.stop].sum() for rows in training.member_rows.values()], np.float64)

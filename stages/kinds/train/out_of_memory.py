@@ -1,4 +1,4 @@
-"""Error of a process that ran out of memory, with the predicted use and the settings that lower it."""
+"""Error message for a process that ran out of memory: the predicted use, and settings that lower it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import describe_layout
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"
-"""Beginning of torch's plain RuntimeError when a CPU has no memory left, to recognise it."""
+"""Beginning of the RuntimeError by which torch reports that a CPU has no memory left."""
 
 
 @contextmanager

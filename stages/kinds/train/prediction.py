@@ -43,10 +43,13 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted metrics by name, with tags that say what they were predicted from."""
+    """Planner's prediction for a run: the chosen layout and predicted metrics by name.
+
+    tags: texts for MLflow that say what was predicted from.
+    """
 
     layout: Layout
-    """Layout to run with; an `auto` layout is decided here, if there is a prediction."""
+    """Layout to run with. The planner's choice replaces `layout: auto` here, where a prediction is possible."""
     metrics: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
 
@@ -58,8 +61,9 @@ def predict_run(
     teacher: ModelFacts | None,
     device: torch.device,
 ) -> Prediction:
-    """Predict memory and step time, check memory, and write `prediction.json` with the alternatives. Collective.
+    """Predict memory and step time, check that memory suffices, and write `prediction.json`. Collective.
 
+    The file lists alternative layouts, too.
     Raises LayoutError on every process when even the device with the most free memory has too little.
     """
     available_gib = min(gathered(_available_memory_gib(device)))  # every process must come to the same decision
@@ -83,7 +87,10 @@ def predict_run(
 def _check_teacher(
     config: TrainConfig, teacher: ModelFacts | None, request: SearchRequest, candidate: Candidate, available_gib: float
 ) -> dict[str, float]:
-    """Return the predicted memory of a teacher that is a stage's model, if its sizes are known."""
+    """Check and return the predicted memory of the teacher's model.
+
+    Empty for a teacher on a server, or of unknown sizes.
+    """
     if teacher is None:
         return {}
     try:
@@ -114,7 +121,7 @@ def _write(path: Path, request: SearchRequest, candidate: Candidate) -> None:
 
 
 def _available_memory_gib(device: torch.device) -> float:
-    """Return free memory: the GPU's, or this process's share of the host's."""
+    """Return free memory in GiB: the GPU's, or this process's share of the host's."""
     if device.type != "cpu":
         return free_bytes(device) / GIB
     kib = next(line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)

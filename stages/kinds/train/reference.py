@@ -1,4 +1,4 @@
-"""Reference log-probabilities: the untrained model's, of all documents, computed before training and cached by content.
+"""Reference log-probabilities: those of all documents under the untrained model, computed once and cached on disk.
 
 So only one model is in memory. The cache holds the sum over each document's targets, under a key of everything that
 decides it: the model's weights, the packed data, the rows, the precision.
@@ -29,7 +29,7 @@ from stages.kinds.train.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class ReferenceRows:
-    """Reference log-probabilities of some rows' documents."""
+    """Reference model's log-probabilities of the documents in some dataset rows."""
 
     documents: NDArray[np.int64]
     """Numbers of documents in the dataset, int64 [documents], sorted."""
@@ -37,14 +37,14 @@ class ReferenceRows:
     """Reference log-probabilities in nats, float32 [documents], sums over a document's targets."""
 
     def attach(self, batch: Batch, documents: NDArray[np.int64]) -> Batch:
-        """Return the batch with reference log-probabilities of its documents."""
+        """Return the batch with the reference log-probabilities of these documents."""
         positions = np.searchsorted(self.documents, documents)
         return batch.with_reference(torch.from_numpy(self.log_probabilities[positions]))
 
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """The engine's model before training, an adapter that training starts from included (as in TRL)."""
+    """Reference model: the engine's before training, with the adapter that training starts from (as in TRL)."""
 
     engine: Engine
     weights_digest: str
@@ -61,8 +61,9 @@ class ReferenceModel:
         *,
         mismatched: bool = False,
     ) -> ReferenceRows:
-        """Return reference log-probabilities for `rows` (sorted, without repetitions). Collective.
+        """Return the documents' log-probabilities under the reference model, computed or cached. Collective.
 
+        rows: row numbers of the dataset, sorted, without repetitions.
         change: applied to each batch before the forward pass; its `repr` is part of the cache's key.
         mismatched: compute the log-probabilities of answers paired with other prompts.
         """
@@ -95,7 +96,10 @@ class ReferenceModel:
         make: Callable[[Sequence[int], int], Batch],
         change: BatchChange | None,
     ) -> NDArray[np.float32]:
-        """Compute documents' reference log-probabilities, float32 [documents], the same on every process."""
+        """Compute the documents' log-probabilities under the reference model, float32 [documents].
+
+        Every process gets the same.
+        """
         engine = self.engine
         positions = np.cumsum([0, *(len(dataset.row_documents([row])) for row in rows)]).tolist()
         # Each process fills in its own rows; the sum over processes is then the whole.

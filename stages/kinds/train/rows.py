@@ -27,7 +27,7 @@ NOTHING_TAUGHT = Taught()
 
 @dataclass(frozen=True)
 class RowData:
-    """Rows of one dataset or a mixture; implements `stages.kinds.train.batches.TrainingData`."""
+    """Training data made of a dataset's or a mixture's rows; implements `stages.kinds.train.batches.TrainingData`."""
 
     config: TrainConfig
     context: StageContext
@@ -37,7 +37,7 @@ class RowData:
 
     @classmethod
     def read(cls, config: TrainConfig, context: StageContext, models: InputModels) -> RowData:
-        """Prepare the recipe's datasets for training, or reuse prepared ones.
+        """Prepare (tokenize and pack) the recipe's datasets for training, or reuse prepared ones.
 
         Raises DataError and ModelError as `prepare_mixture` does, and DataError where a dataset would be repeated more
         often than its `max_epochs`.
@@ -89,7 +89,7 @@ class RowData:
 
     @property
     def _counts_by_dataset(self) -> dict[str, float]:
-        """Count rows and tokens of each dataset of a mixture, with the share that the recipe asks for."""
+        """Count rows and tokens of each dataset of a mixture, and add the share that the recipe asks for."""
         training = self.prepared.training
         asked = shares_asked(self.config.data, training) if training.members else {}
         counts: dict[str, float] = {}
@@ -103,7 +103,7 @@ class RowData:
         return steps_of_epochs(self.config, self.prepared.training)
 
     def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RowData:
-        """Ask the teacher about the rows of all training steps and about the held-out rows.
+        """Ask the teacher for its tokens at all rows that training will learn from, and at the held-out rows.
 
         Training rows are left out where the model itself answers in every step.
         """
@@ -130,7 +130,7 @@ class RowData:
         return replace(self, teaching=teaching)
 
     def first_batches(self, least_targets: int) -> list[Batch]:
-        """Return the first micro-batches in the order of training, the same on all processes.
+        """Return the first micro-batches in the order of training, the same on all processes, for EVA.
 
         Raises DataError as the function of this name does.
         """
@@ -139,7 +139,10 @@ class RowData:
         return first_batches(training, islice(rows, len(training)), least_targets)
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
-        """Return the batches, with reference log-probabilities of all rows up to `last_step` where they are needed."""
+        """Return the source of batches, with reference log-probabilities of the rows that need them.
+
+        last_step: the training step up to which rows are learned from.
+        """
         config, context, training = self.config, self.context, self.prepared.training
         micro_batch_size = config.layout.micro_batch_size
         order = self._order(engine.data_rank, engine.data_parallel_size)
@@ -193,7 +196,7 @@ class RowData:
 
 
 def _start_digest(config: TrainConfig, context: StageContext) -> str:
-    """Return a digest of the weights that training starts from; it keys the reference's cached log-probabilities."""
+    """Return a digest of the weights that training starts from, to cache the reference's log-probabilities by."""
     start = [context.inputs[config.model] / "adapter"] if config.base else []
     precision = config.adapter and config.adapter.base_precision
     digest = model_digest(context.inputs[config.base or config.model] / "model", *start)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 LOSS_PLOT = "plots/loss.png"
 
 prepare_process = start_training_quickly
-"""First step of `python -m stages`. A process that has done it cannot load models by `device_map` any more."""
+"""Function that `python -m stages` calls first; after it the process cannot load models by `device_map` any more."""
 
 
 def run(config: TrainConfig, context: StageContext) -> StageResult:
@@ -112,7 +112,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
 
 
 def _check_machine(config: TrainConfig) -> DeviceType:
-    """Check that the layout's number of processes was started and that the device supports the precision.
+    """Check that the layout's number of processes was started and that the devices support engine and precision.
 
     Returns the kind of device.
     """
@@ -150,7 +150,7 @@ def _build_engine(
     device: torch.device,
     data: TrainingData,
 ) -> Engine:
-    """Build the configured engine; only its own heavy imports are made."""
+    """Build the configured training engine; only the libraries of this engine are imported."""
 
     def first_batches(num_tokens: int) -> Sequence[Batch]:
         if not isinstance(data, RowData):
@@ -199,8 +199,9 @@ def _num_steps(config: TrainConfig, context: StageContext, data: TrainingData) -
 
 
 def _write(training_run: TrainingRun, data: TrainingData, context: StageContext, base: Path) -> dict[str, float]:
-    """Export the trained model with recorded log-probabilities; return metrics of how far training moved these.
+    """Export the trained model, and log-probabilities of a few documents that later stages must reproduce.
 
+    Returns metrics of how far training moved these log-probabilities.
     base: the model folder of an adapter. A useless adapter is written and then refused.
     """
     config, engine = training_run.config, training_run.engine
@@ -218,7 +219,7 @@ def _write(training_run: TrainingRun, data: TrainingData, context: StageContext,
 
 
 def _judge_adapter(config: TrainConfig, context: StageContext, base: Path) -> None:
-    """Refuse a trained adapter that changes no merged weight; warn of layers and experts that learned nothing."""
+    """Reject a trained adapter that changes no weight when merged; warn of layers and experts that learned nothing."""
     # Not at the top: they import what Transformers loads models with, before `start_training_quickly` makes that light.
     from stages.adapters.effect import has_effect, idle_experts, idle_layers
 
@@ -256,7 +257,7 @@ def _changing(adapter: Adapter, config: TrainConfig, base: Path) -> Changing:
 
 
 def _note_use(config: TrainConfig, data: TrainingData, folder: Path) -> None:
-    """Record in the model folder how it was trained: as a chat or not, the template and its date."""
+    """Record in the model's folder whether it was trained on chats, with the chat template and its date."""
     own_date = config.data.template_date if config.data.template_date != DEFAULT_DATE else None
     note_trained_on(folder, conversations=data.conversations, template_date=own_date)
     if config.data.chat_template:

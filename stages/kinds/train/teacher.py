@@ -1,4 +1,4 @@
-"""Teacher of distillation: its likeliest tokens at each target, asked before or during training, and cached by content.
+"""Teacher of distillation: its likeliest tokens at each target, computed before or during training, and cached on disk.
 
 A teacher is a server, or a model that is loaded before the one that learns, under the same layout, and freed: only one
 model is in memory at a time, unless the teacher is asked about the model's own answers (on-policy). The cache is an
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
     from stages.rollouts.asking import Answer, Request
 
 PROBE = "In 2026, 3 × 14 = 42: naïve façade, 数 and\n\tdef f(x): return x ** 2  # “so”"
-"""Text of several kinds, which different tokenizers are unlikely to cut into the same tokens."""
+"""Text of several kinds, by which different tokenizers are recognised: they hardly cut it into the same tokens."""
 CHECK_TIMEOUT_S = 60.0
 ROWS_TOGETHER = 64
 Document = Sequence[int]
 ShareOf = Callable[[int], list[Batch]]
-"""Function from a data rank to the micro-batches of its share; every process can call it for any rank."""
+"""Function that returns the micro-batches of a data-parallel rank; every process can call it for any rank."""
 BuildEngine = Callable[[TrainConfig, ModelFacts], Engine]
-"""Function (config, model) → engine with that model."""
+"""Function that builds an engine with a model, from a training config and the model's facts."""
 RowsOf = tuple[PackedDataset, Sequence[int]]
-"""Dataset with some of its rows, sorted and without repetitions."""
+"""Dataset with the numbers of some of its rows, sorted and without repetitions."""
 NUM_NAMED = 3
 
 
 def check_teacher(config: TrainConfig, models: InputModels) -> Iterator[LifecycleError]:
-    """Yield problems of the method's teacher, if it has one."""
+    """Check that a distillation's teacher suits the model, and yield problems; none without a teacher."""
     asked, trusted = config.teacher_tokens, config.trust_remote_code
     if asked and asked.server:
         yield from server_problems(asked, config.execution, models.start, trust_remote_code=trusted)
@@ -70,7 +70,7 @@ def check_teacher(config: TrainConfig, models: InputModels) -> Iterator[Lifecycl
 def server_problems(
     asked: TeacherTokens, execution: TrainExecution, model: ModelFacts, *, trust_remote_code: bool
 ) -> Iterator[LifecycleError]:
-    """Yield problems of a served teacher, which is asked about a few tokens."""
+    """Yield problems of a teacher that runs on a server, after asking it about a few tokens."""
     try:
         if too_many := _too_many(asked, model.vocabulary_size):
             yield too_many
@@ -83,7 +83,7 @@ def server_problems(
 def teacher_problems(
     asked: TeacherTokens, teacher: ModelFacts, model: ModelFacts, *, trust_remote_code: bool
 ) -> Iterator[LifecycleError]:
-    """Yield differences between teacher and model: tokenizer, vocabulary size, fewer tokens than `loss_top_k`."""
+    """Yield reasons why a teacher's model does not suit: tokenizer, vocabulary size, fewer tokens than `loss_top_k`."""
     try:
         loaded = [load_tokenizer(facts.folder, trust_remote_code=trust_remote_code) for facts in (teacher, model)]
         tokens = [tokenizer.get_vocab() for tokenizer in loaded]
@@ -118,8 +118,9 @@ def ask_teacher(
     build: BuildEngine,
     teacher_lifetime: ExitStack,
 ) -> Taught:
-    """Return the teacher's records of each dataset's rows, from the cache or newly asked. Collective.
+    """Return the teacher's likeliest tokens at the targets of dataset rows, from the cache or newly computed.
 
+    Collective.
     start_digest: of the weights that training starts from.
     teacher_lifetime: closes a teacher that is asked during training.
 
@@ -153,7 +154,7 @@ def ask_teacher(
 
 @dataclass(frozen=True)
 class Taught:
-    """Teacher's records of datasets' rows, and the open teacher itself where it is asked during training."""
+    """Teacher's likeliest tokens at the targets of dataset rows, and the loaded teacher if training asks it more."""
 
     rows: Mapping[PackedDataset, TeacherRows] = field(default_factory=dict)
     teacher: OpenTeacher | None = None
@@ -161,7 +162,7 @@ class Taught:
 
 
 class Teacher(Protocol):
-    """Teacher of distillation before its model is loaded or its server asked.
+    """Protocol of a distillation's teacher before its model is loaded or its server is asked.
 
     identity: everything that decides its answers, except the documents.
     """
@@ -170,42 +171,42 @@ class Teacher(Protocol):
     def identity(self) -> dict[str, JsonValue]: ...
 
     def opened(self, context: StageContext, watchdog: Watchdog) -> AbstractContextManager[OpenTeacher]:
-        """Load the teacher while the context is open; not called where everything is cached. Collective."""
+        """Load the teacher, and free it when the context ends; not called where everything is cached. Collective."""
 
 
 class OpenTeacher(Protocol):
-    """Loaded teacher, which answers with a record of its likeliest tokens for each target, in order."""
+    """Protocol of a loaded teacher, which returns its likeliest tokens and their log-probabilities at each target."""
 
     def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
-        """Yield the teacher's records of all targets in `rows` (sorted) piece by piece. Collective.
+        """Yield the teacher's likeliest tokens at all targets in `rows` (sorted), in consecutive arrays. Collective.
 
         Only rank 0 gets the right values.
         """
 
     def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
-        """Return the teacher's records of each micro-batch in this process's share. Collective."""
+        """Return the teacher's likeliest tokens for each micro-batch in this process's share. Collective."""
 
 
 def record_dtype(number: int) -> np.dtype[np.void]:
-    """Return the dtype of a target's record: int32 tokens [number] and float32 log-probabilities [number]."""
+    """Return the dtype of a teacher's answer at a target: int32 tokens [number], float32 log-probabilities [number]."""
     return np.dtype([("tokens", np.int32, (number,)), ("log_probabilities", np.float32, (number,))])
 
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """Rows of a dataset with the teacher's records of their targets."""
+    """Dataset rows with the teacher's likeliest tokens at their targets."""
 
     rows: NDArray[np.int64]
     """Numbers of the rows in the dataset, int64 [rows], sorted."""
     starts: NDArray[np.int64]
-    """Index of each row's first target in the teacher's records, int64 [rows + 1]."""
+    """Index of each row's first target in `records`, int64 [rows + 1]."""
     records: NDArray[np.void]
-    """Teacher's records of all targets, [targets] of `record_dtype`, mapped from disk."""
+    """Teacher's likeliest tokens at all targets, [targets] of `record_dtype`, memory-mapped from disk."""
     asked: TeacherTokens
     is_whole_vocabulary: bool
 
     def attach(self, batch: Batch, rows: Sequence[int]) -> Batch:
-        """Return a batch made of these rows with the teacher's tokens as candidates."""
+        """Return the batch, made of these dataset rows, with the teacher's likeliest tokens at its targets."""
         starts = self.starts
         places = np.searchsorted(self.rows, rows)
         pieces = [self.records[starts[place] : starts[place + 1]] for place in places]
@@ -214,7 +215,7 @@ class TeacherRows:
 
 
 def with_candidates(batch: Batch, records: NDArray[np.void], asked: TeacherTokens, is_whole_vocabulary: bool) -> Batch:
-    """Return the batch with the teacher's tokens as candidates.
+    """Return the batch with the teacher's likeliest tokens at its targets, for the distillation loss.
 
     records: `record_dtype` [targets of the batch, in order].
     """
@@ -228,7 +229,7 @@ def with_candidates(batch: Batch, records: NDArray[np.void], asked: TeacherToken
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """Teacher on a server that others started, asked over HTTP by rank 0; implements `Teacher`."""
+    """Teacher on a server that others started, which rank 0 asks over HTTP; implements `Teacher`."""
 
     client: Client
     server: TeacherServer
@@ -237,7 +238,10 @@ class ServedTeacher:
 
     @classmethod
     def of(cls, asked: TeacherTokens, execution: TrainExecution) -> Self:
-        """Return the recipe's served teacher. Raises RecipeError for an environment variable that is not set."""
+        """Return the teacher's server that the recipe names.
+
+        Raises RecipeError for an environment variable that is not set.
+        """
         server = asked.server
         assert server
         key = key_in(server.key_variable, "teacher_server.key_variable")
@@ -250,7 +254,7 @@ class ServedTeacher:
         return {"url": self.client.url, "served_model": self.client.model}
 
     def check(self, model_folder: Path, *, trust_remote_code: bool) -> None:
-        """Check the teacher's model name, tokenizer and number of log-probabilities with a short text.
+        """Check by a short text that the server has the model, the same tokenizer and enough log-probabilities.
 
         Raises ServerError for a server without this model or with too few log-probabilities, ModelError for another
         tokenizer than that of `model_folder`, TransientError for no answer.
@@ -283,11 +287,11 @@ class ServedTeacher:
 
     @contextmanager
     def opened(self, context: StageContext, watchdog: Watchdog) -> Iterator[OpenTeacher]:
-        """Yield the teacher's server as an open teacher; there is no model to load."""
+        """Yield the teacher's server as a loaded teacher, since there is no model to load."""
         yield OpenServer(self, context, watchdog)
 
     def likeliest(self, documents: Sequence[Document]) -> list[NDArray[np.void]]:
-        """Ask the teacher's server for the likeliest tokens at each position of the documents but the first.
+        """Ask the teacher's server for the likeliest tokens at each position of the documents except the first.
 
         Returns `record_dtype` [tokens - 1] for each document. Raises ServerError for a document that the server
         refuses, TransientError when the server is gone.
@@ -347,7 +351,7 @@ class ServedTeacher:
 
 @dataclass(frozen=True)
 class OpenServer:
-    """Open teacher on a server; implements `OpenTeacher`. Both methods raise what `likeliest` raises."""
+    """Teacher's server in use; implements `OpenTeacher`. Both methods raise what `likeliest` raises."""
 
     teacher: ServedTeacher
     context: StageContext
@@ -364,8 +368,9 @@ class OpenServer:
             self.context.progress(min(first + ROWS_TOGETHER, len(rows)), len(rows), "rows", "the teacher's server")
 
     def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
-        """Ask the teacher about the documents of all shares on rank 0; other processes read its files.
+        """Ask the teacher's server about all processes' documents on rank 0, which writes the answers to files.
 
+        The other processes read them.
         So processes that split one model get identical values.
         """
         files = [self.context.scratch / "teacher" / f"share-{number}.npy" for number in range(num_shares)]
@@ -382,7 +387,7 @@ class OpenServer:
         return np.split(own, np.cumsum([_num_targets(batch) for batch in share_of(data_rank)])[:-1])
 
     def _of_batches(self, batches: Sequence[Batch]) -> NDArray[np.void]:
-        """Return the teacher's records of all targets of the batches, in order; all documents are asked together."""
+        """Return the teacher's likeliest tokens at all targets of the batches, in order, from one set of requests."""
         asked = [document for batch in batches for document in _documents(batch)]
         records = self.teacher.likeliest([tokens for tokens, _ in asked])
         nothing = np.zeros(0, record_dtype(self.teacher.number))
@@ -394,7 +399,7 @@ def _num_targets(batch: Batch) -> int:
 
 
 def _documents(batch: Batch) -> Iterator[tuple[Document, NDArray[np.bool_]]]:
-    """Yield the tokens of each document with a target, and the mask of its tokens (but the last) that have one."""
+    """Yield the tokens of each document that has targets, with a mask of the positions (but the last) that have one."""
     borders = np.cumsum(batch.documents.lengths)[:-1].tolist()
     tokens = torch.tensor_split(batch.inputs.input_ids.flatten(), borders)
     is_target = torch.tensor_split(batch.signal.has_target.flatten(), borders)
@@ -405,7 +410,7 @@ def _documents(batch: Batch) -> Iterator[tuple[Document, NDArray[np.bool_]]]:
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """Teacher that is a stage's model.
+    """Teacher whose model comes from a stage of the recipe; implements `Teacher`.
 
     build: loads it.
     """
@@ -432,7 +437,7 @@ class TeacherModel:
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A teacher's model in an engine; implements `OpenTeacher`."""
+    """Teacher's model, loaded in an engine; implements `OpenTeacher`."""
 
     engine: Engine
     asked: TeacherTokens
@@ -441,7 +446,7 @@ class OpenModel:
     watchdog: Watchdog
 
     def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
-        """Yield the teacher's records in rounds, in each of which every data-parallel share has one micro-batch."""
+        """Yield the teacher's likeliest tokens in rounds; in each, every data-parallel process has one micro-batch."""
         engine, starts = self.engine, _starts(dataset, rows)
         size = self.micro_batch_size * engine.data_parallel_size
         shares = list(even_micro_batches(len(rows), self.micro_batch_size, engine.data_rank, engine.data_parallel_size))
@@ -459,13 +464,13 @@ class OpenModel:
         return [_recorded(self._of_batch(batch)) for batch in share_of(data_rank)]
 
     def _of_batch(self, batch: Batch) -> torch.Tensor:
-        """Return the teacher's tokens and log-probabilities, float64 [targets, 2, number]."""
+        """Return the teacher's likeliest tokens and their log-probabilities, float64 [targets, 2, number]."""
         answer = self.engine.likeliest_tokens(batch.with_signal(temperature=self.asked.temperature), self.asked.number)
         return torch.stack([values[batch.signal.has_target].double() for values in answer], 1)
 
 
 def _recorded(values: torch.Tensor) -> NDArray[np.void]:
-    """Convert a teacher's tokens and log-probabilities [targets, 2, number] to records [targets]."""
+    """Convert a teacher's tokens and log-probabilities, [targets, 2, number], to the stored dtype, [targets]."""
     records = np.zeros(len(values), record_dtype(values.shape[-1]))
     records["tokens"], records["log_probabilities"] = values.unbind(1)
     return records
@@ -499,7 +504,7 @@ def _path(teacher: Teacher, asked: TeacherTokens, dataset: PackedDataset, rows: 
 
 
 def _write(teacher: OpenTeacher, number: int, dataset: PackedDataset, rows: Sequence[int], path: Path) -> None:
-    """Write the teacher's records to `path` as they arrive, on rank 0; the other processes wait."""
+    """Write the teacher's likeliest tokens to `path` as they arrive, on rank 0; the other processes wait."""
     array = _new_file(path, number, int(_starts(dataset, rows)[-1])) if is_main_process() else None
     first = 0
     for piece in teacher.of_rows(dataset, rows):

@@ -22,20 +22,21 @@ from stages.core.errors import TransientError
 from stages.core.files import write_atomically
 
 GRACE_S = 5.0
-"""Seconds between a watchdog's stack dump and the end: the first process that ends takes the others along."""
+"""Seconds between a watchdog's dump of stacks and the end of its process, in which the other processes dump theirs."""
 LOOK_EVERY_S = 1.0
-"""Longest sleep of the watchdog between checks, since what begins next may have a shorter limit."""
+"""Longest sleep of the watchdog between checks: the next activity may have a shorter time limit."""
 STDERR = 2
 STEP_TIMES = 3
-"""Multiple of the longest recent step from which on a step counts as hanging."""
+"""Multiple of the longest recent training step beyond which a step counts as hanging."""
 LEAST_STEP_LIMIT_S = 30.0
-"""Least time limit of a training step: a busy machine or a slow disk can delay short steps by seconds."""
+"""Smallest time limit of a training step: a busy machine or a slow disk can delay short steps by seconds."""
 KNOWN_AFTER_STEPS, REMEMBERED_STEPS = 5, 50
-"""Steps before limits are learned (the first also choose kernels, make buffers, open files), and steps remembered."""
+"""Number of steps before time limits are learned, and number of latest steps that they are learned from. The first
+steps take longer: they choose kernels, make buffers and open files."""
 
 
 class Watchdog:
-    """Thread that ends the process unless each announced activity is followed by another within its time limit.
+    """Thread that ends the process if an announced activity, such as a training step, exceeds its time limit.
 
     Every activity has `timeout_s`; a step, once step times are known, three times the longest of the recent steps.
     """
@@ -59,11 +60,11 @@ class Watchdog:
         self._ended.set()
 
     def begins(self, doing: str) -> None:
-        """Announce an activity to the watchdog, with the general time limit."""
+        """Announce the beginning of an activity, such as saving, to the watchdog; it gets the general time limit."""
         self._begins(doing, self._timeout_s, "execution.hang_timeout_s")
 
     def begins_step(self, step: int) -> None:
-        """Announce a training step to the watchdog, with a limit learned from recent steps of equal length."""
+        """Announce the beginning of a training step; its time limit is learned from recent steps of equal length."""
         limit_s = self._timeout_s
         if self._learns_step_times and len(self._step_times_s) >= KNOWN_AFTER_STEPS:
             limit_s = min(limit_s, max(LEAST_STEP_LIMIT_S, STEP_TIMES * max(self._step_times_s)))
@@ -73,7 +74,7 @@ class Watchdog:
             self.begins(f"step {step}")
 
     def has_stepped(self) -> None:
-        """Record how long a training step took; saving after it does not count."""
+        """Record how long the training step took, without the saving after it."""
         self._step_times_s.append(time.monotonic() - self._began_s)
 
     def _begins(self, doing: str, limit_s: float, why: str) -> None:

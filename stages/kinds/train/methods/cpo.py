@@ -1,4 +1,4 @@
-"""Contrastive preference optimization: DPO without a reference model, beside SFT on the better answer."""
+"""Contrastive preference optimization (CPO): DPO without a reference model, plus SFT on the better answer."""
 
 from __future__ import annotations
 
@@ -25,29 +25,33 @@ SMOOTHED: tuple[CpoLossType, ...] = ("sigmoid", "simpo", "alphapo")
 
 
 class CpoConfig(StrictModel):
-    """Contrastive preference optimization (Xu et al. 2024) and its relatives, named as in TRL."""
+    """Options of contrastive preference optimization (Xu et al. 2024) and its variants, named as in TRL."""
 
-    beta: PositiveFp32 = Field(0.1, description="Scale β of the rewards.")
+    beta: PositiveFp32 = Field(
+        0.1, description="Scale β of the implicit rewards, which are log-probabilities of answers."
+    )
     loss_type: CpoLossType = Field(
         "sigmoid",
-        description="sigmoid is CPO itself, hinge is SLiC; simpo: CPO-SimPO; alphapo: simpo with `cpo_alpha` 0.",
+        description="Loss on the difference of a pair's rewards. sigmoid is CPO itself, hinge is SLiC; simpo: "
+        "CPO-SimPO; alphapo: simpo without the likelihood term (`cpo_alpha` 0).",
     )
     cpo_alpha: NonNegativeFp32 = Field(
-        1.0, description="Weight of the negative log-likelihood of the preferred answers."
+        1.0, description="Weight of the preferred answers' negative log-likelihood in the loss."
     )
     label_smoothing: NonNegativeFp32 = Field(
         0.0, lt=0.5, description=f"Share of pairs assumed to be the wrong way round ({', '.join(SMOOTHED)})."
     )
     simpo_gamma: NonNegativeFp32 = Field(
-        0.5, description="Margin between the rewards of preferred and rejected answer (simpo, alphapo)."
+        0.5,
+        description="Margin by which the preferred answer's reward should exceed the rejected one's (simpo, alphapo).",
     )
     alpha: Annotated[float, Field(allow_inf_nan=False), HELD_IN_FP32] = Field(
-        0.0, description="Shape of the reward, (1 - p^-α) / α of an answer of probability p (AlphaPO); 0: log p."
+        0.0, description="Parameter α of AlphaPO's reward, (1 - p^-α) / α for an answer of probability p; 0: log p."
     )
 
     @property
     def nll_weight(self) -> float:
-        """Weight of the preferred answers' negative log-likelihood."""
+        """Weight of the preferred answers' negative log-likelihood in the loss; 0 for alphapo."""
         return 0.0 if self.loss_type == "alphapo" else self.cpo_alpha
 
     @model_validator(mode="after")
@@ -67,7 +71,7 @@ class CpoConfig(StrictModel):
 
 @dataclass(frozen=True)
 class CpoLoss:
-    """Mean over pairs of -log σ(β (r_chosen - r_rejected)) or a relative: Xu et al. 2024, equation 3.
+    """CPO's loss: mean over pairs of -log σ(β (r_chosen - r_rejected)), or a variant: Xu et al. 2024, equation 3.
 
     Added to it is `cpo_alpha` times the mean over preferred tokens of -log π. r is log π, or AlphaPO's (Gupta et al.
     2025).
@@ -77,11 +81,11 @@ class CpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = (*METRICS, *NLL)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count pairs, and target tokens of preferred documents, of a micro-batch."""
+        """Count a micro-batch's pairs and the target tokens of its preferred answers."""
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the parts of loss and metrics; rewards are β r."""
+        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β r."""
         rewards = self._rewards(token_log_probabilities, signal)
         chosen, rejected = rewards[0::2], rewards[1::2]
         nll = chosen_nll(token_log_probabilities, signal, totals)
@@ -89,7 +93,7 @@ class CpoLoss:
         return loss, {**pair_metrics(chosen, rejected, totals), "nll_loss": nll.detach()}
 
     def _rewards(self, token_log_probabilities: Tensor, signal: Signal) -> Tensor:
-        """Return CPO's rewards β r, float32 [documents]."""
+        """Return the reward β r of each answer, float32 [documents]."""
         values, alpha = signal.log_probabilities(token_log_probabilities), self.config.alpha
         if self.config.loss_type in OF_MEANS:
             values = values / signal.documents.sums(signal.has_target.float())

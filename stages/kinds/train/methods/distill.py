@@ -34,33 +34,39 @@ class DistillSampling(SamplingOptions):
 
 
 class DistillConfig(StrictModel):
-    """Distillation by a generalised Jensen-Shannon divergence (Agarwal et al. 2024), named as in TRL's GKD."""
+    """Options of distillation by a generalised Jensen-Shannon divergence (Agarwal et al.
+
+    2024), named as in TRL's GKD.
+    """
 
     beta: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), HELD_IN_FP32] = Field(
         0.5,
-        description="Interpolation between divergences. 0: KL(teacher ‖ model), which covers all of the teacher's "
-        "tokens; 1: KL(model ‖ teacher), which prefers its likeliest; between: both from their mixture.",
+        description="Interpolation between two KL divergences. 0: KL(teacher ‖ model), by which the model covers all "
+        "of the teacher's likely tokens; 1: KL(model ‖ teacher), by which it prefers the likeliest; "
+        "between: both, from their mixture.",
     )
     temperature: PositiveFp32 = Field(
         1.0,
-        description="Temperature of the loss: divisor of both models' logits. (GKD's 0.9 is for sampling; its "
+        description="Temperature of the loss: both models' logits are divided by it. (GKD's 0.9 is for sampling; its "
         "loss has 1, too.)",
     )
     loss_top_k: PositiveInt = Field(
         64,
-        description="Likeliest tokens of the teacher that are kept for each target; all others count as one token. The "
-        "vocabulary's size makes it exact, as in GKD, and large: 8 bytes per token and target.",
+        description="Number of the teacher's likeliest tokens that are kept for each target token; all others count "
+        "as one token. The vocabulary's size makes the loss exact, as in GKD, and the files large: 8 "
+        "bytes per token and target.",
     )
     teacher_server: Annotated[TeacherServer | None, AddedLater()] = Field(
-        None, description="Server of the teacher, instead of a stage's model (`teacher`)."
+        None, description="Server that runs the teacher, instead of a stage's model (`teacher`)."
     )
     lmbda: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), HELD_IN_FP32, AddedLater()] = Field(
         0.0,
-        description="Share of steps that learn from the model's own answers to the rows' prompts (on-policy), drawn "
-        "step by step; the teacher scores these answers. 0: none, and no server is started; GKD has 0.5.",
+        description="Share of training steps that learn from the model's own answers to the rows' prompts "
+        "(on-policy), drawn at random step by step; the teacher scores these answers. 0: none, and no "
+        "server is started; GKD has 0.5.",
     )
     sampling: Annotated[DistillSampling | None, AddedLater()] = Field(
-        None, description="Options of sampling the model's own answers, with `lmbda` above 0."
+        None, description="Options of sampling the model's own answers; only with `lmbda` above 0."
     )
 
     @property
@@ -85,8 +91,9 @@ class DistillConfig(StrictModel):
 
 @dataclass(frozen=True)
 class DistillLoss:
-    """Mean over target tokens of β KL(t ‖ m) + (1 - β) KL(s ‖ m), m = β t + (1 - β) s: Agarwal et al. 2024, (1).
+    """Distillation loss: mean over target tokens of β KL(t ‖ m) + (1 - β) KL(s ‖ m), with m = β t + (1 - β) s.
 
+    Agarwal et al. 2024, equation 1.
     It is KL(t ‖ s) if β is 0, KL(s ‖ t) if it is 1. t and s are the teacher's and the model's probabilities of the
     teacher's top k tokens and of all others together.
     """
@@ -99,7 +106,7 @@ class DistillLoss:
         return {"targets": int(signal.has_target.sum())}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the parts of loss and metrics."""
+        """Return the micro-batch's contributions to the mean loss and metrics."""
         candidates = signal.candidates
         assert candidates is not None
         # [rows, sequence, 1 + k]: the target's log-probability, then those of the teacher's k tokens
@@ -120,7 +127,7 @@ class DistillLoss:
         return loss, dict(zip(METRICS, metrics, strict=True))
 
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Return the distillation divergence [...] of log-probabilities [..., k]."""
+        """Return the divergence between student and teacher at each target, [...], from log-probabilities [..., k]."""
         import torch
 
         beta = self.config.beta
@@ -139,7 +146,7 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _with_rest(log_probabilities: Tensor) -> Tensor:
-    """Append the log-probability of all other tokens together, at least log ε of fp32: [..., k + 1]."""
+    """Append the log-probability of all tokens beyond the top k together, at least log ε of fp32: [..., k + 1]."""
     import torch
 
     rest = 1 - log_probabilities.exp().sum(-1, keepdim=True)

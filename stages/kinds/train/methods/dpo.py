@@ -1,4 +1,4 @@
-"""Direct preference optimization: of two answers the better becomes more likely, relative to a reference model."""
+"""Direct preference optimization (DPO): of two answers the better becomes likelier, relative to a reference model."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ SMOOTHED: tuple[LossType, ...] = ("sigmoid", "sigmoid_norm", "robust", "exo_pair
 
 
 class DpoConfig(StrictModel):
-    """Direct preference optimization and its relatives, named as in TRL; formulas and papers: `dpo_losses.py`."""
+    """Options of direct preference optimization and its variants, named as in TRL; formulas: `dpo_losses.py`."""
 
     beta: PositiveFp32 = Field(0.1, description="Strength of the pull towards the reference model.")
     loss_type: LossType | tuple[LossType, ...] = Field(
         "sigmoid",
-        description="Loss, or a list of losses of which the weighted sum is minimised. sigmoid is DPO itself, hinge is "
-        "SLiC, sft the negative log-likelihood of the preferred answers.",
+        description="Loss, or a list of losses whose weighted sum is minimised. sigmoid is DPO itself, hinge is SLiC, "
+        "sft the negative log-likelihood of the preferred answers.",
     )
     loss_weights: Annotated[tuple[PositiveFp32, ...] | None, AddedLater()] = Field(
         None, description="Weights of the loss types, in their order; default: 1 each."
@@ -56,18 +56,20 @@ class DpoConfig(StrictModel):
     )
     discopop_tau: Annotated[PositiveFp32, AddedLater()] = Field(0.05, description="Temperature τ of the loss discopop.")
     rpo_alpha: Annotated[PositiveFp32 | None, AddedLater()] = Field(
-        None, description="Weight of `sft` beside the other losses (RPO); the same as listing it with this weight."
+        None,
+        description="Weight of the `sft` loss that is added to the other losses (RPO); the same as listing "
+        "`sft` with this weight.",
     )
     ld_alpha: Annotated[NonNegativeFp32 | None, AddedLater()] = Field(
         None,
         le=1,
-        description="Weight of the tokens by which an answer is longer than its pair's other answer (LD-DPO); "
+        description="Weight of an answer's tokens beyond the length of the other answer in its pair (LD-DPO); "
         "default: 1.",
     )
     reference: Annotated[Literal["start", "none"], AddedLater()] = Field(
         "start",
-        description="Reference of the rewards: the model that training starts from, or none (all answers equally "
-        "likely).",
+        description="Reference model of the rewards: the model that training starts from, or none (all answers "
+        "equally likely).",
     )
 
     @property
@@ -77,7 +79,7 @@ class DpoConfig(StrictModel):
 
     @property
     def weights(self) -> dict[str, float]:
-        """DPO loss type → its weight in the sum."""
+        """Weight of each DPO loss in the sum, by loss type."""
         weights: dict[str, float] = dict(
             zip(self.loss_types, self.loss_weights or [1.0] * len(self.loss_types), strict=True)
         )
@@ -105,17 +107,17 @@ class DpoConfig(StrictModel):
 
 @dataclass(frozen=True)
 class DpoLoss:
-    """Weighted sum of losses, each a mean over pairs; `sft` is a mean over the preferred documents' targets."""
+    """DPO's loss: weighted sum of means over pairs; `sft` is a mean over the preferred answers' target tokens."""
 
     config: DpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count pairs, and target tokens of preferred documents, of a micro-batch."""
+        """Count a micro-batch's pairs and the target tokens of its preferred answers."""
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the parts of loss and metrics; rewards are β log π/π_ref."""
+        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β log π/π_ref."""
         from stages.kinds.train.methods.dpo_losses import PAIR_LOSSES, Options  # torch: a recipe is read without it
 
         pairs = self._pairs(token_log_probabilities, signal)

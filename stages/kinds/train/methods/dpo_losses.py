@@ -1,4 +1,4 @@
-"""Losses of `dpo.loss_type`: functions from the log-probabilities of pairs to one number per pair.
+"""Losses that `dpo.loss_type` names: functions from the log-probabilities of answer pairs to one loss per pair.
 
 In all of them β is `dpo.beta`, ε `dpo.label_smoothing`, c and r are log π/π_ref of the chosen and of the rejected
 answer, h = c - r, and σ is the logistic function.
@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(frozen=True)
 class Pairs:
-    """Log-probabilities of pairs' answers by model and reference, in nats: float32 [pairs] each, sums over tokens."""
+    """Log-probabilities of chosen and rejected answers, by model and reference: sums in nats, float32 [pairs]."""
 
     chosen: Tensor
     rejected: Tensor
@@ -27,7 +27,7 @@ class Pairs:
     """Number of target tokens in each chosen answer; `rejected_tokens` likewise."""
     rejected_tokens: Tensor
     rows: Tensor
-    """int64 [pairs]: the packed row that each pair lies in."""
+    """Number of the packed row that holds each pair, int64 [pairs]."""
 
     @property
     def c(self) -> Tensor:
@@ -41,18 +41,18 @@ class Pairs:
 
     @property
     def h(self) -> Tensor:
-        """Preference c - r: how much more the model prefers the chosen answers than the reference does."""
+        """Log-ratio of chosen minus rejected answers: how much more than the reference the model prefers the chosen."""
         return self.c - self.r
 
     @property
     def h_per_token(self) -> Tensor:
-        """Preference h from means over tokens, so that long answers weigh no more."""
+        """Difference of log-ratios averaged over tokens, so that long answers weigh no more than short ones."""
         return self.c / self.chosen_tokens - self.r / self.rejected_tokens
 
 
 @dataclass(frozen=True)
 class Options:
-    """Fields of `dpo` that the losses read."""
+    """Options of the recipe's `dpo` block that the losses need."""
 
     beta: float
     label_smoothing: float
@@ -68,12 +68,12 @@ def sigmoid(pairs: Pairs, options: Options) -> Tensor:
 
 
 def sigmoid_norm(pairs: Pairs, options: Options) -> Tensor:
-    """The sigmoid loss of means over tokens: Lambert et al. 2024 (Tülu 3), equation 6."""
+    """Sigmoid DPO loss of log-ratios averaged over tokens: Lambert et al. 2024 (Tülu 3), equation 6."""
     return _smoothed(options.beta * pairs.h_per_token, options.label_smoothing)
 
 
 def ipo(pairs: Pairs, options: Options) -> Tensor:
-    """IPO loss (h - 1 / 2β)², from means over tokens, as its authors and TRL do: Azar et al. 2023, equation 17."""
+    """IPO loss (h - 1 / 2β)², with h averaged over tokens, as its authors and TRL do: Azar et al. 2023, equation 17."""
     return (pairs.h_per_token - 1 / (2 * options.beta)) ** 2
 
 
@@ -113,24 +113,33 @@ def sppo_hard(pairs: Pairs, options: Options) -> Tensor:
 
 
 def apo_zero(pairs: Pairs, options: Options) -> Tensor:
-    """1 - σ(β c) + σ(β r): D'Oosterlinck et al. 2024, equation 7; for chosen answers better than the model's."""
+    """APO-zero loss 1 - σ(β c) + σ(β r), for chosen answers better than the model's. D'Oosterlinck et al.
+
+    2024, equation 7.
+    """
     return 1 - (options.beta * pairs.c).sigmoid() + (options.beta * pairs.r).sigmoid()
 
 
 def apo_down(pairs: Pairs, options: Options) -> Tensor:
-    """σ(β c) + 1 - σ(β h): D'Oosterlinck et al. 2024, equation 8; for chosen answers worse than the model's."""
+    """APO-down loss σ(β c) + 1 - σ(β h), for chosen answers worse than the model's. D'Oosterlinck et al.
+
+    2024, equation 8.
+    """
     return (options.beta * pairs.c).sigmoid() + 1 - (options.beta * pairs.h).sigmoid()
 
 
 def discopop(pairs: Pairs, options: Options) -> Tensor:
-    """Log-ratio modulated mean of -log σ(β h) and exp(-β h): Lu et al. 2024, equation 5; τ is `discopop_tau`."""
+    """DiscoPOP loss: log-ratio modulated mean of -log σ(β h) and exp(-β h). Lu et al.
+
+    2024, equation 5; τ is `discopop_tau`.
+    """
     logits = options.beta * pairs.h
     share = (logits / options.discopop_tau).sigmoid()
     return -logsigmoid(logits) * (1 - share) + (-logits).exp() * share
 
 
 def aot(pairs: Pairs, options: Options) -> Tensor:
-    """Sigmoid loss of sorted preferences, the model's against the reference's: Melnyk et al. 2024.
+    """AOT loss: sigmoid loss of sorted preferences, the model's against the reference's: Melnyk et al. 2024.
 
     It compares distributions: those of the pairs in one packed row, the same under every layout.
     """
@@ -140,7 +149,10 @@ def aot(pairs: Pairs, options: Options) -> Tensor:
 
 
 def aot_unpaired(pairs: Pairs, options: Options) -> Tensor:
-    """AOT loss of unpaired answers: sorted c against sorted r, so that it does not matter which form a pair."""
+    """AOT loss of unpaired answers: sorted log-ratios of the chosen answers against those of the rejected ones.
+
+    Which two answers form a pair does not matter.
+    """
     return _smoothed(
         options.beta * (_sorted_in_rows(pairs.c, pairs.rows) - _sorted_in_rows(pairs.r, pairs.rows)),
         options.label_smoothing,
@@ -174,5 +186,5 @@ def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
 
 
 def _sorted_in_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """Sort values of pairs, [pairs], ascending within each packed row; `rows` ascends."""
+    """Sort the values of pairs, [pairs], ascending within each packed row. rows: row number of each pair, ascending."""
     return torch.cat([values[:0], *(values[rows == row].sort().values for row in rows.unique())])

@@ -1,7 +1,7 @@
 """Group-relative policy optimization: of several completions of a prompt, those with a higher reward become likelier.
 
-Rewards of a group → advantages (`group_advantages`); a batch's `rollouts` → loss (`GrpoLoss`). Sampling and rewards are
-in `rollouts/`.
+`group_advantages` turns the rewards of groups into advantages, `GrpoLoss` the `rollouts` of a batch into the loss.
+Sampling and rewards are in `rollouts/`.
 """
 
 from __future__ import annotations
@@ -37,29 +37,35 @@ METRICS = {
 
 
 class GrpoConfig(RolloutOptions):
-    """Group-relative policy optimization (Shao et al. 2024) and its relatives, named as in TRL."""
+    """Options of group-relative policy optimization (Shao et al. 2024) and its variants, named as in TRL."""
 
     beta: NonNegativeFp32 = Field(
         0.0,
         description="Weight of the divergence from the model that training starts from. 0, as in TRL, needs no "
-        "reference, and rewards that a program checks rarely need one; the paper and ms-swift have 0.04, DeepSeek-R1 "
-        "0.001.",
+        "reference model; rewards that a program checks rarely need one. The paper and ms-swift have "
+        "0.04, DeepSeek-R1 0.001.",
     )
     use_bias_correction_kl: bool = Field(
         True, description="Weigh the divergence by π/π_old, so that its gradient is that of the reverse KL."
     )
-    epsilon: NonNegativeFp32 = Field(0.2, lt=1, description="Lower clip range of π/π_old: it is clipped at 1 - ε.")
+    epsilon: NonNegativeFp32 = Field(
+        0.2, lt=1, description="Lower clip range ε: the probability ratio π/π_old is clipped at 1 - ε."
+    )
     epsilon_high: NonNegativeFp32 | None = Field(
-        None, description="Upper clip range of π/π_old; default: `epsilon`. DAPO has 0.28."
+        None,
+        description="Upper clip range: the probability ratio π/π_old is clipped at 1 + `epsilon_high`; default: "
+        "`epsilon`. DAPO has 0.28.",
     )
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = Field(
         "dapo",
-        description="Average of the loss. grpo: mean over completions of each one's mean over tokens, so that tokens "
-        "of long ones count less; dapo and bnpo: mean over all tokens of the global batch (TRL's bnpo: of a "
-        "micro-batch, which depends on the layout); dr_grpo: sum over tokens divided by `max_completion_length`.",
+        description="Averaging of the loss. grpo: mean over completions of each one's mean over tokens, so that "
+        "tokens of long ones count less; dapo and bnpo: mean over all tokens of the global batch (TRL's "
+        "bnpo: of a micro-batch, which depends on the layout); dr_grpo: sum over tokens divided by "
+        "`max_completion_length`.",
     )
     importance_sampling_level: Literal["token", "sequence"] = Field(
-        "token", description="Unit of the ratio π/π_old: a token, or the geometric mean over a completion (GSPO)."
+        "token",
+        description="Unit of the probability ratio π/π_old: each token, or a completion by its geometric mean (GSPO).",
     )
     scale_rewards: ScaleRewards = Field(
         "group",
@@ -67,17 +73,19 @@ class GrpoConfig(RolloutOptions):
         "(Dr. GRPO).",
     )
     importance_sampling_correction: bool = Field(
-        True, description="Weight the loss by the trainer's probability over the server's."
+        True,
+        description="Correct for differences between the sampling server and the trainer: weight the loss by "
+        "the trainer's probability over the server's.",
     )
     importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         "token_truncate",
-        description="Unit of the importance weights (a token or a completion), and what becomes of weights "
-        "above `importance_sampling_clip_max`: truncate sets them to it, mask to 0. TRL has "
-        "sequence_mask, which drops many long completions in bf16; verl and the authors of the "
+        description="Unit of the importance weights between server and trainer (a token or a completion), and "
+        "treatment of weights above `importance_sampling_clip_max`: truncate sets them to it, mask to 0. "
+        "TRL has sequence_mask, which drops many long completions in bf16; verl and the authors of the "
         "correction truncate tokens.",
     )
     importance_sampling_clip_max: PositiveFp32 = Field(
-        3.0, description="Largest importance-sampling weight; verl has 2."
+        3.0, description="Largest importance weight between server and trainer; verl has 2."
     )
 
     def advantages(self, rewards: Tensor) -> Tensor:
@@ -95,8 +103,9 @@ class GrpoConfig(RolloutOptions):
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards) -> Tensor:
-    """Return float32 [completions]: each reward minus its group's mean, over a standard deviation.
+    """Return the advantage of each completion: its reward minus its group's mean, over a standard deviation.
 
+    Shape: float32 [completions].
     Completions of a prompt follow each other. Shao et al. 2024, section 4.1.2. A completion without a reward (NaN)
     counts in no mean or deviation, and has advantage 0.
     """
@@ -118,8 +127,9 @@ def _deviation(groups: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GrpoLoss:
-    """-min(w A, clip(w, 1 - ε, 1 + ε_high) A), w = π/π_old, plus β times the divergence: Shao et al. 2024, equation 3.
+    """GRPO's loss -min(w A, clip(w, 1 - ε, 1 + ε_high) A) + β KL, with w = π/π_old and advantage A. Shao et al.
 
+    2024, equation 3.
     Averages: Yu et al. 2025 (dapo), Liu et al. 2025 (dr_grpo); w of sequences: Zheng et al. 2025 (GSPO), equation 7;
     correction by the server's own probabilities: Yao et al. 2025.
     """
@@ -128,7 +138,7 @@ class GrpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count completions, their tokens, and tokens with log-probabilities from the server."""
+        """Count completions, their tokens, and the tokens whose log-probabilities came from the sampling server."""
         assert signal.rollouts is not None
         served = signal.rollouts.server_log_probabilities
         return {
@@ -138,7 +148,7 @@ class GrpoLoss:
         }
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the parts of loss and metrics."""
+        """Return the micro-batch's contributions to the mean loss and metrics."""
         assert signal.rollouts is not None
         ratios, advantages = self._ratios(token_log_probabilities, signal)
         lowest, highest = self._bounds
@@ -164,7 +174,10 @@ class GrpoLoss:
         return 1 - config.epsilon, 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
 
     def _ratios(self, token_log_probabilities: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
-        """Return π/π_old and advantages: [rows, sequence] each, or [num_documents] for whole completions."""
+        """Return probability ratios π/π_old and advantages: of tokens, [rows, sequence], or of completions.
+
+        Those of completions are [num_documents].
+        """
         assert signal.rollouts is not None
         advantages = signal.rollouts.advantages
         changes = (token_log_probabilities - signal.rollouts.old_log_probabilities).where(signal.has_target, 0.0)
@@ -173,7 +186,10 @@ class GrpoLoss:
         return (signal.documents.sums(changes) / _num_tokens(signal)).exp(), advantages
 
     def _divergences(self, token_log_probabilities: Tensor, ratios: Tensor, signal: Signal) -> Tensor:
-        """Return each token's KL estimate π_ref/π - log π_ref/π - 1 (Schulman 2020), [rows, sequence], or NaN."""
+        """Return each token's KL estimate π_ref/π - log π_ref/π - 1 (Schulman 2020), [rows, sequence].
+
+        NaN without a reference model.
+        """
         assert signal.rollouts is not None
         reference = signal.rollouts.reference_log_probabilities
         if reference is None:
@@ -183,7 +199,10 @@ class GrpoLoss:
         return found * _on_tokens(ratios, signal) if self.config.use_bias_correction_kl else found
 
     def _correction(self, signal: Signal, totals: Totals) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return weights that correct for the server's probabilities, by token or completion, and their metrics."""
+        """Return importance weights that correct for the sampling server's probabilities, and their metrics.
+
+        The weights are by token or by completion; None without correction.
+        """
         config, rollouts = self.config, signal.rollouts
         assert rollouts is not None
         names = ("server_difference", "importance_weight", "importance_cut_fraction")
@@ -205,7 +224,7 @@ class GrpoLoss:
         return kept, {**known, "importance_cut_fraction": _mean(is_cut.float(), signal, totals)}
 
     def _mean_loss(self, losses: Tensor, signal: Signal, totals: Totals) -> Tensor:
-        """Return the micro-batch's part of the mean loss, from the losses of tokens [rows, sequence]."""
+        """Return the micro-batch's contribution to the mean loss, from the losses of tokens [rows, sequence]."""
         of_completions = signal.documents.sums(losses.where(signal.has_target, 0.0))
         if self.config.loss_type == "grpo":
             return (of_completions / _num_tokens(signal)).sum() / totals["completions"]
@@ -215,17 +234,20 @@ class GrpoLoss:
 
 
 def _num_tokens(signal: Signal) -> Tensor:
-    """Return the targets of each completion, float32 [num_documents], at least 1; a masked completion has none."""
+    """Return the number of target tokens of each completion, float32 [num_documents], at least 1.
+
+    A completion masked out of the loss has none.
+    """
     return signal.documents.sums(signal.has_target.float()).clamp(min=1)
 
 
 def _on_tokens(values: Tensor, signal: Signal) -> Tensor:
-    """Spread a number per completion to its tokens: [rows, sequence]; values of tokens are returned as they are."""
+    """Spread one number per completion to its tokens, [rows, sequence]; values by token are returned unchanged."""
     return signal.documents.of_tokens(values) if values.dim() == 1 else values
 
 
 def _mean(values: Tensor, signal: Signal, totals: Totals) -> Tensor:
-    """Return the micro-batch's part of a mean over tokens, or over completions for `values` [documents]."""
+    """Return the micro-batch's contribution to a mean over tokens, or over completions for `values` [documents]."""
     if values.dim() == 1:
         return values.sum() / totals["completions"]
     return values.where(signal.has_target, 0.0).sum() / max(1.0, totals["tokens"])

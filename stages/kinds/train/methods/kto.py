@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: single answers labelled good or bad, relative to a reference model."""
+"""Kahneman-Tversky optimization (KTO): single answers labelled good or bad, relative to a reference model."""
 
 from __future__ import annotations
 
@@ -24,22 +24,28 @@ OWN_METRICS = {
 
 
 class KtoConfig(StrictModel):
-    """Kahneman-Tversky optimization (Ethayarajh et al. 2024), named as in TRL; divergence over the global batch."""
+    """Options of Kahneman-Tversky optimization (Ethayarajh et al. 2024), named as in TRL.
+
+    The divergence from the reference is estimated over the global batch.
+    """
 
     beta: PositiveFp32 = Field(0.1, description="Strength of the pull towards the reference model.")
     loss_type: Literal["kto", "apo_zero_unpaired"] = Field(
         "kto",
-        description="Loss of KTO. apo_zero_unpaired: APO-zero of single answers, without an estimate of the "
+        description="Loss. kto: KTO itself; apo_zero_unpaired: APO-zero of single answers, without an estimate of the "
         "divergence.",
     )
-    desirable_weight: PositiveFp32 = Field(1.0, description="Weight of good answers, to balance unequal numbers.")
+    desirable_weight: PositiveFp32 = Field(
+        1.0, description="Weight of good answers in the loss, to balance unequal numbers of good and bad ones."
+    )
     undesirable_weight: PositiveFp32 = Field(1.0, description="Weight of bad answers in the loss.")
 
 
 @dataclass(frozen=True)
 class KtoLoss:
-    """KTO: mean over documents of λ (1 - σ(±β (log π/π_ref - z))), + for good: Ethayarajh et al. 2024, equation 8.
+    """KTO's loss: mean over answers of λ (1 - σ(±β (log π/π_ref - z))), + for good and - for bad ones.
 
+    Ethayarajh et al. 2024, equation 8.
     z is the divergence, and 0 for apo_zero_unpaired.
     """
 
@@ -47,13 +53,13 @@ class KtoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count the documents of a micro-batch, good ones and bad ones."""
+        """Count the documents of a micro-batch, and the good and bad answers among them."""
         assert signal.is_good is not None
         num_good = int(signal.is_good.sum())
         return {"documents": signal.documents.count, "good": num_good, "bad": signal.documents.count - num_good}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the parts of loss and metrics; rewards are β log π/π_ref."""
+        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β log π/π_ref."""
         assert signal.is_good is not None
         assert signal.reference_log_probabilities is not None
         config, kl = self.config, signal.kl or 0.0

@@ -37,7 +37,9 @@ class MethodFields(MethodBlocks):
 
     method: MethodName
     teacher: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="Teacher of a method that has one: the stage of its model, which needs the same tokenizer."
+        None,
+        description="Stage that provides the teacher's model, for a method that has a teacher; the tokenizer "
+        "must be the same.",
     )
 
     @property
@@ -52,13 +54,13 @@ class MethodFields(MethodBlocks):
 
     @property
     def rollouts(self) -> RolloutOptions | None:
-        """Options of completions that rewards judge, for a method that learns from these."""
+        """Options of sampling and of the rewards that judge completions; None for a method without rewards."""
         options = self.method_options
         return options if isinstance(options, RolloutOptions) and self.learning.needs_rollouts else None
 
     @property
     def on_policy(self) -> OnPolicySteps | None:
-        """Steps that learn from the model's own answers to the rows' prompts."""
+        """Training steps that learn from the model's own answers to the rows' prompts; None: no step does."""
         return self.learning.on_policy(self.method_options)
 
     @property
@@ -68,7 +70,7 @@ class MethodFields(MethodBlocks):
 
     @property
     def sampling_block(self) -> str:
-        """Field of the recipe that holds the sampling options."""
+        """Field of the recipe that holds the sampling options, such as `grpo` or `distill.sampling`."""
         return self.method if self.rollouts else f"{self.method}.sampling"
 
     @property
@@ -78,17 +80,17 @@ class MethodFields(MethodBlocks):
 
     @property
     def teacher_tokens(self) -> TeacherTokens | None:
-        """Need of a teacher's likeliest tokens, if the method has one."""
+        """Request for a teacher's likeliest tokens, if the method has a teacher."""
         return self.learning.asks_teacher(self.method_options)
 
     @property
     def teacher_server(self) -> TeacherServer | None:
-        """The teacher's server, if the teacher is no stage's model."""
+        """Server that runs the teacher; None where its model comes from a stage."""
         return self.teacher_tokens.server if self.teacher_tokens else None
 
     @property
     def needs_divergence(self) -> bool:
-        """True if the method needs the divergence from the reference."""
+        """True if the method needs an estimate of the divergence from the reference model."""
         return self.learning.needs_divergence(self.method_options)
 
     @model_validator(mode="after")

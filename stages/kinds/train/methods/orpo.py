@@ -1,4 +1,4 @@
-"""Odds ratio preference optimization: SFT on the better answer, plus a loss that raises its odds over the other's."""
+"""Odds ratio preference optimization (ORPO): SFT on the better answer, plus a loss that raises its odds."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ OWN_METRICS = {
 
 
 class OrpoConfig(StrictModel):
-    """Odds ratio preference optimization (Hong et al. 2024), named as in TRL."""
+    """Options of odds ratio preference optimization (Hong et al. 2024), named as in TRL."""
 
-    beta: PositiveFp32 = Field(0.1, description="Weight of the odds ratio beside the likelihood; λ in the paper.")
+    beta: PositiveFp32 = Field(0.1, description="Weight of the odds-ratio term beside the likelihood; λ in the paper.")
 
 
 @dataclass(frozen=True)
 class OrpoLoss:
-    """-log π of the preferred texts - β log σ(log odds_chosen / odds_rejected): Hong et al. 2024, equations 6 and 7.
+    """ORPO's loss -log π of the preferred texts - β log σ(log odds_chosen / odds_rejected). Hong et al.
 
+    2024, equations 6 and 7.
     As in TRL, the first term is a mean over all tokens of the preferred texts, prompts included; the probability P of
     odds P / (1 - P) is the geometric mean over an answer's tokens.
     """
@@ -43,11 +44,11 @@ class OrpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count pairs, and tokens of preferred texts, of a micro-batch."""
+        """Count a micro-batch's pairs and the tokens of its preferred texts."""
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the parts of loss and metrics; rewards are β log P."""
+        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β log P."""
         from torch.nn.functional import logsigmoid
 
         assert signal.target_weights is not None, "prompts and answers are both targets"

@@ -1,4 +1,7 @@
-"""Metrics and counts that methods of pairs share: documents 2k are chosen, 2k + 1 rejected, in the same packed row."""
+"""Metrics and counts shared by the methods that learn from pairs of a chosen and a rejected answer.
+
+Documents 2k are chosen, 2k + 1 rejected, in the same packed row.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ NLL = {"nll_loss": "mean negative log-likelihood of the preferred documents' tok
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, totals: Totals) -> dict[str, Tensor]:
-    """Return the micro-batch's parts of pair metrics; chosen and rejected: float32 [pairs], rewards of the answers."""
+    """Return the micro-batch's contributions to the metrics of pairs.
+
+    chosen, rejected: rewards of the answers, float32 [pairs].
+    """
     chosen, rejected = chosen.detach(), rejected.detach()
     sums = {
         "reward_chosen": chosen.sum(),
@@ -32,12 +38,12 @@ def pair_metrics(chosen: Tensor, rejected: Tensor, totals: Totals) -> dict[str, 
 
 
 def num_chosen_tokens(signal: Signal) -> int:
-    """Return the number of targets in the preferred documents."""
+    """Return the number of target tokens in a micro-batch's preferred documents."""
     return int(signal.documents.sums(signal.has_target.long())[0::2].sum())
 
 
 def chosen_nll(token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Tensor:
-    """Return the micro-batch's part of the mean negative log-likelihood of the preferred documents' targets.
+    """Return the micro-batch's part of the mean negative log-likelihood of the preferred answers' target tokens.
 
     The loss must count `chosen tokens` for it.
     """

@@ -22,7 +22,7 @@ METHODS: dict[str, Method] = {
 
 @cache
 def metric_meanings() -> dict[str, str]:
-    """Return the metrics that only some methods have, with meaning and methods: `DPO: mean reward of …`."""
+    """Return the meaning of each method-specific metric, by its name, as `DPO: mean reward of …`."""
     meanings = {name: meaning for method in METHODS.values() for name, meaning in method.metrics.items()}
     assert all(method.metrics.items() <= meanings.items() for method in METHODS.values()), "a name means one thing"
     return {

@@ -1,4 +1,4 @@
-"""Reward models: one number per answer, higher for the better one of a pair."""
+"""Reward modelling: training of a model that gives one number per answer, higher for the better one of a pair."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ if TYPE_CHECKING:
 
 
 class RewardConfig(StrictModel):
-    """Reward modelling (Bradley-Terry), named as in TRL; rows may have a `margin` between the two rewards."""
+    """Options of reward modelling (Bradley-Terry), named as in TRL.
+
+    Rows may have a `margin` between the two rewards.
+    """
 
     center_rewards_coefficient: PositiveFp32 | None = Field(
-        None, description="Pull of the rewards towards a mean of 0 (centering); its authors advise 0.01. Default: none."
+        None,
+        description="Weight of the term that pulls the rewards' mean towards 0 (centering); its authors advise "
+        "0.01. Default: none.",
     )
 
 
 @dataclass(frozen=True)
 class RewardLoss:
-    """Mean over pairs of -log σ(r_chosen - r_rejected - margin): Ouyang et al. 2022, equation 1.
+    """Loss of a reward model: mean over pairs of -log σ(r_chosen - r_rejected - margin). Ouyang et al.
 
+    2022, equation 1.
     With margins: Touvron et al. 2023, equation 2. Added to it is (r_chosen + r_rejected)² times
     `center_rewards_coefficient`: Eisenstein et al. 2023, equation 2.
     """
@@ -42,7 +48,7 @@ class RewardLoss:
         return {"pairs": signal.documents.count // 2}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the parts of loss and metrics.
+        """Return the micro-batch's contributions to the mean loss and metrics.
 
         `token_log_probabilities` are scores: each document's at one token, 0 at the others.
         """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SamplingServer(StrictModel):
-    """A vLLM server that others started, which is given the trained weights in each round."""
+    """Config of a vLLM server that others started, which gets the current weights before each round of sampling."""
 
     url: str = Field(
         pattern=r"^https?://[^\s/@]+(/\S*)?/v1/?$", description="Address of the sampling server, including `/v1`."
@@ -38,21 +38,21 @@ class SamplingOptions(StrictModel):
         512, description="Largest number of tokens of a completion, after which it is cut off."
     )
     temperature: PositiveFp32 = Field(
-        1.0, le=100, description="Temperature of sampling and of the probabilities in the loss."
+        1.0, le=100, description="Temperature of sampling; the loss computes its probabilities at the same temperature."
     )
     top_p: PositiveFp32 = Field(
         1.0, le=1, description="Top-p: sample from the likeliest tokens that together have this probability."
     )
-    stop: StopTexts = Field((), description="Stop texts, which end a completion.")
+    stop: StopTexts = Field((), description="Texts that end a completion.")
     serving: ServingConfig = Field(
-        ServingConfig(), description="Options of the server that samples; `dtype: auto` is the training's precision."
+        ServingConfig(), description="Options of the server that samples; `dtype: auto` takes the training's precision."
     )
     server: Annotated[SamplingServer | None, AddedLater()] = Field(
         None, description="Address of a sampling server that runs already, instead of one that the stage starts."
     )
 
     def dtype(self, precision: str) -> str:
-        """Return the dtype in which the server computes, beside a training of this precision."""
+        """Return the dtype in which the sampling server computes, given the precision of the training."""
         if self.serving.dtype != "auto":
             return self.serving.dtype
         return "float32" if precision == "fp32" else "bfloat16"
@@ -64,7 +64,7 @@ class SamplingOptions(StrictModel):
 
     @property
     def engine_version(self) -> dict[str, str]:
-        """Version of the sampling server's engine, as `ENGINE_version`.
+        """Version of the sampling server's engine, as `ENGINE_version`; empty for a server that others started.
 
         Raises ResourceError when it is not installed.
         """
@@ -72,35 +72,42 @@ class SamplingOptions(StrictModel):
 
 
 class RolloutOptions(SamplingOptions, ABC):
-    """Options of completions that rewards judge: the server, sampling parameters, groups and rewards."""
+    """Options of sampling completions and judging them by rewards: server, sampling parameters, groups and rewards."""
 
-    num_generations: int = Field(8, ge=2, le=1024, description="Completions per prompt, which form a group.")
+    num_generations: int = Field(
+        8,
+        ge=2,
+        le=1024,
+        description="Completions sampled for each prompt; they form a group, whose rewards are compared.",
+    )
     steps_per_generation: PositiveInt = Field(
         1,
-        description="Optimizer steps that share the completions of one sampling, `global_batch_size` for each; TRL's "
-        "default is its number of gradient accumulation steps.",
+        description="Optimizer steps that learn from the completions of one sampling, `global_batch_size` for each; "
+        "TRL's default is its number of gradient accumulation steps.",
     )
     num_iterations: PositiveInt = Field(1, description="Number of passes over the completions of one sampling.")
     mask_truncated_completions: bool = Field(
         False, description="Leave completions that were cut off out of the loss (DAPO)."
     )
-    system: str | None = Field(None, min_length=1, description="System message for chats that have none.")
+    system: str | None = Field(None, min_length=1, description="System message that is added to chats without one.")
     apply_chat_template: bool | None = Field(
         None, description="Ask prompts of plain text as chat messages; default: as `kind: generate` does."
     )
     reference: str | None = Field(
         None,
-        description="Column of the right answer; default: the row's last answer, or `answer`, `solution`, "
+        description="Dataset column with the right answer; default: the row's last answer, or `answer`, `solution`, "
         "`ground_truth`.",
     )
     rewards: dict[RewardName, AnyReward] = Field(
-        default_factory=dict, description="Rewards by name (as in metrics) that judge each completion; at least one."
+        default_factory=dict,
+        description="Rewards that judge each completion, by the name that they have in metrics; at least one.",
     )
     max_draws: PositiveInt = Field(
         1,
         le=100,
-        description="Largest number of samplings in a round (dynamic sampling): groups with equal rewards give no "
-        "gradient and are replaced by groups of other prompts; after the last sampling they stay. 1: no replacement.",
+        description="Largest number of samplings in a round (dynamic sampling). Groups whose rewards are all equal "
+        "give no gradient, so they are replaced by groups of other prompts; after the last sampling they "
+        "stay. 1: no replacement.",
     )
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy of the target tokens."""
+"""Supervised fine-tuning (SFT): cross-entropy of the target tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SftLoss:
         return {"targets": int(signal.has_target.sum())}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the negative log-likelihood's part of the mean loss; there are no other metrics."""
+        """Return the micro-batch's contribution to the mean negative log-likelihood; there are no other metrics."""
         return -token_log_probabilities.sum() / totals["targets"], {}
 
 

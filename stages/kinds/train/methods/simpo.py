@@ -1,4 +1,4 @@
-"""Simple preference optimization: DPO without a reference model, by the mean log-probability of an answer's tokens."""
+"""Simple preference optimization (SimPO): DPO without a reference, by the mean log-probability of answers' tokens."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ if TYPE_CHECKING:
 
 
 class SimpoConfig(StrictModel):
-    """Simple preference optimization (Meng et al. 2024); defaults are its authors', as in ms-swift."""
+    """Options of simple preference optimization (Meng et al. 2024); defaults are its authors', as in ms-swift."""
 
-    beta: PositiveFp32 = Field(2.0, description="Scale of the rewards; TRL's default is that of DPO, 0.1.")
+    beta: PositiveFp32 = Field(2.0, description="Scale β of the rewards; TRL's default is that of DPO, 0.1.")
     gamma: NonNegativeFp32 = Field(
-        1.0, description="Margin between the rewards of preferred and rejected answer; TRL's `simpo_gamma` is 0.5."
+        1.0,
+        description="Margin γ by which the preferred answer's reward should exceed the rejected one's; TRL's "
+        "`simpo_gamma` is 0.5.",
     )
 
 
 @dataclass(frozen=True)
 class SimpoLoss:
-    """Mean over pairs of -log σ(β (p_chosen - p_rejected) - γ), p a mean over tokens: Meng et al. 2024, (6)."""
+    """SimPO's loss: mean over pairs of -log σ(β (p_chosen - p_rejected) - γ), p the mean log-probability of a token.
+
+    Meng et al. 2024, equation 6.
+    """
 
     config: SimpoConfig
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
@@ -39,7 +44,7 @@ class SimpoLoss:
         return {"pairs": signal.documents.count // 2}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the parts of loss and metrics over pairs; rewards are β p."""
+        """Return the micro-batch's contributions to the mean loss and metrics over pairs; rewards are β p."""
         from torch.nn.functional import logsigmoid
 
         tokens = signal.documents.sums(signal.has_target.float())

@@ -1,4 +1,4 @@
-"""Changes of a batch of pairs: weights of targets, and prompts as targets."""
+"""Changes that methods make to batches of pairs: weights of target tokens (LD-DPO), and prompts as targets (ORPO)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from stages.data.batch import Batch
 
 @dataclass(frozen=True)
 class TailWeights:
-    """Weight `alpha` of the targets by which an answer is longer than its pair's other: Liu et al. 2024 (LD-DPO)."""
+    """Change of a batch that weights an answer's tokens beyond its pair's shorter length by `alpha`. Liu et al.
+
+    2024 (LD-DPO).
+    """
 
     alpha: float
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return the batch of pairs with `target_weights`."""
+        """Return the batch of pairs with the weights of its target tokens."""
         places = _places_of_targets(batch)
         lengths = batch.documents.sums(batch.signal.has_target.long())
         shared = torch.minimum(lengths[0::2], lengths[1::2]).repeat_interleave(2)  # of a pair's two answers
@@ -36,10 +39,13 @@ def _places_of_targets(batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ChosenPrompts:
-    """Targets at all tokens of preferred documents; the prompt weighs nothing in answers' log-probabilities."""
+    """Change of a batch that makes all tokens of the preferred documents targets, prompts included.
+
+    Prompts have weight 0 in the log-probabilities of answers.
+    """
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return the batch of pairs with targets at prompts too, and `target_weights`."""
+        """Return the batch of pairs with targets at prompts too, and `target_weights` that are 0 at prompts."""
         following = batch.inputs.input_ids.roll(-1, 1)
         ids = batch.documents.ids
         has_next = (ids == ids.roll(-1, 1)) & (batch.inputs.position_ids.roll(-1, 1) > 0)

@@ -1,4 +1,4 @@
-"""Training data of sampled completions: rounds of completions, cut into each optimizer step's micro-batches.
+"""Training data of sampled completions: each round samples completions and cuts them into the steps' micro-batches.
 
 In a round the server gets the current weights, which is checked; rank 0 samples and scores completions and writes them
 to a file; every process reads it, packs its share, and computes the engine's log-probabilities. The steps of a round
@@ -46,7 +46,10 @@ from stages.rollouts.prompts import AskedPrompt
 
 
 class RolloutBatches:
-    """Micro-batches of completions, round by round; the caller closes it, since it owns a server."""
+    """Micro-batches of completions that are sampled round by round.
+
+    The caller closes it, since it owns a sampling server.
+    """
 
     made_ahead: ClassVar[bool] = False
     held_out: ClassVar[BatchSource | None] = None
@@ -55,7 +58,7 @@ class RolloutBatches:
     def __init__(
         self, data: RolloutData, engine: Engine, watchdog: Watchdog, server: SyncedServer, reference: Engine | None
     ) -> None:
-        """Prepare rounds of completions; the sampling server opens with the first.
+        """Prepare rounds of sampling; the sampling server starts with the first round.
 
         reference: the model that training starts from, if the loss measures the divergence from it.
         """
@@ -137,7 +140,10 @@ class RolloutBatches:
         Sampler(server, self._open_judge(), self._prompts, self._options, self._plan).sample(step).write(path)
 
     def _open_judge(self) -> Judge:
-        """Return the opened rewards, which may hold processes or servers; they are opened once."""
+        """Return the function that judges completions by the recipe's rewards, opening these at the first call.
+
+        Opened rewards may hold processes or servers.
+        """
         if self._judge is None:
             kept = self._context.work / "rewards"
             context = RewardContext(self._context.inputs, kept, self._context.warn)
@@ -145,7 +151,7 @@ class RolloutBatches:
         return self._judge
 
     def _clear(self, path: Path) -> None:
-        """Remove files of rounds of completions that no run can continue from, and those that another attempt left."""
+        """Remove files of completions that no resumed run can need, and those that another attempt left."""
         checkpoints = complete_checkpoints(self._context.scratch / "checkpoints")
         latest = checkpoints[0][0] if checkpoints else 0
         for other in self._folder.glob("step-*.json"):
@@ -167,7 +173,7 @@ class RolloutBatches:
         ]
 
     def _parts_of(self, documents: Sequence[AnsweredPrompt]) -> list[list[Batch]]:
-        """Return this process's micro-batches of each step of a round, with the engine's log-probabilities."""
+        """Return this process's micro-batches for each step of a round, with the engine's log-probabilities."""
         self._watchdog.begins("the engine's log-probabilities of the completions")
         engine, size = self._engine, len(documents) // self._options.steps_per_generation
         shares = [
@@ -187,7 +193,7 @@ class RolloutBatches:
         return batch.with_signal(rollouts=rollouts)
 
     def _differences(self, parts: Sequence[Sequence[Batch]]) -> dict[str, float]:
-        """Return mean and largest |Δ log-probability| between server and engine over all tokens, in nats."""
+        """Return mean and largest |Δ log-probability| of tokens between sampling server and engine, in nats."""
         differences = [torch.zeros(1)]  # a process may have padding alone
         for batch in (batch for part in parts for batch in part):
             assert batch.signal.rollouts and batch.signal.rollouts.server_log_probabilities is not None
@@ -201,7 +207,10 @@ class RolloutBatches:
 
 @dataclass(frozen=True)
 class RolloutData:
-    """Prompts of a dataset as training data; implements `stages.kinds.train.batches.TrainingData`."""
+    """Training data of a method that samples: the prompts of a dataset.
+
+    Implements `stages.kinds.train.batches.TrainingData`.
+    """
 
     config: TrainConfig
     context: StageContext
@@ -209,7 +218,7 @@ class RolloutData:
     model: ModelFacts
     prompts: Sequence[AskedPrompt]
     build_reference: Callable[[torch.device, RolloutData], Engine]
-    """Function that builds a second engine with the model that training starts from."""
+    """Function that builds a second engine, which holds the reference model: the one that training starts from."""
 
     @classmethod
     def read(
@@ -220,7 +229,10 @@ class RolloutData:
         model: ModelFacts,
         build_reference: Callable[[torch.device, RolloutData], Engine],
     ) -> RolloutData:
-        """Read and check the prompts. Raises DataError for rows that are no prompts or too long, or ModelError."""
+        """Read the dataset's prompts and check that each leaves room for a completion.
+
+        Raises DataError for rows that are no prompts or too long, or ModelError.
+        """
         prompts = checked_prompts(config, options, context.inputs[config.data.dataset_stage] / "data", model)
         return cls(config, context, options, model, prompts, build_reference)
 
@@ -256,11 +268,11 @@ class RolloutData:
         return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round
 
     def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RolloutData:
-        """Return the data unchanged: no method has a teacher for completions that rewards judge."""
+        """Return the data unchanged: methods whose completions rewards judge have no teacher."""
         return self
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:
-        """Return the batches of completions; the sampling server opens with the first of them."""
+        """Return the batches of completions; the sampling server starts with the first of them."""
         config = self.config
         server = SyncedServer(config, self.context, self.options, self.model, engine=engine, watchdog=watchdog)
         reference = self.build_reference(engine.device, self) if config.needs_reference else None
@@ -268,7 +280,7 @@ class RolloutData:
 
     @property
     def plan(self) -> RoundPlan:
-        """Plan of rounds: which steps learn from a round, and the prompts that it asks."""
+        """Plan of the sampling rounds: which steps learn from each round, and which prompts are sampled in it."""
         config, options = self.config, self.options
         per_round = config.global_batch_size * options.steps_per_generation // options.num_generations
         return RoundPlan(len(self.prompts), per_round, options, config.seed)

@@ -1,4 +1,4 @@
-"""Prompts and completions as training documents: checked before sampling, packed into each process's batches."""
+"""Prompts and their sampled completions as training documents: length checks, and packing into micro-batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stages.rollouts.prompts import AskedPrompt, read_prompts
 
 @dataclass(frozen=True)
 class AnsweredPrompt:
-    """A prompt with its completion, as token ids.
+    """Training document of a prompt and its sampled completion, as token ids.
 
     log_probabilities: the server's, of the completion's tokens, in nats.
     is_learned: whether the completion's tokens are targets.
@@ -48,7 +48,7 @@ class AnsweredPrompt:
 
 @dataclass(frozen=True)
 class Packing:
-    """Sizes by which documents are packed into rows, and rows into micro-batches.
+    """Sizes by which documents of prompt and completion are packed into rows, and rows into micro-batches.
 
     sequence_length: of rows, unless `packing` is off.
     most_tokens: largest length of a document.
@@ -63,7 +63,10 @@ class Packing:
     temperature: float = 1.0
 
     def share(self, documents: Sequence[AnsweredPrompt], data_rank: int, data_parallel_size: int) -> list[Batch]:
-        """Return one process's micro-batches, equally many on each; some may hold only padding."""
+        """Return one process's micro-batches of the documents.
+
+        Every process gets equally many; some may hold only padding.
+        """
         lengths = [len(one) for one in documents]
         rows = (
             best_fit_decreasing(lengths, self.sequence_length)
@@ -74,7 +77,7 @@ class Packing:
         return [self.batch([[documents[number] for number in rows[row]] for row in share]) for share in shares]
 
     def batch(self, rows: Sequence[Sequence[AnsweredPrompt]]) -> Batch:
-        """Return one micro-batch of completions; its `old_log_probabilities` are still zeros."""
+        """Return one micro-batch of completions; its `old_log_probabilities` are zeros, to be computed later."""
         width = (
             self.sequence_length
             if self.packing
@@ -111,7 +114,7 @@ NUM_NAMED = 5
 
 
 def checked_prompts(config: TrainConfig, options: RolloutOptions, folder: Path, model: ModelFacts) -> list[AskedPrompt]:
-    """Read and check the prompts in the dataset's `folder`.
+    """Read the prompts in the dataset's `folder`, and check that each leaves room for a completion.
 
     Raises DataError for bad rows, and for prompts that leave too little room for their completions.
     """
@@ -142,7 +145,7 @@ def checked_prompts(config: TrainConfig, options: RolloutOptions, folder: Path, 
 
 
 def completion_packing(config: TrainConfig, options: SamplingOptions, model: ModelFacts) -> Packing:
-    """Return the sizes by which completions are packed."""
+    """Return the sizes by which prompts and completions are packed, from the training's config and the model."""
     return Packing(
         config.data.sequence_length,
         most_tokens(config, options, model),
@@ -154,6 +157,6 @@ def completion_packing(config: TrainConfig, options: SamplingOptions, model: Mod
 
 
 def most_tokens(config: TrainConfig, options: SamplingOptions, model: ModelFacts) -> int:
-    """Return the largest number of tokens of a prompt and its completion together."""
+    """Return the largest number of tokens that a prompt and its completion may have together."""
     limits = (config.data.sequence_length, options.serving.max_model_len, model.max_positions)
     return min(limit for limit in limits if limit)

@@ -1,4 +1,4 @@
-"""Metrics, warnings and readable samples of a round of completions."""
+"""Metrics and warnings of a round of sampled completions, and a file of some completions for people to read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stages.rollouts.prompts import AskedPrompt
 
 COMPLETIONS_FILE = "completions.jsonl"
 NUM_SHOWN = 4
-"""Number of prompts shown from each sampling, and of completions shown for each prompt."""
+"""Number of prompts shown to people from each sampling, and of completions shown for each prompt."""
 
 
 class SampleFile:
-    """File of readable completions (a line of JSON each) over all attempts of a stage; on rank 0 only."""
+    """File `completions.jsonl`, where people can read completions of all attempts; written on rank 0 only."""
 
     def __init__(self, context: StageContext) -> None:
-        """Continue the file of earlier attempts, which is in scratch; the artifact gets a hard link to it."""
+        """Open the file of earlier attempts in the scratch folder; the stage's artifact gets a hard link to it."""
         self._file = context.scratch / COMPLETIONS_FILE
         self._has_written = False
         shown: Path = context.work / COMPLETIONS_FILE
@@ -32,7 +32,7 @@ class SampleFile:
         shown.hardlink_to(self._file)
 
     def write(self, step: int, lines: Iterable[dict[str, object]]) -> None:
-        """Append the readable completions of a sampling with its step; steps must rise within an attempt.
+        """Append completions of one sampling, with its training step; steps must rise within an attempt.
 
         The first sampling of an attempt replaces the lines that a killed attempt wrote from this step on.
         """
@@ -43,14 +43,14 @@ class SampleFile:
             stream.writelines(json.dumps({"step": step, **line}, ensure_ascii=False) + "\n" for line in lines)
 
     def _remove_from(self, step: int) -> None:
-        """Truncate the file of samples before the lines of a step; in place, since the artifact shares the inode."""
+        """Remove the lines of this and later training steps. In place, since the artifact shares the inode."""
         with self._file.open("r+b") as stream:
             earlier = itertools.takewhile(lambda line: json.loads(line)["step"] < step, stream.readlines())
             stream.truncate(sum(map(len, earlier)))
 
 
 def round_metrics(sampled: Round) -> dict[str, float]:
-    """Return metrics of the round's rewards, completions and sampling."""
+    """Return metrics of a sampling round: means and spreads of rewards, completion lengths, and durations."""
     completions = sampled.completions
     by_name = {name: [completion.rewards[name] for completion in completions] for name in completions[0].rewards}
     totals = [completion.reward for completion in completions]
@@ -67,7 +67,7 @@ def round_metrics(sampled: Round) -> dict[str, float]:
 
 
 class RoundSamples:
-    """Writer of some completions of each round, on rank 0 only; warns of rewards that are equal for all."""
+    """Writer of some completions of each round, on rank 0 only; warns of a reward that is equal for all completions."""
 
     def __init__(self, context: StageContext, prompts: Sequence[AskedPrompt]) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""On-policy distillation: in a share of the steps the model answers the rows' prompts and a teacher scores the answers.
+"""On-policy distillation: in some training steps the model answers the rows' prompts and a teacher scores the answers.
 
 As in TRL's GKD (Agarwal et al. 2024, algorithm 1), a random draw for each step decides whether it is on-policy. The
 server that samples has the weights of that step.
@@ -41,7 +41,10 @@ DOCUMENTS = TypeAdapter(list[AnsweredPrompt])
 
 @dataclass
 class OnPolicyBatches:
-    """Batches of rows in some steps and of the model's own answers in others; the caller closes it."""
+    """Batches of on-policy distillation: dataset rows in some steps, the model's own answers in others.
+
+    The caller closes it.
+    """
 
     made_ahead: ClassVar[bool] = False
     steps_together: ClassVar[int] = 1
@@ -58,7 +61,7 @@ class OnPolicyBatches:
     """File to which rank 0 writes the answers and from which every process reads them."""
     watchdog: Watchdog
     samples: SampleFile | None
-    """Readable answers for people, on rank 0 only."""
+    """File of answers for people to read, on rank 0 only."""
     decode: Callable[[Sequence[int]], str]
     """Function from token ids to text."""
     measured: dict[str, float] = field(default_factory=dict)
@@ -101,7 +104,10 @@ class OnPolicyBatches:
         self.server.close()
 
     def _write_answers(self, step: int, server: RolloutServer) -> None:
-        """Write the model's answers to the global batch's prompts, and some of them for people; on rank 0 only."""
+        """Sample answers to the global batch's prompts and write them to the shared file; on rank 0 only.
+
+        Some are written for people, too.
+        """
         sampling = self.steps.sampling
         prompts = prompts_of(self.texts.training.dataset, self.texts.order.global_batch(step))
         asked = asked_of(prompts, self.server.packing.most_tokens, sampling.max_completion_length, self.seed, step)
@@ -114,7 +120,7 @@ class OnPolicyBatches:
         self.samples.write(step, ({"prompt": self.decode(prompt), **answer.shown} for prompt, answer in shown))
 
     def _taught(self, documents: Sequence[AnsweredPrompt]) -> list[Batch]:
-        """Return this process's micro-batches of the answers, with the teacher's candidates."""
+        """Return this process's micro-batches of the answers, with the teacher's likeliest tokens at each target."""
         assert self.taught.teacher
         data_rank, num_shares = self.engine.data_rank, self.engine.data_parallel_size
         share_of = partial(self._share, documents)
@@ -125,7 +131,7 @@ class OnPolicyBatches:
         ]
 
     def _share(self, documents: Sequence[AnsweredPrompt], data_rank: int) -> list[Batch]:
-        """Return a data rank's micro-batches of answers, at the temperature of the loss."""
+        """Return the micro-batches of answers for one data-parallel rank, at the temperature of the loss."""
         batches = self.server.packing.share(documents, data_rank, self.engine.data_parallel_size)
         return [batch.with_signal(rollouts=None, temperature=self.asked.temperature) for batch in batches]
 
@@ -140,7 +146,7 @@ def on_policy_batches(
     texts: RowBatches,
     taught: Taught,
 ) -> OnPolicyBatches:
-    """Return on-policy batches; the server opens with the first weights that it is given.
+    """Return the batches of on-policy distillation; the sampling server starts with the first weights that it gets.
 
     texts: batches of the steps that learn from rows.
     """
@@ -165,7 +171,7 @@ def on_policy_batches(
 def asked_of(
     prompts: Sequence[list[int]], most_tokens: int, max_completion_length: int, seed: int, step: int
 ) -> list[Asked]:
-    """Return the prompts that the server completes in a step, with seeds; a resumed run asks the same.
+    """Return the prompts to complete in a step, each with a seed and token limit; a resumed run gets the same.
 
     most_tokens: of a prompt and its answer. Raises DataError for a prompt that leaves no room for an answer.
     """
@@ -183,18 +189,18 @@ def asked_of(
 
 
 def is_on_policy(seed: int, step: int, share: float) -> bool:
-    """Return whether the model answers the rows of this step itself: a draw that a resumed run repeats."""
+    """Return whether a step learns from the model's own answers: a random draw that a resumed run repeats."""
     return bool(np.random.default_rng([seed, step, 1]).random() < share)
 
 
 def prompts_of(dataset: PackedDataset, rows: Sequence[int]) -> list[list[int]]:
-    """Return the tokens before the last answer of every document in these rows that has targets."""
+    """Return the prompt tokens of every document in these rows that has targets: those before its last answer."""
     documents = (one for row in rows for one in dataset.documents(row))
     return [tokens[: _prompt_length(loss)].tolist() for tokens, loss in documents if loss[1:].any()]
 
 
 def check_prompts(dataset: PackedDataset) -> None:
-    """Raise DataError for documents without prompts, all of whose tokens but the first are targets.
+    """Raise DataError if a dataset's documents have no prompts: all of their tokens but the first are targets.
 
     The first row of each dataset is enough: its documents are of one kind.
     """
@@ -207,6 +213,6 @@ def check_prompts(dataset: PackedDataset) -> None:
 
 
 def _prompt_length(loss: NDArray[np.bool_]) -> int:
-    """Return the number of prompt tokens: those before the last run of targets."""
+    """Return the number of prompt tokens from a document's target mask: those before the last run of targets."""
     last = np.flatnonzero(loss[1:])[-1] + 1
     return int(np.flatnonzero(~loss[1:last])[-1]) + 2 if not loss[1:last].all() else 1

@@ -1,4 +1,4 @@
-"""Completions of the model that trains: asked for and checked on rank 0, for every method that samples.
+"""Sampling of completions from the model in training, on rank 0, for every method that samples.
 
 Rounds, for methods with rewards, are planned, scored and written to a file that all processes read.
 """
@@ -28,7 +28,7 @@ from stages.serving.client import Choice
 
 @dataclass(frozen=True)
 class Completion:
-    """A sampled completion; with its score, where rewards judge it.
+    """A sampled completion with the server's log-probabilities, and with rewards if the method has them.
 
     log_probabilities: the server's, of each token, in nats.
     truncated: cut off at `max_completion_length`.
@@ -44,12 +44,12 @@ class Completion:
     reward: float = 0.0
 
     def after(self, prompt: list[int], advantage: float = 0.0, *, is_learned: bool = True) -> AnsweredPrompt:
-        """Return the training document of this completion after its prompt."""
+        """Return the training document that consists of `prompt` and this completion."""
         return AnsweredPrompt(prompt, self.token_ids, self.log_probabilities, advantage, is_learned)
 
     @property
     def shown(self) -> dict[str, object]:
-        """Fields of a completion that people read in `completions.jsonl`."""
+        """Values of a completion that are written to `completions.jsonl` for people to read."""
         return {"text": self.text, "num_tokens": len(self.token_ids), "truncated": self.truncated}
 
 
@@ -65,13 +65,13 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """True if the completions' rewards differ, so that the group gives a gradient."""
+        """True if the completions' rewards differ, so that the group contributes a gradient."""
         return len({one.reward for one in self.completions}) > 1
 
 
 @dataclass(frozen=True)
 class Round:
-    """Round of completions that are sampled together.
+    """Round of sampling: groups of completions that are sampled together with the same weights.
 
     first_step: the first optimizer step that learns from them.
     measured: metrics of the sampling.
@@ -83,7 +83,7 @@ class Round:
 
     @property
     def completions(self) -> list[Completion]:
-        """The completions of all groups, one group after the other."""
+        """Completions of all groups, one group after the other."""
         return [one for group in self.groups for one in group.completions]
 
     def write(self, path: Path) -> None:
@@ -100,7 +100,10 @@ _READER = TypeAdapter(Round)
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Plan of rounds: which steps learn from a round and which prompts it asks, as functions of seed and step."""
+    """Plan of the sampling rounds: which steps learn from a round, and which prompts it completes.
+
+    Both are functions of seed and step.
+    """
 
     num_prompts: int
     prompts_per_round: int
@@ -109,32 +112,36 @@ class RoundPlan:
 
     @property
     def steps_per_round(self) -> int:
-        """Optimizer steps that learn from one round."""
+        """Number of optimizer steps that learn from one sampling round."""
         return self.options.steps_per_generation * self.options.num_iterations
 
     def staleness(self, step: int) -> int:
-        """Return the steps between the weights that sampled and those that learn; less than `steps_per_round`."""
+        """Return how many steps old the weights that sampled are when this step learns; less than `steps_per_round`."""
         return (step - 1) % self.steps_per_round
 
     def part(self, step: int) -> int:
-        """Return which of the `steps_per_generation` parts of a round's completions a step learns from."""
+        """Return the number of the part of a round's completions that a step learns from.
+
+        A round has `steps_per_generation` parts.
+        """
         return self.staleness(step) % self.options.steps_per_generation
 
     def prompts(self, first_step: int) -> list[int]:
-        """Return the prompt numbers of the round that begins with this step."""
+        """Return the numbers of the prompts that are completed in the round that begins with this step."""
         order = DataOrder(self.num_prompts, self.prompts_per_round, 1, 0, 1, self.seed)
         return order.global_batch((first_step - 1) // self.steps_per_round + 1)
 
     def others(self, first_step: int, draw: int, count: int) -> list[int]:
-        """Return `count` prompts that replace groups whose rewards are all equal; draw: the number of the redraw, from
-        1 on.
+        """Return `count` other prompts, to replace groups whose rewards are all equal.
+
+        draw: the number of the redraw, from 1 on.
         """
         random = np.random.default_rng([self.seed, first_step, draw])
         return random.choice(self.num_prompts, count, replace=count > self.num_prompts).tolist()
 
 
 def request_seed(*numbers: int) -> int:
-    """Return the seed of a request that is known by these numbers, of at most 31 bits."""
+    """Return a seed of at most 31 bits for a sampling request, computed from numbers that identify the request."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0]) >> 1
 
 
@@ -146,12 +153,12 @@ def deviation(values: Sequence[float]) -> float:
 SERVER = "the server that samples"
 CUT_OFF = "length"
 EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Sampling options that keep vLLM from using defaults of the model's generation config."""
+"""Sampling options that are set explicitly, since vLLM would else take them from the model's generation config."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Prompt, as token ids, that the server completes.
+    """Prompt, as token ids, that the sampling server completes, with its seed.
 
     max_tokens: after which a completion is cut off.
     """
@@ -161,7 +168,7 @@ class Asked:
     max_tokens: int
 
     def request(self, options: SamplingOptions, num_completions: int) -> Request:
-        """Return the body of the request for `num_completions` completions."""
+        """Return the body of the HTTP request for `num_completions` completions of the prompt."""
         return {
             "prompt": self.prompt,
             "n": num_completions,
@@ -179,8 +186,9 @@ class Asked:
 def sample_completions(
     server: RolloutServer, options: SamplingOptions, asked: Sequence[Asked], num_completions: int
 ) -> list[list[Completion]]:
-    """Return `num_completions` completions of each prompt, in the order of the prompts and of the server's samples.
+    """Return `num_completions` completions of each prompt from the server, in the order of the prompts.
 
+    Those of a prompt are in the server's order.
     Raises ServerError for an answer without what a loss needs, and as `RolloutServer.ask` does.
     """
     found: dict[int, list[Completion]] = {}
@@ -203,7 +211,7 @@ def _completion(choice: Choice) -> Completion:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Sampler of completions, which also scores a round and measures the time of each part."""
+    """Sampler of a round's completions, which also judges them by rewards and measures how long each part takes."""
 
     server: RolloutServer
     judge: Judge
@@ -212,7 +220,10 @@ class Sampler:
     plan: RoundPlan
 
     def sample(self, first_step: int) -> Round:
-        """Return the round that begins with this step. Raises DataError for completions that cannot be scored."""
+        """Sample and judge the round that begins with this step.
+
+        Raises DataError for completions that cannot be scored.
+        """
         generate_s = score_s = 0.0
         num_tokens = num_draws = 0
         groups: list[Group] = []
@@ -245,7 +256,7 @@ class Sampler:
         return Round(first_step, groups, measured)
 
     def _missing(self, groups: Sequence[Group]) -> int:
-        """Return how many groups with signal the round still lacks."""
+        """Return how many groups with differing rewards the round still lacks."""
         return self.plan.prompts_per_round - sum(group.has_signal for group in groups)
 
     def _judged(self, prompts: Sequence[int], completions: Sequence[Sequence[Completion]]) -> list[Group]:

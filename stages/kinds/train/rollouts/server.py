@@ -1,4 +1,4 @@
-"""Server that samples while a model is trained: started or named, given each step's weights, checked, and reopened.
+"""Sampling server beside a training: started or named by the recipe, given each step's weights, checked and restarted.
 
 When it dies or hangs, whatever is under way is asked again of its successor, which gets the same weights. `Probe`
 checks by a few fixed completions that the server answers with the engine's weights.
@@ -44,13 +44,13 @@ from stages.serving.registry import ENGINES, chosen_engine, new_launch_spec
 from stages.serving.server import Server, started_server
 
 MOST_RESTARTS = 3
-"""Largest number of restarts of a sampling server in a row, without a completed round between them."""
+"""Largest number of restarts of a sampling server in a row, without a completed sampling between them."""
 POLICY = "policy"
 """Name under which the sampling server serves the trained model."""
 
 
 class SamplingServer(Protocol):
-    """Protocol of a sampling server that can be given weights.
+    """Protocol of a running sampling server that can be given new weights.
 
     address: of the serving engine itself.
     alive: whether its process runs, as far as that is known.
@@ -69,7 +69,7 @@ class SamplingServer(Protocol):
 
 
 class Host(Protocol):
-    """Source of a server: a process that the stage starts, or a server that the recipe names.
+    """Protocol of a sampling server's source: a process that the stage starts, or a server that the recipe names.
 
     remedy: what is done about a server that failed, in messages.
     """
@@ -78,21 +78,27 @@ class Host(Protocol):
     def remedy(self) -> str: ...
 
     def opened(self, folder: Path, name: str) -> AbstractContextManager[SamplingServer]:
-        """Yield a server that answers with the weights in `folder`.
+        """Open a sampling server that answers with the weights in `folder`, and yield it.
 
         name: of an adapter, or of the model of a started server. Raises ServerError when no server comes up,
         TransientError when none answers in time.
         """
 
     def prepare(self, folder: Path) -> None:
-        """Prepare a weights folder, which the caller owns, for reloading by a server. Raises as `opened` does."""
+        """Prepare a folder of weights so that the sampling server can load it. The caller owns the folder.
+
+        Raises as `opened` does.
+        """
 
 
 class RolloutServer:
-    """The server that samples, as rank 0 uses it; it opens with the first weights, and the caller closes it."""
+    """Sampling server as rank 0 uses it: it opens with the first weights and is restarted when it fails.
+
+    The caller closes it.
+    """
 
     def __init__(self, host: Host, execution: TrainExecution, warn: Callable[[str], None], *, is_adapter: bool) -> None:
-        """Prepare without opening a server; is_adapter: whether the weights are an adapter's."""
+        """Store how to open the server, without opening it. is_adapter: whether the weights are an adapter's."""
         self._host = host
         self._execution = execution
         self._warn = warn
@@ -103,8 +109,9 @@ class RolloutServer:
         self._restarts = 0
 
     def take(self, folder: Path) -> None:
-        """Load these weights into the sampling server and remove the former; no request may be under way.
+        """Load the weights in `folder` into the sampling server and remove the former folder.
 
+        No request may be under way.
         Raises ServerError when no server comes up, TransientError when it fails repeatedly.
         """
         before, self._folder = self._folder, folder
@@ -125,7 +132,7 @@ class RolloutServer:
             shutil.rmtree(before, ignore_errors=True)
 
     def ask(self, requests: Iterable[tuple[int, Request]], keep: Callable[[int, Request, Answer], None]) -> None:
-        """Send requests to the sampling server and pass each answer, with its request's number, to `keep`.
+        """Send requests to the sampling server, and pass each answer to `keep` with its request and number.
 
         Raises ServerError for a request that is refused, TransientError when the server fails repeatedly.
         """
@@ -147,7 +154,10 @@ class RolloutServer:
         self._restarts = 0
 
     def predictions(self, rows: list[list[int]]) -> list[Predicted]:
-        """Return the log-probabilities of rows of tokens. Raises TransientError when the server fails repeatedly."""
+        """Return the sampling server's log-probabilities of the tokens in each row.
+
+        Raises TransientError when the server fails repeatedly.
+        """
         while True:
             try:
                 return self._client.predictions(rows)
@@ -155,7 +165,7 @@ class RolloutServer:
                 self._restart(error)
 
     def close(self) -> None:
-        """End the sampling server."""
+        """Stop the sampling server, or let go of one that others started."""
         self._stack.close()
         self._server = None
 
@@ -172,7 +182,7 @@ class RolloutServer:
 
     @property
     def _name(self) -> str:
-        """Name of the model in requests; each adapter version has its own, since servers cache by name."""
+        """Name of the trained model in requests; each adapter version has its own, since servers cache by name."""
         assert self._folder
         return f"{POLICY}-{self._folder.name}" if self._is_adapter else POLICY
 
@@ -201,12 +211,12 @@ class RolloutServer:
 
 
 BASE = "base"
-"""Name under which the server has an adapter's frozen base."""
+"""Name under which the sampling server serves the frozen base model of an adapter."""
 
 
 @dataclass(frozen=True)
 class OwnServer:
-    """Server that the stage starts on its own devices and ends; implements `Host`.
+    """Sampling server that the stage starts on devices of its own, and ends; implements `Host`.
 
     base: the folder of the frozen model, where the weights are an adapter's.
     """
@@ -242,13 +252,13 @@ class OwnServer:
 
 
 def own_gpus(num_wanted: int) -> dict[str, str]:
-    """Return the environment variable that gives the server the stage's GPUs which no training process uses."""
+    """Return the environment variable by which the sampling server sees only GPUs that no training process uses."""
     variable = type_at_hand().visible_devices
     return not_trained_on(variable, os.environ, torch.accelerator.device_count(), num_wanted) if variable else {}
 
 
 def not_trained_on(variable: str, environment: Mapping[str, str], num_devices: int, num_wanted: int) -> dict[str, str]:
-    """Return `variable` with the devices after those that this node's processes train on.
+    """Return `variable` with the devices that follow those of this node's training processes.
 
     Without a value in the environment there are `num_devices`. Raises ResourceError for fewer than wanted.
     """
@@ -265,9 +275,9 @@ def not_trained_on(variable: str, environment: Mapping[str, str], num_devices: i
 
 
 NUM_DOCUMENTS = 16
-"""Largest number of completions in a probe, by which server and engine are compared."""
+"""Largest number of completions by which sampling server and training engine are compared."""
 BOUNDS_NATS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Bounds of the mean |Δ log-probability| of a token, by the dtype of the computation.
+"""Largest mean |Δ log-probability| of a token between server and engine that counts as rounding, in nats, by dtype.
 
 Two engines' kernels differ by some 1e-5 in fp32 and some 0.01 in bf16; weights that are a few steps older differ by
 0.05 and more.
@@ -276,7 +286,7 @@ Two engines' kernels differ by some 1e-5 in fp32 and some 0.01 in bf16; weights 
 
 @dataclass(frozen=True)
 class Probe:
-    """Fixed completions, the first of the untrained model, on which server and engine are compared.
+    """Fixed completions by which sampling server and training engine are compared: the first that were sampled.
 
     They are recorded beside the trained model, too.
 
@@ -290,7 +300,10 @@ class Probe:
 
     @classmethod
     def take(cls, documents: Sequence[AnsweredPrompt], packing: Packing, engine: Engine) -> Probe:
-        """Take a probe of completions with the untrained engine; all processes pass the same documents. Collective."""
+        """Choose completions to compare by, and compute their log-probabilities with the untrained engine. Collective.
+
+        All processes pass the same documents.
+        """
         chosen = [documents[0].cut(packing.most_tokens - 1)]  # the server, asked about them, adds a token
         for one in documents[1:NUM_DOCUMENTS]:
             if sum(map(len, chosen)) + len(one) <= packing.sequence_length and len(one) < packing.most_tokens:
@@ -312,7 +325,7 @@ class Probe:
         return cls(documents, None if untrained is None else torch.tensor(untrained), batch)
 
     def check(self, of_engine: torch.Tensor, server: RolloutServer, dtype: str, step: int) -> float:
-        """Return the mean |Δ log-probability| of the completions' tokens between server and engine, in nats.
+        """Compare server and engine: return the mean |Δ log-probability| of the completions' tokens, in nats.
 
         of_engine: float32 [rows, sequence]. Raises TrainingError when the server answers with other weights than the
         engine's.
@@ -329,12 +342,15 @@ class Probe:
 
 
 def _untempered(packing: Packing) -> Packing:
-    """Return the packing at temperature 1, since a server scores given tokens without temperature."""
+    """Return the packing with temperature 1, since a server scores given tokens without temperature."""
     return replace(packing, temperature=1.0)
 
 
 def check_difference(difference: float, dtype: str, what: str) -> None:
-    """Raise TrainingError when a mean |Δ log-probability| (nats) is more than rounding in `dtype`."""
+    """Raise TrainingError if log-probabilities differ by more than rounding in `dtype`.
+
+    difference: mean |Δ log-probability| of a token, in nats.
+    """
     if not difference <= BOUNDS_NATS[dtype]:
         raise TrainingError(
             f"{what} gives log-probabilities that are {difference:.3g} nats a token from those of the training engine; "
@@ -347,12 +363,12 @@ def check_difference(difference: float, dtype: str, what: str) -> None:
 CHECK_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 1.0
 WEIGHTS = "weights"
-"""Folder in a stage's scratch by which weights reach a server."""
+"""Folder in the stage's scratch folder through which the weights reach the sampling server."""
 
 
 @dataclass(frozen=True)
 class NamedServer:
-    """Server that others started, checked before use and never ended; implements `Host` and `SamplingServer`.
+    """Sampling server that others started, checked before use and never ended; implements `Host` and `SamplingServer`.
 
     Weights reach it by a folder, which it must see under the same path.
 
@@ -386,7 +402,7 @@ class NamedServer:
 
     @property
     def api_key(self) -> str:
-        """API key of a named server, sent as a bearer token."""
+        """API key of the sampling server, sent as a bearer token."""
         return self.client.api_key
 
     def alive(self) -> bool:
@@ -394,7 +410,7 @@ class NamedServer:
         return True
 
     def check(self, folder: Path | None = None) -> None:
-        """Check that a named server can be given weights, and answers with what a loss needs.
+        """Check that the server can load new weights, and that its answers have what a loss needs.
 
         folder: on the file system by which the weights reach it. Raises ServerError, with the command that starts it
         right; TransientError when it does not answer.
@@ -410,7 +426,7 @@ class NamedServer:
 
     @contextmanager
     def opened(self, folder: Path, name: str) -> Iterator[Self]:
-        """Wait until the named server answers, check it, load the weights of `folder` and yield it."""
+        """Wait until the sampling server answers, check it, load the weights in `folder` into it, and yield it."""
         since_s = time.monotonic()
         while not self.client.is_healthy():
             if time.monotonic() - since_s > self.ready_timeout_s:
@@ -431,7 +447,7 @@ class NamedServer:
 def named_server_problems(
     config: TrainConfig, model: ModelFacts, context: StageContext | None = None
 ) -> Iterator[LifecycleError]:
-    """Yield what is wrong with the server that the recipe names for sampling.
+    """Check the sampling server that the recipe names, if it names one, and yield the problems.
 
     context: of a run, whose folders the server must read.
     """
@@ -446,7 +462,7 @@ def named_server_problems(
 
 
 class SyncedServer:
-    """The server with the engine's weights, as all processes use it; the caller closes it.
+    """Sampling server that has the training engine's current weights, as all processes use it. The caller closes it.
 
     packing: of prompts with their completions.
     bound_dtype: the less precise dtype of server and engine.
@@ -462,7 +478,7 @@ class SyncedServer:
         engine: Engine,
         watchdog: Watchdog,
     ) -> None:
-        """Choose the server's host; the server opens with the first weights that it is given."""
+        """Choose between an own server and the recipe's; it opens with the first weights that it gets."""
         self._engine = engine
         self._watchdog = watchdog
         self.packing = completion_packing(config, options, model)
@@ -485,8 +501,9 @@ class SyncedServer:
             shutil.rmtree(self._weights, ignore_errors=True)  # of another attempt
 
     def sample(self, step: int, write: Callable[[RolloutServer], None]) -> float:
-        """Give the server the weights of a step, let rank 0 sample and write a file, and wait for it. Collective.
+        """Give the sampling server the weights of a step and let rank 0 write completions to a file. Collective.
 
+        The other processes wait for the file.
         Returns the seconds of the weights' transfer. Raises as `RolloutServer` and `write` do, and TrainingError when
         the server answers with other weights.
         """
@@ -498,7 +515,7 @@ class SyncedServer:
         return sync_s
 
     def _give_weights(self, step: int) -> float:
-        """Export the engine's weights to the server and check by the probe that it uses them. Collective.
+        """Export the engine's weights to the sampling server, and check that it answers with them. Collective.
 
         Returns the seconds. Raises TrainingError when the server answers with other weights, and as
         `RolloutServer.take` does.
@@ -514,7 +531,7 @@ class SyncedServer:
         return time.perf_counter() - began_s
 
     def check(self, step: int) -> None:
-        """Compare server and engine on the probe, if it has been taken. Collective."""
+        """Check that server and engine agree on fixed completions, once these have been chosen. Collective."""
         if self._probe:
             of_engine = self._engine.target_log_probabilities(self._probe.batch)
             if is_main_process():
@@ -522,11 +539,14 @@ class SyncedServer:
 
     @property
     def has_probe(self) -> bool:
-        """True if the probe has completions to compare."""
+        """True if the completions by which server and engine are compared have been chosen."""
         return self._probe is not None
 
     def take_probe(self, documents: Sequence[AnsweredPrompt]) -> None:
-        """Take or read the probe of fixed completions, once, from the first of these documents. Collective."""
+        """Choose the completions by which server and engine are compared, or read an earlier choice. Collective.
+
+        They are taken once, from the first of these documents.
+        """
         if self._probe:
             return
         if self._engine.broadcast_from_rank0(float(self._probe_path.is_file())):
@@ -538,12 +558,10 @@ class SyncedServer:
             self._probe.write(self._probe_path)
 
     def recorded(self) -> RecordedBatch:
-        """Return the probe's completions, with their log-probabilities before training, to be recorded beside the
-        model.
-        """
+        """Return the fixed completions with their log-probabilities before training, to be stored with the model."""
         assert self._probe, "completions were learned from"
         return RecordedBatch(self._probe.batch, self._probe.untrained)
 
     def close(self) -> None:
-        """End the sampling server."""
+        """Stop the sampling server, or let go of one that others started."""
         self._server.close()
