@@ -1,4 +1,4 @@
-"""Check of an evaluation: mistakes in its tasks, and in asking a model as a chat, found before the model is made."""
+"""Early check of evaluate stages: finds mistakes in tasks and a missing chat template before the model is trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stages.serving.config import limit_problems
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield dotted field and error of an evaluation's config, or a text about what could not be checked."""
+    """Yield errors of an evaluate stage with the dotted config field of each, or a text about what was not checked."""
     config = EvaluateConfig.model_validate(stage_input.config)
     artifact = stage_input.inputs[config.model]
     model = next((folder for folder in (artifact / ADAPTER_FOLDER, artifact / "model") if folder.is_dir()), None)
@@ -36,7 +36,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
 
 
 def _tasks(config: EvaluateConfig, model: Path | None, cache: Path) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Rehearse an evaluation's tasks: load them, render and score their first samples without a server."""
+    """Try an evaluation's tasks without a server: load them, and render and score their first samples."""
     as_chat = config.apply_chat_template
     if as_chat is None:  # if training changes it, the evaluation itself finds faults of the chat's rendering
         as_chat = model is not None and is_asked_as_chat(model)
@@ -49,7 +49,7 @@ def _tasks(config: EvaluateConfig, model: Path | None, cache: Path) -> Iterator[
 
 
 def _beyond_the_model(config: EvaluateConfig, stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield settings that the model rules out for a server of the stage's own; a serve stage checks its own."""
+    """Yield errors for settings of the stage's own server that the model's config does not allow."""
     if config.serving:
         facts = ModelFacts(stage_input.inputs[config.base or config.model] / "model")
         for field, message in limit_problems(facts, config.serving, None, os.environ):
@@ -57,7 +57,7 @@ def _beyond_the_model(config: EvaluateConfig, stage_input: StageInput) -> Iterat
 
 
 def check_chat_template(model: Path) -> None:
-    """Raise EvaluationError for a model folder without a chat template."""
+    """Raise EvaluationError if a model folder has no chat template."""
     if not has_chat_template(model):
         raise EvaluationError(
             f"the questions are to be those of a chat, but {model} has no chat template (chat_template.jinja, or in "

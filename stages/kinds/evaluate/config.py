@@ -1,4 +1,4 @@
-"""Config of an evaluate stage."""
+"""Config of the evaluate stage, which scores a model on benchmark tasks."""
 
 from __future__ import annotations
 
@@ -17,43 +17,48 @@ from stages.rewards.judge import RatingConfig
 from stages.serving.served_models import AskedModelConfig
 
 TASK = re.compile(r"^(task|group):", re.MULTILINE)
-"""Pattern of a line that defines a task in a task file."""
+"""Pattern by which a YAML file is recognized as a definition of tasks."""
 
 
 class EvaluateConfig(AskedModelConfig):
-    """Score a model on tasks by asking a server: a serve stage's, or its own for a model or an adapter."""
+    """Config of the evaluate stage: scores a model on tasks, on a serve stage's server or on one of its own."""
 
     STAGE_VERSION: ClassVar[int] = 2  # the harness's own seeds: other few-shot examples than before
     PRODUCTS = ("scores",)
     HAS_CHECK: ClassVar[bool] = True
 
     kind: Literal["evaluate"]
-    harness: Annotated[HarnessName, AddedLater()] = Field(DEFAULT_HARNESS, description="Harness that asks and scores.")
-    tasks: tuple[Annotated[str, Field(max_length=256)], ...] = Field(
-        min_length=1, description="Names of the harness's tasks, its own or of `task_folder`."
+    harness: Annotated[HarnessName, AddedLater()] = Field(
+        DEFAULT_HARNESS, description="Evaluation harness, which sends the tasks' questions and scores the answers."
     )
-    task_folder: OutsidePath | None = Field(None, description="Folder of local tasks (YAML and JSONL).")
-    limit: PositiveInt | None = Field(None, description="Number of samples of each task; default: all.")
+    tasks: tuple[Annotated[str, Field(max_length=256)], ...] = Field(
+        min_length=1, description="Names of tasks in the harness or in `task_folder`."
+    )
+    task_folder: OutsidePath | None = Field(None, description="Folder with tasks of your own (YAML and JSONL files).")
+    limit: PositiveInt | None = Field(None, description="Number of samples of each task to evaluate. Default: all.")
     num_fewshot: int | None = Field(
-        None, ge=0, description="Number of few-shot examples in the prompt; default: the task's own."
+        None, ge=0, description="Number of few-shot examples in each prompt. Default: the task's own."
     )
     apply_chat_template: bool | None = Field(
         None,
-        description="Ask as a user of a chat instead of in plain text. Default: as the model was last trained, if it "
-        "was trained here; else whether it has a chat template.",
+        description="Send each question as a user's chat message (true) or as plain text (false). Default: as the "
+        "model was last trained, if this project trained it; else true if it has a chat template.",
     )
     seed: int | None = Field(
-        None, ge=0, lt=2**32, description="Seed of few-shot examples and random numbers; default: the harness's own."
+        None,
+        ge=0,
+        lt=2**32,
+        description="Random seed, also of the choice of few-shot examples. Default: the harness's own.",
     )
     trust_task_code: Annotated[bool, AddedLater()] = Field(
-        False, description="Run the code in `task_folder`: `!function` tags, and Jinja outside a sandbox."
+        False, description="Allow code in `task_folder` to run: `!function` tags, and Jinja outside a sandbox."
     )
 
     generation: Annotated[GenerationConfig, AddedLater()] = Field(
-        GenerationConfig(), description="Settings of answers to questions whose task does not give them."
+        GenerationConfig(), description="Sampling settings of answers, used where a task does not set them."
     )
     judge: Annotated[RatingConfig | None, AddedLater()] = Field(
-        None, description="Judge of the answers, with `harness: judge`."
+        None, description="LLM judge that rates the answers; only with `harness: judge`."
     )
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
@@ -62,11 +67,11 @@ class EvaluateConfig(AskedModelConfig):
         return {**super().resolve_outside(limit_s), **own}
 
     def to_install(self) -> str | None:
-        """Return the packages that the harness installs before an evaluation, with their size; None if it has all."""
+        """Return the packages that the harness must install first, with their size; None if all are installed."""
         return harness_of(self.evaluation).to_install()
 
     def hint_for(self, recipe_folder: Path) -> str | None:
-        """Return where an unknown task has a file of its name, if task files are not searched there."""
+        """Return a hint if a file beside the recipe defines an unknown task, but `task_folder` does not point there."""
         known = set(self.task_folder.rglob("*.y*ml")) if self.task_folder else set()
         unknown = set(self.tasks) - {file.stem for file in known}
         files = [file for pattern in ("*.y*ml", "*/*.y*ml") for file in sorted(recipe_folder.glob(pattern))]
@@ -78,8 +83,9 @@ class EvaluateConfig(AskedModelConfig):
         return None
 
     def custom_code(self) -> tuple[str, ...]:
-        """Describe the code that an evaluation runs, also that of its own tasks (`sums.yaml: !function utils.score`).
+        """Describe the custom code that an evaluation would run, for the user's consent.
 
+        Example: `sums.yaml: !function utils.score`.
         Raises EvaluationError for tasks that do not exist.
         """
         return (*super().custom_code(), *harness_of(self.evaluation).custom_code(self.evaluation))
@@ -111,7 +117,7 @@ class EvaluateConfig(AskedModelConfig):
 
     @property
     def evaluation(self) -> Evaluation:
-        """Return the request to the harness; as a chat only if the config says so."""
+        """Return the evaluation request for the harness. Questions are chat messages only if the config says so."""
         return Evaluation(
             harness=self.harness,
             tasks=self.tasks,

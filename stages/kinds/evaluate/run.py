@@ -1,4 +1,4 @@
-"""The evaluate stage: run benchmark tasks against the server of a serve stage, or one of its own for a model.
+"""Evaluate stage: runs benchmark tasks against a served model, and stores the scores and all answers.
 
 In: a model's artifact, or a serve stage's with a lease. Out: `scores.json`, `samples/TASK.jsonl` (every prompt, answer
 and score; schema in `stages/harnesses/harness.py`), and the scores as metrics.
@@ -27,11 +27,11 @@ from stages.models.recorded import is_asked_as_chat, trained_on_conversations
 from stages.serving.endpoint import Endpoint, endpoint_for
 
 MISSING_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""OSErrors of missing files, which another attempt would meet again, unlike those of connections."""
+"""OSErrors of missing files, which a retry would meet again, unlike errors of connections."""
 
 
 def run(config: EvaluateConfig, context: StageContext) -> StageResult:
-    """Evaluate, and write scores and samples.
+    """Run the evaluation, and write its scores and samples.
 
     Raises EvaluationError, ModelError or ResourceError for bad input before anything slow; ServerError when the server
     does not come up; TransientError when it goes away: the next attempt continues where this one was.
@@ -62,7 +62,7 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
 
 
 def _ask_as_chat(config: EvaluateConfig, model: Path, context: StageContext) -> bool:
-    """Return whether to ask as a chat: as the recipe says, else as the model was trained.
+    """Return whether questions are sent as chat messages: as the recipe says, else as the model was trained.
 
     Raises EvaluationError for a chat without a template.
     """
@@ -83,7 +83,7 @@ def _ask_as_chat(config: EvaluateConfig, model: Path, context: StageContext) -> 
 
 @contextlib.contextmanager
 def _named_failures(harness: Harness, config: EvaluateConfig, endpoint: Endpoint) -> Iterator[None]:
-    """Turn a harness's errors into ours: a lost server is worth another attempt, a bad task is not."""
+    """Translate a harness's exceptions: TransientError, which is retried, for a lost server, else EvaluationError."""
     try:
         yield
     except LifecycleError:
@@ -100,7 +100,7 @@ def _named_failures(harness: Harness, config: EvaluateConfig, endpoint: Endpoint
 
 
 def _write(work: Path, results: Results) -> list[str]:
-    """Write an evaluation's scores and samples; returns their paths relative to `work`, the scores first."""
+    """Write an evaluation's scores and samples; returns the files' paths relative to `work`, `scores.json` first."""
     samples = work / "samples"
     samples.mkdir(exist_ok=True)
     (work / "scores.json").write_text(json.dumps(results.scores, indent=2, default=str))

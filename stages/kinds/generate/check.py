@@ -1,4 +1,4 @@
-"""Check of a generation: prompts and rewards, before the model that is to be asked is made."""
+"""Early check of generate stages: finds mistakes in prompts and rewards before the model is trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.rollouts.prompts import read_prompts
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield dotted field and error of a generation's prompts and rewards."""
+    """Yield errors in a generate stage's prompts and rewards, with the dotted config field of each."""
     config = GenerateConfig.model_validate(stage_input.config)
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
     yield from ((f"rewards.{name}", error) for name, error in opening_problems(config.rewards, context))

@@ -1,4 +1,4 @@
-"""Config of a generate stage, which has a model answer prompts."""
+"""Config of the generate stage, which samples a model's answers to prompts to make training data."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from stages.serving.served_models import AskedModelConfig
 
 
 class PromptsConfig(StrictModel):
-    """Prompts that a generate stage has a model answer."""
+    """Prompts of a generate stage: the dataset's rows that a model is to answer."""
 
     dataset: DatasetReference
-    split: SplitName = Field("train", description="Files of the dataset whose name or folder begins with this.")
+    split: SplitName = Field(
+        "train", description="Split of the dataset: files whose name or folder begins with this text."
+    )
     limit: PositiveInt | None = Field(
-        None, description="Number of rows that are prompts, from the first on; default: all."
+        None, description="Number of rows to use as prompts, from the first on. Default: all."
     )
     reference: str | None = Field(
         None,
-        description="Column of the right answer; default: the row's last answer, or `answer`, `solution` or "
-        "`ground_truth`.",
+        description="Name of the column with the right answer. Default: the row's last answer, or `answer`, "
+        "`solution` or `ground_truth`.",
     )
 
 
 class Above(StrictModel):
-    """Lower bound on the reward of kept completions."""
+    """Threshold on the sum of rewards, above which completions are kept."""
 
-    above: float = Field(allow_inf_nan=False, description="Completions with a larger sum of rewards are kept.")
+    above: float = Field(allow_inf_nan=False, description="Keep completions whose sum of rewards is greater than this.")
 
 
 class GenerateConfig(AskedModelConfig):
-    """Let a model answer prompts, and keep completions that rewards approve, as rows to learn from (→ `data/`)."""
+    """Config of the generate stage: samples answers to prompts, and keeps those with good rewards as training rows."""
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("dataset",)
@@ -46,32 +48,41 @@ class GenerateConfig(AskedModelConfig):
 
     kind: Literal["generate"]
     prompts: PromptsConfig
-    system: str | None = Field(None, min_length=1, description="System message of chats that have none.")
+    system: str | None = Field(None, min_length=1, description="System message for chat prompts that have none.")
     apply_chat_template: bool | None = Field(
         None,
-        description="Ask plain-text prompts as a user of a chat. Default: as the model was last trained, if it was "
-        "trained here; else whether it has a chat template.",
+        description="Send plain-text prompts as a user's chat message (true) or as they are (false). Default: as the "
+        "model was last trained, if this project trained it; else true if it has a chat template.",
     )
-    num_samples: PositiveInt = Field(1, le=1024, description="Number of completions of each prompt.")
-    temperature: float = Field(1.0, ge=0, le=100, description="Sampling temperature; 0: always the likeliest token.")
+    num_samples: PositiveInt = Field(1, le=1024, description="Number of completions to sample for each prompt.")
+    temperature: float = Field(
+        1.0, ge=0, le=100, description="Sampling temperature; 0 always takes the likeliest token."
+    )
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Sample from the likeliest tokens with this probability together."
+        1.0,
+        gt=0,
+        le=1,
+        description="Top-p sampling: sample from the likeliest tokens whose probabilities sum to "
+        "this; 1 samples from all.",
     )
     max_tokens: PositiveInt = Field(
-        256, description="Largest number of tokens in a completion; one that is cut off is not kept."
+        256, description="Largest number of tokens in a completion; longer ones are cut off and never kept."
     )
-    stop: StopTexts = Field((), description="Texts that end a completion, and are not part of it.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed from which each completion gets a seed of its own.")
+    stop: StopTexts = Field((), description="Texts at which a completion ends; they are not part of it.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Random seed, from which a seed for each completion is derived.")
     rewards: dict[RewardName, AnyReward] = Field(
-        default_factory=dict, description="Rewards that judge each completion, by their names in metrics."
+        default_factory=dict, description="Rewards that score each completion, by the names that they get in metrics."
     )
     keep: Literal["all", "best", "pairs"] | Above = Field(
         "all",
-        description="Completions to keep. best: for each prompt the one with the largest sum of rewards; {above: x}: "
-        "all with a larger sum than x; pairs: the best as chosen and the worst as rejected, for preference methods.",
+        description="Completions to keep as training rows. all: all but cut-off, empty and repeated ones; best: each "
+        "prompt's completion with the largest sum of rewards; {above: x}: all whose sum is greater than "
+        "x; pairs: each prompt's best as chosen and worst as rejected, for preference methods.",
     )
     min_gap: PositiveFloat | None = Field(
-        None, description="With `keep: pairs`, how much the best must exceed the worst; default: by any amount."
+        None,
+        description="With `keep: pairs`: smallest reward difference between the best and the worst completion. "
+        "Default: any difference.",
     )
 
     @property

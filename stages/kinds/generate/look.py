@@ -1,4 +1,4 @@
-"""Preview of the prompts that a generate stage will ask."""
+"""Preview of the prompts that a generate stage will send to its model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.rollouts.prompts import read_prompts
 
 
 def look(stage_input: StageInput, num_rows: int, _scratch: Path) -> DataLook:
-    """Return the first prompts with their right answers, and counts of all. Raises what `read_prompts` raises."""
+    """Return the first prompts with their right answers, and counts of all prompts, to show a user."""
     config = GenerateConfig.model_validate(stage_input.config)
     artifact = stage_input.inputs[config.model]
     folder = next((path for path in (artifact / ADAPTER_FOLDER, artifact / "model") if path.is_dir()), None)

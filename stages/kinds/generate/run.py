@@ -1,4 +1,4 @@
-"""The generate stage: prompts × a served model → completions, judged by rewards, and rows of the kept ones.
+"""Generate stage: samples completions of prompts from a served model, scores them, and writes kept ones as dataset.
 
 In: a dataset's artifact, and a model's, or a serve stage's with a lease. Out: `data/train.jsonl` (rows that training
 stages read) and `completions.jsonl` (every completion: prompt, text, seed, each reward, their sum, and its outcome:
@@ -36,7 +36,7 @@ NUM_NAMED = 5
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt, its judged completions, and their outcomes."""
+    """Prompt with its completions, their rewards, and which of them are kept."""
 
     prompt: AskedPrompt
     candidates: Sequence[Candidate]
@@ -44,7 +44,7 @@ class Answered:
 
 
 def run(config: GenerateConfig, context: StageContext) -> StageResult:
-    """Generate completions, judge them, and write those that are kept.
+    """Sample completions, score them, and write those that are kept as training rows.
 
     Raises DataError for prompts that cannot be asked and completions that cannot be judged; ModelError, ResourceError
     or ServerError for a server that does not come up; TransientError when it goes away. A dataset without rows is
@@ -107,7 +107,7 @@ def _chosen(
 
 
 def _write(answered: Sequence[Answered], config: GenerateConfig, context: StageContext) -> int:
-    """Write rows and completions; returns the number of rows. A dataset without rows is refused."""
+    """Write the training rows and all completions; returns the number of rows. Without any row, the stage fails."""
     rows = [row for prompt in answered for row in prompt.choice.rows]
     (context.work / "data").mkdir(exist_ok=True)
     with full_disk_named("writing completions", context.work):
@@ -146,7 +146,7 @@ def _lines(answered: Answered) -> Iterator[dict[str, object]]:
 
 
 def _metrics(answered: Sequence[Answered], config: GenerateConfig, context: StageContext) -> dict[str, float]:
-    """Return the metrics, and warn of rewards that do not distinguish completions."""
+    """Return metrics of completions and rewards; warns of a reward that is the same for all completions."""
     candidates = [candidate for prompt in answered for candidate in prompt.candidates]
     metrics = {
         "num_prompts": float(len(answered)),

@@ -1,4 +1,4 @@
-"""Selection of judged completions: which are kept, as rows to learn from, and why the others are not."""
+"""Selection of scored completions: which become training rows, and why the others are dropped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Candidate:
-    """Completion with its rewards, to be kept or not."""
+    """Completion of a prompt with its rewards, which may become a training row."""
 
     sample: Sample
     judgement: Judgement
@@ -24,7 +24,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """Outcomes of the completions of one prompt.
+    """Result of the selection among one prompt's completions.
 
     rows: the rows to learn from.
     outcomes: of each completion: `kept`, `chosen`, `rejected`, or why it was dropped.
@@ -35,7 +35,7 @@ class Choice:
 
 
 def choose(document: Document, candidates: Sequence[Candidate], config: GenerateConfig) -> Choice:
-    """Choose which completions of one prompt to keep; they are given in the order of their numbers."""
+    """Choose which completions of one prompt become training rows, as the config's `keep` says."""
     unusable = dict(_unusable(candidates))
     usable = [candidate for candidate in candidates if candidate.sample.sample not in unusable]
     labels, reason = _labelled(usable, config)
@@ -50,7 +50,7 @@ def choose(document: Document, candidates: Sequence[Candidate], config: Generate
 
 
 def _labelled(usable: Sequence[Candidate], config: GenerateConfig) -> tuple[dict[int, str], str]:
-    """Return number → label of each kept completion, and why the other completions are not kept."""
+    """Return a label (kept, chosen, rejected) of each kept completion by its number, and why the others are dropped."""
     ranked = sorted(
         usable, key=lambda candidate: -candidate.judgement.total
     )  # stable: the first of equal ones is the best
@@ -73,7 +73,7 @@ def _labelled(usable: Sequence[Candidate], config: GenerateConfig) -> tuple[dict
 
 
 def _unusable(candidates: Sequence[Candidate]) -> Iterator[tuple[int, str]]:
-    """Yield number and reason of each completion that no model should learn from."""
+    """Yield the number of each completion that is cut off, empty or a repetition, with the reason to drop it."""
     first: dict[str, int] = {}
     for candidate in candidates:
         text, number = candidate.sample.text, candidate.sample.sample

@@ -1,4 +1,4 @@
-"""Config of a look at data, a stage run for a stage whose turn has not come."""
+"""Config of the look stage, which previews the data of another stage that has not run yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ LOOK_FILE = "look.json"
 
 
 class LookConfig(StageConfig):
-    """Show the data that a stage will see (`DataLook` → `look.json`); run like a stage, but in no recipe."""
+    """Config of a data preview, written to `look.json`: rows as a later stage will see them.
+
+    It runs like a stage, but no recipe names it.
+    """
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("verdict",)

@@ -1,4 +1,4 @@
-"""The look at a stage's data: a kind that reads data has `look(stage_input, num_rows, scratch)` in its `look.py`."""
+"""Preview of a stage's data, made by the function `look` in the `look.py` of the stage's kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stages.models.start_up import hide_unused_packages, import_tokenizers
 
 
 def run(config: LookConfig, context: StageContext) -> StageResult:
-    """Write the preview of a stage's data. Raises the errors of preparing the data."""
+    """Write a preview of a stage's data to `look.json`. Raises the errors that preparing the data would raise."""
     hide_unused_packages()
     import_tokenizers()
     look = importlib.import_module(f"stages.kinds.{config.stage.kind}.look").look

@@ -1,4 +1,4 @@
-"""Config of a merge stage."""
+"""Config of the merge stage, which adds adapters to their base model's weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Combination = Literal["linear", "ties", "dare_linear", "dare_ties"]
 
 
 class MergeConfig(StageConfig):
-    """Add an adapter, or several, to the model that they were trained on (→ `model/`, in that model's dtype)."""
+    """Config of the merge stage: adds one or several LoRA adapters to the weights of their base model.
+
+    Output: `model/`, in the base model's dtype.
+    """
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("model",)
@@ -24,38 +27,44 @@ class MergeConfig(StageConfig):
 
     kind: Literal["merge"]
     model: ModelReference
-    adapter: AdapterReference | None = Field(None, description="Adapter to add; or name several in `adapters`.")
+    adapter: AdapterReference | None = Field(
+        None, description="Adapter to merge; for several adapters set `adapters` instead."
+    )
     adapters: Annotated[tuple[AdapterReference, ...], AddedLater()] = Field(
-        (), description="Several adapters of the same rank, combined to one as by PEFT's `add_weighted_adapter`."
+        (), description="Several adapters of the same LoRA rank, combined into one as by PEFT's `add_weighted_adapter`."
     )
     weights: Annotated[tuple[Annotated[float, HELD_IN_FP32], ...], AddedLater()] = Field(
-        (), description="Weight of each of `adapters`; default: 1."
+        (), description="Weight of each of `adapters` in the sum, in the same order. Default: 1 each."
     )
     combination: Annotated[Combination, AddedLater()] = Field(
         "linear",
-        description="Method of combining `adapters`. linear: weighted sums of their A and of their B; ties: sums of "
-        "the largest elements whose signs agree (Yadav et al. 2023); dare_…: sums of random elements (Yu et al. 2024).",
+        description="Method of combining `adapters`. linear: weighted sums of the adapters' matrices A and of their "
+        "matrices B; ties: sums of the largest elements whose signs agree (Yadav et al. 2023); dare_…: "
+        "sums of random elements (Yu et al. 2024).",
     )
     density: Annotated[Density | None, AddedLater()] = Field(
-        None, description="Share of the elements of each adapter that the methods ties and dare_… keep."
+        None, description="Share of each adapter's elements that the methods ties and dare_… keep, between 0 and 1."
     )
-    seed: Annotated[NonNegativeInt, AddedLater()] = Field(0, description="Seed of the elements that dare_… keeps.")
+    seed: Annotated[NonNegativeInt, AddedLater()] = Field(
+        0, description="Random seed by which dare_… chooses the elements that it keeps."
+    )
     max_difference: PositiveFloat = Field(
         0.05,
-        description="Largest mean difference of recorded documents' log-probabilities from what training computed, in "
-        "nats per token; it includes the rounding of the merged weights.",
+        description="Largest mean difference, in nats per token, between the merged model's log-probabilities and "
+        "those that training recorded for some documents; the rounding of the merged weights counts too. "
+        "A larger difference fails the stage.",
     )
-    trust_remote_code: bool = Field(False, description="Run Python files that come with the model.")
+    trust_remote_code: bool = Field(False, description="Allow the Python code that comes with the model to run.")
 
     @property
     def weighted(self) -> dict[str, float]:
-        """Stage of every merged adapter → its weight in the sum."""
+        """Weight of each merged adapter in the sum, by the name of the adapter's stage."""
         names = (self.adapter,) if self.adapter else self.adapters
         return dict(zip(names, self.weights or (1.0,) * len(names), strict=True))
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the merge is of one adapter at weight 1, so that it should reproduce its training."""
+        """Return whether one adapter is merged at weight 1, so that the result must predict as training recorded."""
         return list(self.weighted.values()) == [1.0]
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Merging: a model and adapters → the model with B A added to its weights, one weight at a time.
+"""Merging of LoRA adapters: adds the matrix product B A to a model's weights, one weight matrix at a time.
 
 Several adapters are first combined to one, as PEFT's `add_weighted_adapter` does it, layer by layer.
 
@@ -47,8 +47,9 @@ NUM_NAMED = 5
 
 
 def merge(config: MergeConfig, context: StageContext) -> StageResult:
-    """Merge adapters into a model, and compare with training's record. Raises ModelError for unfitting files.
+    """Merge adapters into their base model, and compare the result with predictions that training recorded.
 
+    Raises ModelError for files that do not fit together.
     A merged model that differs too much or not at all is refused.
     """
     base, trained = context.inputs[config.model] / "model", [context.inputs[name] for name in config.weighted]
@@ -94,7 +95,7 @@ def _read(trained: Path, base: str) -> Adapter:
 
 
 def _check_stored(changes: Changing, base: Path) -> None:
-    """Raise ModelError unless each weight that the adapter changes is in the model's files."""
+    """Raise ModelError unless the model's files hold every weight that the adapter changes."""
     stored = {tensor.name for path in weight_paths(base) for tensor in read_tensors(path)}
     if lost := sorted(set(changes) - stored):
         raise ModelError(
@@ -105,7 +106,7 @@ def _check_stored(changes: Changing, base: Path) -> None:
 
 
 def _write(changes: Changing, base: Path, trained: Path, context: StageContext) -> float:
-    """Write the merged model; returns the share of changed numbers in the merged weights.
+    """Write the merged model; returns the share of numbers that changed in the adapted weights.
 
     Each file is copied, and the adapted weights in it are overwritten, so that one weight at a time is in memory.
     """
@@ -132,8 +133,9 @@ def _write(changes: Changing, base: Path, trained: Path, context: StageContext) 
 
 
 def _check_changed(changed: Mapping[str, float], context: StageContext) -> None:
-    """Refuse a merge that changed nothing; warn of unchanged weights. changed: name → share of elements.
+    """Fail the stage if rounding undid every change to the weights; warn of single weights that did not change.
 
+    changed: share of changed elements by weight name.
     A layer that learned little may be lost in rounding without harm: how much is lost in all, the comparison measures.
     """
     unchanged = sorted(name for name, share in changed.items() if not share)
@@ -151,7 +153,7 @@ def _check_changed(changed: Mapping[str, float], context: StageContext) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predictions of a merged model for recorded documents, and those of its base with the adapter beside it.
+    """Comparison of a merged model's predictions with those of the base model with the unmerged adapter.
 
     given: predictions of the merged model.
     expected: predictions of the base with the adapter, from which KL and greedy choices are counted over all targets;
@@ -166,19 +168,25 @@ class Comparison:
 
     @property
     def expected_documents(self) -> list[RecordedDocument]:
-        """Recorded documents, with the expected predictions instead of those that training recorded."""
+        """Recorded documents with the predictions of the base model and unmerged adapter.
+
+        They stand in for those that training recorded.
+        """
         assert self.expected is not None, "of a mixture, which is compared with its parts"
         return [document.recording(one) for document, one in zip(self.documents, self.expected, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        """Return KL and agreement of choices, with the same names as for a quantization."""
+        """Return the comparison's metrics: KL divergence and share of equal greedy choices.
+
+        Their names are the same as for a quantization.
+        """
         if self.expected is None:
             return {}
         return {"kl_nats_per_token": self.kl_nats_per_token, "same_choice_fraction": self.same_choice_fraction}
 
 
 def compare(merged: StreamedModel, expected: StreamedModel | None, documents: Sequence[RecordedDocument]) -> Comparison:
-    """Compare the merged model with its base and the adapter beside it, where that can be run: KL(expected ‖ given).
+    """Compare the merged model's predictions with those of the base model and unmerged adapter: KL(unmerged ‖ merged).
 
     Both run from their files, in fp32. The adapter stands beside its base in one, and is part of the weights in the
     other, so that only rounding distinguishes them.
@@ -205,7 +213,10 @@ def compare(merged: StreamedModel, expected: StreamedModel | None, documents: Se
 
 
 def _judged(comparison: Comparison, config: MergeConfig, trained: Path, context: StageContext) -> dict[str, float]:
-    """Return a merged model's differences from the expected predictions, and keep those for later stages."""
+    """Return metrics of how far a merged model's predictions are from the expected ones.
+
+    The expected predictions are stored for later stages.
+    """
     documents = comparison.documents
     if config.is_plain:
         shutil.copyfile(trained / RECORD, context.work / RECORD)
@@ -228,7 +239,7 @@ def _check_differences(metrics: dict[str, float], config: MergeConfig, context: 
 
 
 def combine(adapters: Mapping[str, Adapter], config: MergeConfig, layers: Sequence[str]) -> Adapter:
-    """Combine adapters (stage → adapter) with the config's weights.
+    """Combine several LoRA adapters into one, by the config's method and weights.
 
     dare_… draws the elements that it keeps in the order of `layers`. As in PEFT, each matrix is multiplied by √(weight
     × scaling), with the sign on A. Raises ModelError for adapters of several ranks, which linear sums of A and B do not
@@ -270,7 +281,7 @@ def _check_ranks(ranks: Mapping[str, int], layer: str) -> None:
 def _summed(
     pairs: Sequence[tuple[Tensor, ...]], counts: Sequence[float], summed: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sums of one layer's LoRA factors: A [rank, in] and B [out, rank]."""
+    """Return one layer's combined LoRA matrices, A [rank, in] and B [out, rank], as weighted sums over the adapters."""
     roots = torch.tensor([math.sqrt(abs(count)) for count in counts])
     signs = torch.tensor([math.copysign(1, count) for count in counts])
     a, b = zip(*pairs, strict=True)

@@ -1,4 +1,4 @@
-"""The merge stage: a model and adapters → the model with B A added to its weights."""
+"""Merge stage: adds LoRA adapters to the weights of their base model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from stages.models.start_up import hide_unused_packages
 
 
 def run(config: MergeConfig, context: StageContext) -> StageResult:
-    """Merge adapters into a model, and compare with training's record. Raises ModelError for unfitting files."""
+    """Merge adapters into their base model, and compare the result with predictions that training recorded.
+
+    Raises ModelError for files that do not fit together.
+    """
     hide_unused_packages()
     from stages.kinds.merge.merging import merge  # and Transformers' models
 

@@ -1,4 +1,4 @@
-"""Config of a promote stage."""
+"""Config of the promote stage, which decides whether a model becomes champion."""
 
 from __future__ import annotations
 
@@ -20,50 +20,59 @@ from stages.harnesses.registry import harness_of
 from stages.rewards.judge import PairsConfig
 
 SHARES = ("acc", "acc_norm", "exact_match")
-"""Metrics of lm-eval that are means of zeros and ones, and so shares."""
+"""Metrics of lm-eval that are averages of 0 and 1 over samples, so that their values lie between 0 and 1."""
 MODEL_NAME = r"^[A-Za-z0-9][\w.-]{0,127}$"
-"""Pattern of model names in MLflow's registry."""
+"""Pattern of valid model names in MLflow's registry."""
 
 
 class GatesConfig(StrictModel):
-    """Bounds that a candidate must keep to become champion; a bound that is left out is not checked."""
+    """Gates of a promotion: limits that a candidate must keep to become champion.
+
+    A limit that is not set is not checked.
+    """
 
     min_scores: dict[str, float] = Field(
-        default_factory=dict, description="Smallest allowed scores, such as {gsm8k.strict-match.exact_match: 0.4}."
+        default_factory=dict,
+        description="Smallest allowed score, by the score's name, such as {gsm8k.strict-match.exact_match: 0.4}.",
     )
     max_scores: dict[str, float] = Field(
-        default_factory=dict, description="Largest allowed scores, for scores that are better when lower."
+        default_factory=dict,
+        description="Largest allowed score, by the score's name, for scores that are better when lower.",
     )
     max_regression_standard_errors: NonNegativeFloat | None = Field(
         2.0,
-        description="Largest number of standard errors by which each score may fall behind on the same samples; by "
-        "chance, one in 44 falls behind by 2.",
+        description="Largest allowed regression of each score against the champion or the baselines on the same "
+        "samples, in standard errors of the difference; by chance, one score in 44 is worse by 2.",
     )
     min_win_rate: Annotated[float | None, AddedLater()] = Field(
         None,
         ge=0,
         le=1,
-        description="Smallest allowed win rate of `pairs` in each question set; not checked where there is no model to "
-        "compare with.",
+        description="Smallest win rate, 0 to 1, that the judge in `pairs` must give in each question set; not checked "
+        "if there is no model to compare with.",
     )
     max_kl_nats_per_token: NatsPerToken | None = Field(
-        None, description="Largest allowed KL of a quantized or merged model from its original."
+        None,
+        description="Largest allowed KL divergence of a quantized or merged model from its original, in nats "
+        "per token.",
     )
     max_abs_logprob_difference: Annotated[NatsPerToken | None, AddedLater()] = Field(
         None,
-        description="Largest allowed difference, in nats per token, between log-probabilities of training and of the "
-        "merged, quantized or served model, for the recorded document that differs most.",
+        description="Largest allowed difference, in nats per token, between the log-probabilities that training "
+        "recorded and those of the merged, quantized or served model, for the document that differs most.",
     )
     max_size_mib: PositiveFloat | None = Field(
-        None, description="Largest allowed size of the model's weights; for an adapter, of its own."
+        None, description="Largest allowed size of the weight files in MiB; for an adapter, of the adapter alone."
     )
     min_output_tokens_per_s: PositiveFloat | None = Field(
-        None, description="Smallest allowed throughput of the stage `server`, at the best measured concurrency."
+        None,
+        description="Smallest allowed output tokens per second of the serve stage in `server`, at its best "
+        "measured concurrency.",
     )
 
 
 class PromoteConfig(StageConfig):
-    """Compare a model or an adapter with the champion of its name, and make it champion if all gates hold.
+    """Config of the promote stage: compares a candidate with the champion, and makes it champion if all gates hold.
 
     A candidate is judged once, against the champion of that moment: neither a rollback nor another champion brings it
     up again, unless it is forced.
@@ -73,18 +82,25 @@ class PromoteConfig(StageConfig):
     PRODUCTS = ("verdict",)
 
     kind: Literal["promote"]
-    name: str = Field(pattern=MODEL_NAME, description="Name of the model in MLflow's registry.")
+    name: str = Field(
+        pattern=MODEL_NAME,
+        description="Name of the registered model in MLflow, whose champion the candidate may become.",
+    )
     model: ModelOrAdapterReference
-    evaluations: tuple[ScoresReference, ...] = Field(min_length=1, description="Evaluate stages that score `model`.")
+    evaluations: tuple[ScoresReference, ...] = Field(
+        min_length=1, description="Evaluate stages with scores of `model`."
+    )
     baselines: tuple[ScoresReference, ...] = Field(
-        (), description="Evaluate stages to compare with; default: those of the champion."
+        (), description="Evaluate stages of another model to compare with. Default: those of the champion."
     )
     server: ServerReference | None = Field(
-        None, description="Serve stage of `model`; `lifecycle serve` uses its settings."
+        None,
+        description="Serve stage of `model`: its throughput is checked, and `lifecycle serve` uses its settings "
+        "for the champion.",
     )
     pairs: Annotated[PairsConfig | None, AddedLater()] = Field(
         None,
-        description="Judge that decides which answers are better, this model's or the other's, in the question sets of "
+        description="LLM judge that compares the candidate's answers with the other model's, for the question sets in "
         "`evaluations`.",
     )
     gates: GatesConfig = GatesConfig()
@@ -95,7 +111,7 @@ class PromoteConfig(StageConfig):
 
     @property
     def compares(self) -> bool:
-        """Return whether the config compares the candidate with another model."""
+        """Return whether the recipe compares the candidate with another model, by scores or by a judge."""
         return self.gates.max_regression_standard_errors is not None or self.pairs is not None
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
@@ -126,7 +142,7 @@ class PromoteConfig(StageConfig):
             )
 
     def planned_problems(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield the gates that no refresh could pass or could miss."""
+        """Yield errors for gates that every candidate, or none, would pass."""
         asked = (getattr(stages[name], "evaluation", None) for name in self.evaluations)
         evaluations = [evaluation for evaluation in asked if isinstance(evaluation, Evaluation)]
         yield from (f"gates.{problem}" for problem in _unmeasured_scores(self.gates, evaluations))
@@ -144,7 +160,10 @@ class PromoteConfig(StageConfig):
                 )
 
     def _is_compared_with_training(self, stages: Mapping[str, StageConfig]) -> bool:
-        """Return whether a stage after training compares log-probabilities with the training's record."""
+        """Return whether a later stage compares the model with predictions that training recorded.
+
+        Merge, quantize and serve stages do.
+        """
         made_by = stages[self.model]
         is_compared = self.server is not None or made_by.RELATION in ("quantized", "merge")
         while made_by.RELATION == "quantized":
@@ -170,7 +189,7 @@ def _unmeasured_scores(gates: GatesConfig, evaluations: Sequence[Evaluation]) ->
 
 
 def _beyond_a_share(gates: GatesConfig, evaluations: Sequence[Evaluation]) -> Iterator[str]:
-    """Yield gates whose bound on a score from 0 to 1 looks like a percentage, or is one that every score keeps.
+    """Yield errors for limits on scores between 0 and 1 that look like percentages, or that no score could miss.
 
     A person's own task code may give such scores in any range, so its tasks are not checked.
     """
@@ -184,13 +203,13 @@ def _beyond_a_share(gates: GatesConfig, evaluations: Sequence[Evaluation]) -> It
 
 
 def _model_of(stage: str, stages: Mapping[str, StageConfig]) -> str:
-    """Return the model or adapter that a stage evaluates or serves, directly or behind a server."""
+    """Return the stage of the model or adapter that an evaluate or serve stage uses, also through a serve stage."""
     references = stages[stage].references()
     target = references.get("adapter", references["model"])
     return _model_of(target, stages) if stages[target].product == "server" else target
 
 
 def _served_by(server: str, stages: Mapping[str, StageConfig]) -> list[str]:
-    """Return the model or adapter of a serve stage, and the adapters beside it."""
+    """Return the stages of the model and adapters that a serve stage serves."""
     references = stages[server].references()
     return [name for field, name in references.items() if field == "model" or field.startswith("adapters.")]

@@ -1,4 +1,4 @@
-"""Pairwise comparison of two models' answers by a judge, who is asked about each pair in both orders.
+"""Pairwise comparison of two models' answers by an LLM judge, which sees each pair in both orders.
 
 In: evaluations of both that have answered the same question sets (`samples/TASK.jsonl` with `question` and `resps`).
 Out: per task the share of answers that the judge prefers, ties half (the win rate), as a paired difference; and every
@@ -28,12 +28,12 @@ JUDGE_FILE = "judge.jsonl"
 METRIC = "win_rate"
 PROGRESS_EVERY = 10
 Rows = Mapping[int, Mapping[str, Any]]
-"""Samples of an evaluation task, by document."""
+"""Samples of an evaluation task, by document number."""
 
 
 @dataclass(frozen=True)
 class JudgedPairs:
-    """Results of comparing two models' answers by a judge: win rates and pairs.
+    """Win rates of a candidate against another model, as decided by an LLM judge.
 
     differences: for each task, named `TASK.win_rate`.
     metrics: win rates, their standard errors, and the judge's cost.
@@ -46,7 +46,7 @@ class JudgedPairs:
 def judged_pairs(
     pairs: PairsConfig, candidate: Sequence[Path], reference: Sequence[Path], context: StageContext
 ) -> JudgedPairs:
-    """Have a judge compare the answers of candidate and reference.
+    """Let an LLM judge compare the answers of the candidate and a reference model to the same questions.
 
     Raises EvaluationError if the two have answered no question of the same set, or the judge compares too few;
     RecipeError, ServerError and TransientError for a judge that cannot be asked.
@@ -77,7 +77,7 @@ def judged_pairs(
 def _compared(
     task: str, ours: Rows, theirs: Rows, judge: AskedJudge, pairs: PairsConfig, context: StageContext
 ) -> Difference:
-    """Return the win rate w of a task, the mean of outcomes wᵢ from 0 to 1, as a difference.
+    """Compare two models' answers to one question set; returns the win rate w, the mean of outcomes wᵢ from 0 to 1.
 
     The other model's rate is 1 − w, so the difference is the mean of 2wᵢ − 1.
     """
@@ -108,7 +108,10 @@ def _compared(
 
 
 def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Completion:
-    """Return our answer as a completion, with theirs as its reference. Raises EvaluationError if asked differently."""
+    """Return a pair for the judge: the candidate's answer, with the other model's as reference.
+
+    Raises EvaluationError if their questions differ.
+    """
     if any(ours[key] != theirs[key] for key in ASKED_ALIKE):
         raise EvaluationError(
             f"comparing answers to {task}: question {number} is not the same for both; evaluate both on the same set"
@@ -118,7 +121,10 @@ def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, 
 
 
 def _answered(evaluations: Sequence[Path]) -> dict[str, Rows]:
-    """Return task → samples of an evaluation, for question sets only. Raises EvaluationError for unreadable files."""
+    """Return the samples of those evaluation tasks that are question sets, by task.
+
+    Raises EvaluationError for unreadable files.
+    """
     rows_by_task: dict[str, Rows] = {}
     for folder in evaluations:
         try:

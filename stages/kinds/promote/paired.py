@@ -1,4 +1,4 @@
-"""Paired comparison of two evaluations on the samples that both have answered.
+"""Paired comparison of two models' evaluation scores, on the samples that both answered.
 
 In: two artifacts of evaluate stages (`scores.json`, `samples/TASK.jsonl`). Out: per score, the mean difference, its
 standard error and a 95% interval: Newcombe's where all samples score 0 or 1, else by Student's t. Pairing takes out
@@ -27,7 +27,7 @@ ASKED_ALIKE = ("doc_hash", "target_hash", "prompt_hash")
 
 @dataclass(frozen=True)
 class Scores:
-    """Score of one evaluation, with its value for each sample.
+    """Score of one evaluation with its value for each sample, from which differences are computed.
 
     values: score of each sample, by document.
     keys: hashes of what was asked, by document.
@@ -44,8 +44,9 @@ class Scores:
 
 @dataclass(frozen=True)
 class Difference:
-    """Candidate − reference over `num_samples` documents that both answered; `num_unpaired` only one of them did.
+    """Difference of a score, candidate − reference, over the `num_samples` documents that both models answered.
 
+    `num_unpaired` documents were answered by only one of them.
     interval: 95% interval; None in older verdicts, whose interval was by the normal approximation.
     largest: 1 for the difference of a win rate, in those older verdicts.
     """
@@ -63,7 +64,7 @@ class Difference:
 
     @property
     def shown_interval(self) -> Interval:
-        """Interval of a score difference that the verdict was given with."""
+        """Confidence interval (95%) of a score difference. Its method is the one by which the promotion was decided."""
         if self.interval:
             return self.interval
         if self.largest is None:
@@ -73,12 +74,12 @@ class Difference:
 
     @property
     def solved_by_neither(self) -> bool:
-        """Return whether both models scored 0 where higher is better, which does not show which is better."""
+        """Return whether both models scored 0 where higher is better, so that the score distinguishes neither."""
         return self.higher_is_better and self.candidate == self.reference == 0
 
     @property
     def regression_standard_errors(self) -> float:
-        """Deficit of the candidate in standard errors; negative if it is better."""
+        """Amount by which the candidate is worse, in standard errors of the difference; negative if it is better."""
         worse = -self.difference if self.higher_is_better else self.difference
         if abs(worse) <= TOLERANCE:
             return 0.0
@@ -86,7 +87,7 @@ class Difference:
 
 
 def win_rate_interval(difference: float, standard_error: float, num_samples: int) -> Interval:
-    """Return the interval of win rate − loss rate by Student's t, within [-1, 1]."""
+    """Return the 95% interval of win rate − loss rate by Student's t, limited to [-1, 1]."""
     low, high = student_t(difference, standard_error, num_samples)
     return max(-1.0, low), min(1.0, high)
 
@@ -126,7 +127,7 @@ def paired_difference(candidate: Scores, reference: Scores) -> Difference:
 
 
 def compare(candidate: Sequence[Path], reference: Sequence[Path]) -> list[Difference]:
-    """Return the paired differences of every score that two evaluations share.
+    """Return the paired differences of all scores that two models' evaluations share.
 
     Raises EvaluationError if there is none, or a task is not the same.
     """
@@ -141,8 +142,9 @@ def compare(candidate: Sequence[Path], reference: Sequence[Path]) -> list[Differ
 
 
 def read_scores(evaluations: Sequence[Path]) -> dict[str, Scores]:
-    """Return score name (as in an evaluation's metrics) → its samples, for scores that are means over samples.
+    """Return each score of the evaluations with its value for each sample, by score name.
 
+    Only scores that are means over samples are returned.
     Others, such as a corpus BLEU, have no value for a single sample. Raises EvaluationError for unreadable files.
     """
     return {scores.name: scores for folder in evaluations for scores in _scores_of(folder)}

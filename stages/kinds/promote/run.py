@@ -1,4 +1,4 @@
-"""The promote stage: a candidate, its evaluations and the champion's → a verdict, by the recipe's gates.
+"""Promote stage: decides by the recipe's gates whether a candidate model becomes champion.
 
 In: the artifacts that the recipe names, and `champion.json`, which names the champion. Out: `verdict.json` and
 `verdict.md`. `flows/champion/promotion.py` moves the alias in MLflow's registry after the commit.
@@ -35,12 +35,12 @@ from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 MIB = 2**20
 LOGPROB_DIFFERENCE = "max_abs_logprob_difference"
-"""Name of the metric for the difference in log-probability from training's record."""
+"""Name of the metric for how far log-probabilities are from those that training recorded."""
 THROUGHPUT_PREFIX = "output_tokens_per_s_concurrency_"
 
 
 def run(config: PromoteConfig, context: StageContext) -> StageResult:
-    """Judge the candidate for promotion and write the verdict.
+    """Check the candidate against the gates, and write the decision to `verdict.json` and `verdict.md`.
 
     Raises EvaluationError if the two sides cannot be compared, or a gate needs what nothing measured.
     """
@@ -77,7 +77,7 @@ def run(config: PromoteConfig, context: StageContext) -> StageResult:
 def _opponent(
     config: PromoteConfig, context: StageContext, champion: Champion | None
 ) -> tuple[str | None, Sequence[Path]]:
-    """Return the name and the evaluations to compare with: the recipe's baselines, else the champion's."""
+    """Return the name and the evaluations of the model to compare with: the recipe's baselines, else the champion's."""
     if config.baselines:
         return ", ".join(config.baselines), _folders(context, config.baselines)
     if champion is None or not config.compares:
@@ -90,7 +90,10 @@ def _opponent(
 def _pairs(
     config: PromoteConfig, context: StageContext, champion: Champion | None, references: Sequence[Path]
 ) -> JudgedPairs:
-    """Have a judge compare the models' answers; empty if there is no other model, or the champion is the same one."""
+    """Let an LLM judge compare the candidate's answers with the other model's.
+
+    The result is empty if there is no other model, or if the champion is the candidate.
+    """
     is_same = bool(champion and champion.same_model and not config.baselines)
     if not config.pairs or not references or is_same:
         return JudgedPairs([], {})
@@ -106,7 +109,7 @@ def _outcome(champion: Champion | None, gates: Sequence[Gate]) -> Outcome:
 def _warnings(
     config: PromoteConfig, context: StageContext, against: str | None, measured: Measurements
 ) -> Iterator[str]:
-    """Yield warnings about a model that could become champion without being useful."""
+    """Yield warnings about a candidate that may be useless although all gates hold, such as scores of 0."""
     if against is None and not (config.gates.min_scores or config.gates.max_scores):
         scores = ", ".join(f"{name} {value:.4g}" for name, value in measured.scores.items() if "_stderr" not in name)
         yield (
@@ -142,7 +145,7 @@ def _measurements(
 
 
 def _end_of_names(config: PromoteConfig, context: StageContext) -> str:
-    """Return the suffix of the server's metrics for the candidate, where that is an adapter beside another."""
+    """Return the suffix of the candidate's metrics on its server, if it is an adapter that is served beside others."""
     launch = context.inputs[config.server] / LAUNCH_FILE if config.server else None
     if launch is None or not launch.is_file():
         return ""
@@ -151,7 +154,7 @@ def _end_of_names(config: PromoteConfig, context: StageContext) -> str:
 
 
 def _metrics(context: StageContext, stage: str) -> dict[str, float]:
-    """Read the final metrics of an upstream stage."""
+    """Read the final metrics of an earlier stage from its artifact."""
     return StageResult.model_validate_json((context.inputs[stage] / "result.json").read_bytes()).metrics
 
 

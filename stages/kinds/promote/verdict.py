@@ -1,4 +1,4 @@
-"""Gates and verdict of a promotion: `champion.json` and measurements in, `verdict.json` and `verdict.md` out."""
+"""Gates of a promotion, and the decision: what the stage writes to `verdict.json` and `verdict.md`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHAMPION_FILE = "champion.json"
 VERDICT_FILE = "verdict.json"
 TABLE_FILE = "verdict.md"
 Table = tuple[tuple[str, ...], ...]
-"""Table of a promotion's verdict: heading and rows."""
+"""Table in a promotion's report: the heading's cells, then the cells of each row."""
 GATE_HEADING = ("gate", "found", "bound", "holds", "missed by")
 DIFFERENCE_HEADING = (
     "score",
@@ -37,7 +37,7 @@ Outcome = Literal["promoted", "not promoted", "already champion"]
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measurements of a candidate that gates ask for; None if not measured."""
+    """Measurements of a candidate that gates check; None for what was not measured."""
 
     scores: Mapping[str, float]
     differences: Sequence[Difference]
@@ -50,7 +50,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Gate:
-    """A bound on a measurement: `found` must not be below it (`least`), or not above it."""
+    """Gate of a promotion: a measured value (`found`) with its lower limit, or else its upper limit."""
 
     name: str
     found: float
@@ -59,18 +59,24 @@ class Gate:
 
     @property
     def missed_by(self) -> float:
-        """Distance of a measurement from its gate's bound, 0 if the gate holds; NaN holds nowhere."""
+        """Distance by which a measurement misses its gate's limit; 0 if the gate holds.
+
+        NaN for a NaN, which holds no gate.
+        """
         gap = self.bound - self.found if self.least else self.found - self.bound
         return 0.0 if gap <= 0 else gap
 
     @property
     def holds(self) -> bool:
-        """Return whether the candidate passes the gate."""
+        """Return whether the measurement keeps the gate's limit."""
         return self.missed_by == 0
 
 
 def judge(gates: GatesConfig, measured: Measurements) -> list[Gate]:
-    """Return all gates that the recipe sets. Raises EvaluationError for a value that was not measured."""
+    """Return every gate that the recipe sets, with its measured value.
+
+    Raises EvaluationError for a value that was not measured.
+    """
     return [
         *_score_gates(gates, measured.scores),
         *_regression_gates(gates, measured),
@@ -126,24 +132,24 @@ def _cost_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
 
 
 class Champion(StrictModel):
-    """The registered model that the champion's alias points to.
+    """Champion: the registered model version that has the champion's alias in MLflow.
 
     evaluations: folders of artifacts.
     """
 
-    version: str = Field(description="Version of the registered model.")
-    same_model: bool = Field(description="True if the candidate has the same content as the champion.")
+    version: str = Field(description="Number of the version in MLflow's registry.")
+    same_model: bool = Field(description="True if the candidate has the same content as this champion.")
     evaluations: tuple[Path, ...]
 
 
 class Standing(StrictModel):
-    """Content of `champion.json`: the champion with which the candidate is compared."""
+    """Content of `champion.json`: the champion, if there is one, with which the candidate is compared."""
 
     champion: Champion | None
 
 
 class Verdict(StrictModel):
-    """Content of `verdict.json`: whether the candidate is promoted, with gates and comparison.
+    """Content of `verdict.json`: whether the candidate becomes champion, with all gates and score differences.
 
     against: name of what the candidate was compared with.
     warnings: about what no gate checks. gates, differences: None in older artifacts, whose `verdict.md` has them.
@@ -160,12 +166,12 @@ class Verdict(StrictModel):
 
 
 def gate_sentence(gate: Gate) -> str:
-    """Return a sentence about a missed gate, such as `size_mib 2.1 > 2, missed by 0.1`."""
+    """Return a phrase about a missed gate, such as `size_mib 2.1 > 2, missed by 0.1`."""
     return f"{gate.name} {gate.found:.4g} {'<' if gate.least else '>'} {gate.bound:.4g}, missed by {gate.missed_by:.4g}"
 
 
 def tables(verdict: Verdict) -> Iterator[Table]:
-    """Yield the tables of gates and of the comparison, as far as there are any."""
+    """Yield the table of gates and the table of score differences, if they have rows."""
     if verdict.gates:
         yield GATE_HEADING, *map(_gate_cells, verdict.gates)
     if verdict.differences:
@@ -173,7 +179,7 @@ def tables(verdict: Verdict) -> Iterator[Table]:
 
 
 def markdown(verdict: Verdict) -> str:
-    """Return a verdict's outcome, warnings and tables as Markdown."""
+    """Return a promotion's decision, warnings and tables as Markdown."""
     blocks = [f"# {verdict.name}: {verdict.outcome}", *(f"**Warning:** {warning}" for warning in verdict.warnings)]
     for table in tables(verdict):
         if table[0] == DIFFERENCE_HEADING:
@@ -199,7 +205,7 @@ def _difference_cells(score: Difference) -> tuple[str, ...]:
 
 
 def comparison_metrics(differences: Sequence[Difference]) -> dict[str, float]:
-    """Return a promotion's score differences by their names in MLflow."""
+    """Return the score differences and their standard errors as MLflow metrics, by metric name."""
     metrics: dict[str, float] = {}
     for score in differences:
         metrics[f"{score.name}_difference"] = score.difference

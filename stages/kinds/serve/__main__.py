@@ -1,4 +1,4 @@
-"""Keeps a server up for a person: `python -m stages.kinds.serve MODEL_FOLDER [--name NAME] [--port PORT] …`.
+"""Program that serves one model: `python -m stages.kinds.serve MODEL_FOLDER [--name NAME] [--port PORT] …`.
 
 Prints `serving NAME at URL` once the server is ready, and goes on until it is interrupted. The API key is VLLM_API_KEY
 in the environment; without that variable, a new key is made and printed.
@@ -29,7 +29,7 @@ from stages.serving.server import API_KEY_VARIABLE, Server, started_server
 
 
 def main() -> None:
-    """Serve until SIGINT or SIGTERM; exits with the code of the error class otherwise."""
+    """Serve until SIGINT or SIGTERM; exits with the error's exit code if the server fails."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell has background programs ignore SIGINT
         signal.signal(number, signal.default_int_handler)
     try:
@@ -42,27 +42,43 @@ def main() -> None:
 
 def _parse(argument_list: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m stages.kinds.serve", description=__doc__)
-    parser.add_argument("model", type=Path, help="Hugging Face folder of the model")
+    parser.add_argument("model", type=Path, help="folder of the model in Hugging Face's format")
     parser.add_argument("--name", help="name of the model or adapter in requests; default: the folder's name")
-    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help="an adapter of the model")
-    parser.add_argument("--base-name", help="name of the model where --name is an adapter's; default: NAME-base")
-    parser.add_argument("--version", help="version of a registered model or an artifact, for the metrics")
     parser.add_argument(
-        "--host", default=ServeExecution().host, help="address to listen on; default: this machine only"
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="name and folder of an adapter of the model; may be given several times",
+    )
+    parser.add_argument(
+        "--base-name", help="name of the model itself in requests, if --name is an adapter's; default: NAME-base"
+    )
+    parser.add_argument("--version", help="version of the model, as a label of the server's metrics")
+    parser.add_argument(
+        "--host", default=ServeExecution().host, help="address to listen on; default: 127.0.0.1, for this machine only"
     )
     parser.add_argument("--port", type=int, help="port to listen on; default: a free one")
-    parser.add_argument("--chat", action="store_true", help="chat at this terminal; the server ends with the chat")
+    parser.add_argument(
+        "--chat", action="store_true", help="chat in this terminal; the server stops when the chat ends"
+    )
     parser.add_argument(
         "--beside",
         metavar="JSON",
-        help="arguments of a second server, which --chat also asks, for a comparison side by side",
+        help="arguments for a second server, as a JSON list; with --chat, both models answer every question",
     )
     parser.add_argument(
-        "--temperature", type=float, help="temperature of --chat; default: from the model's generation_config.json"
+        "--temperature",
+        type=float,
+        help="sampling temperature of --chat; default: from the model's generation_config.json",
     )
-    parser.add_argument("--max-tokens", type=int, help="largest number of tokens in an answer of --chat")
-    parser.add_argument("--system", help="system message of each conversation of --chat")
-    parser.add_argument("--serving", help="`serving` block of a recipe, as JSON; without it, the server is a trial")
+    parser.add_argument("--max-tokens", type=int, help="largest number of tokens in each answer of --chat")
+    parser.add_argument("--system", help="system message at the beginning of each conversation of --chat")
+    parser.add_argument(
+        "--serving",
+        help="server settings as the JSON of a recipe's `serving` block; without them, "
+        "the server starts fast for a short trial",
+    )
     return parser.parse_args(argument_list)
 
 
@@ -105,7 +121,7 @@ def _ready_server(spec: LaunchSpec, execution: ServeExecution, label: str, versi
 
 
 def _labels(servers: Sequence[argparse.Namespace]) -> list[str]:
-    """Return a name for each server: the served name, with the version where both have the same name."""
+    """Return a distinct name for each server: the model's name, with its version if both servers have the same."""
     names = [one.name or one.model.resolve().name for one in servers]
     if len(set(names)) == len(names):
         return names

@@ -1,4 +1,4 @@
-"""Chat at a terminal with one served model, or with two side by side: questions from stdin, answers as they are made.
+"""Terminal chat with one served model, or with two side by side; answers are printed as they are generated.
 
 An empty line is ignored, `/new` begins another conversation, and the end of the input (Ctrl-D) ends the chat. A model's
 answers may hold control characters, which a terminal would obey: they are shown as escapes.
@@ -24,7 +24,7 @@ PROMPT = "> "
 
 @dataclass
 class Conversation:
-    """Messages between a person and one served model.
+    """Conversation of the terminal chat with one served model.
 
     label: name that is shown where there are two models.
     options: sampling parameters of each request.
@@ -38,15 +38,18 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin the conversation's first round of messages."""
+        """Begin the conversation, with its system message if there is one."""
         self.begin()
 
     def begin(self) -> None:
-        """Forget all messages of the conversation but the system's."""
+        """Begin a new conversation: forget all messages except the system message."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def ask(self, question: str) -> None:
-        """Ask the model and print its answer as it arrives. A refused question is removed from the conversation."""
+        """Send a question to the model and print the answer as it arrives.
+
+        A question that the server rejects is removed from the conversation.
+        """
         self.messages.append({"role": "user", "content": question})
         parts: list[str] = []
         try:
@@ -63,7 +66,7 @@ class Conversation:
 
 
 def chat(conversations: Sequence[Conversation]) -> None:
-    """Ask each model every question until the end of the input."""
+    """Read questions from stdin until its end, and send each to every model."""
     while (question := _read_question()) is not None:
         for conversation in conversations if question else ():
             if question == NEW:
@@ -75,7 +78,7 @@ def chat(conversations: Sequence[Conversation]) -> None:
 
 
 def sampling_of(model: Path, temperature: float | None) -> tuple[dict[str, float], str]:
-    """Return the sampling parameters for a trial of a model folder, with a phrase that names them and their origin.
+    """Return the sampling parameters for a terminal chat, and a phrase that names them and their origin.
 
     They are the person's temperature, else those of the model's generation_config.json, else greedy: a server would
     sample at temperature 1 where nothing names another, which shows a small model worse than it is.

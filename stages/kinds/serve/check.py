@@ -1,4 +1,4 @@
-"""Check of a serve stage: settings that the model's config rules out, found before the model is made."""
+"""Early check of serve stages: finds settings that the model's config does not allow before the model is trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stages.serving.config import limit_problems
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield dotted field and error of a serve stage: ranks, lengths and memory.
+    """Yield errors of a serve stage (parallel degree, context length, memory), with the dotted config field of each.
 
     The model may be the one that training starts from.
     """

@@ -1,4 +1,4 @@
-"""Config of a serve stage: a server of a model or an adapter."""
+"""Config of the serve stage, which starts a server for a model or an adapter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stages.serving.served_models import adapters_base, base_problems
 
 
 class ServeConfig(StageConfig):
-    """Start a server for a model or an adapter, check it, measure it, and keep it up while this refresh needs it.
+    """Config of the serve stage: starts a model server, checks and benchmarks it, and keeps it up during the refresh.
 
     Each adapter is a model of its own in requests, named like its stage.
     """
@@ -43,10 +43,10 @@ class ServeConfig(StageConfig):
     kind: Literal["serve"]
     model: ModelOrAdapterReference
     adapters: Annotated[tuple[AdapterReference, ...], AddedLater()] = Field(
-        (), description="Adapters of the same base, served beside `model`."
+        (), description="More adapters of the same base model, which the server serves besides `model`."
     )
     base: Annotated[ModelReference | None, AddedLater()] = Field(
-        None, description="For an adapter: the model that it was trained on; found automatically."
+        None, description="Base model of the adapter in `model`; found automatically."
     )
     serving: ServingConfig = ServingConfig()
     benchmark: BenchmarkConfig | None = BenchmarkConfig()
@@ -80,7 +80,7 @@ class ServeConfig(StageConfig):
 
     @property
     def served_adapters(self) -> tuple[str, ...]:
-        """Names of stages whose adapters the server serves."""
+        """Names of the stages whose adapters the server serves, `model` included if it is one."""
         return (self.model, *self.adapters) if self.base else self.adapters
 
     @property

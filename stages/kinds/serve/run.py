@@ -1,4 +1,4 @@
-"""The serve stage: start a server for a model, check it, measure it, and guard it while it is needed."""
+"""Serve stage: starts a model server, checks and benchmarks it, and keeps it running for later stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WATCH_INTERVAL_S = 0.5
 
 
 def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
-    """Serve a model: yield the result with a lease once the server is up, then guard it until SIGTERM.
+    """Serve a model: yield the result once the server is ready, then keep the server running until SIGTERM.
 
     Raises ModelError, ResourceError (port, no engine) before anything slow; ServerError when the server does not come
     up, fails the check, or ends while it is leased.
@@ -58,7 +58,7 @@ def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
 
 
 def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dict[str, float]:
-    """Wait for the server, check it and measure it; returns the metrics."""
+    """Wait until the server is ready, check its answers and benchmark it; returns the metrics."""
     time_to_ready_s = server.wait_until_ready(
         config.execution.ready_timeout_s,
         lambda elapsed_s: context.doing(f"starting {server.engine.title}, {elapsed_s:.0f} s"),
@@ -83,8 +83,9 @@ def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dic
 
 
 def measure(server: Server, benchmark: BenchmarkConfig, folder: Path, warn: Callable[[str], None]) -> dict[str, float]:
-    """Return the medians of time to first token and between tokens, and the throughput, as `METRIC_concurrency_N`.
+    """Benchmark the server; returns time to first token, time between tokens and throughput as metrics.
 
+    Their names end in `_concurrency_N`; latencies are medians.
     The engine puts load on its server: random prompts, with greedy answers of a fixed length.
 
     The time between tokens is left out, with a warning, when answers were shorter than requested, or had one token.
@@ -108,7 +109,7 @@ def measure(server: Server, benchmark: BenchmarkConfig, folder: Path, warn: Call
 
 
 def _why_unmeasured(load: LoadResult, benchmark: BenchmarkConfig) -> str | None:
-    """Return why the time between tokens could not be measured; None if it was."""
+    """Return why a benchmark could not measure the time between tokens; None if it did."""
     if benchmark.output_tokens == 1:
         return "benchmark.output_tokens is 1: an answer of one token has no time between tokens"
     expected = load.num_requests * benchmark.output_tokens
@@ -118,7 +119,7 @@ def _why_unmeasured(load: LoadResult, benchmark: BenchmarkConfig) -> str | None:
 
 
 def guard(server: Server) -> NoReturn:
-    """Guard a server: wait while it runs. Raises ServerError when it ends by itself."""
+    """Wait as long as the server runs. Raises ServerError when the server ends by itself."""
     while server.alive():
         time.sleep(WATCH_INTERVAL_S)
     raise server.failure(f"at {server.url} ended by itself")
