@@ -1,4 +1,4 @@
-"""Adoption of files from outside as the artifact of a download stage whose source is `file://PATH`.
+"""Adoption of a model, adapter or dataset on this machine into the artifact store, as a download stage would fetch it.
 
 So they pass the checks of a download, and a recipe that names the same content finds it cached.
 """
@@ -28,7 +28,7 @@ def adopt(
     observer: Observer,
     base: Artifact | None = None,
 ) -> Built:
-    """Copy a file or folder into the store and commit it as stage `name`.
+    """Copy a file or folder into the artifact store and commit it as the artifact of a download stage `name`.
 
     base: artifact of the model that an adapter belongs to. Raises what a download raises: `DownloadError` for links
     that lead out of the folder, `ModelError` for pickled weights, an incomplete model or an adapter of another base,
@@ -55,7 +55,7 @@ def adopt(
 
 
 def _planned_on(base: Artifact, name: str, path: Path) -> PlannedStage:
-    """Plan the download stage of an adopted adapter, as a recipe would whose base stage has this artifact."""
+    """Return the planned download stage of an adopted adapter whose base model is the artifact `base`."""
     stage = base.record.stage
     tree = {
         stage: {"kind": "download", "model": f"file://{base.folder}/model"},

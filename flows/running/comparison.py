@@ -1,4 +1,4 @@
-"""Comparison of layouts: a refresh runs some steps of a stage under each layout instead of building it.
+"""Comparison of layouts: instead of building a stage, a refresh runs some of its training steps under each layout.
 
 Layouts take turns, every other round in reverse order, so that temporary or growing slowness of the machine affects all
 equally. A trial is the process that a refresh would start; its `config.json` says that it is only measured. It saves
@@ -35,13 +35,16 @@ from stages.core.files import write_atomically
 
 @dataclass(frozen=True)
 class Comparison:
-    """Stage and layouts that are compared. layouts: the stage as planned under each layout that is not refused."""
+    """Comparison to run: the compared stage, and its layouts.
+
+    layouts: the stage as planned under each layout that can work.
+    """
 
     began: CompareBegan
     layouts: tuple[PlannedStage, ...]
 
     def is_unfinished(self, record: RefreshRecord) -> bool:
-        """Return whether a layout that works was not run in every round."""
+        """Return whether some layout still lacks a trial run in some round; layouts that failed count as done."""
         trials = [record.trials_of(number) for number in range(len(self.layouts))]
         rounds = self.began.num_rounds
         return any(len(ended) < rounds and not any(trial.error for trial in ended) for ended in trials)
@@ -49,7 +52,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Bench:
-    """Values that all trials of a comparison share. inputs: stage name → folder of its artifact."""
+    """Objects that all trial runs of a comparison share. inputs: artifact folders by stage name."""
 
     store: Store
     inputs: Mapping[str, Path]
@@ -58,7 +61,7 @@ class Bench:
 
 
 def turns(num_layouts: int, num_rounds: int) -> Iterator[tuple[int, int]]:
-    """Yield (round, layout) in the order of trials: 1 2 3, 3 2 1, 1 2 3, …"""
+    """Yield (round, layout) in the order of a comparison's trial runs: 1 2 3, then 3 2 1, then 1 2 3, …"""
     for round_number in range(1, num_rounds + 1):
         order = range(num_layouts)
         yield from ((round_number, layout) for layout in (order if round_number % 2 else reversed(order)))
@@ -67,7 +70,7 @@ def turns(num_layouts: int, num_rounds: int) -> Iterator[tuple[int, int]]:
 def run_trial(
     bench: Bench, comparison: Comparison, layout: int, round_number: int, devices: Sequence[int], work: Path
 ) -> TrialEnded:
-    """Run the stage under one layout for one round; return the end of the trial, an error included.
+    """Run some training steps of the compared stage under one layout; return the measurements or the error.
 
     Raises RefreshStoppedError when `bench.stop` is set.
     """
@@ -95,7 +98,7 @@ def run_trial(
 
 
 def conclude(record: RefreshRecord, store: Store) -> list[LayoutMeasured]:
-    """Return the results of each layout of a comparison; write its report, the JSON and MLflow's note."""
+    """Write the report, JSON and Markdown of a finished comparison; return the results of each layout."""
     write_report(record, store.index())
     rows, folder = rows_of(record), ledger_of(record.refresh).folder
     (folder / ROWS_FILE).write_text(json.dumps(comparison_as_json(record, rows), indent=2))

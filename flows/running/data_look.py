@@ -1,4 +1,4 @@
-"""View of a stage's data before anything is trained (`lifecycle data`).
+"""Preview of a stage's data as the model will see it, before anything is trained (`lifecycle data`).
 
 Data in the store is read, data on this machine is downloaded from its path; other downloads run only on request, and no
 other stage runs. A process like a stage's prepares the view.
@@ -35,12 +35,12 @@ from stages.hubs.registry import HUBS
 from stages.kinds.look.config import LOOK_FILE, LookConfig
 
 LARGE_BYTES = 1 << 30
-"""Most bytes of files on this machine that are copied into the store without a request; it takes seconds."""
+"""Most bytes of local files that `lifecycle data` copies into the store without `--download`; that takes seconds."""
 
 
 @dataclass(frozen=True)
 class LookRequest:
-    """Arguments of `lifecycle data`. downloads: whether absent inputs may be fetched from elsewhere."""
+    """Arguments of `lifecycle data`. downloads: whether inputs that are not on this machine may be fetched."""
 
     recipe: Path
     stage: str
@@ -50,7 +50,7 @@ class LookRequest:
 
 
 def look_at_data(request: LookRequest, observer: Observer) -> DataLook:
-    """Return the stage's data as the model will see it. observer: of downloads.
+    """Return a preview of a stage's data as the model will see it. observer: follows the downloads that this may need.
 
     Raises RecipeError for a stage without data, StoreError for data or a tokenizer that are not there yet (it says what
     to run), and what the download and the preparation of the data raise.
@@ -85,7 +85,7 @@ def _planned(request: LookRequest, index: Index) -> Plan:
 
 
 def _needed(stage: PlannedStage, planned: Plan) -> Iterator[str]:
-    """Yield the upstream stages that are needed: the data, and the nearest model with the same tokenizer."""
+    """Yield the upstream stages that a preview needs: data, and the nearest existing model with the same tokenizer."""
     for name in stage.upstream:
         config = planned.stages[name].config
         while config.product in ("server", "adapter", "model") and not _is_there(name, planned):

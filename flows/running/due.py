@@ -1,4 +1,4 @@
-"""Start of a refresh that Prefect says is due, by a schedule or by hand: it starts, waits, or is left out.
+"""Start of a refresh that Prefect triggers, by schedule or by hand: it starts at once, waits, or is left out.
 
 Running refreshes are found in the ledgers, each of which names a process; dead ones do not count. Prefect's own
 concurrency slots were measured and dropped, see `slots.py`.
@@ -37,11 +37,12 @@ from flows.running.slots import Slots
 
 POLL_S = 2.0
 REMOVED = "its schedule was removed before it began"
-"""Message of a run that is cancelled; no one is notified of a state called `Removed`."""
+"""Message of a flow run that is cancelled because its schedule was removed. Its state is named `Removed`, which sends
+no notification."""
 
 
 def announce_own_schedule() -> None:
-    """Announce the schedule of this process's flow run to Prefect, at its first start only.
+    """Send Prefect the event that this process's flow run was scheduled, at the run's first start only.
 
     For a flow run whose process died before, the reaper does it.
     """
@@ -52,14 +53,14 @@ def announce_own_schedule() -> None:
 
 
 def announce_own_states() -> None:
-    """Announce the states of this process's flow run to Prefect; see `announce_states`."""
+    """Send Prefect the events of all states of this process's flow run again; see `announce_states`."""
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
         announce_states(client, own, client.read_flow_run_states(own.id))
 
 
 def announce_schedule(client: SyncPrefectClient, flow_run: FlowRun) -> None:
-    """Emit the event of a scheduled run's first state, which Prefect's scheduler leaves out.
+    """Send the event of a scheduled run's first state to Prefect, whose scheduler omits it.
 
     See `announce_states`.
     """
@@ -69,12 +70,12 @@ def announce_schedule(client: SyncPrefectClient, flow_run: FlowRun) -> None:
 
 
 def announce_states(client: SyncPrefectClient, flow_run: FlowRun, states: Iterable[State[Any]]) -> None:
-    """Send the events of states that a flow run had, or has, as Prefect's server does; a repeated event does no harm.
+    """Send events for states of a flow run to Prefect, as its server does itself, so that automations react to them.
 
-    Prefect holds an event of a run back until the one of the state before, if that is less than 5 minutes old, has
-    come, for 15 minutes at the longest, and with it the notification of how the run ended. What has come it keeps in
-    memory: a server that was started again waits for an event that came before. Raises what the client raises when the
-    server does not answer.
+    A repeated event does no harm. Prefect holds an event of a run back until the one of the state before, if that is
+    less than 5 minutes old, has come, for 15 minutes at the longest, and with it the notification of how the run ended.
+    What has come it keeps in memory: a server that was started again waits for an event that came before. Raises what
+    the client raises when the server does not answer.
     """
     flow = client.read_flow(flow_run.flow_id)
     # By these an automation knows which flow runs it is for.
@@ -106,7 +107,7 @@ def _resource(role: str, number: UUID, name: str) -> dict[str, str]:
 
 
 def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
-    """Begin the refresh of this flow run once the recipe's `on_collision` allows it; or return why not.
+    """Start this flow run's refresh once the recipe's `on_collision` allows it, or return the state that says why not.
 
     A retry continues in the ledger of the refresh that failed. Everything that the recipe depends on is resolved when
     it starts. Raises what `check_recipe`, `check_parameters` and `make_plan` raise.
@@ -131,14 +132,14 @@ def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
 
 
 def _check_deployment(recipe: str) -> None:
-    """Check that the deployment of this flow run may run the recipe. Raises what `check_recipe` raises."""
+    """Check that this flow run's deployment may run the recipe. Raises what `check_recipe` raises."""
     with get_client(sync_client=True) as client:
         if deployment := _deployment_of(client, client.read_flow_run(UUID(str(runtime.flow_run.id)))):
             check_recipe(recipe, deployment.name, deployment.parameters.get("recipe"))
 
 
 def _deployment_of(client: SyncPrefectClient, flow_run: FlowRun) -> DeploymentResponse | None:
-    """Return the deployment of a flow run; None if it has none, or a schedule's that was removed."""
+    """Return the Prefect deployment of a flow run; None if it has none, or if it was removed with its schedule."""
     with suppress(ObjectNotFound):
         return client.read_deployment(flow_run.deployment_id) if flow_run.deployment_id else None
     return None
@@ -147,9 +148,10 @@ def _deployment_of(client: SyncPrefectClient, flow_run: FlowRun) -> DeploymentRe
 def _try_to_start(
     request: RefreshRequest, recipe: Recipe, running: RunningRefreshes, name: str
 ) -> RefreshRun | State[Any] | None:
-    """Start the due refresh, or return why it is left out, or None while it must wait.
+    """Start a refresh that is due.
 
-    Planning takes a while, so it is done outside the lock, and running refreshes are looked up twice.
+    Return None while it must wait for another one, or a state that says why it is left out. Planning takes a while, so
+    it is done outside the lock, and running refreshes are looked up twice.
     """
     if reason := _not_wanted():
         return reason
@@ -166,7 +168,7 @@ def _try_to_start(
 
 
 def _not_wanted() -> State[Any] | None:
-    """Return why a run that a schedule made is left out, or None.
+    """Return a state that says why a scheduled run is left out (a newer one is due, …); None if it should run.
 
     Of missed runs only the last one runs, and none of a paused or removed schedule. A person's run, or retry, is never
     left out.
@@ -191,7 +193,7 @@ def _not_wanted() -> State[Any] | None:
 
 
 def _busy(plan: Plan) -> str | None:
-    """Return why the refresh would have to wait for devices, or None."""
+    """Return why the refresh would have to wait for devices that others hold, or None if all are free."""
     slots = Slots(home() / "slots", num_slots())
     wanted = {
         stage.name: wanted_slots(stage.config, slots.count) for stage in plan.stages.values() if stage.action == "run"

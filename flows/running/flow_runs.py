@@ -1,4 +1,4 @@
-"""Prefect's deployments of refreshes, and flow runs that this process begins itself."""
+"""Prefect deployments of the refresh flow, and flow runs that a command creates and runs in its own process."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from stages.core.errors import ServerError
 
 WORK_POOL = "lifecycle"
 BY_HAND = "by hand"
-"""Name of the deployment of refreshes that no schedule started; no recipe can have this name.
+"""Name of the Prefect deployment for refreshes started by hand instead of a schedule; no recipe can have this name.
 
 Prefect retries only runs of a deployment. Its form in Prefect's UI runs any recipe.
 """
 
 
 ENTRYPOINT = f"{refresh.fn.__module__}.{refresh.fn.__name__}"
-"""Address at which a worker finds the flow."""
+"""Python path (module.function) by which a Prefect worker imports the refresh flow."""
 
 
 @contextmanager
 def prefect_client() -> Iterator[SyncPrefectClient]:
-    """Open a client of Prefect; failures of its server are raised as `ServerError`."""
+    """Open a client of the Prefect server; its failures are raised as ServerError."""
     try:
         with get_client(sync_client=True) as client:
             yield client
@@ -57,7 +57,7 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
 
 
 def delete_flow_runs(flow_run_ids: Sequence[str]) -> None:
-    """Delete flow runs with their task runs, states, logs and artifacts; unknown ones are skipped.
+    """Delete Prefect flow runs with their task runs, states, logs and artifacts; unknown ones are skipped.
 
     Their events stay; Prefect deletes events when they are a week old. Raises `ServerError`.
     """
@@ -73,7 +73,7 @@ def delete_flow_runs(flow_run_ids: Sequence[str]) -> None:
 
 
 def _known(client: SyncPrefectClient, flow_run_ids: Sequence[UUID]) -> Iterator[UUID]:
-    """Yield those of the flow runs that Prefect knows, asking for as many at once as it answers."""
+    """Yield those of the flow runs that Prefect knows, asking in batches of Prefect's page size."""
     at_once = PREFECT_API_DEFAULT_LIMIT.value()
     for start in range(0, len(flow_run_ids), at_once):
         asked = FlowRunFilter(id=FlowRunFilterId(any_=[*flow_run_ids[start : start + at_once]]))
@@ -81,7 +81,7 @@ def _known(client: SyncPrefectClient, flow_run_ids: Sequence[UUID]) -> Iterator[
 
 
 def deploy(client: SyncPrefectClient, name: str, **options: Any) -> UUID:
-    """Create a deployment of the refresh flow, or replace the one of this name."""
+    """Create a Prefect deployment of the refresh flow, or replace the one with this name."""
     with suppress(ObjectAlreadyExists):
         client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process"))
     return client.create_deployment(
@@ -103,7 +103,7 @@ def deploy(client: SyncPrefectClient, name: str, **options: Any) -> UUID:
 
 
 def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
-    """Return the deployment of the refresh flow that has this name, or None.
+    """Return the Prefect deployment of the refresh flow with this name, or None.
 
     It uses a filter, because Prefect's client refuses names with a slash in an address.
     """
@@ -115,7 +115,7 @@ def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse 
 
 
 def update_entrypoints() -> None:
-    """Update deployments of earlier versions to the flow's present address. Raises `ServerError`."""
+    """Update Prefect deployments made by earlier versions to the flow's present Python path. Raises ServerError."""
     with prefect_client() as client:
         for found in client.read_deployments(flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name]))):
             if found.work_pool_name == WORK_POOL and found.entrypoint != ENTRYPOINT:
@@ -123,7 +123,7 @@ def update_entrypoints() -> None:
 
 
 def begin_by_hand(request: RefreshRequest, name: str) -> FlowRun:
-    """Create the flow run of a refresh that this process will run; Prefect's Retry button works on it, too."""
+    """Create a Prefect flow run for a refresh that this process runs itself; Prefect's Retry button works on it."""
     parameters = {
         "recipe": request.recipe,
         "overrides": list(request.overrides),
@@ -137,7 +137,7 @@ def begin_by_hand(request: RefreshRequest, name: str) -> FlowRun:
 
 
 def begin_again(record: RefreshRecord) -> FlowRun | None:
-    """Return the flow run of a refresh that this process will retry; None when Prefect does not know it."""
+    """Reset the Prefect flow run of a refresh that this process will retry, and return it; None if Prefect lacks it."""
     if record.prefect_flow_run_id is None:
         return None
     with prefect_client() as client, suppress(ObjectNotFound):

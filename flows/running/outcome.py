@@ -1,4 +1,4 @@
-"""Outcome of a refresh for people: report, links, scores, verdicts, warnings, and the text of notifications."""
+"""Result of a refresh for people: its report, links, scores, promotion results, warnings and notification text."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from stages.kinds.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
 from stages.kinds.registry import makes
 
 FLOW_RUN = "/runs/flow-run/"
-"""Path of a flow run's page in Prefect's UI."""
+"""Path of a flow run's web page in Prefect's UI."""
 SHOWN_SCORES = 3
 SHOWN_CHARACTERS = 300
-"""Most characters of an error in a notification; the refresh's pages have all of it."""
+"""Most characters of an error in a notification; the refresh's report has the whole message."""
 
 
 def leave_report(record: RefreshRecord, store: Store) -> None:
-    """Write the page of a refresh beside its ledger; a failure is only printed."""
+    """Write the HTML report of a refresh into the folder of its ledger; print a failure instead of raising it."""
     try:
         write_report(record, store.index())
     except Exception as error:
@@ -36,7 +36,7 @@ def leave_report(record: RefreshRecord, store: Store) -> None:
 
 
 def links_of(record: RefreshRecord) -> dict[str, str]:
-    """Return pages of the refresh: in Prefect and in MLflow while these are known, and its reports as files."""
+    """Return links to a refresh: its web pages in Prefect and MLflow, if known, and its report files."""
     links = dict(_pages(record))
     report = ledger_of(record.refresh).folder / REPORT_FILE
     if report.exists():
@@ -46,7 +46,7 @@ def links_of(record: RefreshRecord) -> dict[str, str]:
 
 
 def in_words(record: RefreshRecord) -> list[str]:
-    """Return the scores, warnings and links of a refresh, a line each."""
+    """Return the scores, warnings and links of a refresh as lines of text."""
     scores = {name: scores_text(entry.kind, entry.metrics) for name, entry in record.stages.items()}
     return [
         *(f"{name}: {text}" for name, text in scores.items() if text),
@@ -64,12 +64,12 @@ def _pages(record: RefreshRecord) -> Iterator[tuple[str, str]]:
 
 
 def verdict_tables(record: RefreshRecord) -> dict[str, str]:
-    """Return the verdicts of promotions as Markdown tables, for those that were built or found cached."""
+    """Return the result of each promotion stage as a Markdown table, by stage name."""
     return {name: (folder / TABLE_FILE).read_text(encoding="utf-8") for name, folder in _verdict_folders(record)}
 
 
 def summary(record: RefreshRecord) -> str:
-    """Return the outcome in lines: verdicts, scores, errors, warnings, duration and the page in MLflow."""
+    """Return the result of a refresh as a notification's text: promotions, scores, errors, warnings, time, link."""
     lines = [record.error] if record.error else []
     lines += [_verdict_sentence(folder) for _, folder in _verdict_folders(record)]
     lines += _score_sentences(record)
@@ -91,7 +91,7 @@ def _verdict_folders(record: RefreshRecord) -> Iterator[tuple[str, Path]]:
 
 
 def _verdict_sentence(folder: Path) -> str:
-    """Return a verdict as one line.
+    """Return the result of a promotion as one line.
 
     Such as `adder: not promoted: size_mib 2.1 > 2, missed by 0.1; compared with champion (version 1)`.
     """

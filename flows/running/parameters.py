@@ -1,4 +1,4 @@
-"""Limits on parameters of a deployment: they may change what is learned, but neither programs nor places.
+"""Limits on Prefect deployment parameters: overrides may change what is learned, but name no programs or other files.
 
 Parameters come through Prefect's API, from a form or a program. A recipe, and `lifecycle run --set`, come from someone
 who may run programs on this machine anyway. So a run of a deployment must keep its recipe's values wherever they would
@@ -28,14 +28,14 @@ from stages.kinds.publish.config import PublishConfig
 from stages.kinds.registry import KINDS
 
 OF_THE_RECIPE = frozenset({"environment", "launcher", *BLOCKS})
-"""Fields of `execution` that only the recipe may set."""
+"""Fields of a stage's `execution` that only the recipe may set, not an override from Prefect."""
 CODE_FIELDS = frozenset({"trust_remote_code", "trust_task_code"})
 SERVER_FIELDS = frozenset({"url", "key_variable"})
 PYTHON_FILE = re.compile(r"\.py[cdiowx]?\b|\.so\b", re.IGNORECASE)
 
 
 def check_recipe(recipe: str, deployment: str, registered: str | None) -> None:
-    """Raise `RecipeError` unless a deployment of this name may run the recipe.
+    """Raise RecipeError unless the Prefect deployment of this name may run the recipe.
 
     registered: the recipe that it was made for; None for the deployment of refreshes by hand, which runs only recipes
     that were run in this home.
@@ -49,7 +49,10 @@ def check_recipe(recipe: str, deployment: str, registered: str | None) -> None:
 
 
 def check_parameters(request: RefreshRequest) -> None:
-    """Raise `RecipeError` that names every override a deployment may not have, or what `read_tree` raises."""
+    """Raise RecipeError that names every override that a Prefect deployment's parameters may not contain.
+
+    Raises what `read_tree` raises, too.
+    """
     path = Path(request.recipe)
     before, after = read_tree(path), read_tree(path)
     if apply_overrides(after, request.overrides):
@@ -65,7 +68,7 @@ def check_parameters(request: RefreshRequest) -> None:
 
 
 def _changes(before: Any, after: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield each field that differs, with its new value; None for one that is gone."""
+    """Yield each field in which two recipe trees differ, with its new value; None for a removed field."""
     if isinstance(before, dict) or isinstance(after, dict):
         old, new = (tree if isinstance(tree, dict) else {} for tree in (before, after))
         for key in {**old, **new}:
@@ -78,7 +81,7 @@ def _changes(before: Any, after: Any, names: tuple[str, ...] = ()) -> Iterator[t
 
 
 def _kind(tree: dict[str, Any], names: tuple[str, ...]) -> type[BaseModel] | None:
-    """Return the config class of the stage that a field belongs to; None for an unknown kind.
+    """Return the config class of the stage to which a recipe field belongs; None for an unknown kind of stage.
 
     The recipe's reader reports unknown kinds.
     """
@@ -104,7 +107,7 @@ def _reason(names: tuple[str, ...], value: Any, folder: Path, kind: type[BaseMod
 
 
 def _path_fields(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the fields whose texts are, or may be, paths. `*` is any name that a recipe gives.
+    """Yield the fields of a config class whose text may be a path. `*` stands for any name that a recipe gives.
 
     Other texts may look like paths: `/no_think`.
     """
@@ -117,12 +120,12 @@ def _path_fields(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterato
 
 
 def _is_of(names: tuple[str, ...], field: tuple[str, ...]) -> bool:
-    """Return whether dotted names lead to a field or to an item of it."""
+    """Return whether a dotted path leads to a config field or to an item in it. Both are given as tuples of names."""
     return len(names) >= len(field) and all(known in ("*", name) for known, name in zip(field, names, strict=False))
 
 
 def _is_inside(text: str, folder: Path) -> bool:
-    """Return whether a path, or a source that may be one, stays in the folder, following links.
+    """Return whether a path lies in a folder after following symbolic links, as does a source that is no path.
 
     Sources that are no paths count as inside.
     """

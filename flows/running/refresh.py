@@ -1,4 +1,4 @@
-"""Prefect flow of a refresh: one task a stage, submitted at once, run when its upstream stages are done.
+"""Prefect flow of a refresh, with one task for each stage that runs once its upstream stages are done.
 
 Only our store decides what is cached, so Prefect's own caching is off; `retries.py` decides what Prefect retries.
 """
@@ -46,13 +46,16 @@ from stages.core.garbage import collect_rarely
 
 RETRY_BASE_S = 1.0
 COMPARE = "compare"
-"""Name of the flow when it compares layouts, so that notifications of refreshes do not match it."""
+"""Name of the Prefect flow for comparisons of layouts, so that notifications for refreshes do not match it."""
 REFUSED, STILL = "NotPromoted", "StillNotPromoted"
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}")
 def build_stage(name: str, run: RefreshRun) -> State[Any]:
-    """Build one stage, or find it cached. A stage that refuses a model gets the state of its refresh."""
+    """Build one stage, or find its artifact in the store.
+
+    A promotion that refuses its candidate ends as a cancelled task.
+    """
     try:
         built = run.build(name, runtime.task_run.run_count, get_run_logger())
     except RefreshStoppedError as error:
@@ -65,13 +68,13 @@ def build_stage(name: str, run: RefreshRun) -> State[Any]:
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=0, task_run_name="check of inputs")
 def check_inputs(run: RefreshRun) -> None:
-    """Check data, splits, tasks and templates of the whole recipe, before any training."""
+    """Check the inputs of all stages (data, splits, tasks, chat templates) before any stage trains."""
     run.check_inputs(get_run_logger())
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=0)
 def run_layout(run: RefreshRun, layout: int, round_number: int, devices: list[int]) -> None:
-    """Run one layout of a stage for one round."""
+    """Run some training steps of the compared stage under one layout, for one round."""
     run.measure(layout, round_number, devices)
 
 
@@ -82,7 +85,7 @@ def refresh(
     until: str | None = None,
     force: tuple[str, ...] = (),
 ) -> State[Any]:
-    """Refresh a model as a recipe says; what is built already is reused.
+    """Refresh a model by running the stages of a recipe; stages whose artifacts exist already are not run again.
 
     Args:
         recipe: Path of the recipe file, on the machine that runs the refresh.
@@ -102,7 +105,7 @@ def refresh(
 
 
 def flow_of(run: RefreshRun) -> Flow[..., State[Any]]:
-    """Return the refresh flow, with the same parameters, that runs what was planned already."""
+    """Return the refresh flow for a refresh that has been planned already, with the parameters of `refresh`."""
 
     @functools.wraps(refresh.fn)
     def planned(*_: object, **__: object) -> State[Any]:
@@ -136,7 +139,10 @@ def _run(run: RefreshRun) -> State[Any]:
 
 
 def _flow_run_name() -> str:
-    """Return the name of the flow run and its refresh; a retry keeps it, and so continues in the same ledger."""
+    """Return the name of the flow run, which is also the refresh's name.
+
+    A retry keeps it, and so continues the same ledger.
+    """
     name, parameters = str(runtime.flow_run.name), runtime.flow_run.parameters
     if ledger_of(name).exists():
         return name
@@ -148,7 +154,7 @@ def _flow_run_name() -> str:
 
 
 def _run_stages(run: RefreshRun) -> None:
-    """Start every stage as soon as its upstream stages are done; a failed one stops only its dependents.
+    """Run every stage as soon as its upstream stages are done; a failed stage stops only its dependents.
 
     Between downloads and all other stages, inputs are checked, so that a stage that cannot work fails before others
     train for it.
@@ -191,7 +197,7 @@ def _run_stages(run: RefreshRun) -> None:
 
 
 def _end_skipped(futures: Mapping[str, PrefectFuture[Any]]) -> None:
-    """End task runs that never began because what they wait for failed.
+    """Set the final state `Skipped` for task runs that never began because an upstream stage failed.
 
     Prefect leaves them `NotReady`, which is no final state, and draws them as running, without their stages' names.
     """
@@ -207,9 +213,9 @@ def _end_skipped(futures: Mapping[str, PrefectFuture[Any]]) -> None:
 
 
 def _measure(run: RefreshRun, comparison: Comparison) -> None:
-    """Run a Prefect task for each trial, one after the other. Ends early when the run is stopped.
+    """Run the trials of a comparison one after the other, each as a Prefect task.
 
-    A layout that fails is a result too.
+    Ends early when the refresh is stopped. A layout that fails is a result too.
     """
     with suppress(RefreshStoppedError), run.whole_machine() as devices:
         for round_number, layout in turns(len(comparison.layouts), comparison.began.num_rounds):
@@ -221,7 +227,7 @@ def _measure(run: RefreshRun, comparison: Comparison) -> None:
 
 @contextmanager
 def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
-    """Make SIGINT and SIGTERM stop the stages instead of this process, which then ends the refresh.
+    """Make SIGINT and SIGTERM stop the running stages instead of this process, so that it can end the refresh properly.
 
     Only in the main thread; elsewhere the program that runs the flow decides.
     """
@@ -238,7 +244,7 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
 
 
 def _publish(record: RefreshRecord) -> None:
-    """Write the stages and links of a refresh to the flow run's page."""
+    """Write tables of stages, promotions and layouts, and links, to the flow run's page in Prefect."""
     rows = [
         {
             "stage": name,
@@ -265,7 +271,7 @@ def _publish(record: RefreshRecord) -> None:
 
 
 def final_state(record: RefreshRecord) -> State[Any]:
-    """Return the final state of a refresh. Automations react to its name.
+    """Return the Prefect state in which a refresh ends, such as `Promoted`. Prefect automations react to its name.
 
     A refusal is no failure that someone would have to fix, but it must not look like success either: its type is that
     of a cancelled run, as for a scheduled run that was left out. Prefect's pages colour by type.
@@ -288,10 +294,11 @@ def final_state(record: RefreshRecord) -> State[Any]:
 
 
 def announce(flow_run: str, state: State[Any]) -> State[Any]:
-    """Emit the Prefect event of the state's type; return the state.
+    """Emit a Prefect event named by the state's type, such as `Cancelled`, for automations that know only types.
 
-    Prefect names the event of a state after the state. Automations that wait for the end of a run, such as the one that
-    its manual recommends against zombies, know the names of types only, and would end a promoted run as crashed.
+    Returns the state. Prefect names the event of a state after the state. Automations that wait for the end of a run,
+    such as the one that its manual recommends against zombies, know the names of types only, and would end a promoted
+    run as crashed.
     """
     plain = state.type.value.title()
     if state.name != plain:

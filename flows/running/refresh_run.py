@@ -1,4 +1,4 @@
-"""A running refresh: plan, record, slots and live servers, which all its stages share. Knows no Prefect.
+"""Running refresh: its plan, ledger, slots and live servers, shared by all stages and independent of Prefect.
 
 The Prefect flow decides the order and calls `build` for each stage, in threads.
 """
@@ -45,11 +45,14 @@ from stages.core.errors import LifecycleError, RefreshStoppedError, error_classe
 from stages.kinds.check.config import InputProblem
 
 COMPARISON_CLOSE_TIMEOUT_S = 120.0
-"""Seconds for shipping a comparison to MLflow, which happens at its end."""
+"""Seconds to wait for a comparison to be copied to MLflow, which happens only at its end."""
 
 
 class LiveServers:
-    """Servers that a refresh keeps. upstream: stage → the stages that it refers to."""
+    """Servers started by a refresh's serve stages, kept while other stages may use them.
+
+    upstream: the stages that each stage refers to.
+    """
 
     def __init__(self, upstream: Mapping[str, Collection[str]]):
         self._upstream = upstream
@@ -58,24 +61,24 @@ class LiveServers:
         self._lock = threading.Lock()
 
     def keep(self, stage: str, server: LiveServer, slots: HeldSlots) -> None:
-        """Keep a server and its slots for as long as a stage may use it."""
+        """Keep a server and the slots it occupies until no stage can use it any more."""
         with self._lock:
             self._servers[stage] = server, slots
         self._stop_unused()
 
     def serve(self, stages: Collection[str]) -> bool:
-        """Return whether the server of one of these serve stages is up."""
+        """Return whether a server started by one of these serve stages still runs."""
         with self._lock:
             return any(name in stages and server.alive() for name, (server, _) in self._servers.items())
 
     def done_with(self, stage: str) -> None:
-        """Release the servers that only `stage`, which is done or never will be, still needed."""
+        """Stop the servers that only `stage` still needed; it is done, or will never run."""
         with self._lock:
             self._pending.discard(stage)
         self._stop_unused()
 
     def stop_unusable(self, built: Collection[str]) -> None:
-        """Stop servers that no stage can use now, dead ones too, to free the slots others wait for.
+        """Stop servers that no stage can use at present, to free slots that other stages wait for; dead servers, too.
 
         A stage whose server is gone starts one of its own.
         """
@@ -87,7 +90,7 @@ class LiveServers:
         self._stop([name for name in self._names() if not is_usable(name)])
 
     def stop_all(self) -> None:
-        """Stop every live server; return when no process of theirs is left."""
+        """Stop all servers; return when none of their processes is left."""
         self._stop(self._names())
 
     def _stop_unused(self) -> None:
@@ -111,10 +114,13 @@ class LiveServers:
 
 
 class RefreshRun:
-    """A planned refresh that runs. Events are written to its ledger, and `record` follows them."""
+    """Refresh that runs in this process: it builds stages and records events in a ledger.
+
+    `record` is its state after the latest event.
+    """
 
     def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = stage_process.start):
-        """Begin a planned refresh: write its first event.
+        """Begin a planned refresh by writing its first ledger event.
 
         refresh: its name; one that has a ledger continues in it (a retry). Default: a new name.
         """
@@ -151,7 +157,7 @@ class RefreshRun:
         self._heartbeat.start()
 
     def build(self, name: str, attempt: int, log: Log) -> Built:
-        """Run one stage whose upstream stages are built, holding its slots. Raises what `run_stage` raises.
+        """Run one stage, whose upstream stages are built, while holding its slots. Raises what `run_stage` raises.
 
         attempt: number of attempts of this try of the refresh at the stage, this one included.
         """
@@ -180,7 +186,7 @@ class RefreshRun:
         return built
 
     def check_inputs(self, log: Log) -> None:
-        """Check the inputs of all stages that will run, as far as these are there by now.
+        """Check the inputs of all stages that will run, as far as those inputs exist by now.
 
         Raises the error of the first stage that cannot work; each of them is recorded as failed. A check that is itself
         cut short does not stop the refresh: stages check their inputs when their turn comes.
@@ -207,12 +213,12 @@ class RefreshRun:
 
     @property
     def has_inputs_to_check(self) -> bool:
-        """Return whether a stage will run that can check its inputs beforehand."""
+        """Return whether some stage that will run can check its inputs in advance."""
         return any(stage.config.HAS_CHECK and stage.action == "run" for stage in self.plan.stages.values())
 
     @contextmanager
     def whole_machine(self) -> Iterator[list[int]]:
-        """Hold every slot, so that nothing else of this home runs meanwhile; give their numbers."""
+        """Hold all slots of this machine, so that no other stage disturbs measurements. Yields the slot numbers."""
         held = self.slots.acquire(self.slots.count, self._stop_waiting)
         try:
             yield held.numbers
@@ -220,7 +226,7 @@ class RefreshRun:
             held.release()
 
     def measure(self, layout: int, round_number: int, devices: Sequence[int]) -> None:
-        """Run one layout of the comparison for one round; a layout that failed is not run again.
+        """Run the compared stage under one layout for one round, unless an earlier round of that layout failed.
 
         Raises what is not the layout's fault, RefreshStoppedError when `stop` is set.
         """
@@ -237,17 +243,17 @@ class RefreshRun:
             raise
 
     def append(self, event: AnyEvent) -> None:
-        """Append an event to the ledger and update the record."""
+        """Append an event to the refresh's ledger and apply it to the record in memory."""
         with self._lock:
             self.ledger.append(event)
             self.record = after(self.record, event)
 
     def begin(self, prefect_flow_run_id: str, prefect_run_count: int) -> None:
-        """Record the Prefect flow run, and how often Prefect has started it."""
+        """Record which Prefect flow run this is, and how often Prefect has started it."""
         self.append(FlowRunKnown(prefect_flow_run_id=prefect_flow_run_id, prefect_run_count=prefect_run_count))
 
     def finish(self) -> RefreshRecord:
-        """Finish the refresh: stop servers, record the end, wait a little for MLflow. May be called again."""
+        """Finish the refresh: stop servers, record the end, and wait briefly for MLflow. A second call does no harm."""
         self.servers.stop_all()
         if self.record.state == "running":
             for attempt in self.record.attempts.values():
@@ -264,9 +270,9 @@ class RefreshRun:
         return self.record
 
     def _concluded(self, end: RefreshEnded) -> RefreshEnded:
-        """Record a comparison's measurements and write the report, before MLflow ships the end.
+        """Record a comparison's results and write the refresh's report, before the end is copied to MLflow.
 
-        A comparison without a report has failed.
+        Returns the end to record. A comparison without a report has failed.
         """
         record = after(self.record, end)
         if self.comparison is None:
@@ -299,7 +305,10 @@ class RefreshRun:
         return RefreshEnded(state=state, seconds=round(time.monotonic() - self._started_s, 2), error=error)
 
     def _acquire_slots(self, planned: PlannedStage) -> HeldSlots:
-        """Wait for slots, and for stages with more dependents, which decide how long the refresh takes."""
+        """Wait for free slots.
+
+        Ready stages with more dependents go first, since they decide how long a refresh takes.
+        """
         wanted = self._slots_of(planned)
         while wanted and self._is_preceded(planned.name):
             self._wait_for_slots(planned.name)
@@ -309,12 +318,12 @@ class RefreshRun:
         return held
 
     def _is_preceded(self, name: str) -> bool:
-        """Return whether a stage with more dependents could start now too."""
+        """Return whether another stage that could start now has more dependents."""
         others = [other for other in self.plan.stages.values() if self._is_ready(other)]
         return any(self._num_dependents(other.name) > self._num_dependents(name) for other in others)
 
     def _is_ready(self, stage: PlannedStage) -> bool:
-        """Return whether a stage could start now. Before the check of inputs, only downloads can."""
+        """Return whether a stage could start now. Until inputs have been checked, only stages without upstream can."""
         is_open = self._is_checked or not stage.upstream
         return is_open and stage.name not in self._begun and self.built.keys() >= set(stage.upstream)
 
@@ -322,7 +331,7 @@ class RefreshRun:
         return sum(name in stage.ancestors for stage in self.plan.stages.values())
 
     def _slots_of(self, planned: PlannedStage) -> int:
-        """Return the slots of a stage: 0 if it is cached, or if its server runs and holds its own."""
+        """Return how many slots a stage needs: 0 if it is cached, or if its server already runs in slots of its own."""
         if planned.action == "cached" or self.servers.serve(planned.upstream):
             return 0
         return wanted_slots(planned.config, self.slots.count)
@@ -339,7 +348,10 @@ class RefreshRun:
         self.servers.stop_unusable(self.built.keys())
 
     def _note_built(self, built: Built) -> None:
-        """Record a stage that was found cached; its observer records one that was built."""
+        """Record a stage as built.
+
+        Its observer has written the ledger event, unless the artifact was found in the store.
+        """
         self.built[built.name] = built
         self.errors.pop(built.name, None)  # an error of an earlier attempt
         if built.state == "cached":
@@ -347,7 +359,7 @@ class RefreshRun:
             self.append(StageCached(stage=built.name, artifact=built.artifact, attempt=attempt, seconds=seconds))
 
     def _note_failure(self, name: str, error: BaseException, seconds: float, *, retried: bool = False) -> None:
-        """Record a failure outside an attempt; a failed attempt is recorded by its observer."""
+        """Record a stage's failure, unless its observer has already recorded that of an attempt."""
         self.errors[name] = error
         entry, reason, error_class = self.record.stages[name], describe(error), type(error).__name__
         is_noted = entry.state in (("waiting",) if retried else ("failed", "cancelled")) and entry.error == reason

@@ -1,4 +1,4 @@
-"""Requests for refreshes by a person, a schedule or a retry, and the plans made for them."""
+"""Requests for a refresh, made by a person, a schedule or a retry, and the planning of what they ask for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from stages.hubs.answers import PLANNING_LIMIT_S
 
 @dataclass(frozen=True)
 class RefreshRequest:
-    """Request for a refresh; JSON-able, so that it can be the parameters of a Prefect deployment."""
+    """Request for a refresh: recipe, overrides, options. Its JSON form serves as parameters of a Prefect deployment."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -47,28 +47,28 @@ class RefreshRequest:
 
 @dataclass(frozen=True)
 class PlannedRefresh:
-    """Refresh request with its plan."""
+    """Refresh that has been requested and planned, ready to run."""
 
     request: RefreshRequest
     plan: Plan
     store: Store
     notes: tuple[str, ...] = ()
-    """Notes on decisions made for the recipe, such as the layouts that `auto` became."""
+    """Notes for the person on decisions made while planning, such as the layout chosen for `layout: auto`."""
     comparison: Comparison | None = None
-    """Comparison that runs once the plan's stages are there."""
+    """Comparison of layouts to run once all stages of the plan are built; None for an ordinary refresh."""
     recipe_text: str = ""
-    """Text of the recipe for the ledger, without secrets."""
+    """Text of the recipe to record in the ledger, without secrets."""
 
 
 def retry_of(record: RefreshRecord) -> RefreshRequest:
-    """Return the request that continues a refresh; stages that it was forced to build, and has built, stay built."""
+    """Return the request that retries a refresh: stages that were forced to be built, and are, are not built again."""
     built = [name for name, entry in record.stages.items() if entry.state in ("built", "cached")]
     force = tuple(name for name in record.force if name not in built)
     return RefreshRequest(str(record.recipe_path), record.overrides, record.until, force)
 
 
 def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> PlannedRefresh:
-    """Return what a refresh would run.
+    """Plan a refresh: load its recipe, check it, and decide which stages would run.
 
     may_be_unreachable: plan as far as possible when a hub does not answer, instead of raising TransientError. Raises
     what `load_recipe`, `resolve_outside` and `plan` raise, and `ResourceError` when there are too few GPUs.
@@ -90,7 +90,7 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
 def _plan_of(
     recipe: Recipe, request: RefreshRequest, errors: Sequence[RecipeError], *, may_be_unreachable: bool
 ) -> PlannedRefresh:
-    """Plan the recipe. Raises one error that lists what all checks have found.
+    """Plan the recipe and run all checks. Raises one error that lists everything that the checks have found.
 
     errors: of the recipe's other stages, which are no part of it.
     """

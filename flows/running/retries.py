@@ -1,4 +1,4 @@
-"""Decision which failed attempts of a refresh are tried again automatically."""
+"""Decisions which failed attempts of a refresh's stages are repeated automatically."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ NO_PROGRESS = "it died twice without a newer checkpoint between"
 
 
 class Retries:
-    """Retry decisions, one for each attempt. Called by the thread of the stage; stages share nothing here.
+    """Decider of automatic retries, with one decision for each failed attempt.
 
-    A transient error is tried again `execution.retries` times. So is a death, as long as attempts make progress: a
-    stage that dies twice without a newer checkpoint in between would die again. All other errors would only repeat.
+    Each stage's thread calls it; stages share no state in it. A transient error is tried again `execution.retries`
+    times. So is a death, as long as attempts make progress: a stage that dies twice without a newer checkpoint in
+    between would die again. All other errors would only repeat.
     """
 
     def __init__(self, store: Store) -> None:
@@ -23,9 +24,10 @@ class Retries:
         self._progress_at_death: dict[str, int] = {}
 
     def decide(self, planned: PlannedStage, number: int, error: BaseException) -> bool:
-        """Return whether a stage is tried again after this error; a repeated death that is not says why.
+        """Return whether a stage is tried again after this error.
 
-        number: of its attempts in this try of the refresh, the failed one included.
+        If it is not, despite repeated deaths of its process, the error says why. number: of its attempts in this try of
+        the refresh, the failed one included.
         """
         decided_for, again = self._decided.get(planned.name, (0, False))
         if decided_for != number:
@@ -39,7 +41,7 @@ class Retries:
         return again
 
     def is_due(self, stage: str) -> bool:
-        """Return the decision on the latest attempt of a stage."""
+        """Return whether the latest attempt of a stage was decided to be tried again."""
         return self._decided.get(stage, (0, False))[1]
 
     def _is_worth_it(self, planned: PlannedStage, error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Runner of one stage: looks it up, locks it, starts it, watches it, commits it. Knows neither Prefect nor MLflow."""
+"""Runner of a single stage: finds it cached, or starts its process, watches it and commits its artifact."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from stages.core.contract import Lease, StageConfig, StageResult
 from stages.core.errors import OutdatedVerdictError, RefreshStoppedError, StoreError
 
 Launcher = Callable[[Path, StageConfig], Process]
-"""Function that starts the stage whose `config.json` is in a work folder; output goes to `log.txt` there."""
+"""Function that starts the processes of a stage, whose `config.json` is in a work folder; output goes to `log.txt`
+there."""
 
 
 @dataclass(frozen=True)
 class LiveServer:
-    """Process of a serve stage, which goes on after its artifact was committed."""
+    """Server started by a serve stage, which keeps running after the stage's artifact was committed."""
 
     lease: Lease
     process: Process
@@ -37,13 +38,16 @@ class LiveServer:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """End the server's process and all its descendants; return when none is left."""
+        """Stop the server's process and all its descendants; return when none is left."""
         self.process.stop()
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Attempt at building a stage. resumed: the work folder holds the scratch of an earlier one."""
+    """Attempt at building a stage.
+
+    resumed: the work folder has checkpoints or other scratch files of an earlier attempt.
+    """
 
     planned: PlannedStage
     work: Path
@@ -54,7 +58,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Built:
-    """Stage whose artifact is there. server: of a serve stage that this refresh started."""
+    """Stage whose artifact exists, built or found in the store.
+
+    server: the running server of a serve stage of this refresh.
+    """
 
     name: str
     kind: str
@@ -67,13 +74,16 @@ class Built:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the final metrics of the stage."""
+        """Return the final metrics that the stage recorded."""
         return final_result(self.artifact).metrics
 
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """End of an attempt. folder: where its files are now: the artifact, or the work folder of a failure."""
+    """End of an attempt at a stage.
+
+    folder: where its files are now, the artifact or the work folder of a failed attempt.
+    """
 
     folder: Path
     seconds: float
@@ -82,19 +92,22 @@ class AttemptEnd:
 
 
 class Observer(Protocol):
-    """Protocol of observers of a stage, called in the thread that runs it."""
+    """Interface of observers that follow a running stage, called in the thread that runs it."""
 
     def waiting(self) -> None:
-        """Called every 0.2 s while another process builds the same artifact."""
+        """Follow a wait: called every 0.2 s while another process builds the same artifact."""
 
     def started(self, attempt: Attempt) -> str | None:
-        """Called before a stage's process starts. Return the key by which the artifact's record names the attempt."""
+        """Follow a start: called before a stage's process starts.
+
+        Return the key by which the artifact's record names the attempt.
+        """
 
     def tick(self) -> None:
-        """Called about every 0.3 s while a stage's process runs, and once after it has ended."""
+        """Follow a running stage: called about every 0.3 s while its process runs, and once after it has ended."""
 
     def ended(self, end: AttemptEnd) -> None:
-        """Called after a stage's commit or failure; exactly once for each `started`."""
+        """Follow the end of an attempt: called after commit or failure, exactly once for each `started`."""
 
 
 def run_stage(
@@ -107,7 +120,7 @@ def run_stage(
     stop: threading.Event | None = None,
     launch: Launcher = stage_process.start,
 ) -> Built:
-    """Return the stage's artifact: a cached one when its inputs have the same content, else a newly built one.
+    """Return a stage's artifact: from the store if it was built from the same input content, else newly built.
 
     upstream: at least every stage in `planned.ancestors`, by name.
     attempt: number of attempts of this refresh at the stage, this one included. A forced stage starts from an empty
@@ -148,7 +161,7 @@ def run_stage(
 
 
 def raise_finding(built: Built) -> None:
-    """Raise the finding of an artifact that its own stage refuses."""
+    """Raise the error with which a stage refused its own artifact, if it did; a server of the artifact is stopped."""
     if refusal := built.record.refusal(built.artifact):
         if built.server:
             built.server.stop()
@@ -191,9 +204,10 @@ def _build(
 
 
 def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, stop: threading.Event) -> Built:
-    """Complete an artifact whose hook was cut short after the commit. It counts as an attempt on success.
+    """Complete a committed artifact whose follow-up program was cut short, such as registering a champion.
 
-    Raises `OutdatedVerdictError` for an artifact that has to be built again.
+    Completion counts as an attempt on success. Raises `OutdatedVerdictError` for an artifact that has to be built
+    again.
     """
     started_s = time.monotonic()
     result = hook.complete(store, attempt.planned, built.artifact, observer.tick, stop)
@@ -204,7 +218,7 @@ def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, 
 
 
 def _has_leftover(planned: PlannedStage, work: Path) -> bool:
-    """Return whether an attempt at a promotion is under way, or was killed.
+    """Return whether a promotion's work folder exists, because an attempt is running or was killed.
 
     Nothing in its folder can be continued, unlike the checkpoints of a training stage.
     """
@@ -241,7 +255,7 @@ def _resolve_inputs(planned: PlannedStage, upstream: Mapping[str, Built]) -> Res
 
 @dataclass
 class _Waiting:
-    """Callback while another process holds the lock: calls the observer, and raises when asked to stop."""
+    """Callback for waiting on a stage's lock: calls the observer, and raises an error when the refresh is stopped."""
 
     planned: PlannedStage
     observer: Observer

@@ -1,4 +1,4 @@
-"""Slots of this machine: the number of stage processes that run side by side, over all refreshes of a home.
+"""Slots that limit how many stage processes run at once on this machine, over all refreshes of a lifecycle home.
 
 A slot is a file lock, which the kernel releases when its holder dies; filelock would be no shorter for several.
 Prefect's own `concurrency(…)` was measured and dropped: its lease outlives a killed flow by 67 s, and slots that were
@@ -15,7 +15,7 @@ from typing import IO
 
 
 class Slots:
-    """Slots numbered from 0 to `count` - 1, kept as lock files in `folder`."""
+    """Set of slots, numbered from 0 to `count` - 1 and kept as lock files in `folder`."""
 
     POLL_S = 0.1
 
@@ -24,7 +24,7 @@ class Slots:
         self.count = count
 
     def acquire(self, wanted: int, waiting: Callable[[], None]) -> HeldSlots:
-        """Acquire `wanted` slots of this machine at once, first come, first served.
+        """Wait until `wanted` slots of this machine are free, first come, first served, and hold them.
 
         waiting: called while they are busy; may raise.
 
@@ -49,7 +49,7 @@ class Slots:
         return HeldSlots(held)
 
     def num_free(self) -> int:
-        """Return the number of free slots."""
+        """Return how many slots are free now."""
         if not self.folder.exists():
             return self.count
         free = HeldSlots(self._free_slots(self.count, taken=()))
@@ -86,18 +86,18 @@ class Slots:
 
 
 class HeldSlots:
-    """Slots that are held until `release`, or until this process dies."""
+    """Slots held until `release` is called or this process dies."""
 
     def __init__(self, files: dict[int, IO[str]]):
         self._files = files
 
     @property
     def numbers(self) -> list[int]:
-        """Return the numbers of the slots: on a machine with GPUs, the GPUs' numbers."""
+        """Return the numbers of the held slots, which are GPU indices on a machine with GPUs."""
         return sorted(self._files)
 
     def release(self) -> None:
-        """Release the machine's slots; a second call does nothing."""
+        """Release the held slots; a second call does nothing."""
         for file in self._files.values():
             file.close()
         self._files = {}

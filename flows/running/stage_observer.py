@@ -1,4 +1,4 @@
-"""Observer of one stage of a refresh: writes ledger events for tracking and views, and logs milestones."""
+"""Observer of a running stage, which writes its events to the refresh's ledger and its milestones to the log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOG_LEVELS = {"milestone": logging.INFO, "warning": logging.WARNING}
 
 
 class StageObserver:
-    """`Observer` that reports the events of a stage through `append`.
+    """`Observer` of one stage, which passes ledger events to the function `append`.
 
     is_retried: returns whether the stage is tried again after an error.
     waited_until_s: monotonic time until which another refresh was building the same artifact, if one was.
@@ -128,15 +128,16 @@ def _in_a_word(end: AttemptEnd) -> Outcome:
 
 
 def describe(error: BaseException) -> str:
-    """Return the message of an expected error; class and message of any other."""
+    """Return an error's message; for an unexpected error, with its class in front."""
     return str(error) if isinstance(error, LifecycleError) else redact(f"{type(error).__name__}: {error}")
 
 
 class Tail:
-    """Reader of the complete lines of a JSON-lines file as they are appended. The file need not exist yet.
+    """Reader of a growing JSON-lines file, which returns complete lines as they are appended.
 
-    It keeps the file open, to read the last lines of one that was moved or removed since, as a stage's are at its end.
-    Then it goes on with the file that took the place, such as that of the program which registers a promoted model.
+    The file need not exist yet. It keeps the file open, to read the last lines of one that was moved or removed since,
+    as a stage's are at its end. Then it goes on with the file that took the place, such as that of the program which
+    registers a promoted model.
     """
 
     def __init__(self, path: Path, at_end: bool = False):
@@ -147,7 +148,7 @@ class Tail:
             self._stream.seek(0, os.SEEK_END)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the JSON objects appended to the file since the last call, without lines that a crash has torn."""
+        """Return the JSON objects appended to the file since the last call, without lines cut off by a crash."""
         rows = self._appended()
         if self._stream and self._is_replaced(self._stream):
             self.close()
@@ -155,7 +156,7 @@ class Tail:
         return rows
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; a later read opens it again."""
         if self._stream:
             self._stream.close()
             self._stream = None

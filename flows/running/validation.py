@@ -1,4 +1,4 @@
-"""Check of the inputs of stages that will run, once the downloads are there, before any training.
+"""Check of stages' inputs (data, templates, …) once the downloads are there, before any stage trains.
 
 A process like a stage's does the check (`stages/kinds/check`): the orchestrator reads no data. What it does not find,
 for lack of time or because another stage has yet to make the data, the stage itself finds when its turn comes.
@@ -24,7 +24,7 @@ from stages.kinds.check.config import FINDINGS_FILE, CheckConfig, Findings
 TIMEOUT_S = 300.0
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 COMES_FROM = ("adapter", "adapters.0", "model", "base")
-"""Fields that name the stage a model is made from; of several, the first one present names the latest step."""
+"""Config fields that name the model or adapter from which a stage's model is made; the first that is set counts."""
 
 
 def input_findings(
@@ -35,7 +35,7 @@ def input_findings(
     launch: Launcher,
     stop: threading.Event,
 ) -> Iterator[Findings]:
-    """Yield the problems of the stages that will run and whose inputs are there or can be derived.
+    """Check the inputs of the stages that will run, as far as they exist or can be derived; yield the problems.
 
     folder: for the work of the check; removed afterwards. Raises what `watch` raises when the check itself fails or is
     stopped.
@@ -78,9 +78,10 @@ def _run(config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop
 def input_of(
     stage: PlannedStage, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], store: Store, folder: Path
 ) -> StageInput | None:
-    """Return the input that a stage would get now, with the nearest existing model where its own is not made yet.
+    """Return the input that a stage's process would get now.
 
-    None while data that it needs is not made, nor a model that its own will be made from.
+    For a model that is not made yet it has the nearest existing ancestor. None while data that it needs is not made,
+    nor a model that its own will be made from.
     """
     inputs = {}
     for name in stage.upstream:
@@ -101,7 +102,7 @@ def input_of(
 
 
 def _made_from(name: str, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], folder: Path) -> Path | None:
-    """Return the nearest existing model from which a model or server is made.
+    """Return the folder of the nearest existing model from which a stage's model or server will be made, or None.
 
     It has the same tokenizer and, unless a stage on the way brings its own, the same chat template. An adapter is no
     model, and data that a model will generate does not exist yet.
@@ -121,7 +122,7 @@ def _made_from(name: str, stages: Mapping[str, PlannedStage], built: Mapping[str
 
 
 def _with_template(artifact: Path, template: Path, folder: Path) -> Path:
-    """Return a copy of a model's artifact with another chat template; all other files are linked."""
+    """Return a copy of a model's artifact folder with another chat template, in which all other files are links."""
     model = folder / "model"
     if not model.exists():
         model.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Work folder of a stage: prepared before an attempt, made an artifact after it.
+"""Work folder of a stage: prepared before an attempt, and committed as the stage's artifact after success.
 
 config.json, metrics.jsonl, …  see `stages/core/contract.py`
 log.txt                        output of all processes of all attempts
@@ -24,12 +24,13 @@ from stages.core.files import write_atomically
 from stages.core.process_tree import end_processes, marked_processes
 
 KEPT = frozenset({SCRATCH_FOLDER, *SERIES, LOG_FILE})
-"""Files that an attempt keeps from the one before; all others are removed, so that no old result is committed."""
+"""Files in a work folder that an attempt keeps from the previous one; all others are removed, so that no old result is
+committed."""
 
 
 @dataclass(frozen=True)
 class ResolvedInputs:
-    """Inputs of a stage, resolved: artifact folders and servers by stage name, upstream entries by field path."""
+    """Resolved inputs of a stage: artifact folders and servers by stage name, upstream versions by config field."""
 
     inputs: dict[str, Path]
     leases: dict[str, Lease]
@@ -37,19 +38,19 @@ class ResolvedInputs:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Return the content digest of each input, by field path."""
+        """Return the content hash of each input, by config field."""
         return {field: entry.digest for field, entry in self.upstream.items()}
 
 
 class AttemptNote(StrictModel):
-    """Contents of `attempt.json`: token of an attempt's processes, and digests of its inputs."""
+    """Contents of `attempt.json`: the token that marks an attempt's processes, and the content hashes of its inputs."""
 
     token: str | None
     digests: dict[str, str]
 
 
 def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs, fresh: bool) -> bool:
-    """Prepare the work folder and write `config.json`; return whether scratch of an earlier attempt is in it.
+    """Prepare a stage's work folder and write its `config.json`; return whether an earlier attempt left scratch files.
 
     Ends processes and jobs that a dead flow may have left at work there. Scratch is kept unless `fresh`, or made from
     other content. Call it under the lock.
@@ -72,7 +73,7 @@ def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs
 
 
 def note_attempt(work: Path, resolved_inputs: ResolvedInputs, token: str | None) -> None:
-    """Write `attempt.json` for the next attempt: the token of our processes, and the content of their inputs."""
+    """Write `attempt.json`, which lets the next attempt find this attempt's processes and compare the inputs."""
     write_atomically(work / ATTEMPT_FILE, AttemptNote(token=token, digests=resolved_inputs.digests).model_dump_json())
 
 
@@ -85,7 +86,7 @@ def commit(
     seconds: float,
     attempt: str | None,
 ) -> Artifact:
-    """Make the work folder of a finished stage its artifact. attempt: the ledger's key of the attempt."""
+    """Commit the work folder of a finished stage as its artifact. attempt: the ledger's key of the attempt."""
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     with store.explained(f"hash the files of {planned.name}"):
         files = hash_files(work)
@@ -114,7 +115,7 @@ def commit(
 def stage_input(
     store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs, trial: Trial | None = None
 ) -> StageInput:
-    """Return the `config.json` of a stage process; with `trial`, it runs only its first steps."""
+    """Return the content of a stage process's `config.json`. trial: run only the first steps, for a comparison."""
     outside = planned.identity["outside"]
     assert isinstance(outside, dict)
     return StageInput(
