@@ -1,4 +1,4 @@
-"""Lets vLLM serve 4-bit weights on CPUs without AVX-512, for which its wheel has no 4-bit kernel.
+"""Plugin that lets vLLM serve 4-bit weights on CPUs without AVX-512, for which vLLM's wheel has no kernel.
 
 vLLM 0.32 selects its kernel there all the same, loads the model, and dies of the first request (`'_OpNamespace' '_C'
 object has no attribute 'cpu_gemm_wna16'`). This plugin puts a kernel before it that unpacks the weights once, when
@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 
 def register() -> None:
-    """Offer the kernel where vLLM has none; elsewhere, and the second time, change nothing."""
+    """Register the portable 4-bit kernel with vLLM on CPUs without AVX-512; elsewhere, or when repeated, do nothing."""
     if torch.cpu._is_avx512_supported():
         return
     from vllm.model_executor.kernels import linear as kernels
@@ -34,7 +34,10 @@ def _kernel() -> type:
     from vllm.scalar_type import scalar_types
 
     class PortableInt4Kernel(MPLinearKernel):
-        """W4A16 in compressed-tensors format: weights [output, input / 8], zero points [output / 8, groups]."""
+        """Linear layer kernel for 4-bit weights and 16-bit activations, which unpacks the weights at load time.
+
+        Format: W4A16 of compressed-tensors, with weights [output, input / 8] and zero points [output / 8, groups].
+        """
 
         @classmethod
         def get_min_capability(cls) -> int:

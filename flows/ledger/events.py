@@ -1,5 +1,6 @@
-"""Events of a refresh, as the lines of its ledger: the flow writes each event once, when it happens.
+"""Events of a refresh, which are the lines of its event log (ledger).
 
+The refresh writes each event once, when it happens.
 What a stage itself writes (`result.json`, `metrics.jsonl`, `events.jsonl`) stays in its folder; an event of the ledger
 says where that is.
 """
@@ -17,7 +18,7 @@ from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StrictModel
 
 Outcome = Literal["finished", "failed", "cancelled", "killed"]
-"""Outcome of an attempt at a stage: finished, failed, cancelled or killed.
+"""Outcome of one attempt to run a stage: finished, failed, cancelled or killed.
 
 cancelled: on request.
 killed: a process of the stage, or of the refresh, died before it could record its end.
@@ -26,18 +27,18 @@ RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancel
 
 
 def now_ms() -> int:
-    """Return the milliseconds since the epoch."""
+    """Return the present time in milliseconds since the Unix epoch."""
     return time.time_ns() // 1_000_000
 
 
 class Event(StrictModel):
-    """Base of all events, with the time at which each happened."""
+    """Base class of all events in a refresh's event log, with the time at which the event happened."""
 
     time_ms: int = Field(default_factory=now_ms)
 
 
 class PlannedEntry(StrictModel):
-    """Stage in the plan that a refresh follows, as its ledger records it.
+    """Planned stage of a refresh, as recorded in the event log: kind, version, and why it is built or reused.
 
     reason: why the stage is built or not.
     upstream: stages that it refers to.
@@ -50,7 +51,7 @@ class PlannedEntry(StrictModel):
 
 
 class RefreshBegan(Event):
-    """Start of a refresh, or of another try of it, with the request, the process and the plan.
+    """Event: a refresh was started or retried, with the user's request, the process and the plan.
 
     recipe_text: text of the recipe file at the time, without secrets and without `overrides`; empty in old ledgers.
     home: the home in which it runs; None in old ledgers.
@@ -72,7 +73,7 @@ class RefreshBegan(Event):
 
 
 class FlowRunKnown(Event):
-    """Event: Prefect's flow run of the refresh is known.
+    """Event: the refresh's flow run in Prefect is known by its id.
 
     prefect_run_count: number of times that Prefect has started the flow run so far.
     """
@@ -91,7 +92,7 @@ class StageWaits(Event):
 
 
 class AttemptBegan(Event):
-    """Event: an attempt at building a stage began.
+    """Event: an attempt to run a stage began.
 
     first_byte: position in the `metrics.jsonl` of `work` at which the attempt's part begins.
     num_devices: devices that the attempt keeps busy, on all nodes together; None in old ledgers.
@@ -108,7 +109,7 @@ class AttemptBegan(Event):
 
 
 class AttemptEnded(Event):
-    """Event: an attempt at building a stage ended.
+    """Event: an attempt to run a stage ended, with its outcome, metrics and files.
 
     folder: where the attempt's files are now.
     last_byte: position in `metrics.jsonl` at which the attempt's part ends.
@@ -134,7 +135,7 @@ class AttemptEnded(Event):
 
 
 class StageCached(Event):
-    """Event: a stage's artifact existed already.
+    """Event: a stage was not run, because its artifact existed already.
 
     attempt: key of the attempt that built the artifact, None for an adopted one.
     """
@@ -147,7 +148,7 @@ class StageCached(Event):
 
 
 class StageFailed(Event):
-    """Event: a stage failed outside any attempt: while it waited, or because of what an attempt had left.
+    """Event: a stage failed outside any attempt to run it, such as while it waited for its start.
 
     retried: the refresh tries the stage again.
     """
@@ -161,7 +162,7 @@ class StageFailed(Event):
 
 
 class LayoutEntry(StrictModel):
-    """Layout of a comparison.
+    """Parallel layout that a comparison measures, or has refused as impossible.
 
     params, tags: those that a run of the stage under this layout has in MLflow.
     refused: why the layout cannot work and is not tried, else None; such layouts come last.
@@ -177,7 +178,7 @@ class LayoutEntry(StrictModel):
 
 
 class CompareBegan(Event):
-    """Start of a comparison: the refresh runs some steps of `stage` under several layouts, in rounds."""
+    """Event: a comparison of layouts began, which runs some training steps of `stage` under each layout, in rounds."""
 
     event: Literal["compare_began"] = "compare_began"
     stage: str
@@ -188,7 +189,7 @@ class CompareBegan(Event):
 
 
 class TrialEnded(Event):
-    """Event: a comparison ended one round of one layout.
+    """Event: one trial of a layout comparison ended, that is, one layout's run in one round.
 
     layout: index of the layout in the comparison.
     round: counted from 1.
@@ -207,7 +208,7 @@ class TrialEnded(Event):
 
 
 class LayoutMeasured(Event):
-    """Event: the metrics of a layout over all rounds of a comparison are known, or why there are none."""
+    """Event: a layout's metrics over all rounds of a comparison are known, or the reason why there are none."""
 
     event: Literal["layout_measured"] = "layout_measured"
     layout: int
@@ -216,7 +217,7 @@ class LayoutMeasured(Event):
 
 
 class RefreshEnded(Event):
-    """End of a try of the refresh. seconds: of this try."""
+    """Event: a refresh, or a retry of it, ended after `seconds`."""
 
     event: Literal["refresh_ended"] = "refresh_ended"
     state: RefreshState
@@ -225,7 +226,7 @@ class RefreshEnded(Event):
 
 
 class RefreshKilled(Event):
-    """The process of a refresh died; recorded by the process that noticed. Does not concern later tries.
+    """Event: the process of a refresh has died, as another process noticed. Retries of the refresh are not concerned.
 
     copied: the process may live, but in the home of which this one is a copy.
     """

@@ -1,4 +1,4 @@
-"""Home of a project: the folder LIFECYCLE_HOME, by default `.lifecycle` in the current folder or one above it."""
+"""Lifecycle home: the folder `$LIFECYCLE_HOME` with all data, by default `.lifecycle` in this folder or one above."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC,
 
 
 class HomeIdentity(StrictModel):
-    """Folder of a home, as records name it. Paths move, and a copy has the records of its original.
+    """Identity of a lifecycle home's folder in records, which tells a moved home from a copied one.
 
     Device numbers change with each boot and host; then the inode alone tells homes apart.
     """
@@ -25,7 +25,7 @@ class HomeIdentity(StrictModel):
     inode: int
 
     def is_here(self) -> bool:
-        """Return whether a home's identity is that of the current process's home."""
+        """Return whether this is the identity of the lifecycle home that the process uses."""
         try:
             here = home_identity()
         except FileNotFoundError:
@@ -34,18 +34,21 @@ class HomeIdentity(StrictModel):
 
 
 def home() -> Path:
-    """Return the folder of the store, the local servers and the ledgers of refreshes. It need not exist yet."""
+    """Return the lifecycle home: the folder of artifacts, event logs of refreshes and local servers.
+
+    It need not exist yet.
+    """
     return Path(os.environ.get("LIFECYCLE_HOME", FOLDER)).absolute()
 
 
 def home_identity() -> HomeIdentity:
-    """Return the identity of this home. Raises `FileNotFoundError` when there is none yet."""
+    """Return the identity of this lifecycle home's folder. Raises `FileNotFoundError` when it does not exist yet."""
     status = home().stat()
     return HomeIdentity(boot=boot_id(), device=status.st_dev, inode=status.st_ino)
 
 
 def home_above() -> dict[str, str]:
-    """Return LIFECYCLE_HOME as a variable when it is unset and a folder above the current one has a home.
+    """Return LIFECYCLE_HOME for the environment, if it is unset and a folder above this one contains a lifecycle home.
 
     Looks no further up than the root of a git checkout, and ignores folders of other users.
     """
@@ -62,7 +65,7 @@ def home_above() -> dict[str, str]:
 
 
 def unusable(error: BaseException) -> ResourceError | None:
-    """Return the error to show when the system refused to read or write below the home; None for other errors."""
+    """Return the error to show when the lifecycle home could not be read or written; None for other exceptions."""
     if not (isinstance(error, OSError) and error.errno in REFUSALS and isinstance(error.filename, str)):
         return None
     if not Path(error.filename).absolute().is_relative_to(home()):
@@ -72,15 +75,15 @@ def unusable(error: BaseException) -> ResourceError | None:
 
 
 def store_root() -> Path:
-    """Return the folder of artifacts."""
+    """Return the folder of the artifact store in the lifecycle home."""
     return home() / "store"
 
 
 def hardware_file() -> Path:
-    """Return the path of the file that describes this machine's devices for predictions; it may not exist."""
+    """Return the path of the file that describes this machine's devices to the layout planner; it may not exist."""
     return Path(os.environ.get("LIFECYCLE_HARDWARE", home() / "hardware.yaml")).absolute()
 
 
 def ledger_root() -> Path:
-    """Return the folder of the ledgers of refreshes; each has a folder in it."""
+    """Return the folder of all refreshes' event logs (ledgers), one subfolder for each refresh."""
     return home() / "ledger"

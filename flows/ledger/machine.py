@@ -1,4 +1,4 @@
-"""Facts about this machine, read in under a millisecond: cores, GPUs, memory, energy. No torch, no nvidia-smi."""
+"""Facts about this machine, read in under a millisecond without torch or nvidia-smi: cores, GPUs, memory, energy."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ def num_cores() -> int:
 
 
 def gpus() -> list[str]:
-    """Return the names of the NVIDIA GPUs, as the driver lists them under /proc."""
+    """Return the model names of this machine's NVIDIA GPUs, as the driver lists them under /proc."""
     files = sorted(GPUS.glob("*/information"))
     return [_value(file, "Model") or "NVIDIA GPU" for file in files]
 
 
 def num_slots() -> int:
-    """Return how many stage processes may run side by side: one for each GPU; without GPUs, one for each core."""
+    """Return the number of device slots for running stages: the number of GPUs, or of cores without GPUs."""
     return len(gpus()) or num_cores()
 
 
 def hardware() -> str:
-    """Return the machine in one line: `2 × NVIDIA H100 80GB HBM3` or `8 × AMD EPYC 9654 96-Core Processor`."""
+    """Return the machine's devices as text, such as `2 × NVIDIA H100 80GB HBM3`.
+
+    Without GPUs, it is the CPU, such as `8 × AMD EPYC 9654 96-Core Processor`.
+    """
     names = gpus()
     if names:
         return f"{len(names)} × {names[0]}"
@@ -34,7 +37,7 @@ def hardware() -> str:
 
 
 def memory_gib() -> tuple[float, float]:
-    """Return the available and the total host memory."""
+    """Return the available and the total host memory, in GiB."""
     available, total = (_value(Path("/proc/meminfo"), name) or "0" for name in ("MemAvailable", "MemTotal"))
     return _kib_to_gib(available), _kib_to_gib(total)
 
@@ -44,7 +47,7 @@ def _kib_to_gib(text: str) -> float:
 
 
 def _value(file: Path, name: str) -> str | None:
-    """Return the text after the first `name:` in a file of /proc, or None."""
+    """Return the text after the first `NAME:` in a file of /proc; None when the name is absent."""
     for line in file.read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:
@@ -53,7 +56,7 @@ def _value(file: Path, name: str) -> str | None:
 
 
 def energy_j(devices: Sequence[int]) -> float | None:
-    """Return the joules that these GPUs used since their driver was loaded, or None without GPUs or counters.
+    """Return the energy that some GPUs used since their driver was loaded, in joules; None without GPUs or counters.
 
     A GPU counts all processes that use it. GPUs older than Volta have no counter.
     """

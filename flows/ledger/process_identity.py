@@ -1,4 +1,4 @@
-"""Processes as records name them, and signs of life of those on other hosts and in other containers.
+"""Identity of processes in records that outlive them, and signs of life of processes on other hosts or in containers.
 
 A number alone does not name a process: numbers are reused, and belong to a host and container. A process of this
 machine is looked up by number and start time. One elsewhere touches a file while it runs. Clocks of hosts differ, so
@@ -21,17 +21,17 @@ from stages.core.contract import StrictModel
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
 Standing = Literal["alive", "dead", "foreign"]
-"""State of a recorded process as this machine sees it: alive, dead, or foreign.
+"""State of a recorded process as seen from this machine: alive, dead, or foreign (it cannot be seen).
 
 foreign: it belongs to another boot, host or container, so its state cannot be seen.
 """
 INTERVAL_S = 30.0
 SILENCE_S = 600.0
-"""Seconds without a sign of life after which a process elsewhere counts as dead."""
+"""Seconds without a sign of life after which a process on another host or in another container counts as dead."""
 
 
 class ProcessIdentity(StrictModel):
-    """Process as records name it.
+    """Identity of a process in a record, unambiguous although process ids are reused.
 
     started_ticks: the kernel's clock at its start, which changes of the wall clock do not affect. boot, pid_namespace:
     where its number is valid; None in old records, which are taken for ones of this machine.
@@ -46,7 +46,7 @@ class ProcessIdentity(StrictModel):
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
-        """Return the living process of this number. Raises `ProcessLookupError` when there is none."""
+        """Return the identity of a living process by its process id. Raises `ProcessLookupError` when there is none."""
         started_ticks = process_tree.started_ticks(pid)
         if started_ticks is None:
             raise ProcessLookupError(pid)
@@ -60,27 +60,27 @@ class ProcessIdentity(StrictModel):
 
     @classmethod
     def own(cls) -> ProcessIdentity:
-        """Return this process."""
+        """Return the identity of the calling process."""
         return cls.of(os.getpid())
 
     def standing(self) -> Standing:
-        """Return whether the process runs, as far as that can be seen from here."""
+        """Return whether the recorded process is alive or dead; `foreign` if that cannot be seen from this machine."""
         if self.boot and (self.boot, self.pid_namespace) != (boot_id(), PID_NAMESPACE.stat().st_ino):
             return "foreign"
         return "alive" if process_tree.started_ticks(self.pid) == self.started_ticks else "dead"
 
     def alive(self) -> bool:
-        """Return whether a recorded process runs on this machine."""
+        """Return whether the recorded process is alive and runs on this machine."""
         return self.standing() == "alive"
 
 
 def boot_id() -> str:
-    """Return the kernel's id of the time since it was started; no two hosts share one."""
+    """Return the kernel's random id of the current boot, which differs between hosts and restarts."""
     return BOOT_ID.read_text().strip()
 
 
 class Heartbeat:
-    """Thread that touches a file until it is stopped, then removes the file. Full disks are tried again."""
+    """Heartbeat of a process for other hosts: a thread touches a file until it is stopped, then removes the file."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -88,12 +88,12 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the heartbeat: touch its file now, and then every 30 s."""
+        """Touch the heartbeat file now, and then every 30 s in a thread."""
         self._touch()
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the heartbeat, and remove its file. May be called again."""
+        """Stop the heartbeat thread and remove its file; may be called repeatedly."""
         self._stopped.set()
         self._thread.join()
         with suppress(OSError):
@@ -109,7 +109,7 @@ class Heartbeat:
 
 
 def is_silent(process: ProcessIdentity, *files: Path) -> bool:
-    """Return whether a process elsewhere has given no sign of life for so long that it must be dead.
+    """Return whether a process elsewhere has given no sign of life for so long that it counts as dead.
 
     files: those that it touches or writes to; the latest counts. If the process belongs to an earlier boot of a host of
     this name, silence since the present boot began is enough.
@@ -121,7 +121,7 @@ def is_silent(process: ProcessIdentity, *files: Path) -> bool:
 
 
 def _silence_s(files: tuple[Path, ...]) -> float:
-    """Return the seconds since the latest change of one of the files, 0 where they cannot be read."""
+    """Return the seconds since the latest change of any of the files; 0 when they cannot be read."""
     try:
         with tempfile.TemporaryFile(dir=files[0].parent) as probe:
             os.utime(probe.fileno())

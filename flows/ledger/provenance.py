@@ -1,4 +1,4 @@
-"""Provenance of artifacts: versions of the packages that build them, and the commit of this code."""
+"""Provenance of artifacts: the versions of installed packages, and the Git commit of this code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = (
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Return the version of each package that is installed."""
+    """Return the version of each installed Python package, by name."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -35,7 +35,7 @@ def package_versions() -> dict[str, str]:
 
 @functools.cache
 def git_commit() -> str | None:
-    """Return the commit of this code, with `-dirty` for uncommitted changes; None outside a git checkout."""
+    """Return the Git commit of this code, with `-dirty` for uncommitted changes; None outside a Git checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""State of a refresh, its stages and attempts, computed from the events of its ledger. Pure."""
+"""State of a refresh, its stages and their attempts, computed from its event log (ledger) by pure functions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from stages.core.contract import StageResult
 StageState = Literal["waiting", "running", "built", "cached", "failed", "cancelled", "skipped"]
 StageEvent = AttemptBegan | AttemptEnded | StageWaits | StageCached | StageFailed
 STATES: dict[str, StageState] = {"stage_cached": "cached", "stage_failed": "failed"}
-"""State of a stage after an event of the ledger that belongs to no attempt, by the event's name."""
+"""State of a stage after an event that belongs to no attempt to run it, by the event's name."""
 STOPPED = ("RefreshStoppedError", "KeyboardInterrupt")
-"""Errors of attempts that were stopped on request; old versions recorded such attempts as killed."""
+"""Error classes of stages that were stopped on request; old versions of this program recorded them as killed."""
 ANOTHER_TRY = "another try"
 KILLED = "its process was killed"
 COPIED = "this home was copied while it ran; how it ended, only the original home knows"
-"""Error of a refresh that could not record its own end, because its home was copied; `KILLED`: its process died.
+"""Error text of a refresh in a copied lifecycle home, where its end is unknown. `KILLED` is that of a refresh whose
+process died.
 
 Ledgers hold both texts, so they must not change.
 """
@@ -47,7 +48,7 @@ HEARTBEAT_FILE, LEDGER_FILE = "heartbeat", "ledger.jsonl"
 
 @dataclass(frozen=True)
 class StageEntry:
-    """Stage within a refresh.
+    """State of one stage within a refresh: its plan, progress, outcome, artifact and error.
 
     reason: why the plan builds it or not.
     waits_for: what it waits for, once its upstream stages are done.
@@ -75,25 +76,28 @@ class StageEntry:
 
     @functools.cached_property
     def result(self) -> StageResult:
-        """Return the final result of the stage; of a cached one, from its artifact, empty if that is gone."""
+        """Return the stage's final metrics, tags and files.
+
+        They come from the artifact of a cached stage, and are empty if that is gone.
+        """
         if self.built or not self.artifact:
             return self.built or StageResult()
         return final_result(self.artifact)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the final metrics of the stage."""
+        """Return the stage's final metrics by name."""
         return self.result.metrics
 
     @property
     def verdict(self) -> str | None:
-        """Return the verdict of a promotion: `promoted`, `not promoted` or `already champion`; else None."""
+        """Return a promote stage's decision: `promoted`, `not promoted`, `already champion`; None for other stages."""
         return self.result.tags.get("verdict")
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """Attempt at building a stage: the events of its beginning and its end.
+    """One attempt to run a stage, as the events of its beginning and its end.
 
     ended: None while it runs, or until the ledger of a dead refresh is closed.
     """
@@ -103,47 +107,47 @@ class AttemptRecord:
 
     @property
     def name(self) -> str:
-        """Return the name of the attempt, unique within the refresh."""
+        """Return the attempt's name `STAGE-NUMBER`, which is unique within the refresh."""
         return f"{self.began.stage}-{self.began.number}"
 
     @property
     def outcome(self) -> Outcome | None:
-        """Return the outcome of the attempt; None while it runs."""
+        """Return the outcome of the attempt to run the stage; None while it runs."""
         if self.ended and self.ended.error_class in STOPPED:
             return "cancelled"
         return self.ended.outcome if self.ended else None
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the attempt's files: its work folder until it has ended."""
+        """Return the folder of the attempt's files: the work folder until it ends, then usually the artifact."""
         return self.ended.folder if self.ended else self.began.work
 
     @property
     def last_byte(self) -> int | None:
-        """Return the offset at which the attempt's part of the stage's metrics file ends; None while it grows."""
+        """Return the byte at which the attempt's part of the stage's metrics file ends; None while the attempt runs."""
         return self.ended.last_byte if self.ended else None
 
     @property
     def seconds(self) -> float | None:
-        """Return the duration of the attempt; None while it runs."""
+        """Return the seconds that the attempt took; None while it runs."""
         return (self.ended.time_ms - self.began.time_ms) / 1000 if self.ended else None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the final metrics with `stage_time_s`, the run time of its process; empty unless it finished."""
+        """Return the attempt's final metrics, with its run time as `stage_time_s`; empty unless it has finished."""
         if self.ended and self.ended.outcome == "finished":
             return {**self.ended.metrics, "stage_time_s": self.ended.seconds}
         return {}
 
     @property
     def tags(self) -> dict[str, str]:
-        """Return the attempt's tags, of its beginning and of its end."""
+        """Return the attempt's tags for MLflow, from its beginning and its end."""
         return {**self.began.tags, **(self.ended.tags if self.ended else {})}
 
 
 @dataclass(frozen=True)
 class RefreshRecord:
-    """State of a refresh, computed from the events of its ledger.
+    """State of a refresh as its event log tells it: request, plan, stages, attempts and outcome.
 
     num_tries: number of times that it was started; a retry continues in the same ledger.
     seconds: of the latest try.
@@ -170,20 +174,20 @@ class RefreshRecord:
     error: str | None = None
     stages: dict[str, StageEntry] = field(default_factory=dict)
     attempts: dict[str, AttemptRecord] = field(default_factory=dict)
-    """Attempts of all tries by name, oldest first."""
+    """Attempts to run stages, those before a retry of the refresh included, by name, oldest first."""
     comparison: CompareBegan | None = None
     trials: tuple[TrialEnded, ...] = ()
     measured: dict[int, LayoutMeasured] = field(default_factory=dict)
-    """Results of a comparison's layouts by the layout's index."""
+    """Measured metrics of the layouts in a comparison, by the layout's index."""
 
     @property
     def is_copied(self) -> bool:
-        """Return whether the refresh was begun by another home, of which this one is a copy."""
+        """Return whether the refresh was started in another lifecycle home, of which this one is a copy."""
         return self.home is not None and not self.home.is_here()
 
     @property
     def standing(self) -> Standing:
-        """Return the state of the refresh's latest process; `dead` in a copied home.
+        """Return whether the process of the refresh is alive, dead or unseen from here; `dead` in a copied home.
 
         A process elsewhere is dead once it has given no sign of life for long.
         """
@@ -196,53 +200,53 @@ class RefreshRecord:
 
     @property
     def interrupted(self) -> bool:
-        """Return whether the refresh's process died without recording how it ended."""
+        """Return whether the process of the refresh died without recording how the refresh ended."""
         return self.state == "running" and self.standing == "dead"
 
     @property
     def elsewhere(self) -> str | None:
-        """Return the host on which the refresh may run, unseen from here; else None."""
+        """Return the host on which the refresh may still run, unseen from here; None when its state is known."""
         unknown = self.state == "running" and self.standing == "foreign"
         return self.process.host or "another host" if unknown else None
 
     @property
     def unsaid_end(self) -> str | None:
-        """Return the error of a refresh that could not record its own end; None for others."""
+        """Return the error of a refresh that died, or whose home was copied, before its end was recorded; else None."""
         if self.interrupted:
             return COPIED if self.is_copied else KILLED
         return self.error if self.error in (KILLED, COPIED) else None
 
     @property
     def killed(self) -> bool:
-        """Return whether the refresh could not record its own end."""
+        """Return whether the refresh's process died, or its home was copied, before the end was recorded."""
         return self.unsaid_end is not None
 
     @property
     def nothing_new(self) -> bool:
-        """Return whether every stage of the refresh was cached."""
+        """Return whether the refresh built nothing, since all its stages were cached."""
         cached = all(entry.state == "cached" for entry in self.stages.values())
         return self.state == "completed" and cached and not self.comparison
 
     @property
     def latest_try(self) -> list[AttemptRecord]:
-        """Return the attempts since the refresh was last started, in order."""
+        """Return the attempts to run stages since the refresh was last started or retried, oldest first."""
         return [attempt for attempt in self.attempts.values() if attempt.began.time_ms >= self.started_ms]
 
     def attempts_at(self, stage: str) -> list[AttemptRecord]:
-        """Return the attempts of all tries at a stage, in order."""
+        """Return all attempts to run a stage in this refresh, oldest first."""
         return [attempt for attempt in self.attempts.values() if attempt.began.stage == stage]
 
     def trials_of(self, layout: int) -> list[TrialEnded]:
-        """Return the trials of a layout in all rounds of a comparison, in order."""
+        """Return the trials of one layout in all rounds of a layout comparison, oldest first."""
         return [trial for trial in self.trials if trial.layout == layout]
 
     def key_of(self, stage: str, number: int) -> str:
-        """Return the key of an attempt, by which artifacts and other refreshes refer to it."""
+        """Return an attempt's key `REFRESH/STAGE-NUMBER`, by which artifacts and other refreshes refer to it."""
         return f"{self.refresh}/{stage}-{number}"
 
 
 def fold(events: Iterable[AnyEvent]) -> RefreshRecord:
-    """Return the refresh after these events, the first of which began it."""
+    """Return the state of a refresh after all its events, the first of which must be its start."""
     record = None
     for event in events:
         record = after(record, event)
@@ -251,7 +255,7 @@ def fold(events: Iterable[AnyEvent]) -> RefreshRecord:
 
 
 def after(record: RefreshRecord | None, event: AnyEvent) -> RefreshRecord:
-    """Return the record of a refresh after one more event."""
+    """Return the state of a refresh after one more event of its log."""
     if isinstance(event, RefreshBegan):
         return _begun(record, event)
     assert record is not None, "the first event begins the refresh"
@@ -291,7 +295,7 @@ def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
 
 
 def with_time_so_far(record: RefreshRecord, now_ms: int) -> RefreshRecord:
-    """Return the record with the seconds that running stages have taken until now.
+    """Return the state of a refresh with the seconds that its running stages have taken until now.
 
     The ledger has the seconds of a stage only at its end.
     """
@@ -306,7 +310,7 @@ def with_time_so_far(record: RefreshRecord, now_ms: int) -> RefreshRecord:
 
 
 def final_result(folder: Path) -> StageResult:
-    """Return the `result.json` of an artifact, or an empty result when the file is gone."""
+    """Return the final metrics, tags and files of an artifact's stage (`result.json`); empty when the file is gone."""
     try:
         return StageResult.model_validate_json((folder / "result.json").read_bytes())
     except (OSError, ValueError):
@@ -328,7 +332,7 @@ def _attempt_begun(record: RefreshRecord, event: AttemptBegan) -> RefreshRecord:
 
 
 def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
-    """Return the record after the end of an attempt. Only the first end counts.
+    """Return the state of a refresh after the end of an attempt to run a stage. Only the first recorded end counts.
 
     Several processes may close the ledger of a dead one.
     """
@@ -349,7 +353,7 @@ def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
 
 
 def _over(record: RefreshRecord) -> RefreshRecord:
-    """Return the record of a refresh that ended: unfinished stages were skipped."""
+    """Return the state of an ended refresh, in which unfinished stages count as skipped."""
     stages = {
         name: replace(entry, state="skipped", work=None) if entry.state in ("waiting", "running") else entry
         for name, entry in record.stages.items()

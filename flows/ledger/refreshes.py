@@ -1,4 +1,4 @@
-"""Ledgers of all refreshes of this home: what ran, and how it ended. Files; needs no server.
+"""Event logs (ledgers) of all refreshes in the lifecycle home: append-only files that need no server.
 
 <home>/ledger/<refresh>/
     ledger.jsonl    an event a line, append-only: written by the refresh's process, or by another one once that died
@@ -36,28 +36,29 @@ from stages.core.metric_series import metrics_size
 
 REPORT_FILE, ROWS_FILE, NOTE_FILE = "report.html", "comparison.json", "note.md"
 LONGEST_END = 65_536
-"""Bytes at the end of a ledger that are read first; a longer end only takes longer to read."""
+"""Number of bytes at the end of an event log that suffice to find its last event; a longer last event only takes more
+time."""
 TORN = "json_invalid"
-"""pydantic's error type for text that is no JSON, by which torn lines of a ledger are recognised."""
+"""pydantic's error type for text that is no JSON, by which lines cut off by a crash are recognised."""
 
 
 class Ledger:
-    """Ledger of one refresh. It exists from its first event on."""
+    """Event log (ledger) of one refresh, an append-only file that exists from the first event on."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.file = folder / LEDGER_FILE
 
     def exists(self) -> bool:
-        """Return whether the ledger exists, so that the refresh was begun."""
+        """Return whether the event log exists, that is, whether the refresh was started."""
         return self.file.exists()
 
     def size(self) -> int:
-        """Return the ledger's size in bytes, which only grows."""
+        """Return the size of the event log in bytes, which only grows."""
         return self.file.stat().st_size
 
     def is_over(self) -> bool:
-        """Return whether the ledger's last event is the end of the refresh. Reads only the end of the file.
+        """Return whether the last event is the end of the refresh, reading only the end of the file.
 
         Of a refresh that another process closed, it returns False.
         """
@@ -67,7 +68,7 @@ class Ledger:
         return end.endswith(b"\n") and b'"event":"refresh_ended"' in end.splitlines()[-1]
 
     def append(self, event: AnyEvent) -> None:
-        """Append one event to the ledger; it is on the disk on return. Raises `ResourceError` on a full disk."""
+        """Append one event to the log, durably: it is on the disk on return. Raises `ResourceError` on a full disk."""
         line = event.model_dump_json() + "\n"
         with full_disk_named("recording the refresh", self.file):
             if not self.exists():
@@ -84,7 +85,7 @@ class Ledger:
                 os.fsync(stream.fileno())
 
     def events(self) -> Iterator[AnyEvent]:
-        """Yield all events of the ledger, oldest first. A line that a crash or a full disk has torn is left out.
+        """Yield all events of the log, oldest first. Lines that a crash or a full disk cut off are left out.
 
         Raises `StoreError` when the file cannot be read, or holds an event that this version does not know.
         """
@@ -100,7 +101,10 @@ class Ledger:
             raise StoreError(f"reading the ledger of refresh {self.folder.name}: {error}") from error
 
     def read(self) -> RefreshRecord:
-        """Return the refresh as it is now. Raises `StoreError` for a ledger that is damaged or cannot be read."""
+        """Return the present state of the refresh.
+
+        Raises `StoreError` when its event log is damaged or cannot be read.
+        """
         events = [*self.events()]
         if not events or not isinstance(events[0], RefreshBegan):
             raise StoreError(f"reading the ledger of refresh {self.folder.name}: its first event is missing")
@@ -108,17 +112,17 @@ class Ledger:
 
 
 def new_refresh_id(recipe: str) -> str:
-    """Return a sortable, readable and unique id: quickstart-20261121-084512-3f2a."""
+    """Return a sortable, readable and unique id for a new refresh, such as quickstart-20261121-084512-3f2a."""
     return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def ledger_of(refresh: str) -> Ledger:
-    """Return the ledger of the refresh of this id; it need not exist."""
+    """Return the event log of a refresh by its id; the file need not exist."""
     return Ledger(ledger_root() / refresh)
 
 
 def ledgers() -> Iterator[Ledger]:
-    """Yield the ledgers of all refreshes, the latest written first."""
+    """Yield the event logs of all refreshes, the most recently written first."""
     written_ns: dict[Path, int] = {}
     for file in ledger_root().glob(f"*/{LEDGER_FILE}"):
         with suppress(FileNotFoundError):  # removed meanwhile, by the retention policy
@@ -128,13 +132,13 @@ def ledgers() -> Iterator[Ledger]:
 
 
 def was_run_here(recipe: Path) -> bool:
-    """Return whether a refresh of this home was of this recipe file. recipe: its absolute path."""
+    """Return whether a recipe file was ever refreshed in this lifecycle home. recipe: absolute path of the file."""
     begun = (event for ledger in ledgers() for event in islice(ledger.events(), 1))
     return any(isinstance(event, RefreshBegan) and event.recipe_path == recipe for event in begun)
 
 
 class RunningRefreshes:
-    """Refreshes that are recorded as running; reads only ledgers that have grown since the last call.
+    """Finder of refreshes recorded as running, which reads only event logs that have grown since the last call.
 
     A damaged ledger is passed over, and named on stderr once: it must not keep the other refreshes from being closed.
     """
@@ -143,7 +147,7 @@ class RunningRefreshes:
         self._ended: dict[str, int] = {}
 
     def all(self) -> Iterator[RefreshRecord]:
-        """Yield the refreshes that are recorded as running, those whose process died included."""
+        """Yield the states of refreshes recorded as running, including those whose process has died."""
         for ledger in ledgers():
             try:
                 size = ledger.size()
@@ -161,7 +165,7 @@ class RunningRefreshes:
                 self._ended[ledger.folder.name] = size
 
     def of(self, recipe: str) -> list[RefreshRecord]:
-        """Return a recipe's running refreshes whose process lives, without comparisons.
+        """Return the living refreshes of one recipe, without layout comparisons.
 
         A comparison holds all slots of the machine, so stages wait for it anyway.
         """
@@ -170,7 +174,7 @@ class RunningRefreshes:
 
 
 def close_interrupted() -> list[str]:
-    """Record the failure of refreshes whose process died; return their ids.
+    """Record the failure of all refreshes whose process died without recording an end; return their ids.
 
     In a copy of a home, also of those that run in its original; no process is signalled. Call it before another attempt
     appends to the `metrics.jsonl` of the same work folder: it records where the dead attempt's part ends.
@@ -189,7 +193,7 @@ def close_interrupted() -> list[str]:
 
 
 def end_of(attempt: AttemptRecord, outcome: Outcome, **fields: object) -> AttemptEnded:
-    """Return the end of an attempt. Its files are in its work folder unless `folder` names another."""
+    """Return the event for the end of an attempt. Its files are in its work folder unless `folder` names another."""
     began = attempt.began
     fields = {"folder": began.work, **fields}
     folder = fields["folder"]

@@ -1,4 +1,4 @@
-"""Copies of homes: in the copy's Prefect, schedules are paused, and refreshes that the original began are cancelled.
+"""Protection against copied lifecycle homes: the copy's Prefect pauses schedules and cancels the original's refreshes.
 
 Otherwise both homes would refresh, promote and publish. Prefect is asked by HTTP, since importing its client fixes
 which server it talks to.
@@ -16,7 +16,7 @@ from stages.remote.http import Answer, AnswerModel, Expected, ask_httpx, httpx_c
 PAGE = 100
 PAGE_BYTES = 2**26
 TIMEOUT_S = 60.0
-"""Timeout in seconds of a request to Prefect."""
+"""Timeout of a request to Prefect, in seconds."""
 UNFINISHED = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
 CANCELLED = {"type": "CANCELLED", "message": "it belongs to the home of which this one is a copy"}
 
@@ -33,7 +33,7 @@ class _FlowRun(AnswerModel):
 
 
 def settle(api_url: str, password: str) -> list[str]:
-    """Pause all schedules and cancel all runs that have not ended; return the names of what was paused.
+    """Pause all of Prefect's schedules and cancel its unfinished flow runs; return the names of the paused schedules.
 
     Call it before a worker starts. Raises `ServerError` when Prefect does not do it.
     """

@@ -1,4 +1,4 @@
-"""Guard of our servers: refuses requests under another host name, from other pages, or without the key.
+"""Access control for the local Prefect and MLflow servers: it refuses foreign host names, origins, and lacking keys.
 
 A web page that somebody has open in a browser can send requests to the loopback interface, too. They carry the page's
 `Origin`; a page whose own name resolves to 127.0.0.1 (DNS rebinding) sends that name as `Host`.
@@ -33,12 +33,12 @@ location.replace(location.origin + page);
 
 
 def origins(hosts: Iterable[str]) -> list[str]:
-    """Return what browsers call the pages of these hosts; a proxy with TLS may stand before them."""
+    """Return the web origins (http and https) of hosts, since a TLS proxy may stand before the server."""
     return [f"{scheme}://{host}" for host in hosts for scheme in ("http", "https")]
 
 
 def content_policy(hosts: Iterable[str]) -> bytes:
-    """Return the policy of what pages may load: from their own server only, by any of its names.
+    """Return the Content-Security-Policy for the servers' web pages, which may load only from their own server.
 
     Prefect's pages would ask amplitude.com.
     """
@@ -47,7 +47,7 @@ def content_policy(hosts: Iterable[str]) -> bytes:
 
 
 class Guard:
-    """ASGI application that checks requests and passes good ones to another application.
+    """ASGI middleware that checks host, origin and key of each request before it passes the request to an application.
 
     hosts: names of the server, as browsers and clients use them: `NAME:PORT`.
     password: required on every path except that of health, by basic authentication; None when the application does so.
@@ -85,7 +85,7 @@ class Guard:
         return sent
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Return status and message with which a request is refused, or None."""
+        """Return the HTTP status and message with which a request is refused; None for an acceptable request."""
         headers: dict[str, set[str]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.decode("latin-1").lower(), set()).add(value.decode("latin-1"))

@@ -1,4 +1,4 @@
-"""Program that runs Prefect's or MLflow's server behind a guard, with bounds on connections and their waits.
+"""Program that runs the Prefect or MLflow server with access control and limits on slow connections.
 
     python -m flows.servers.guarded prefect|mlflow --descriptor DESCRIPTOR
     python -m flows.servers.guarded prefect|mlflow --listen ADDRESS:PORT --host NAME:PORT …
@@ -37,18 +37,19 @@ from stages.core.errors import LifecycleError, ServerError
 
 DATABASE_PASSWORD_FILE = "LIFECYCLE_DATABASE_PASSWORD_FILE"  # noqa: S105 (a variable's name)
 MAX_CONNECTIONS = 512
-"""Most connections: half of the files that a process may usually open."""
+"""Largest number of client connections, half of the files that a process may usually open."""
 HEAD_TIMEOUT_S = 15.0
-"""Seconds from the connection, or the last answer, to the end of a request's header."""
+"""Seconds that a client may take, from connecting or its last answer, to send a request's whole header."""
 BODY_TIMEOUT_S = 300.0
 LOOK_EVERY_S = 1.0
 RESOLUTION = timedelta(seconds=1)
 SWEEP = timedelta(seconds=30)
-"""Interval of looking for automations that another server changed, and for events that wait for others in vain."""
+"""Interval at which Prefect's server looks for automations changed by another server, and for events still waiting for
+earlier ones."""
 
 
 class BoundedProtocol(H11Protocol):
-    """Server side of a connection, closed when the client takes too long. Answers may take any time.
+    """Server side of an HTTP connection that is closed when the client sends its request too slowly.
 
     uvicorn closes a connection that had an answer and sends nothing more. It would hold a connection forever that never
     sends a request, or sends it byte by byte; with some hundreds of those, no one else would get an answer.
@@ -58,7 +59,7 @@ class BoundedProtocol(H11Protocol):
     _since_s: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count the connection, and start watching it."""
+        """Start watching a new connection, or abort it when there are too many."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
@@ -78,14 +79,14 @@ class BoundedProtocol(H11Protocol):
             self.loop.call_later(LOOK_EVERY_S, self._look)
 
     def _find_awaited(self) -> tuple[str, Any] | None:
-        """Return the part (head or body) that the client must send next, and of which request; None while it waits."""
+        """Return what the client must send next, `head` or `body`, and of which request; None while it waits."""
         if self.cycle is None or self.cycle.response_complete:
             return "head", self.cycle
         return ("body", self.cycle) if self.cycle.more_body else None
 
 
 def look_rarely() -> None:
-    """Patch Prefect in this process to look less often for work of its own, before the server's application is made.
+    """Patch Prefect's server in this process so that its background loops poll less often, which saves CPU time.
 
     No setting exists for it. Its loops (`SERVICES` in `programs.py`) are run by Docket, in memory. Docket looks for due
     work four times a second and, through another thread, ten times a second for messages between its workers, of which
@@ -102,14 +103,17 @@ def look_rarely() -> None:
 
 
 async def _next_message(self: Any, timeout_s: float | None) -> Any:
-    """Return the next message of a queue or None, at once if `timeout_s` is 0, else after a wait."""
+    """Return the next message of a queue; None when it is empty, after a wait unless `timeout_s` is 0."""
     if self._queue.empty() and timeout_s != 0:
         await asyncio.sleep(RESOLUTION.total_seconds())
     return None if self._queue.empty() else self._queue.get_nowait()
 
 
 def prefect(hosts: list[str], password: str) -> Guard:
-    """Return Prefect's application. Its API asks for the key itself; its pages are public, but use the API."""
+    """Return Prefect's server application behind access control.
+
+    Its API checks the key itself; its pages are public.
+    """
     os.environ["PREFECT_SERVER_API_AUTH_STRING"] = f"{USER}:{password}"
     os.environ["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] = ",".join(origins(hosts))
     _complete(PREFECT_DATABASE)
@@ -123,7 +127,7 @@ def prefect(hosts: list[str], password: str) -> Guard:
 
 
 def mlflow(hosts: list[str], password: str) -> Guard:
-    """Return MLflow's application with its database made or migrated; the server stores and sends artifacts."""
+    """Return MLflow's server application behind access control, after creating or migrating its database."""
     from mlflow.server import constants
     from mlflow.server.handlers import initialize_backend_stores
 
@@ -147,7 +151,7 @@ def mlflow(hosts: list[str], password: str) -> Guard:
 
 
 def _complete(variable: str) -> str:
-    """Put the password of the file into a database's URL, in this process's environment only; return the URL."""
+    """Insert the password from a file into a database URL in this process's environment; return the URL."""
     file = os.environ.get(DATABASE_PASSWORD_FILE)
     if file:
         url = make_url(os.environ[variable]).set(password=Path(file).read_text(encoding="utf-8").strip())
@@ -159,7 +163,7 @@ APPLICATIONS = {"prefect": prefect, "mlflow": mlflow}
 
 
 def main() -> None:
-    """Run the server until SIGTERM."""
+    """Run the Prefect or MLflow server that the arguments name, until SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m flows.servers.guarded")
     parser.add_argument("server", choices=APPLICATIONS)
     place = parser.add_mutually_exclusive_group(required=True)

@@ -1,4 +1,4 @@
-"""Commands that a supervisor keeps alive, with their logs, and their plan, which one supervisor leaves to the next.
+"""Commands that a supervisor restarts when they die, their logs, and the hand-over from one supervisor to the next.
 
 Of the standard library alone, as the supervisor is.
 """
@@ -22,27 +22,27 @@ from typing import BinaryIO
 from stages.core.process_tree import TOKEN_VARIABLE, die_with_parent, marked_processes, started_ticks
 
 LOG_BYTES, NUM_LOGS = 10 * 2**20, 5
-"""Size from which a log is rotated, and number of logs: the programs run for as long as the machine does."""
+"""Size in bytes from which a log is rotated, and the number of log files kept."""
 DESCRIPTOR = "{descriptor}"
-"""Placeholder in a command for the number of the listening socket's descriptor."""
+"""Placeholder in a command line for the descriptor number of the inherited listening socket."""
 START_TIMEOUT_S = 300.0
 SYSTEMD_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 def now() -> str:
-    """Return the local date and time with its zone, for lines of a log."""
+    """Return the local date and time with its time zone, for log lines."""
     return datetime.now().astimezone().isoformat(" ", "seconds")
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Open a log for appending, after rotating it if it is long."""
+    """Open a log file for appending, after rotating it if it is too long."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rotate(path)
     return path.open("ab")
 
 
 def rotate(path: Path) -> None:
-    """Move a log of more than 10 MiB to `.1`, `.1` to `.2` and so on; the fifth is dropped.
+    """Rotate a log file of more than 10 MiB: it is moved to `.1`, `.1` to `.2` and so on, and the fifth is deleted.
 
     It is copied and cut, since a program may be writing to it: it appends, and goes on at the new end. Lines that it
     writes between the two are lost.
@@ -63,14 +63,14 @@ def rotate(path: Path) -> None:
 
 
 def say(text: str) -> None:
-    """Write a line to the supervisor's log; errors, such as a full disk, are ignored."""
+    """Write a line with the time to the supervisor's log; errors, such as a full disk, are ignored."""
     with contextlib.suppress(OSError):
         print(f"{now()} {text}", flush=True)
 
 
 @dataclass
 class Kept:
-    """Command that is kept alive, with its listening socket.
+    """Command that a supervisor keeps running: its process, listening socket, health check and log.
 
     command: `{descriptor}` in it becomes the number of the inherited descriptor of the socket, which listens already.
     environment: the whole environment, with a token of its own as TOKEN_VARIABLE.
@@ -108,7 +108,7 @@ class Kept:
     deaths: int = 0
 
     def start(self) -> None:
-        """Start the command's process. Raises OSError."""
+        """Start a process for the command, which inherits the listening socket. Raises OSError."""
         if self.descriptor is None:
             self.descriptor = socket.create_server((self.host, self.port), backlog=2048).detach()
         with self._output() as output:
@@ -127,22 +127,25 @@ class Kept:
         self.pid, self.started_ticks = process.pid, started_ticks(process.pid)
 
     def alive(self) -> bool:
-        """Return whether the command's process runs."""
+        """Return whether the command's process is alive."""
         ticks = started_ticks(self.pid) if self.pid else None
         return ticks is not None and ticks == self.started_ticks
 
     def kill(self) -> None:
-        """Send SIGKILL to the command's process if it runs."""
+        """Kill the command's process with SIGKILL if it is alive."""
         if self.pid and self.alive():
             os.kill(self.pid, signal.SIGKILL)
 
     def relatives(self) -> list[int]:
-        """Return the processes that must end before the command starts again. Spared children are left out."""
+        """Return the ids of processes that must end before the command is restarted.
+
+        Children that outlive the command are left out.
+        """
         marked = marked_processes(self.environment[TOKEN_VARIABLE])
         return [pid for pid in marked if not self.spares_children or self._runs(pid)]
 
     def _runs(self, pid: int) -> bool:
-        """Return whether a process runs this command. A worker that a dead supervisor started last has no record."""
+        """Return whether a process runs this command, as its command line says."""
         fixed = [part for part in self.command if DESCRIPTOR not in part]
         with contextlib.suppress(OSError):
             return set(fixed) <= set(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
@@ -161,7 +164,7 @@ class Kept:
 
 @dataclass
 class Plan:
-    """Commands that a supervisor keeps alive, with their sockets, and the lock of its home.
+    """Commands that a supervisor keeps running, with their sockets and the supervisor's lock.
 
     home: of the servers that it keeps; empty: it keeps a command in the foreground, as `keep` says.
     lock: the descriptor of the home's lock.
@@ -172,18 +175,18 @@ class Plan:
     lock: int | None = None
 
     def descriptors(self) -> list[int]:
-        """Return the open descriptors that a process must inherit to continue the plan."""
+        """Return the file descriptors (lock and sockets) that the next supervisor process must inherit."""
         sockets = [one.descriptor for one in self.kept]
         return [descriptor for descriptor in (self.lock, *sockets) if descriptor is not None]
 
     def release(self) -> None:
-        """Close the supervisor's lock, so that another process can take it."""
+        """Release the supervisor's lock, so that another process can take it."""
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
 
     def in_memory(self) -> int:
-        """Write the plan to a file in memory, which no other program sees; return its descriptor."""
+        """Write the commands to an anonymous file in memory, for the next supervisor; return the file's descriptor."""
         descriptor = os.memfd_create("plan")
         with open(descriptor, "w", encoding="utf-8", closefd=False) as stream:
             json.dump(asdict(self), stream)
@@ -191,7 +194,7 @@ class Plan:
 
     @classmethod
     def read(cls, descriptor: int) -> Plan:
-        """Read a plan that `in_memory` has written, and close the descriptor."""
+        """Read the commands that `in_memory` has written for the next supervisor, and close the descriptor."""
         with open(descriptor, encoding="utf-8") as stream:
             stream.seek(0)
             content = json.load(stream)

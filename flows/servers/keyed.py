@@ -1,4 +1,4 @@
-"""Key of this home's servers: with it, programs may use Prefect and MLflow. Only its owner may read the file.
+"""Key for access to the local Prefect and MLflow servers, in a file that only its owner can read.
 
 Also the key of servers elsewhere that the user names; then the user names its file, too (`KEY_FILE_VARIABLE`). For
 programs that read their settings when they are loaded, such as the worker and Prefect's own command, this module is a
@@ -20,19 +20,22 @@ from stages.core.errors import ServerError
 
 USER = "lifecycle"
 KEY_FILE_VARIABLE = "LIFECYCLE_SERVERS_KEY_FILE"
-"""Variable that names the file with the key of PREFECT_API_URL's and MLFLOW_TRACKING_URI's servers."""
+"""Environment variable for the path of the key file of servers that the user runs elsewhere."""
 READABLE_BY_OTHERS = 0o077
 _REMAKE = "remove it, and `lifecycle up` makes a new one and restarts the servers with it"
 _CORRECT = f"it must hold {USER}:PASSWORD, readable by you alone (mode 0600)"
 
 
 def key_file() -> Path:
-    """Return the path of the key, which the file holds as `USER:PASSWORD`."""
+    """Return the path of the local servers' key file, whose content is `USER:PASSWORD`."""
     return home() / "servers.key"
 
 
 def read_key() -> str | None:
-    """Return the key's password; None before the first `up`. Raises `ServerError` when others could have read it."""
+    """Return the local servers' password; None before the first `lifecycle up`.
+
+    Raises `ServerError` when other users could read the key file.
+    """
     try:
         return _read(key_file(), "the local servers", _REMAKE)
     except (FileNotFoundError, NotADirectoryError):
@@ -40,7 +43,10 @@ def read_key() -> str | None:
 
 
 def read_named_key() -> str | None:
-    """Return the password of the key in the file that the user names, or None. Raises `ServerError`."""
+    """Return the password in the key file that the environment names; None if none is named.
+
+    Raises `ServerError` for a bad file.
+    """
     named = os.environ.get(KEY_FILE_VARIABLE)
     if not named:
         return None
@@ -68,7 +74,10 @@ def _read(path: Path, of: str, remedy: str) -> str:
 
 
 def make_key() -> str:
-    """Return the key's password; make a key if there is none. Call it under the lock of the servers."""
+    """Return the local servers' password, creating the key file if there is none.
+
+    Call it under the lock of the servers.
+    """
     password = read_key()
     if password is None:
         password = secrets.token_urlsafe(32)
@@ -78,14 +87,14 @@ def make_key() -> str:
 
 
 def client_settings(server: str, password: str) -> dict[str, str]:
-    """Return the variables by which the clients of a server send the key."""
+    """Return the environment variables with which a client of Prefect or MLflow sends the password."""
     if server == "prefect":
         return {"PREFECT_API_AUTH_STRING": f"{USER}:{password}"}
     return {"MLFLOW_TRACKING_USERNAME": USER, "MLFLOW_TRACKING_PASSWORD": password}
 
 
 def named_settings() -> dict[str, str]:
-    """Return the variables by which clients of named servers send their key, where its file is named.
+    """Return the environment variables for clients of the user's own servers, if their key file is named.
 
     Variables that are set already are left out. Raises `ServerError` when the file cannot be used.
     """
@@ -98,12 +107,12 @@ def named_settings() -> dict[str, str]:
 
 
 def open_private(path: Path) -> TextIO:
-    """Create a text file that only its owner can read from the start, whatever the umask."""
+    """Create a text file that only its owner can read, whatever the umask."""
     return open(path, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def main() -> None:
-    """Become the program, with the key from LIFECYCLE_SERVERS_KEY_FILE in its environment."""
+    """Replace this process by another program whose environment has the key of the user's own servers."""
     try:
         environment = {**os.environ, **named_settings()}
     except ServerError as error:

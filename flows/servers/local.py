@@ -1,4 +1,4 @@
-"""Local Prefect and MLflow servers and the worker: start, find, check, stop. On loopback, under LIFECYCLE_HOME.
+"""Local Prefect and MLflow servers and the worker for scheduled refreshes: start, find, check and stop them.
 
 A server that the user named (`PREFECT_API_URL`, `MLFLOW_TRACKING_URI`) is used and checked, never started or stopped.
 """
@@ -58,7 +58,7 @@ ANSWER_BYTES = 2**20
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """Status of one server, as `lifecycle status` prints it.
+    """Status of the Prefect server, the MLflow server or the worker, as `lifecycle status` prints it.
 
     ours: started here, so that `down` stops it.
     needed: a refresh cannot do without it; the worker is needed once it was started.
@@ -78,7 +78,7 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses of the Prefect and the MLflow server in use.
+    """Addresses and password of the Prefect and MLflow servers that refreshes use.
 
     local: those that run under LIFECYCLE_HOME, and require its key's `password`.
     """
@@ -89,7 +89,7 @@ class Endpoints:
     password: str = field(repr=False)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that Prefect and MLflow clients need."""
+        """Return the environment variables with which Prefect and MLflow clients reach the servers."""
         settings = {
             **NO_TELEMETRY,
             "PREFECT_API_URL": self.prefect_api_url,
@@ -101,7 +101,7 @@ class Endpoints:
 
 
 def up(*, worker: bool = False) -> Endpoints:
-    """Make sure that Prefect and MLflow answer, starting absent ones in parallel; then, if asked to, the worker.
+    """Start the Prefect and MLflow servers, and if asked to the worker, unless they run; return their addresses.
 
     The worker comes with the supervisor, which restarts what dies. If a supervisor runs, it is given a minute for that.
     Raises `ServerError` when a server that the user named does not answer, or one of ours does not start.
@@ -153,7 +153,7 @@ def up(*, worker: bool = False) -> Endpoints:
 
 
 def down() -> list[str]:
-    """Stop all that `up` started, with its children; return the names.
+    """Stop all servers and the worker, with their child processes; return their names.
 
     The supervisor goes first, or it would restart what ends. Then the worker: its refreshes can still report to the
     servers that they were stopped.
@@ -174,13 +174,19 @@ def down() -> list[str]:
 
 
 def supervise() -> NoReturn:
-    """Become the supervisor of what `up` has started, in this process. Raises `ServerError`."""
+    """Turn this process into the supervisor of the running servers, which restarts them when they die.
+
+    Raises `ServerError`.
+    """
     with _lock():
         supervisor.become(_take(Lock(home())))
 
 
 def revive_supervisor() -> None:
-    """Start the supervisor again when it has died. Called by the worker, which has its environment."""
+    """Restart the servers' supervisor if it has died.
+
+    The worker calls this, since it has the supervisor's environment.
+    """
     if Lock(home()).holder() is not None:
         return
     with suppress(Timeout), _lock().acquire(timeout=0):
@@ -198,13 +204,13 @@ def revive_supervisor() -> None:
 
 
 def status() -> list[ServerStatus]:
-    """Return where each server is and whether it answers."""
+    """Return the address and health of the Prefect server, the MLflow server and the worker."""
     records = read_records()
     return [_status_of(program, records.get(program.name)) for program in (*SERVERS, WORKER)]
 
 
 def answers(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
-    """Return whether an HTTP server answers a GET with a success."""
+    """Return whether an HTTP server answers a GET request with success."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310 (http addresses only)
             return bool(response.status < 400)
@@ -226,7 +232,7 @@ def _status_of(program: ServerProgram, record: ServerRecord | None) -> ServerSta
 
 
 def _trouble(program: ServerProgram, record: ServerRecord) -> str:
-    """Return a problem of a server that its health check does not show."""
+    """Return a problem of a server that its health check does not show, such as repeated deaths; "" for none."""
     log = home() / program.name / "server.log"
     if record.deaths >= MANY_DEATHS:
         last = quoted("".join(read_end(log, LOG_END_BYTES).splitlines()[-1:]), 200)
@@ -237,7 +243,7 @@ def _trouble(program: ServerProgram, record: ServerRecord) -> str:
 
 
 def _refuse_elsewhere(records: Mapping[str, ServerRecord]) -> None:
-    """Raise `ServerError` when one of the servers runs on another host or container that shares the home.
+    """Raise `ServerError` when a server of this lifecycle home runs on another host or in another container.
 
     They would write to the same databases of SQLite, and could not be stopped from here.
     """
@@ -252,7 +258,7 @@ def _refuse_elsewhere(records: Mapping[str, ServerRecord]) -> None:
 
 
 def _settle(records: Mapping[str, ServerRecord], endpoints: Endpoints) -> None:
-    """Pause the schedules that a copied home has from its original, and print that."""
+    """Pause the schedules that a copied lifecycle home has from its original, and print their names."""
     paused: list[str] = []
     if PREFECT.name in endpoints.local and not os.environ.get(PREFECT_DATABASE):
         paused = copied.settle(endpoints.prefect_api_url, endpoints.password)
@@ -290,7 +296,7 @@ def _refuses_us(url: str) -> bool:
 
 
 def _named_answers(program: ServerProgram, url: str) -> bool:
-    """Return whether a named server answers. Addresses that are not HTTP are left to the client."""
+    """Return whether a server that the user named answers. Addresses other than HTTP are assumed to."""
     if not url.startswith(("http://", "https://")):
         return True
     return answers(url.rstrip("/").removesuffix(program.client_path) + program.health_path)
@@ -303,7 +309,7 @@ def _runs_with(program: ServerProgram, records: Mapping[str, ServerRecord], sett
 
 
 def _await_supervised(programs: list[ServerProgram], lock: Lock) -> None:
-    """Wait while the supervisor restarts what has died once, which takes seconds."""
+    """Wait some seconds while the supervisor restarts servers that have died once."""
     end_s = time.monotonic() + RESTART_TIMEOUT_S
     while lock.holder() is not None and time.monotonic() < end_s:
         records = read_records()
@@ -324,7 +330,10 @@ def _endpoints(named: Mapping[str, str], records: Mapping[str, ServerRecord], pa
 
 
 def _take(lock: Lock) -> Plan:
-    """Take the supervisor's lock; return the plan of kept commands. Raises `ServerError`."""
+    """Take over the supervisor's lock; return the commands that it kept running.
+
+    Raises `ServerError` when another machine holds it.
+    """
     plan = lock.take()
     if plan is None:
         raise ServerError(
@@ -341,7 +350,7 @@ def _close(kept: Collection[Kept]) -> None:
 
 
 def _start_worker(records: dict[str, ServerRecord], settings: Mapping[str, str], kept: dict[str, Kept]) -> None:
-    """Start the worker, unless it runs and knows these servers. Refreshes that survived a dead worker go on."""
+    """Start the worker, unless it runs with the present servers. Refreshes that outlived a dead worker go on."""
     if not _runs_with(WORKER, records, settings):
         dead = WORKER.name in records and not records[WORKER.name].process.alive()
         _start([WORKER], records, settings, kept, spare_children=dead)
@@ -355,7 +364,7 @@ def _start(
     *,
     spare_children: bool = False,
 ) -> None:
-    """Start servers side by side and wait until all answer; if one fails, all are stopped."""
+    """Start servers in parallel and wait until all answer; when one fails, all are stopped."""
     if not spare_children:
         _stop([records[program.name] for program in programs if program.name in records])
     try:
@@ -375,7 +384,7 @@ def _start(
 def _launch(
     program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str], kept: dict[str, Kept]
 ) -> ServerRecord:
-    """Start one local server and return its record.
+    """Start one local server or the worker and return its record.
 
     before: its last record; it keeps the token and, if possible, the port, since other processes know both.
     kept: what a supervisor has handed over, such as the listening socket; the started server is added.
@@ -415,7 +424,7 @@ def _kept(program: ServerProgram, port: int, token: str, settings: Mapping[str, 
 
 
 def _adopted(program: ServerProgram, record: ServerRecord, settings: Mapping[str, str]) -> Kept:
-    """Return a recorded server for a supervisor that did not start it; a dead one will be started."""
+    """Return a running or dead server as a command to supervise, for a supervisor that did not start it."""
     kept = _kept(program, record.port, record.token, settings)
     if record.process.alive():
         kept.pid, kept.started_ticks = record.process.pid, started_ticks(record.process.pid)
@@ -424,7 +433,7 @@ def _adopted(program: ServerProgram, record: ServerRecord, settings: Mapping[str
 
 
 def _inherited(program: ServerProgram) -> dict[str, str]:
-    """Return this environment without the settings meant for clients, unless the program is the worker.
+    """Return this process's environment for a server, without the settings that are meant for clients of servers.
 
     The worker is a client, and may need credentials.
     """
@@ -433,7 +442,7 @@ def _inherited(program: ServerProgram) -> dict[str, str]:
 
 
 def _digest(settings: Mapping[str, str]) -> str:
-    """Return a digest of settings and version, to detect changes without storing passwords of addresses."""
+    """Return a hash of a server's settings, to detect changes without storing the passwords in them."""
     distinguished = {**settings, "version": importlib.metadata.version("llm-lifecycle")}
     return hashlib.sha256(json.dumps(distinguished, sort_keys=True).encode()).hexdigest()
 
@@ -452,7 +461,7 @@ def _await(program: ServerProgram, record: ServerRecord) -> None:
 
 
 def _stop_refreshes(worker: ServerRecord) -> None:
-    """End refreshes that the worker started with SIGTERM: they stop their stages and record that."""
+    """End the refreshes that the worker started, by SIGTERM, so that they stop their stages and record their end."""
 
     started = marked_processes(worker.token)
     processes = [one.process for one in RunningRefreshes().all() if one.process.pid in started]
@@ -464,7 +473,7 @@ def _stop_refreshes(worker: ServerRecord) -> None:
 
 
 def _stop(records: Collection[ServerRecord]) -> None:
-    """Send SIGTERM to exactly the recorded processes and their descendants, then SIGKILL to what is left."""
+    """Stop the recorded server processes and their descendants: SIGTERM, then SIGKILL to those that remain."""
     tokens = [record.token for record in records]
 
     def remaining() -> list[int]:
@@ -476,5 +485,5 @@ def _stop(records: Collection[ServerRecord]) -> None:
 
 
 def _lock() -> FileLock:
-    """Return the lock that serializes `up` and `down`; the kernel releases the lock of a dead process."""
+    """Return the lock under which servers are started and stopped; the kernel releases the lock of a dead process."""
     return FileLock(home() / "servers.lock", fallback_to_soft=False)

@@ -1,4 +1,4 @@
-"""Lock of a home's supervisor. A process that takes it over gets the sockets and processes that its holder kept."""
+"""Lock of the servers' supervisor, whose next holder inherits the previous one's sockets and processes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ HAND_OVER_TIMEOUT_S = 5.0
 
 
 def supervisor_folder(home: str | Path) -> Path:
-    """Return the folder of the lock and the log of a home's supervisor."""
+    """Return the folder for the lock and the log of a lifecycle home's supervisor."""
     return Path(home) / "supervisor"
 
 
 class Lock:
-    """Lock file of a home's supervisor. Its content says where its holder is found (`Holder`)."""
+    """Lock file of a lifecycle home's supervisor. Its content names the supervisor that holds it (`Holder`)."""
 
     def __init__(self, home: Path):
         self.path = supervisor_folder(home) / "lock"
 
     def holder(self) -> int | None:
-        """Return the process id of the supervisor that runs on this machine; None when none does."""
+        """Return the process id of this machine's supervisor; None when none runs here."""
         try:
             with self.path.open("rb") as stream:
                 fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -43,7 +43,7 @@ class Lock:
         return None
 
     def take(self) -> Plan | None:
-        """Take the lock; return a plan with it, and with the commands that the former holder kept.
+        """Take the lock and return it with the commands that the previous supervisor kept running, which then ends.
 
         The holder hands them over and ends; one that hangs is killed. None when the lock is held on another machine or
         in another container.
@@ -77,7 +77,7 @@ class Lock:
             time.sleep(0.02)
 
     def _holder(self) -> Holder | None:
-        """Return the lock's holder if it is a supervisor that can be seen from here."""
+        """Return the supervisor that holds the lock, if it runs on this machine; else None."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             holder = Holder(**json.loads(self.path.read_text()))
             command = Path(f"/proc/{holder.pid}/cmdline").read_bytes()
@@ -88,25 +88,25 @@ class Lock:
 
 @dataclass
 class Holder:
-    """Content of the lock's file: process and address of a supervisor. address: its abstract socket's name in hex."""
+    """Content of the supervisor's lock file: its process id, and the Unix socket for asking it to hand over."""
 
     pid: int
     address: str
     machine: str
 
     def note(self, lock: int) -> None:
-        """Write the holder's process and address to the file of a held lock."""
+        """Write the supervisor's process and socket address to the lock file, which it must hold."""
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps(asdict(self)).encode(), 0)
 
 
 def this_machine() -> str:
-    """Return a name of this machine and container; others that share the home have processes of their own."""
+    """Return an id of this machine and container, to recognise supervisors of others that share the lifecycle home."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _ask_to_hand_over(address: str) -> Plan:
-    """Ask a supervisor for its plan and sockets, after which it ends. Raises OSError."""
+    """Ask a supervisor to hand over its commands and sockets, after which it ends. Raises OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(HAND_OVER_TIMEOUT_S)
         connection.connect(bytes.fromhex(address))
@@ -125,6 +125,6 @@ def _ask_to_hand_over(address: str) -> Plan:
 
 
 def is_of_this_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end of a socket belongs to this user."""
+    """Return whether the process at the other end of a Unix socket belongs to this user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())

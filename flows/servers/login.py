@@ -1,4 +1,4 @@
-"""Login of a person to the pages of the local servers, through a file that carries the key to their browser.
+"""Browser login to the local servers' web pages, through a private file that passes the key to the browser.
 
 Only they can read the file. A browser is started with the file's name on its command line, which everybody on the
 machine can see; never with the key.
@@ -23,7 +23,7 @@ PAGE = """<!doctype html><meta name="referrer" content="no-referrer"><title>llm-
 
 
 def open_pages(mlflow_page: str = "") -> Iterator[str]:
-    """Open the pages of our servers that answer; yield for each what to do if no browser can be started.
+    """Open the local servers' web pages in a browser; yield a line about each, with the file to open by hand.
 
     mlflow_page: which of MLflow's, from its `#` on; default: its first. Raises `ServerError` when none of them runs.
     """
@@ -44,7 +44,7 @@ ADDRESSES: dict[str, Callable[[str, str], str]] = {
     "prefect": lambda host, password: f"http://{host}{LOGIN_PATH}#{quote(f'{USER}:{password}')}",
     "mlflow": lambda host, password: f"http://{USER}:{quote(password)}@{host}{LOGIN_PATH}",
 }
-"""Server → (host and port, password) → address where a browser gets logged in."""
+"""Functions that build the address where a browser is logged in, from host and port and the password, by server."""
 
 
 def _write(page: Path, address: str) -> Path:

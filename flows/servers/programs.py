@@ -1,4 +1,4 @@
-"""Commands, ports and environments of the local servers and the worker; `local.py` decides when they start.
+"""Command lines, ports and environments of the local Prefect and MLflow servers and the worker.
 
 A port is held by a listening socket from its choice to the server's first answer.
 """
@@ -24,11 +24,12 @@ NO_TELEMETRY = {
 }
 PREFECT_DATABASE = "PREFECT_API_DATABASE_CONNECTION_URL"
 MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
-"""Variables that name databases, such as PostgreSQL; default: sqlite. Not arguments: URLs have passwords."""
+"""Environment variable with the URL of MLflow's database, such as PostgreSQL; default: an SQLite file. It is no
+argument, because URLs contain passwords."""
 MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
 MLFLOW_FILE = "mlflow.db"
 KEY_VARIABLE = "LIFECYCLE_SERVERS_KEY"
-"""Variable that gives a server the password of the home's key."""
+"""Environment variable by which a local server gets its password."""
 SERVICES = {
     # A home's server has nothing to do for most of the day, and its loops took 2% of a core. Nothing here pauses flow
     # runs; new schedules are planned when they are made (`flows/service/schedule.py`), not by a loop that looks.
@@ -47,15 +48,15 @@ SERVICES = {
     # like those that a killed server did not hand on, and people would be notified again.
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_MAX_FLUSH_RETRIES": "1000000",
 }
-"""Settings of how often Prefect's server looks for work of its own."""
+"""Settings that make the background services of Prefect's server poll less often, which saves CPU time."""
 _WORKER_COMMAND = [sys.executable, "-m", "flows.service.worker", DESCRIPTOR]
 BACKLOG = 2048
-"""Number of connections that may wait for a server to accept them."""
+"""Largest number of connections that wait until a server accepts them."""
 
 
 @dataclass(frozen=True)
 class ServerProgram:
-    """Program of a local server or of the worker.
+    """Command, port and environment of a local server or the worker.
 
     variable: names another server, if the user sets it. health_path, client_path: relative to the server's address.
     command: the descriptor of its listening socket replaces `{descriptor}`.
@@ -71,12 +72,12 @@ class ServerProgram:
     environment: Callable[[Path, int], dict[str, str]]
 
     def named(self) -> str | None:
-        """Return the address of the server that the user named, if any."""
+        """Return the address of the user's own server, which replaces the local one; None without such a server."""
         return (os.environ.get(self.variable) if self.variable else None) or None
 
 
 def listener(*preferred: int | None) -> socket.socket:
-    """Return a socket that listens on the first preferred port that is free, else on one that the kernel picks.
+    """Return a socket that listens on the first preferred port that is free, else on a free port that the kernel picks.
 
     The server inherits it. A server takes seconds before it answers; another program that listened there meanwhile, of
     another user or of another `lifecycle up`, would be taken for it and receive the key. Binding alone is not enough:
@@ -89,7 +90,7 @@ def listener(*preferred: int | None) -> socket.socket:
 
 
 def guarded(name: str) -> list[str]:
-    """Return the command of a server behind its guard, for a listening socket."""
+    """Return the command line that runs a server behind access control, on an inherited listening socket."""
     return [sys.executable, "-m", "flows.servers.guarded", name, f"--descriptor={DESCRIPTOR}"]
 
 
@@ -130,4 +131,4 @@ WORKER = ServerProgram("worker", None, 4300, "/health", "", _WORKER_COMMAND, _wo
 SERVERS = (PREFECT, MLFLOW)
 PROGRAMS = {program.name: program for program in (*SERVERS, WORKER)}
 NAMED_BY = {program.name: str(program.variable) for program in SERVERS}
-"""Server → the variable by which a user names a server of their own."""
+"""Environment variable by which a user names their own server, by server (`prefect`, `mlflow`)."""

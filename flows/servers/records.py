@@ -1,4 +1,4 @@
-"""Records of the servers that we started: `<home>/servers.json`, server name → process, port, token.
+"""Records of the local servers in `$LIFECYCLE_HOME/servers.json`: process, port and token of each.
 
 A copy of a home has the file, too; there the records are void, since the processes are the original's.
 
@@ -31,7 +31,7 @@ ACTIVE = """
 
 
 class ServerRecord(StrictModel):
-    """Server that we started. All its processes have `token` in their environment.
+    """Record of a local server or the worker. All its processes have `token` in their environment, to be found by it.
 
     settings: digest of the rest of its environment, such as the servers' addresses for the worker.
     deaths: how often it died in a row.
@@ -51,12 +51,12 @@ class ServerRecord(StrictModel):
 
     @property
     def knows_home(self) -> bool:
-        """Return whether the server's processes still find this home, which may have been moved."""
+        """Return whether the server's processes still find the lifecycle home, which may have been moved."""
         return self.home is None or (self.home.exists() and self.home.samefile(home()))
 
 
 class ServerRecords(StrictModel):
-    """Contents of `servers.json`: the records of all servers of a home.
+    """Contents of `servers.json`: the records of all local servers of a lifecycle home.
 
     home: where it was written; None in old files.
     is_copy: the home is a copy that was not settled yet: its schedules must be paused before a worker starts.
@@ -68,17 +68,20 @@ class ServerRecords(StrictModel):
 
 
 def read_records() -> dict[str, ServerRecord]:
-    """Return the records of all servers of this home. Raises `StoreError` when the file is damaged."""
+    """Return the records of all local servers, by name. Raises `StoreError` when the file is damaged."""
     return dict(_read().servers)
 
 
 def is_unsettled_copy() -> bool:
-    """Return whether this home is a copy whose servers did not start yet. Raises what `read_records` raises."""
+    """Return whether this lifecycle home is a copy whose servers have not been started yet.
+
+    Raises what `read_records` raises.
+    """
     return _read().is_copy
 
 
 def write_records(records: Mapping[str, ServerRecord], *, settled: bool = False) -> None:
-    """Replace the records of all servers of this home. Raises what `read_records` raises.
+    """Replace the records of all local servers. Raises what `read_records` raises.
 
     settled: this home is no copy any more.
     """
@@ -88,25 +91,25 @@ def write_records(records: Mapping[str, ServerRecord], *, settled: bool = False)
 
 
 def address_of(name: str) -> str | None:
-    """Return the address of a server that we started and whose process lives, else None."""
+    """Return the address of a local server; None when its process does not live on this machine."""
     record = read_records().get(name)
     return record.address if record and record.process.alive() else None
 
 
 def host_of(record: ServerRecord) -> str | None:
-    """Return the host of a server that cannot be seen from here; None for one of here, and for one that is silent."""
+    """Return the host of a server that runs elsewhere; None for one of this host, or without a recent sign of life."""
     if record.process.standing() != "foreign" or is_silent(record.process, _heartbeat_file(), _file()):
         return None
     return record.process.host or "another host"
 
 
 def server_heartbeat() -> Heartbeat:
-    """Return the heartbeat of a server or worker, for processes that share the home but cannot see it."""
+    """Return a heartbeat by which other hosts that share the lifecycle home see that the local servers live."""
     return Heartbeat(_heartbeat_file())
 
 
 def missing_worker() -> str | None:
-    """Return the warning when recipes are scheduled here and no worker runs; None otherwise.
+    """Return a warning when recipes are scheduled but no worker runs to start them; None otherwise.
 
     Prefect need not run: its database of this home is read. If the user names a Prefect, its workers are elsewhere.
     """
@@ -148,7 +151,7 @@ def _heartbeat_file() -> Path:
 
 
 def main() -> None:
-    """Record the process of a server, if it lives, and how often it died in a row."""
+    """Record a local server's process, if it lives, and how often it died in a row, as the arguments say."""
     name, pid, deaths = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     records = read_records()
     try:

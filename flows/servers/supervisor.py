@@ -1,4 +1,4 @@
-"""Program that keeps commands alive: the servers and the worker of a home, or the proxy of a served champion.
+"""Program that restarts commands when they die or hang: the local servers and the worker, or a served champion.
 
     python -m flows.servers.supervisor DESCRIPTOR
 
@@ -32,16 +32,17 @@ from stages.core.process_tree import TOKEN_VARIABLE, end_processes, send
 
 LOOK_EVERY_S = 1.0
 MAX_FAILURES = 6
-"""Failed health checks in a row until a command is restarted; a time alone would count the supervisor's own delays."""
+"""Number of failed health checks in a row after which a command is restarted. A time limit would also count the
+supervisor's own delays."""
 ANSWER_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 0.2
 LIVED_S = 60.0
-"""Seconds of life after which a command that has answered is no longer counted as dying repeatedly."""
+"""Seconds after which a running command counts as stable, so that its earlier deaths are forgotten."""
 LONGEST_PAUSE_S = 60.0
 
 
 def keep(kept: Kept, public: socket.socket) -> NoReturn:
-    """Become the supervisor of one command, in this process and its terminal; it listens on `public`.
+    """Turn this process into the supervisor of one command in the foreground, which listens on the socket `public`.
 
     The command ends when this process does, however that ends. After SIGTERM and SIGINT it gets a SIGTERM, and all the
     time that it wants to end; the exit code is its own. So it is when the command ends before it has ever answered.
@@ -53,7 +54,7 @@ def keep(kept: Kept, public: socket.socket) -> NoReturn:
 
 
 def become(plan: Plan) -> NoReturn:
-    """Become the supervisor of a home's servers, in the same process."""
+    """Turn this process into the supervisor of the given commands."""
     sys.stdout.flush()
     plan_descriptor = plan.in_memory()
     for descriptor in (*plan.descriptors(), plan_descriptor):
@@ -62,7 +63,7 @@ def become(plan: Plan) -> NoReturn:
 
 
 def start(plan: Plan) -> None:
-    """Start the supervisor of a home beside this process, whose end it does not notice."""
+    """Start the supervisor of the local servers in the background; it outlives this process."""
     folder = supervisor_folder(plan.home)
     plan_descriptor = plan.in_memory()
     hidden = (*SYSTEMD_VARIABLES, TOKEN_VARIABLE)
@@ -87,7 +88,7 @@ _COMMAND = [sys.executable, "-m", "flows.servers.supervisor"]
 
 
 def notify(state: str) -> None:
-    """Send a state to systemd if it started this process as a service of `Type=notify`."""
+    """Send a state such as `READY=1` to systemd, if it started this process as a service of `Type=notify`."""
     if address := os.environ.get("NOTIFY_SOCKET"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
             connection.settimeout(0.2)  # if systemd hangs and its queue is full
@@ -95,7 +96,7 @@ def notify(state: str) -> None:
 
 
 class Supervisor:
-    """Event loop that keeps the commands of a plan alive until it is stopped or hands them over."""
+    """Event loop that restarts commands when they die or hang, until it is stopped or another supervisor takes over."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -110,7 +111,7 @@ class Supervisor:
             self._listen_to_successor(plan.lock)
 
     def run(self) -> int:
-        """Run until stopped or handed over; return the exit code to end with."""
+        """Supervise the commands until stopped or replaced by another supervisor; return the exit code to end with."""
         while not self.num_stop_requests:
             for one in self.running:
                 one.look()
@@ -128,15 +129,15 @@ class Supervisor:
         return self._stop_home() if self.plan.home else self._stop_commands()
 
     def finds_home(self) -> bool:
-        """Return whether the home is still where it was. Another one, such as its copy, may be there now."""
+        """Return whether the lifecycle home is still at its path, and is the same folder, not a copy of it."""
         return _inode(self.plan.home) == self._home_inode
 
     def answers(self, name: str) -> bool:
-        """Return whether a command of this name is kept here and gave a good answer the last time."""
+        """Return whether a command is supervised here and gave a good answer to its last health check."""
         return any(one.answers for one in self.running if one.kept.name == name)
 
     def record(self, kept: Kept) -> None:
-        """Write the process of a command, and how often it died in a row, into the home's records."""
+        """Write a command's process, and how often it died in a row, into the records of local servers."""
         if self.plan.home and self.finds_home():
             arguments = [kept.name, str(kept.pid or 0), str(kept.deaths)]
             # In a process of its own: records are read and written by a library of 15 MB.
@@ -150,7 +151,7 @@ class Supervisor:
         return {**inherited, "LIFECYCLE_HOME": self.plan.home}
 
     def _wait(self, timeout_s: float) -> None:
-        """Sleep until there is something to do, then inform systemd's watchdog that this process lives."""
+        """Sleep until there is something to do, then report to systemd's watchdog that the supervisor lives."""
         for key, _ in self.selector.select(timeout_s):
             key.data()
         if "WATCHDOG_USEC" in os.environ:
@@ -188,7 +189,7 @@ class Supervisor:
                     self.plan.release()
 
     def _stop_home(self) -> int:
-        """Run `lifecycle down`, which first asks this process to hand over."""
+        """Run `lifecycle down`, which stops the local servers and first takes them over from this supervisor."""
         command = [sys.executable, "-c", "from flows.cli.main import main; main(['down'])"]
         stopping = subprocess.Popen(command, env=self._environment())
         while stopping.poll() is None:
@@ -207,7 +208,7 @@ class Supervisor:
 
 
 class _Running:
-    """State of a kept command and its process.
+    """State of one supervised command: its process, health checks and next restart.
 
     has_answered: since it was started last.
     """
@@ -224,7 +225,7 @@ class _Running:
         self._start_at_s: float | None = None if kept.pid else self._began_s
 
     def look(self) -> None:
-        """Start the command, check its health, kill it or record its death, if that is due now."""
+        """Do what is due for the command: start it, check its health, kill it when it hangs, or record its death."""
         now_s = time.monotonic()
         if self._start_at_s is not None:
             if now_s >= self._start_at_s:
@@ -245,13 +246,13 @@ class _Running:
             rotate(Path(self.kept.log))
 
     def pause_s(self) -> float:
-        """Return the seconds until `look` has something to do for the command."""
+        """Return the seconds until the next call of `look` has something to do."""
         if self._start_at_s is not None:
             return max(0.0, self._start_at_s - time.monotonic())
         return min(LOOK_EVERY_S, self._interval_s)
 
     def is_alive(self) -> bool:
-        """Return whether the command's process runs; reap it if it has ended."""
+        """Return whether the command's process is alive; collect its exit code if it has ended."""
         if self.kept.alive():
             return True
         if self.kept.pid:
@@ -299,7 +300,7 @@ class _Running:
             self._supervisor.record(self.kept)
 
     def _ask(self, now_s: float) -> None:
-        """Send a health check to the command; the supervisor's loop takes the answer."""
+        """Send a health check to the command without waiting for the answer."""
         if self._connection and now_s - self._asked_s > min(ANSWER_TIMEOUT_S, self._interval_s):
             self._stop_asking()
             self._note_answer(b"")
@@ -359,7 +360,7 @@ def _shell_code(exit_code: int | None) -> int:
 
 
 def main() -> None:
-    """Keep the commands of the plan alive; with --detach, in a new process that is no child of the caller."""
+    """Supervise the commands whose description is inherited; with --detach, in a daemon that outlives the caller."""
     plan = Plan.read(int(sys.argv[1]))
     for descriptor in plan.descriptors():
         os.set_inheritable(descriptor, False)

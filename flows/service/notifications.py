@@ -1,4 +1,4 @@
-"""Notifications of how refreshes end, or that they do not begin, and pings after each that ran: Prefect automations.
+"""Notifications about how refreshes end, or that they do not begin, sent by Prefect's server (automations).
 
 The server sends them, so they arrive also when the process of a refresh, or the worker, was killed. If the server
 itself is gone, a service notices that misses the pings (a dead man's switch). Addresses may hold secrets: they are read
@@ -39,7 +39,7 @@ STATES: dict[str, tuple[str, ...]] = {
     "promoted": ("Promoted",),
     "ran": ("Completed", "Cached", "Promoted", "NotPromoted", "StillNotPromoted"),
 }
-"""Occasion → names of Prefect's states. `ran` is only for pings: each end of a refresh except failures."""
+"""Names of the Prefect states that each occasion stands for; `ran`, only for pings, is every end but a failure."""
 SCHEMES: dict[Channel, tuple[str, ...]] = {
     "webhook": ("http://", "https://"),
     "slack": ("https://hooks.slack.com/services/",),
@@ -69,19 +69,19 @@ LATE = (
 LINK = "{% if flow_run|ui_url %}\nPrefect: {{ flow_run|ui_url }}{% endif %}"
 BODY = f"{{% if flow_run.state.name == 'Late' %}}{LATE}{{% else %}}{{{{ flow_run.state.message }}}}{{% endif %}}{LINK}"
 ONCE_WITHIN = timedelta(minutes=1)
-"""Interval in which equal states count once; when the disk is full, Prefect sets a last state several times."""
+"""Interval in which equal states cause one notification; Prefect repeats a final state when the disk is full."""
 
 
 @dataclass(frozen=True)
 class Notification:
-    """Channel and the occasions on which it is notified."""
+    """Notification channel, such as e-mail, with the occasions on which it gets a message."""
 
     channel: str
     occasions: tuple[str, ...]
 
 
 def notify(channel: Channel, address_variable: str, occasions: Sequence[Occasion] = ()) -> Notification:
-    """Notify `channel` of refreshes on these occasions, by default on all; replaces its former notifications.
+    """Have Prefect send a message to `channel` on the given occasions (default: all), in place of earlier settings.
 
     address_variable: the environment variable that holds the address: the URL of a webhook (it gets a JSON object with
     `subject` and `body`), of a Slack webhook, mailto://USER:PASSWORD@HOST?to=ADDRESS, as Apprise reads it, or the URL
@@ -108,14 +108,14 @@ def notify(channel: Channel, address_variable: str, occasions: Sequence[Occasion
 
 
 def notifications() -> list[Notification]:
-    """Return all notifications, by channel. Raises `ServerError` when Prefect does not answer."""
+    """Return all configured notifications, by channel. Raises `ServerError` when Prefect does not answer."""
     with prefect_client() as client:
         automations = [one for one in client.read_automations() if one.name.startswith(PREFIX)]
         return sorted((_describe(one) for one in automations), key=lambda notification: notification.channel)
 
 
 def remove(channel: str) -> None:
-    """Stop notifying a channel, and forget its address. Raises `RecipeError` when it is not notified anyway."""
+    """Stop notifying a channel and delete its address. Raises `RecipeError` when the channel gets no notifications."""
     with prefect_client() as client:
         automations = client.read_automations_by_name(PREFIX + channel)
         if not automations:
@@ -127,7 +127,10 @@ def remove(channel: str) -> None:
 
 
 def send_test(channel: Channel) -> None:
-    """Send a channel a test notification now. Raises `RecipeError` if it is not notified, `ServerError` on failure."""
+    """Send a test notification to a channel now.
+
+    Raises `RecipeError` if none is configured, `ServerError` on failure.
+    """
     with prefect_client() as client:
         if not client.read_automations_by_name(PREFIX + channel):
             raise RecipeError(f"there are no notifications by {channel}; `lifecycle notify add {channel}` adds them")
@@ -173,7 +176,7 @@ def _is_url(address: str) -> bool:
 
 
 def _is_read_by_apprise(address: str) -> bool:
-    """Return whether Apprise, which sends to it, accepts the address; Prefect would check only when sending."""
+    """Return whether Apprise, which sends the message, accepts an address; Prefect would check that only on sending."""
     logging.getLogger("apprise").setLevel(logging.CRITICAL)
     return bool(Apprise().add(address))
 
@@ -202,7 +205,7 @@ def _trigger(occasions: Sequence[str]) -> EventTrigger:
 
 
 def _events(occasion: str) -> set[str]:
-    """Return the events of an occasion: Prefect names the event of a flow run after its new state."""
+    """Return the names of Prefect's events for an occasion, one for each state that it stands for."""
     return {f"prefect.flow-run.{name}" for name in STATES[occasion]}
 
 

@@ -1,4 +1,4 @@
-"""Reaper of refreshes whose end Prefect does not know: their process died, or the server was away when they ended.
+"""Reaper of refreshes that died, or whose end Prefect missed: it records their end here and in Prefect.
 
 A process of this machine is identified by number and start time, so this needs no heartbeat and no patience with a busy
 machine.
@@ -39,23 +39,23 @@ from stages.core.errors import StoreError
 from stages.core.process_tree import marked_processes
 
 ASK_INTERVAL_S = 60.0
-"""Seconds between queries to Prefect while nothing ends here; each costs it 10 ms of a core."""
+"""Seconds between queries to Prefect while no refresh ends on this machine; each costs Prefect 10 ms of CPU time."""
 START_TIMEOUT_S = 60.0
-"""Seconds that a worker may take from taking a run to starting its process."""
+"""Seconds that a worker may take to start the process of a flow run that it has claimed."""
 NEVER_STARTED = "its process ended twice before the refresh began and could not say why; the worker's log may"
 DUE_AGAIN = "its process ended, or never started, before the refresh began; it is due again"
 ENDED_WITHIN = timedelta(minutes=10)
-"""Age up to which ended refreshes are checked for a lost event; a restart of Prefect's server takes seconds."""
+"""Time for which ended refreshes are checked for a lost notification; a restart of Prefect's server takes seconds."""
 STORED_WITHIN_S = 10.0
-"""Seconds within which Prefect's server stores an event if the disk has space: twice its interval."""
+"""Seconds in which Prefect's server stores an event if the disk has space; twice its own interval."""
 FULL_BELOW_BYTES = 16 << 20
-"""Free space below which a disk counts as full; SQLite then cannot extend a database."""
+"""Free bytes below which a disk counts as full, since SQLite cannot extend a database then."""
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
-"""Variable in the environment of a process that a worker has started."""
+"""Environment variable with the flow run's id in every process that a Prefect worker has started."""
 
 
 class Reaper:
-    """Closes refreshes whose process died. Called every few seconds; queries Prefect only when there is reason to."""
+    """Periodic task that records the end of refreshes whose process died; it queries Prefect only when necessary."""
 
     def __init__(self) -> None:
         self._running = RunningRefreshes()
@@ -68,7 +68,7 @@ class Reaper:
         self._announced_ends: set[UUID] = set()
 
     def reap(self) -> list[str]:
-        """Set in Prefect the end of refreshes that it shows as running; mark dead ones as failed here, return them.
+        """Set the end of dead and ended refreshes in Prefect, and record the dead ones as failed; return their ids.
 
         Raises when Prefect is away. Prefect is updated first: a refresh is closed here only once that was done.
         """
@@ -97,7 +97,7 @@ class Reaper:
         return close_interrupted() if died else []
 
     def _never_started(self, client: SyncPrefectClient) -> list[UUID]:
-        """Return flow runs that a worker took a while ago, that no process runs, and that have no ledger yet.
+        """Return flow runs that a worker claimed a while ago, but that have neither a process nor an event log.
 
         The worker may have been killed before it started one. It reports the early death of a process to Prefect once,
         as the process does its own failure; a full disk may keep both from being recorded.
@@ -121,7 +121,7 @@ class Reaper:
         return [run for run, since_s in self._missing_since_s.items() if now_s - since_s >= START_TIMEOUT_S]
 
     def _never_begun(self, client: SyncPrefectClient) -> Iterator[FlowRun]:
-        """Yield flow runs whose process died before the flow could announce them, for notifications."""
+        """Yield crashed flow runs whose process died before the refresh began, so that people are notified of them."""
         crashed = FlowRunFilter(
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED])),
             end_time=FlowRunFilterEndTime(after_=self._began),
@@ -132,7 +132,7 @@ class Reaper:
         return (one for one in found if not one.run_count and one.id not in self._announced)
 
     def _ended_without_event(self, client: SyncPrefectClient) -> list[FlowRun]:
-        """Return refreshes that ended lately, but the event of whose end was lost, and with it the notification.
+        """Return flow runs that ended lately, and whose end no notification announced, because Prefect lost the event.
 
         Prefect's server hands on a state's event in memory as it commits the state, and stores the event within 5 s,
         unless the disk is full; a server that is killed in between never does. An end is returned after
@@ -154,7 +154,7 @@ class Reaper:
 
 
 def _running_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
-    """Yield the flow runs that Prefect shows as running and that are refreshes of this home."""
+    """Yield the refreshes of this lifecycle home that Prefect shows as running."""
     running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
     found = client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name, COMPARE])),
@@ -172,7 +172,7 @@ def _has_ledger(flow_run: FlowRun) -> bool:
 
 
 def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
-    """Set the final state of a flow run, unless its process lives or it has begun another try."""
+    """Set the final state of a refresh in Prefect, unless its process lives or it has been retried."""
     try:
         record = ledger_of(flow_run.name).read()
     except StoreError:  # `RunningRefreshes` has named it

@@ -1,4 +1,4 @@
-"""Reserve of disk space, given away when the disk is full, so that a failure can still be recorded, once and plainly.
+"""Reserved disk space that is freed when the disk is full, so that a failing refresh can still record its end.
 
 Without it the end of a refresh is lost, or notified several times: Prefect's server hands on the event of a state
 before it commits the state, and a client whose commit failed sets the state again.
@@ -13,15 +13,15 @@ from pathlib import Path
 from flows.ledger.home import home
 
 RESERVE_BYTES = 32 << 20
-"""Size of the reserve: far more than ledgers and databases need to record that a night failed."""
+"""Size of the reserved file in bytes, far more than event logs and databases need to record one failure."""
 LOW_BYTES = 4 << 20
-"""Free space below which the reserve is given away; SQLite's log and the database need some MiB together."""
+"""Free bytes below which the reserved file is deleted; SQLite's log and database need some MiB together."""
 PLENTY_BYTES = 512 << 20
-"""Free space from which on the reserve is made again; a smaller disk has none."""
+"""Free bytes from which the reserved file is made again; a disk with less space never has one."""
 
 
 def keep_reserve() -> None:
-    """Give the reserve away when the disk of the home is full, and make it again when there is plenty of space."""
+    """Delete the reserved file when the lifecycle home's disk is full; make it again when there is plenty of space."""
     file = reserve_file()
     free_bytes = shutil.disk_usage(home()).free
     is_made = file.exists()
@@ -35,5 +35,5 @@ def keep_reserve() -> None:
 
 
 def reserve_file() -> Path:
-    """Return the path of the reserve in this home; it may not exist."""
+    """Return the path of the reserved file in the lifecycle home; it may not exist."""
     return home() / "reserve"

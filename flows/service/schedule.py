@@ -1,4 +1,4 @@
-"""Schedules: Prefect deployments of the refresh flow, which the worker (`flows/service/worker.py`) runs when due.
+"""Schedules of recipes: Prefect deployments of the refresh flow, which the worker runs when they are due.
 
 A schedule has the name of its recipe. Prefect stores it; the recipe is read again at every run.
 """
@@ -44,7 +44,7 @@ SCHEDULE_TAG = "lifecycle-schedule"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Times at which a recipe is refreshed. next_due: None while it is paused."""
+    """Times at which a recipe is refreshed, with the next one; `next_due` is None while the schedule is paused."""
 
     name: str
     recipe: str
@@ -57,7 +57,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Request for a schedule, with checked recipe, cron expression and time zone."""
+    """Checked request to schedule a recipe: its overrides, cron expression and time zone."""
 
     name: str
     recipe: Path
@@ -66,14 +66,14 @@ class ScheduleSpec:
 
 
 def schedule_spec(recipe: Path, cron: str, timezone: str, overrides: tuple[str, ...] = ()) -> ScheduleSpec:
-    """Check a request for a schedule; asks no server. Raises `RecipeError`."""
+    """Return a checked request to schedule a recipe, without asking a server. Raises `RecipeError` for a mistake."""
     name = load_recipe(recipe, overrides).name
     check_parameters(RefreshRequest(str(recipe), overrides))
     return ScheduleSpec(name, recipe.absolute(), overrides, _cron_schedule(name, cron, timezone))
 
 
 def schedule(spec: ScheduleSpec) -> Schedule:
-    """Refresh a recipe at the times of its spec; a schedule of the same recipe is replaced.
+    """Create a recipe's schedule in Prefect, replacing an earlier one; return the schedule.
 
     Raises `RecipeError` when another recipe of this name is scheduled, `ServerError` when Prefect does not answer.
     """
@@ -98,7 +98,7 @@ def schedules() -> list[Schedule]:
 
 
 def pause(name: str) -> Schedule:
-    """Pause a schedule and remove its runs that no worker has taken, late ones included.
+    """Pause a schedule, and delete its planned and late runs that no worker has claimed.
 
     A run that a worker has just taken notices that the schedule is paused (`flows/running/due.py`). Raises
     `RecipeError` when there is no schedule of this name.
@@ -122,7 +122,7 @@ def resume(name: str) -> Schedule:
 
 
 def remove(name: str) -> None:
-    """Remove a schedule and cancel its runs that a worker has taken, but not begun; a refresh that runs goes on.
+    """Remove a schedule, and cancel runs that a worker has claimed but not begun; a running refresh goes on.
 
     Raises `RecipeError` when there is none of this name.
     """
@@ -165,7 +165,7 @@ def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
 
 
 def _runs_backwards(first: str, last: str) -> bool:
-    """Return whether a range of a cron expression ends before it begins; Prefect reads `1-0` as every minute."""
+    """Return whether a range of a cron expression, such as `5-1`, ends before it begins; Prefect reads it as `*`."""
     numbers = [int(end) if end.isdecimal() else NUMBERS.get(end, -1) for end in (first, last)]
     if last == "sun":
         numbers[1] = 7  # Sunday is 0 and 7
@@ -182,13 +182,13 @@ def _find_or_explain(client: SyncPrefectClient, name: str) -> DeploymentResponse
 
 
 def _planned(client: SyncPrefectClient, deployment_id: UUID) -> Schedule:
-    """Make Prefect plan the next runs at once instead of when its scheduler next looks; return the schedule."""
+    """Make Prefect plan a schedule's next runs now, not at its scheduler's next look; return the schedule."""
     client.request("POST", "/deployments/{id}/schedule", path_params={"id": deployment_id}, json={})
     return _describe(client, client.read_deployment(deployment_id))
 
 
 def _runs_in(client: SyncPrefectClient, deployment_id: UUID, state: StateType) -> list[FlowRun]:
-    """Return a schedule's flow runs in a state, the next one first.
+    """Return a schedule's flow runs that are in a given Prefect state, the earliest first.
 
     SCHEDULED: no worker has taken the run; PENDING: it has not begun.
     """

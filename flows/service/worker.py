@@ -1,4 +1,4 @@
-"""Worker that runs the due refreshes, of missed ones the latest, and reports those whose process died.
+"""Worker process that runs scheduled refreshes when due (of missed ones only the latest), and reports dead refreshes.
 
     python -m flows.service.worker [DESCRIPTOR]
 
@@ -48,13 +48,13 @@ from stages.core.process_tree import working_directories
 from stages.core.supervised import Supervised
 
 ASK_WHOLE_S = 30.0
-"""Seconds between whole queries; Prefect marks a queue as not ready after a minute without one."""
+"""Seconds between full queries for due runs; Prefect marks a work queue as not ready after a minute without one."""
 TOLERATED_S = 60.0
 POLL_INTERVAL_S = 1.0
 
 
 class DueRuns:
-    """Replacement of a worker's own query for due runs.
+    """Query for due flow runs that is cheaper than the Prefect worker's own, and replaces it.
 
     It first asks whether there are any: the server needs 5 ms for that, and 17 ms for the whole query, by which it also
     records that the worker lives.
@@ -66,7 +66,7 @@ class DueRuns:
         self._asks_whole_at_s = 0.0
 
     async def get(self) -> list[WorkerFlowRunResponse]:
-        """Return due flow runs; of the runs that a schedule has missed only the latest.
+        """Return the flow runs that are due; when a schedule has missed several, only the latest of them.
 
         Each of the others would be a process for some seconds, all at once, only to find out the same.
         """
@@ -90,7 +90,7 @@ class DueRuns:
         return bool(await self._worker.client.count_flow_runs(flow_run_filter=due, work_pool_filter=pool))
 
     async def _leave_out(self, missed: list[FlowRun], latest: FlowRun) -> None:
-        """Cancel missed flow runs. People are notified of one of them, whose message covers all."""
+        """Cancel flow runs that a schedule missed, and notify people once about all of them."""
         first, last, due = (f"{run.expected_start_time:%Y-%m-%d %H:%M}" for run in (missed[0], missed[-1], latest))
         span = f"{len(missed)} runs, due from {first} to {last} UTC," if missed[1:] else f"one run, due at {last} UTC,"
         message = f"{span} did not begin in time; the latest does, due at {due} UTC"
@@ -101,7 +101,7 @@ class DueRuns:
 
 
 def missed_runs(runs: Iterable[FlowRun], now: datetime) -> list[list[FlowRun]]:
-    """Return, for each schedule that has several due runs, those runs, the latest last. Pure."""
+    """Return the due runs of each schedule that has several, the latest run last. Pure."""
     due: dict[UUID | None, list[FlowRun]] = {}
     for run in runs:
         if run.auto_scheduled and not run.run_count and run.expected_start_time <= now:
@@ -115,7 +115,7 @@ def _announce(flow_run: FlowRun) -> None:
 
 
 class Clock:
-    """Comparison of the wall clock with the monotonic one; plans schedules while Prefect's server does not.
+    """Detector of a clock that was set back, which plans scheduled runs while Prefect's server does not.
 
     When the clock was set back, the server plans nothing until the old time comes again, because its loops are due at
     clock times. Planned runs begin at their new time; late ones are not reported as late.
@@ -128,7 +128,7 @@ class Clock:
         self._behind_until_s = 0.0
 
     def look(self) -> None:
-        """Print once that the clock was set back, and plan runs while Prefect's server does not."""
+        """Check whether the clock was set back; print that once, and plan runs while Prefect's server does not."""
         offset_s = self._read_offset_s()
         behind_s = self._offset_s - offset_s
         self._offset_s = offset_s
@@ -147,7 +147,7 @@ class Clock:
 
 
 def plan_schedules() -> None:
-    """Make Prefect plan the next runs of all schedules now. Raises `ServerError` when it does not answer."""
+    """Make Prefect plan the next runs of all schedules now. Raises `ServerError` when Prefect does not answer."""
     with prefect_client() as client:
         for found in client.read_deployments(
             flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=[refresh.name]))
@@ -158,7 +158,7 @@ def plan_schedules() -> None:
 
 @dataclass(frozen=True)
 class Duty:
-    """Task that the worker repeats beside its own work. `name` completes "could not …"."""
+    """Task that the worker repeats in the background. `name` completes the error message "could not …"."""
 
     name: str
     interval_s: float
@@ -166,7 +166,7 @@ class Duty:
 
 
 def duties() -> list[Duty]:
-    """Return the tasks that the worker does at its start and then at intervals."""
+    """Return the background tasks that the worker performs at its start and then at intervals."""
     return [
         Duty("look whether the home was moved", 5.0, functools.partial(end_if_moved, home_identity())),
         Duty("report dead refreshes", 5.0, Reaper().reap),  # so that a death is known within 10 s
@@ -178,7 +178,7 @@ def duties() -> list[Duty]:
 
 
 async def work(public: socket.socket | None) -> None:
-    """Run the worker: poll Prefect until cancelled; answer health checks on `public`."""
+    """Run the worker: start due refreshes until cancelled, and answer health checks on the socket `public`."""
     worker = ProcessWorker(name=f"lifecycle-{os.uname().nodename}", work_pool_name=WORK_POOL)
     worker._get_scheduled_flow_runs = DueRuns(worker).get
     if public:
@@ -188,7 +188,7 @@ async def work(public: socket.socket | None) -> None:
 
 
 def repeat(duty: Duty) -> None:
-    """Perform a duty forever. A failure is printed, and tried again next time."""
+    """Perform a background task of the worker forever; a failure is printed, and the task is tried again next time."""
     while True:
         try:
             duty.perform()
@@ -198,14 +198,14 @@ def repeat(duty: Duty) -> None:
 
 
 def end_if_moved(here: HomeIdentity) -> None:
-    """End the worker when its home has been moved or removed."""
+    """End the worker when its lifecycle home has been moved or removed."""
     if not here.is_here():
         print(f"{home()} was moved: the worker ends; `lifecycle up` starts it in the new place", flush=True)
         os._exit(1)  # without cleanup, which would stop running refreshes; those keep their open files
 
 
 def remove_left_folders(folder: Path) -> None:
-    """Remove working directories that a killed worker left and in which no process works.
+    """Remove the working directories that a killed worker left, unless a process still works in them.
 
     A refresh outlives a killed worker, and goes on in its own directory.
     """
@@ -216,7 +216,7 @@ def remove_left_folders(folder: Path) -> None:
 
 
 def apply_retention() -> None:
-    """Remove what the policy of this home does not keep; does nothing without a policy.
+    """Remove the refreshes and artifacts that the retention policy does not keep; without a policy, do nothing.
 
     Runs in a process of its own, so that the memory of its imports is freed. Its output is in the worker's log.
     """
@@ -233,7 +233,7 @@ def apply_retention() -> None:
 
 
 def main() -> None:
-    """Run the worker until SIGTERM or SIGINT."""
+    """Run the worker for scheduled refreshes until SIGTERM or SIGINT."""
     collect_rarely()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     public = socket.socket(fileno=int(sys.argv[1])) if sys.argv[1:] else None

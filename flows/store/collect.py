@@ -1,4 +1,4 @@
-"""Verification of artifacts, and collection of what is no longer needed."""
+"""Verification of artifacts against their hashes, and garbage collection of the artifact store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESUME_KEY_LENGTH = 12
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of hashing one artifact again. Paths are relative to its folder."""
+    """Files of one artifact that differ from their recorded hashes, are missing, or were added."""
 
     artifact: Artifact
     damaged: tuple[str, ...]
@@ -33,13 +33,13 @@ class Verification:
 
     @property
     def whole(self) -> bool:
-        """Return whether every file of an artifact has its recorded hash and no other file is there."""
+        """Return whether every file of the artifact has its recorded hash and no other file is there."""
         return not (self.damaged or self.missing or self.extra)
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """Folder or file that may be removed, with its size and the reason. used_s: last use, since the epoch."""
+    """Folder or file that may be removed, with its size, the reason and its last use in seconds since the epoch."""
 
     path: Path
     size_bytes: int
@@ -48,7 +48,7 @@ class Garbage:
 
 
 def verify(store: Store) -> Iterator[Verification]:
-    """Hash every file of every artifact again, one artifact after the other."""
+    """Verify each artifact by hashing all its files again, and yield the results one by one."""
     for artifact in store.index().artifacts:
         recorded = artifact.record.files
         names = {name for name, _ in files_in(artifact.folder)}
@@ -64,7 +64,7 @@ def verify(store: Store) -> Iterator[Verification]:
 
 @dataclass(frozen=True)
 class Collected:
-    """Garbage that `collect` removed, and a sentence for each that could not be removed."""
+    """Result of a garbage collection: what was removed, and a sentence for each thing that could not be removed."""
 
     removed: tuple[Garbage, ...]
     failures: tuple[str, ...]
@@ -77,7 +77,7 @@ def find_garbage(
     rooms: Iterable[Path] = (),
     refreshing_since_s: float = math.inf,
 ) -> list[Garbage]:
-    """Return the artifacts, work folders and cache entries that are no longer needed.
+    """Return the artifacts, work folders and cache entries that may be removed.
 
     That is: superseded artifacts and leftovers of removals; and, if unused for `older_than_days`, leftovers of crashes,
     work folders that no process works in, and cache entries.
@@ -115,7 +115,7 @@ def find_garbage(
 
 
 def needed(index: Index, protected: Collection[str], in_use: Collection[Path]) -> list[Artifact]:
-    """Return the artifacts to keep: the latest of each stage, the named ones, and all that these were built from."""
+    """Return the artifacts to keep: the latest of each stage, protected ones, those in use, and all their ancestors."""
     latest: dict[tuple[str | None, str, str], Artifact] = {}
     for artifact in sorted(index.artifacts, key=lambda one: one.used_s):
         latest[artifact.record.recipe, artifact.record.kind, artifact.record.stage] = artifact
@@ -132,7 +132,7 @@ def needed(index: Index, protected: Collection[str], in_use: Collection[Path]) -
 
 
 def collect(store: Store, garbage: Iterable[Garbage]) -> Collected:
-    """Remove garbage unless it was used meanwhile. What cannot be removed does not stop the rest."""
+    """Remove garbage that has not been used since it was found; failures do not stop the rest."""
     removed, failures = [], []
     for item in garbage:
         try:
@@ -145,19 +145,22 @@ def collect(store: Store, garbage: Iterable[Garbage]) -> Collected:
 
 
 def used_s(path: Path) -> float:
-    """Return when an artifact was last found cached; of anything else, its latest change or recorded use."""
+    """Return the time of an artifact's last use, or of any other path's latest change, in seconds since the epoch."""
     with suppress(OSError):
         return (path / RECORD_FILE).stat().st_mtime
     return max((found.st_mtime for found in _stats(path)), default=0.0)
 
 
 def size_bytes(path: Path) -> int:
-    """Return the size of a file, or of all files of a folder."""
+    """Return the size in bytes of a file, or of all files in a folder together."""
     return sum(found.st_size for found in _stats(path) if not S_ISDIR(found.st_mode))
 
 
 def _stats(path: Path) -> Iterator[os.stat_result]:
-    """Yield the file status of an entry and of all below it. Links are not followed, vanished files are left out."""
+    """Yield the file status of a path and of everything below it.
+
+    Links are not followed, vanished files are left out.
+    """
     for one in (path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())):
         with suppress(OSError):
             yield one.lstat()

@@ -1,4 +1,4 @@
-"""Contents of files and folders: their hashes and digests, and whether they are what was recorded."""
+"""Contents of artifacts: file hashes, the digest over them, and checks against what was recorded."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NOT_OF_THE_ARTIFACT = frozenset(
     {RECORD_FILE, PENDING_RECORD_FILE, PENDING_HOOK_FILE, ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, LAUNCH_FOLDER}
 )
 SERIES = frozenset({METRICS_FILE, "events.jsonl"})
-"""Names of files to which every attempt at a stage appends, such as logs and metrics."""
+"""Names of files to which every attempt to run a stage appends: metrics and events."""
 BOOKKEEPING = frozenset({"config.json", *SERIES, "result.json"})
-"""Names of files that the contract puts beside an artifact's content; they differ with each build."""
+"""Names of files beside an artifact's content, such as its config and metrics, which differ from build to build."""
 
 CONTENT_FOLDERS: dict[Product, str] = {"model": "model/", "adapter": "adapter/", "dataset": "data/"}
 HASHING_THREADS = 4
@@ -36,18 +36,18 @@ MAX_OUTSIDE_FILES = 10_000
 
 
 class FileEntry(StrictModel):
-    """Size in bytes and sha256 of one file."""
+    """Recorded size in bytes and sha256 of one file of an artifact."""
 
     size: int
     sha256: str
 
 
 Files = dict[str, FileEntry]
-"""File entries by POSIX path relative to the folder."""
+"""Recorded sizes and hashes of an artifact's files, by POSIX path relative to its folder."""
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the relative POSIX path and the path of every file of an artifact, without logs.
+    """Yield the relative POSIX path and the full path of every file of an artifact, logs excluded.
 
     A server goes on writing to its log after the commit.
     """
@@ -58,21 +58,21 @@ def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def hash_files(folder: Path) -> Files:
-    """Return the size and sha256 of every file of an artifact."""
+    """Return the size and sha256 of every file of an artifact, by relative path."""
     files = dict(files_in(folder))
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         return dict(zip(files, pool.map(hash_file, files.values()), strict=True))
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Return the size and sha256 of a file."""
+    """Return the size in bytes and the sha256 of a file."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return FileEntry(size=stream.tell(), sha256=digest)
 
 
 def hash_path(path: Path, limit_s: float | None = None) -> str:
-    """Return the sha256 of a file, or that of the relative paths and contents of a folder's files.
+    """Return the sha256 of a file, or one sha256 over the relative paths and contents of a folder's files.
 
     The location does not count. limit_s: as for `sha256_of_files`.
     """
@@ -81,8 +81,9 @@ def hash_path(path: Path, limit_s: float | None = None) -> str:
 
 
 def outside_files(path: Path) -> dict[str, Path]:
-    """Return name → path of a file, or of all files of a folder except logs, bookkeeping and compiled Python.
+    """Return the input files at a path outside the store: the file itself, or all files of a folder, by relative path.
 
+    Logs, records and compiled Python are left out.
     Raises `OSError` when the folder cannot be read, or has more than `MAX_OUTSIDE_FILES` files, as no input has.
     """
     if not path.is_dir():
@@ -103,7 +104,7 @@ def _fail(error: OSError) -> None:
 
 
 def content_digest(product: Product, files: Files) -> str:
-    """Return the sha256 over paths and contents of what dependents read.
+    """Return the content digest of an artifact: one sha256 over all files that other stages may read from it.
 
     That is `model/`, `adapter/` or `data/`; of other products all files but the records.
     """
@@ -114,12 +115,15 @@ def content_digest(product: Product, files: Files) -> str:
 
 
 def is_pending(artifact: Path) -> bool:
-    """Return whether an artifact's hook after the commit has yet to be completed (`flows/launch/hook.py`)."""
+    """Return whether the program that runs after an artifact's commit has yet to complete (`flows/launch/hook.py`)."""
     return (artifact / PENDING_HOOK_FILE).exists()
 
 
 def damage_of(folder: Path, files: Mapping[str, FileEntry]) -> tuple[str, ...]:
-    """Return a short sentence for each file that is missing or has another size than recorded. Reads no content."""
+    """Return a sentence for each file of an artifact that is missing or has another size than recorded.
+
+    Reads no content.
+    """
     return tuple(line for name, entry in files.items() if (line := _damage(folder / name, name, entry.size)))
 
 

@@ -1,4 +1,4 @@
-"""Retention policy of a home: how much of its past is kept. Without a policy, nothing is removed automatically.
+"""Retention policy of a lifecycle home: how many old refreshes are kept. Without one, none is removed automatically.
 
 <home>/retention.yaml:
 
@@ -37,8 +37,9 @@ WholeNumber = Annotated[int, Field(strict=True, ge=1)]
 
 
 class Keep(StrictModel):
-    """Bounds on kept refreshes. One is kept if `refreshes` or `days` keeps it; if one is unset, the other decides.
+    """Limits on the refreshes to keep of each recipe: the latest `refreshes`, and those of the last `days`.
 
+    If one of the two is unset, the other decides.
     champions: number of versions; what an alias points to is kept in any case.
     """
 
@@ -47,7 +48,7 @@ class Keep(StrictModel):
     champions: Literal["all"] | WholeNumber = "all"
 
     def beyond(self, records: Iterable[RefreshRecord], now_ms: int) -> list[RefreshRecord]:
-        """Return the refreshes beyond the retention policy, without any that runs or may run elsewhere."""
+        """Return the refreshes that the retention policy does not keep, without those that run or may run elsewhere."""
 
         def recipe_of(record: RefreshRecord) -> str:
             return record.recipe
@@ -64,18 +65,21 @@ class Keep(StrictModel):
 
 
 class Policy(StrictModel):
-    """Contents of `retention.yaml`: how many refreshes a home keeps."""
+    """Contents of `retention.yaml`, the retention policy of a lifecycle home."""
 
     keep: Keep
 
 
 def policy_file() -> Path:
-    """Return the path of this home's policy; it need not exist."""
+    """Return the path of this lifecycle home's retention policy; the file need not exist."""
     return home() / "retention.yaml"
 
 
 def read_policy() -> Policy | None:
-    """Return the policy of this home, or None. Raises RecipeError that names the field and what is allowed."""
+    """Return this lifecycle home's retention policy; None without one.
+
+    Raises RecipeError that names a wrong field and its allowed values.
+    """
     path = policy_file()
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""Records of artifacts: one artifact's `record.json`, and the index of all."""
+"""Records of artifacts (`record.json`): what each was built from and contains; and the index of all artifacts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stages.core.fields import Product
 
 
 class UpstreamEntry(StrictModel):
-    """Artifact that another one was built from."""
+    """Reference to an upstream artifact that another artifact was built from."""
 
     stage: str
     kind: str
@@ -28,7 +28,7 @@ class UpstreamEntry(StrictModel):
 
 
 class Record(StrictModel):
-    """Contents of `record.json`, the last file written: a folder is an artifact if and only if this file is complete.
+    """Contents of `record.json`, whose complete presence makes a folder an artifact; the file is written last.
 
     upstream: artifacts it was built from, by field path.
     digest: of the content, whatever it was built from.
@@ -53,7 +53,7 @@ class Record(StrictModel):
     tags: dict[str, str]
     attempt: str | None = None
     mlflow_run_id: str | None = None
-    """MLflow run of artifacts built before there was a ledger; now the run of `attempt` is looked up."""
+    """MLflow run id of artifacts built by old versions of this program; newer ones name their `attempt` instead."""
     started: datetime
     finished: datetime
     seconds: float
@@ -62,11 +62,14 @@ class Record(StrictModel):
 
     @property
     def finding(self) -> LifecycleError | None:
-        """Return why the stage that made the artifact refuses it, so that nothing is built on it; else None."""
+        """Return why the artifact is unusable, as its own stage judged; None for one that stages may build on."""
         return finding_of(self.tags)
 
     def refusal(self, folder: Path) -> LifecycleError | None:
-        """Return the finding with the location of the artifact and what to do; None for a good artifact."""
+        """Return the error to raise for an artifact that its own stage judged unusable; None for a good one.
+
+        It names the folder and a remedy.
+        """
         finding = self.finding
         if finding is None:
             return None
@@ -77,7 +80,7 @@ class Record(StrictModel):
         )
 
     def stale_field(self, digests: Mapping[str, str]) -> str | None:
-        """Return a field whose upstream artifact now has other content than this one was built from, or None.
+        """Return a config field whose upstream artifact has been rebuilt with other content since; else None.
 
         digests: field path → content digest of the upstream artifact that is there now.
         """
@@ -86,7 +89,7 @@ class Record(StrictModel):
 
 @dataclass(frozen=True)
 class Artifact:
-    """Committed artifact.
+    """Committed artifact in the store, with its record.
 
     used_s: when it was built or last found cached, in seconds since the epoch.
     damage: files that are missing or have another size than recorded.
@@ -102,21 +105,21 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Index:
-    """All artifacts of a store at one moment. leftovers: folders without a complete record."""
+    """All artifacts of a store at one moment, and the leftover folders without a complete record."""
 
     artifacts: tuple[Artifact, ...]
     leftovers: tuple[Path, ...] = ()
 
     def find(self, kind: str, version: str) -> Artifact | None:
-        """Return the artifact of this kind and version, or None."""
+        """Return the artifact of a stage kind with a version (cache key); None when the store has none."""
         return self._by_version.get((kind, version))
 
     def base_of(self, record: Record) -> UpstreamEntry | None:
-        """Return the model that an adapter belongs to; None for other products."""
+        """Return the base model that an adapter belongs to; None for other artifacts."""
         return nearest_base(record.upstream) if record.product == "adapter" else None
 
     def nearest(self, kind: str, stage: str, identity: Identity) -> Artifact | None:
-        """Return the artifact of this kind and stage name with the fewest differences; the newest of equals."""
+        """Return the artifact of a stage whose config differs in the fewest fields, the newest of equals."""
         named = [one for one in self.artifacts if (one.record.kind, one.record.stage) == (kind, stage)]
         return min(
             named,

@@ -1,4 +1,4 @@
-"""Store of artifacts on disk. Nothing else writes under its root, except stage processes in their work folders.
+"""Store of artifacts on disk. Only this module, and stages in their work folders, write below its root.
 
     <kind>/<stage>-<version>/           an artifact, if its record.json is complete
     .work/<kind>/<stage>-<resume key>/  work in progress; survives a crash
@@ -44,7 +44,7 @@ TRASH = ".trash"
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link (not its target), or a folder with all below it; fine when it is gone already.
+    """Remove a file, a link (not its target) or a whole folder; do nothing when it is absent.
 
     Raises OSError, with the path that could not be removed, after removing all else.
     """
@@ -57,7 +57,7 @@ def remove_tree(path: Path) -> None:
 
 
 def make_writable(folder: Path) -> None:
-    """Make a folder and all folders below it writable for their owner. Those of other users stay as they are."""
+    """Make a folder and all folders below it writable for their owner, as far as they are this user's."""
     if folder.is_symlink() or not folder.is_dir():
         return
     with suppress(OSError):
@@ -68,7 +68,7 @@ def make_writable(folder: Path) -> None:
 
 
 def _remove_folder(folder: Path) -> list[OSError]:
-    """Remove what can be removed; return the errors of the rest, the innermost first."""
+    """Remove a folder as far as possible; return the errors for what remains, the innermost first."""
     errors: list[OSError] = []
 
     def note(_: object, failed: str, raised: tuple[type[BaseException], BaseException, TracebackType]) -> None:
@@ -82,30 +82,30 @@ def _remove_folder(folder: Path) -> list[OSError]:
 
 
 class Store:
-    """Store of artifacts under `root`, which is created when something is first written."""
+    """Store of artifacts below the folder `root`, which is created by the first write."""
 
     def __init__(self, root: Path):
         self.root = root.absolute()
 
     def folder_of(self, kind: str, stage: str, version: str) -> Path:
-        """Return the folder of an artifact; it need not exist."""
+        """Return the folder of an artifact by kind, stage name and version; it need not exist."""
         return self.root / kind / f"{stage}-{version}"
 
     def work_folder(self, kind: str, stage: str, resume_key: str) -> Path:
-        """Return the folder in which a stage works until it is committed; it need not exist."""
+        """Return the work folder in which a stage runs until its artifact is committed; it need not exist."""
         return self.root / ".work" / kind / f"{stage}-{resume_key}"
 
     def cache_folder(self, kind: str) -> Path:
-        """Return the folder that stages of a kind keep between runs."""
+        """Return the cache folder that all stages of a kind share from run to run."""
         return self.root / ".cache" / kind
 
     def find(self, kind: str, version: str) -> Artifact | None:
-        """Return the committed artifact, or None. A torn record counts as not committed."""
+        """Return the committed artifact of a stage kind with a version (cache key); None without a complete record."""
         candidates = (self.root / kind).glob(f"*-{version}")
         return next((artifact for folder in candidates if (artifact := read_artifact(folder))), None)
 
     def index(self) -> Index:
-        """Return all artifacts."""
+        """Return the index of all artifacts in the store, read from disk now."""
         folders = sorted(self.root.glob("[!.]*/*/"))
         read = {folder: read_artifact(folder) for folder in folders}
         return Index(
@@ -114,7 +114,7 @@ class Store:
         )
 
     def make_folder(self, folder: Path) -> Path:
-        """Create a folder of the store, and the store itself; only its owner may read it."""
+        """Create a folder in the store, readable only by its owner."""
         with self.explained(f"create {folder}"):
             self.root.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class Store:
 
     @contextmanager
     def lock(self, kind: str, resume_key: str, waiting: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock of a resume key, so that only one process builds the artifact.
+        """Hold the lock for building one artifact, named by its resume key, so that no other process builds it.
 
         waiting: called every 0.2 s while another process holds it; may raise.
         """
@@ -139,7 +139,7 @@ class Store:
             yield
 
     def is_locked(self, kind: str, resume_key: str) -> bool:
-        """Return whether a process holds the lock of a resume key at this moment."""
+        """Return whether a process currently holds the lock for building an artifact, named by its resume key."""
         lock = self._lock_of(kind, resume_key)
         if not Path(lock.lock_file).exists():
             return False
@@ -154,7 +154,7 @@ class Store:
         return FileLock(self.root / ".locks" / f"{kind}-{resume_key}", fallback_to_soft=False)
 
     def commit(self, work: Path, record: Record) -> Artifact:
-        """Make a finished work folder the artifact of `record`, replacing an older one of the same version.
+        """Turn a finished work folder into the artifact of `record`, replacing an older artifact of the same version.
 
         Scratch is removed last, so that a crash before then costs no work.
         """
@@ -179,19 +179,19 @@ class Store:
         return artifact
 
     def recover(self, kind: str, version: str) -> None:
-        """Finish a commit that was interrupted between its last two steps. Call it under the lock."""
+        """Complete a commit that a crash interrupted after the folder had been moved. Call it under the lock."""
         for folder in (self.root / kind).glob(f"*-{version}"):
             if (folder / PENDING_RECORD_FILE).exists() and not (folder / RECORD_FILE).exists():
                 _finish_commit(folder)
 
     def remove_mark(self, artifact: Path) -> None:
-        """Record that the hook after the commit of an artifact has been completed."""
+        """Remove the mark of an artifact for which a program must run after its commit, since the program has run."""
         with self.explained(f"note that {artifact.name} is complete"):
             (artifact / PENDING_HOOK_FILE).unlink()
             _sync(artifact)
 
     def remove(self, path: Path) -> None:
-        """Remove a folder, a file or a link of the store. Readers see it vanish at once.
+        """Remove a folder, a file or a link of the store at once, by moving it to the trash first.
 
         Raises StoreError when something below it cannot be removed: what is left then lies in the trash.
         """
@@ -205,7 +205,7 @@ class Store:
                 remove_tree(path)
 
     def note_use(self, artifact: Artifact) -> None:
-        """Record that an artifact was found cached, so that garbage collection counts it as recent."""
+        """Record that an artifact was used from the cache, so that garbage collection counts it as recently used."""
         with contextlib.suppress(OSError):
             os.utime(artifact.folder / RECORD_FILE)
 
@@ -221,7 +221,7 @@ class Store:
 
     @contextmanager
     def explained(self, doing: str) -> Iterator[None]:
-        """Turn the file system's errors into `ResourceError` (full disk) or `StoreError` (anything else)."""
+        """Turn errors of the file system into `ResourceError` (for a full disk) or `StoreError` (for others)."""
         try:
             with full_disk_named(f"cannot {doing}", self.root):
                 yield
@@ -230,7 +230,7 @@ class Store:
 
 
 def read_artifact(folder: Path) -> Artifact | None:
-    """Return the artifact in a folder, or None when its record is missing, torn, or of a newer schema."""
+    """Return the artifact in a folder; None when its record is missing, incomplete or of a newer schema."""
     path = folder / RECORD_FILE
     try:
         record = Record.model_validate_json(path.read_bytes())
