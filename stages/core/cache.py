@@ -1,4 +1,4 @@
-"""Caches: keys of entries, folders that one process makes while others wait, seals of their content, their last use.
+"""Caches on disk that several processes share: keys, folders made by one process, checksums, and last use for cleanup.
 
 <cache>/<room>/<entry>    a file or a folder; where each room of a cache belongs to one kind of content
 
@@ -26,7 +26,7 @@ from stages.core.files import write_atomically
 KEY_CHARACTERS = 32
 SEAL = ".sha256"
 FOLDERS_BELOW_ROOM = {"datasets": 2, "evalscope": 0}
-"""Cache's top folder ("room") → levels of folders down to its entries, for layouts of other programs; otherwise 1.
+"""Depth of folders between a top folder of the cache and its entries, where another program lays it out; otherwise 1.
 
 In the room of Hugging Face's `datasets` an entry is a configuration (`json/default-<hash>`); EvalScope's entries are
 one together.
@@ -34,21 +34,22 @@ one together.
 
 
 def note_use(entry: Path) -> None:
-    """Record that a cache entry is used now, unless the cache is read-only or the entry is gone."""
+    """Record that a cache entry is used now, so that cleanup keeps it; ignore errors (read-only cache)."""
     with suppress(OSError):
         os.utime(entry)
 
 
 def note_use_of_file(room: Path, file: Path) -> None:
-    """Record a use of the cache entry that a file belongs to; do nothing for a file outside the cache folder `room`."""
+    """Record a use of the cache entry that holds a file; do nothing for a file outside the cache."""
     if file.is_relative_to(room):
         depth = FOLDERS_BELOW_ROOM.get(room.name, 1)
         note_use(room.joinpath(*file.relative_to(room).parts[:depth]))
 
 
 def entries_of(room: Path) -> Iterator[Path]:
-    """Yield the entries in a cache folder, also what another program keeps beside them; the folder itself if it is a
-    file.
+    """Yield the entries below a top folder of the cache, and files that other programs keep beside them.
+
+    A top "folder" that is a file is its own entry.
     """
     depth = FOLDERS_BELOW_ROOM.get(room.name, 1)
     level = [room]
@@ -60,7 +61,7 @@ def entries_of(room: Path) -> Iterator[Path]:
 
 
 def content_key(parts: dict[str, JsonValue]) -> str:
-    """Return a cache key that depends on `parts` and on nothing else."""
+    """Return a cache key, the hash of these parts as JSON: equal parts have equal keys."""
     canonical = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:KEY_CHARACTERS]
 
@@ -72,8 +73,9 @@ def file_digest(path: Path) -> str:
 
 
 def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], make: Callable[[Path], None]) -> Path:
-    """Return the folder `cache/key`; unless it is complete, `make` fills an empty sibling, which is then renamed.
+    """Return the cache folder `cache/key`; if it is missing or incomplete, one process makes it while others wait.
 
+    `make` fills an empty folder, which is then renamed.
     Leftovers of an interrupted or failed `make` are removed, at the latest by the next one.
     """
     from filelock import FileLock  # which recipes do without: their configs import this module
@@ -98,17 +100,17 @@ def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], ma
 
 
 def write_seal(entry: Path) -> None:
-    """Write the sha256 of a finished file beside it, or of all files of a finished folder within it."""
+    """Write the sha256 of a finished cache entry (a file, or all files of a folder), to detect later damage."""
     write_atomically(_seal_of(entry), json.dumps(_digests(entry)))
 
 
 def is_sealed(entry: Path) -> bool:
-    """Return whether a cached file or folder was finished, be it intact or not."""
+    """Return whether a cache entry was finished and has its checksum file, even if it is damaged."""
     return entry.exists() and _seal_of(entry).is_file()
 
 
 def is_intact(entry: Path) -> bool:
-    """Return whether a cached file or folder still has its sealed content; if so, note its use."""
+    """Return whether a cache entry still has the content of its checksum file; if so, record its use."""
     try:
         intact = bool(json.loads(_seal_of(entry).read_bytes()) == _digests(entry))
     except (OSError, ValueError):

@@ -55,12 +55,12 @@ ServableReference = Annotated[str, Reference(("model", "adapter", "server"))]
 ServerReference = Annotated[str, Reference(("server",))]
 ScoresReference = Annotated[str, Reference(("scores",))]
 Relation = Literal["finetune", "merge", "quantized"]
-"""Relation of a model to the one that it is made from, in the words of model cards on the Hugging Face hub."""
+"""Relation of a model to the model that it was made from, in the words of the Hugging Face hub's model cards."""
 NetworkInterface = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,14}$")]
-"""Name of a network interface as Linux allows it."""
+"""Name of a network interface as Linux allows it, such as ib0."""
 T = TypeVar("T")
 MAKE_ABSOLUTE = "make_absolute"
-"""Key in the validation context: a function that makes a relative path absolute when a recipe is read."""
+"""Key of pydantic's validation context under which a recipe's reader passes the function that makes paths absolute."""
 
 
 def _made_absolute(path: Path, info: ValidationInfo) -> Path:
@@ -70,30 +70,49 @@ def _made_absolute(path: Path, info: ValidationInfo) -> Path:
 
 OutsidePath = Annotated[Path, OutsideInput(), AfterValidator(_made_absolute)]
 LINE_EVERY_S = 60.0
-"""Seconds between lines on progress in a stage's log."""
+"""Seconds between progress lines in a stage's log."""
 FINDING = "finding"
-"""Tag of an artifact that its own stage judged unusable: `ERROR_CLASS: MESSAGE`."""
+"""Tag of an artifact that its own stage found to be unusable; its value is `ERROR_CLASS: MESSAGE`."""
 
 
 class Execution(LauncherBlocks):
-    """Execution options of a stage, such as where it runs and how often it is tried; never part of its identity."""
+    """Options of a stage about where and how it runs, such as launcher, retries and time limit.
 
-    nodes: PositiveInt = Field(1, description="Number of machines; more than one only for training on a cluster.")
-    network_interface: NetworkInterface | None = Field(
-        None, description="Network interface of each of several nodes, such as ib0; processes use no other."
+    They do not identify its artifact.
+    """
+
+    nodes: PositiveInt = Field(
+        1, description="Number of machines; more than one only for training on a cluster. Default 1."
     )
-    threads: PositiveInt | None = Field(None, description="Threads of each process; default: the cores shared evenly.")
-    slots: PositiveInt | None = Field(None, description="Device slots held while the stage runs; default: its devices.")
-    timeout_s: Seconds | None = Field(None, description="Time limit of the stage in seconds; it is stopped after that.")
+    network_interface: NetworkInterface | None = Field(
+        None,
+        description="Network interface, such as ib0, over which processes on several nodes communicate; "
+        "default: chosen by the libraries.",
+    )
+    threads: PositiveInt | None = Field(
+        None,
+        description="Number of CPU threads of each process; default: the cores divided evenly among the processes.",
+    )
+    slots: PositiveInt | None = Field(
+        None,
+        description="Number of device slots (GPUs, or shares of the CPU) held "
+        "while the stage runs; default: as many as it keeps busy.",
+    )
+    timeout_s: Seconds | None = Field(
+        None, description="Time limit of the stage in seconds, after which it is stopped; default: none."
+    )
     retries: int = Field(
-        2, ge=0, le=1000, description="Number of retries after a transient error or the death of a process."
+        2,
+        ge=0,
+        le=1000,
+        description="Number of further attempts after a transient error or the death of a process; default 2.",
     )
     environment: dict[str, str] = Field(
-        default_factory=dict, description="Variables added to the process's environment."
+        default_factory=dict, description="Environment variables added to those of the stage's processes."
     )
 
     def problems_here(self) -> Iterator[str]:
-        """Yield `FIELD: PROBLEM` for each field of a stage's config that this machine does not allow."""
+        """Yield `FIELD: PROBLEM` for each execution option that this machine cannot satisfy."""
         return iter(())
 
     @field_validator("environment")
@@ -111,7 +130,7 @@ class Execution(LauncherBlocks):
 
 @dataclass(frozen=True)
 class Reported:
-    """Parts of a kind's final metrics and files that reports show in tables and charts, beside the list of all metrics.
+    """Choice of the metrics and files of a stage kind that reports show in tables and charts.
 
     - measured: metric of the run, such as its speed → heading of its column
     - under_load: METRIC of the metrics `METRIC_concurrency_N` → heading of its column
@@ -129,7 +148,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class ModelAtHand:
-    """Model whose config a plan finds on this machine.
+    """Model of a stage whose `config.json` is already on this machine while a refresh is planned.
 
     - source: address that it is downloaded from
     - config: content of its `config.json`
@@ -142,57 +161,58 @@ class ModelAtHand:
 
 
 class StageConfig(StrictModel, ABC):
-    """Config of a stage. All of it is identity, except `execution`."""
+    """Base of the configs of all stage kinds; every field except `execution` identifies the stage's artifact."""
 
     STAGE_VERSION: ClassVar[int]
-    """Version of the stage's code; raised when the same config would give another artifact than before."""
+    """Version of the stage kind's code, raised when the same config would give another artifact than before."""
     HAS_CHECK: ClassVar[bool] = False
-    """True if `stages/kinds/<kind>/check.py` checks the stage's inputs before it runs."""
+    """True if the kind has a module `stages/kinds/<kind>/check.py`, which checks the stage's inputs before it runs."""
     LESS_MEMORY: ClassVar[str] = "raise its execution.slots, so that less runs beside it"
-    """Advice when the kernel kills the stage for lack of memory."""
+    """Advice for the user when the kernel kills the stage for lack of memory."""
     PRODUCTS: ClassVar[tuple[Product, ...]] = ()
-    """Products that stages of a kind may have, such as a model or a dataset."""
+    """Kinds of output that stages of this kind can have, such as a model or a dataset."""
     REPORTED: ClassVar[Reported] = Reported()
-    """Metrics and charts that reports show of the kind's stages."""
+    """Choice of the kind's metrics and charts that reports show."""
     RELATION: ClassVar[Relation | None] = None
-    """Relation of the stage's model to the one that it is made from; None if it makes no model of another."""
+    """Relation of the stage's model to its input model, for model cards; None if it does not make one from another."""
     LEARNS: ClassVar[bool] = False
-    """True if the stage's model learns from the datasets that the stage refers to."""
+    """True if the stage trains a model on the datasets that its config refers to."""
     SPANS_NODES: ClassVar[bool] = False
-    """True if the stage's processes may spread over several nodes."""
+    """True if the stage's processes can run on several nodes."""
     WAITS_FOR_GPUS: ClassVar[bool] = True
-    """False if the stage may start while every GPU is taken, and needs none."""
+    """False if the stage needs no GPU and may start while all GPUs are in use."""
     GPU_FOR_EACH_PROCESS: ClassVar[bool] = False
-    """True if each process takes a GPU of its own, however many slots the stage holds."""
+    """True if each process of the stage uses a GPU of its own, independent of the number of device slots."""
 
     kind: str
     execution: Execution = Execution()
 
     @property
     def product(self) -> Product:
-        """Product of the stage, as other stages may use it."""
+        """Kind of output of the stage, such as a model, for the stages that refer to it."""
         (only,) = self.PRODUCTS
         return only
 
     @property
     def own_chat_template(self) -> Path | None:
-        """Chat template of the model that the stage makes, where it differs from that of the model it starts from."""
+        """Chat template that the stage gives to its model; None if the model keeps its input model's."""
         return None
 
     @property
     def processes(self) -> int:
-        """Number of processes on each node."""
+        """Number of processes that the stage starts on each node."""
         return 1
 
     @property
     def devices(self) -> int:
-        """GPUs, or shares of the CPU, that the stage keeps busy on each node."""
+        """Number of GPUs (or shares of the CPU) that the stage keeps busy on each node."""
         return self.processes
 
     def identity(self) -> dict[str, JsonValue]:
-        """Return the config with defaults, without `execution`, references, outside paths and unset later fields.
+        """Return the part of the config that identifies the stage's artifact, with defaults filled in.
 
-        The versions of the referenced stages and the contents of the paths stand in for references and paths.
+        Left out are `execution` and fields marked `AddedLater` that have their default. References and outside paths
+        are left out too: the versions of the referenced stages and the contents of the paths identify the artifact.
         """
         skipped = {path for path, _ in marked_values(self, Reference)}
         skipped |= {path for path, _ in marked_values(self, OutsideInput)}
@@ -200,43 +220,44 @@ class StageConfig(StrictModel, ABC):
         return without(self.model_dump(mode="json", exclude={"execution"}), skipped)
 
     def progress_kept(self, scratch: Path) -> int:
-        """Return the progress that a stage's scratch folder keeps for another attempt, in any unit; 0 if unknown."""
+        """Return how far an interrupted attempt got, as its scratch folder shows, in any unit; 0 if unknown."""
         return 0
 
     def resume_identity(self) -> dict[str, JsonValue]:
-        """Return the part of the identity that an interrupted attempt must share to reuse its scratch folder."""
+        """Return the part of the config that must be unchanged for a retry to resume from an earlier attempt."""
         return self.identity()
 
     def references(self) -> dict[str, str]:
-        """Return dotted path of a config's field → name of the stage that it refers to."""
+        """Return the names of the stages that the config refers to, by the dotted path of the config field."""
         return {path: str(value) for path, value in marked_values(self, Reference)}
 
     def outside_paths(self) -> dict[str, Path]:
-        """Return dotted path of a config's field → path outside the store."""
+        """Return the paths outside the store that the config names, by the dotted path of the config field."""
         return {path: Path(value) for path, value in marked_values(self, OutsideInput)}
 
     ASKS_ALL_STAGES: ClassVar[bool] = False
-    """True if `completed_among` looks at other stages than those that the config refers to."""
+    """True if `completed_among` needs all stages of the recipe, not only those that the config refers to."""
 
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
-        """Return a stage's config completed with facts from the other stages of its recipe."""
+        """Return the config, completed with facts from the other stages of its recipe."""
         return self
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield problems between a stage and the others of its recipe, beyond what `Reference` checks; one line
-        each.
+        """Yield errors of the config together with the recipe's other stages, one line each.
+
+        References to stages of a wrong kind are found elsewhere (`Reference`).
         """
         return iter(())
 
     def planned_problems(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield further problems of a stage among the others of its recipe, as `FIELD: PROBLEM`.
+        """Yield errors that need files to be read, found when a refresh is planned, as `FIELD: PROBLEM`.
 
         For checks that read files, such as those of tasks: a plan makes them, not every reading of the recipe.
         """
         return iter(())
 
     def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-        """Yield problems of the config with the model that the stage starts from, as `FIELD: PROBLEM`.
+        """Yield errors of the config for the stage's input model, by its `config.json`, as `FIELD: PROBLEM`.
 
         read_config: returns the model's `config.json`, empty where it cannot be known yet; it may ask a hub. Raises
         LifecycleError for a config that the download, or the check of its files, will refuse.
@@ -246,7 +267,7 @@ class StageConfig(StrictModel, ABC):
     def model_findings(
         self, find_model: Callable[[], ModelAtHand | None], gpu_type: str | None
     ) -> Iterator[tuple[str, LifecycleError | str]]:
-        """Yield dotted field and error of each problem with files on this machine, as a plan is made; a text is a note.
+        """Yield errors (or notes, as text) that files on this machine show while a refresh is planned, by config field.
 
         - find_model: returns the model that the stage starts from; None where its config is not here. Raises
           LifecycleError for a config that cannot be read
@@ -257,7 +278,7 @@ class StageConfig(StrictModel, ABC):
     def first_problems(
         self, find_model: Callable[[], Path | None], find_dataset: Callable[[str], Path | None]
     ) -> Iterator[str]:
-        """Yield problems that headers and first rows on this machine show before a run, as `FIELD: PROBLEM`.
+        """Yield errors that file headers and first rows on this machine show before a run, as `FIELD: PROBLEM`.
 
         - find_model: returns the folder of the model that the stage starts from; None where it is not here
         - find_dataset: returns the folder, or the only file, of the dataset of a stage
@@ -265,48 +286,48 @@ class StageConfig(StrictModel, ABC):
         return iter(())
 
     def target_problems(self, store: Path) -> Iterator[str]:
-        """Yield problems of the place outside the store that a stage writes to, as `FIELD: PROBLEM`.
+        """Yield errors of the place outside the store to which the stage writes, as `FIELD: PROBLEM`.
 
         Reads the environment and looks at folders of this machine; asks no server.
         """
         return iter(())
 
     def to_install(self) -> str | None:
-        """Return the packages that a stage installs before it runs, and their size; None if everything is there.
+        """Return the packages that the stage will install before it runs, with their size; None if nothing is missing.
 
         Raises ResourceError where it cannot be installed.
         """
         return None
 
     def hint_for(self, recipe_folder: Path) -> str | None:
-        """Return the file beside the recipe that is meant by a name that a stage cannot resolve, if there is one."""
+        """Return the file beside the recipe that a wrong name in the config probably means; None if there is none."""
         return None
 
     def device_roles(self, variable: str, devices: Sequence[str]) -> str | None:
-        """Return how devices are divided in a stage whose devices have different roles; None for other stages.
+        """Return how the stage divides its devices among different tasks, in words; None if all do the same.
 
         devices: those that the recipe names by this variable, empty if it names none.
         """
         return None
 
     def missing_here(self, gpus: Sequence[str]) -> Iterator[str]:
-        """Yield requirements of a stage that a machine with GPUs of these names lacks."""
+        """Yield what a machine with GPUs of these names lacks to run the stage."""
         return iter(())
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
-        """Yield dotted path and reason of each config field that has no effect given the other fields, set or not."""
+        """Yield each config field that has no effect given the other fields (dotted path), with the reason."""
         execution, is_server = self.execution, self.product == "server"
         for name, options in BLOCKS.items():
             if not isinstance(execution.options, options) and not (is_server and options.DESCRIBES_SERVERS):
                 yield f"execution.{name}", f"the launcher is {execution.launcher}"
 
     def custom_code(self) -> tuple[str, ...]:
-        """Return options that make the stage run or keep code from outside, such as `serving.trust_…`."""
+        """Return the options that let the stage run code that comes with a model, for warnings."""
         trusted = (path for path, value in values_named(self, "trust_remote_code") if value)
         return tuple(f"{path}: Python files that come with the model" for path in trusted)
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return facts outside the store that decide a stage's result: resolved revisions, versions of programs.
+        """Return facts outside the store that decide the result, such as hub revisions and program versions.
 
         May ask the network; with limit_s once, for this long. Raises a `LifecycleError` for what cannot be resolved.
         """
@@ -314,8 +335,9 @@ class StageConfig(StrictModel, ABC):
 
 
 def base_of(name: str, stages: Mapping[str, StageConfig]) -> str:
-    """Return the stage whose model an adapter belongs to, maybe through adapters that it continues; else the model's
-    own.
+    """Return the stage that makes the base model of an adapter, also through adapters that continue others.
+
+    For a stage that makes a whole model, return its own name.
     """
     while stages[name].product == "adapter":
         name = nearest_base(stages[name].references())
@@ -323,47 +345,57 @@ def base_of(name: str, stages: Mapping[str, StageConfig]) -> str:
 
 
 def nearest_base(by_field: Mapping[str, T]) -> T:
-    """Return the field of an adapter's nearest reference: its base, or else the stage that it was trained on."""
+    """Return the entry for an adapter's base model, or else for the model that it was trained on."""
     return by_field.get("base") or by_field["model"]
 
 
 class Lease(StrictModel):
-    """Server that a serve stage keeps running for the stages of the same refresh. Its API key is in the environment."""
+    """Address and process of a server that a serve stage keeps running for later stages of the same refresh.
+
+    Its API key is in the environment.
+    """
 
     url: str
     pid: int
 
 
 class Trial(StrictModel):
-    """Trial run of a stage for measurements: its first steps, without saving anything or making an artifact.
+    """Options of a trial run, which measures a stage's first steps and makes no artifact.
 
     Not part of a config: a recipe cannot ask for it, so it can enter no version and no store.
     """
 
-    steps: PositiveInt = Field(description="Number of steps of a trial run, whatever the config says.")
+    steps: PositiveInt = Field(description="Number of training steps of the trial run, whatever the config says.")
 
 
 class StageInput(StrictModel):
-    """Content of `config.json`: everything that a stage process gets."""
+    """Input of a stage's process: its config, input artifacts and cache, stored in `config.json`."""
 
     name: str
     kind: str
     version: str
     config: dict[str, JsonValue]
-    inputs: dict[str, Path] = Field(description="stage name → folder of its artifact")
-    leases: dict[str, Lease] = Field(default_factory=dict, description="stage name → its running server")
-    outside: dict[str, JsonValue] = Field(
-        default_factory=dict, description="facts outside the store, resolved when the stage's version was computed"
+    inputs: dict[str, Path] = Field(description="Folder of each input artifact, by the name of its stage.")
+    leases: dict[str, Lease] = Field(
+        default_factory=dict, description="Running server of each serve stage that the stage uses, by name."
     )
-    trial: Trial | None = Field(None, description="options of a trial run, set when the stage is only to be measured")
-    warnings: tuple[str, ...] = Field((), description="warnings of the flow about the inputs, repeated by the stage")
+    outside: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Facts outside the store, such as a hub's revision, resolved when the "
+        "stage's version was computed.",
+    )
+    trial: Trial | None = Field(None, description="Options of a trial run, if the stage is only to be measured.")
+    warnings: tuple[str, ...] = Field(
+        (), description="Warnings about the inputs found before the stage started, which the stage reports again."
+    )
     cache: Path = Field(
-        description="cache folder kept between runs; entries are keyed by content and written atomically"
+        description="Cache folder that is kept between runs; its entries have content-dependent names and are written "
+        "atomically."
     )
 
 
 class StageEvent(StrictModel):
-    """Line of `events.jsonl`."""
+    """Event that a running stage reports (progress, a milestone or a warning), one line of `events.jsonl`."""
 
     time_ms: int
     event: Literal["progress", "milestone", "warning"]
@@ -374,7 +406,7 @@ class StageEvent(StrictModel):
 
 
 class StageResult(StrictModel):
-    """Content of `result.json`: metrics, tags and findings of a stage that succeeded.
+    """Result of a stage that succeeded, stored in `result.json`: final metrics, tags and files to upload.
 
     Metrics and tags go to MLflow; `files` are uploaded there, with paths relative to the work folder. The first few
     metrics are shown to people. With a `lease` the artifact is complete although the process goes on, as a server,
@@ -387,7 +419,10 @@ class StageResult(StrictModel):
     lease: Lease | None = None
 
     def refused_for(self, findings: Sequence[LifecycleError]) -> Self:
-        """Return a stage's result with findings against it as a tag; the first finding's class stands for all."""
+        """Return the result marked as unusable, with the errors that the stage found in a tag.
+
+        The first error's class stands for all.
+        """
         if not findings:
             return self
         messages = "\n".join(dict.fromkeys(map(str, findings)))
@@ -395,7 +430,7 @@ class StageResult(StrictModel):
 
 
 def finding_of(tags: Mapping[str, str]) -> LifecycleError | None:
-    """Return why the stage that made an artifact refuses it, by the artifact's tags; None for a good artifact."""
+    """Return the error for which its own stage marked an artifact as unusable; None for a good artifact."""
     if FINDING not in tags:
         return None
     name, _, message = tags[FINDING].partition(": ")
@@ -403,31 +438,29 @@ def finding_of(tags: Mapping[str, str]) -> LifecycleError | None:
 
 
 class StageFailure(StrictModel):
-    """Content of `error.json`: class and message of the error that ended a stage."""
+    """Error that ended a stage, stored in `error.json` for the process that started it."""
 
-    error: str = Field(description="name of the error class")
+    error: str = Field(description="Name of the error class.")
     message: str
-    died: bool = Field(
-        False, description="whether a signal that no one requested ended a process (`died` of the `LifecycleError`)"
-    )
+    died: bool = Field(False, description="True if a signal that no one requested killed a process of the stage.")
 
     @classmethod
     def of(cls, error: Exception) -> StageFailure:
-        """Return the failure record of the error that ended a stage."""
+        """Return the record of an error that ended a stage."""
         died = isinstance(error, LifecycleError) and error.died
         return cls(error=class_name(error), message=redact(str(error)), died=died)
 
 
 @dataclass
 class ProgressLines:
-    """Lines on a stage's progress for its log, at most one a minute."""
+    """Writer of progress lines with the estimated time left for a stage's log, at most one a minute."""
 
     began: tuple[float, float] | None = None
-    """Time in seconds and amount done at the beginning of a stage's progress: a resumed attempt does not begin at 0."""
+    """Time in seconds and amount done when this attempt began; a resumed attempt does not begin at 0."""
     last_line_s: float = 0.0
 
     def line(self, now_s: float, done: float, total: float, unit: str, message: str) -> str | None:
-        """Return the due line of progress, such as `120 of 600 steps, loss 0.31, 1:57 left`; None between two lines."""
+        """Return a progress line if one is due, such as `120 of 600 steps, loss 0.31, 1:57 left`; else None."""
         if self.began is None or done < self.began[1]:
             self.began, self.last_line_s = (now_s, done), now_s
         if now_s - self.last_line_s < LINE_EVERY_S:
@@ -444,7 +477,10 @@ class ProgressLines:
 
 @dataclass(frozen=True)
 class StageContext:
-    """Work folder as a stage process sees it. Only rank 0 of several processes writes the shared files."""
+    """Access of a stage's process to its work folder: inputs, scratch space, and reports of metrics and progress.
+
+    Only rank 0 of several processes writes.
+    """
 
     work: Path
     name: str
@@ -459,36 +495,36 @@ class StageContext:
 
     @property
     def scratch(self) -> Path:
-        """Scratch folder that is kept across retries of a stage, and removed when its artifact is committed."""
+        """Scratch folder, kept when the stage is retried and removed when its artifact is stored."""
         folder = self.work / "scratch"
         folder.mkdir(exist_ok=True)
         return folder
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line to `metrics.jsonl`; a step may be logged again after a resume, the first one counts."""
+        """Append metrics of a step to `metrics.jsonl`. A resumed stage may log a step again; the first value counts."""
         self._append(METRICS_FILE, {"step": step, "time_ms": time.time_ns() // 1_000_000, **metrics})
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
-        """Report a stage's progress, and once a minute in its log; cheap enough to call every 100 milliseconds."""
+        """Report progress, which also appears once a minute in the stage's log; calls every 100 ms are cheap."""
         self._event("progress", message, done=done, total=total, unit=unit)
         line = self.progress_lines.line(time.monotonic(), done, total, unit, redact(message))
         if line and is_main_process():
             print(line, flush=True)
 
     def doing(self, message: str) -> None:
-        """Report a stage's current activity where its duration is unknown; shown instead of progress."""
+        """Report the stage's current activity, shown instead of progress while its duration is unknown."""
         self._event("progress", message)
 
     def milestone(self, message: str) -> None:
-        """Report an event that people who watch the refresh want to know."""
+        """Report a milestone, an event that people who watch the refresh want to see."""
         self._event("milestone", message)
 
     def warn(self, message: str) -> None:
-        """Report a warning of a stage: not an error, but something to look at."""
+        """Report a warning, which does not stop the stage but should be looked at."""
         self._event("warning", message)
 
     def refuse(self, finding: LifecycleError) -> None:
-        """Mark a stage's result as unusable: it is kept, but no other stage may use it.
+        """Mark the stage's artifact as unusable: it is stored with the error, but no other stage may use it.
 
         For checks at the end of slow work, whose result would be lost by raising: the artifact is committed with the
         finding as a tag, the refresh fails with it, and later runs repeat that instead of the work. To be called by
@@ -512,5 +548,5 @@ class StageContext:
 
 
 def is_main_process() -> bool:
-    """Return whether this is rank 0, or the only process of its stage."""
+    """Return whether this process is rank 0, or the only process of its stage."""
     return os.environ.get("RANK", "0") == "0"

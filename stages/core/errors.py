@@ -1,4 +1,4 @@
-"""Error classes: one exit code each, the same for a stage process and for `lifecycle`.
+"""Error classes for expected errors, each with an exit code that stage processes and `lifecycle` share.
 
 A message says what was being done, what was found, what was expected, and what to do next. These are the errors of
 the outside world (a user, a file, a server); a bug of ours is any other exception and exits with `INTERNAL_ERROR`.
@@ -19,17 +19,20 @@ USAGE_ERROR = 2
 
 
 class LifecycleError(Exception):
-    """Base of all expected errors. Their messages go to records, logs and terminals, so they hold no secrets."""
+    """Base of all expected errors; secrets are removed from their messages, which go to logs and terminals."""
 
     exit_code = INTERNAL_ERROR
 
     def __init__(self, message: str = "", *, died: bool = False) -> None:
-        """Redact the error's message. died: a signal that no one requested ended a stage's process or its server."""
+        """Create the error with secrets removed.
+
+        died: a signal that no one requested killed a process of the stage or its server.
+        """
         super().__init__(redact(message))
         self.died = died
 
     def add(self, sentence: str) -> None:
-        """Add a sentence to the first line of an error's message."""
+        """Add a sentence to the first line of the error's message."""
         first, newline, rest = str(self).partition("\n")
         self.args = (f"{first}; {redact(sentence)}{newline}{rest}",)
 
@@ -83,7 +86,7 @@ class EvaluationError(LifecycleError):
 
 
 class GateError(LifecycleError):
-    """A stage did its work, but its result misses the bound that the recipe sets."""
+    """The stage did its work, but its result misses a bound that the recipe sets."""
 
     exit_code = 11
 
@@ -113,13 +116,13 @@ class RefreshStoppedError(LifecycleError):
 
 
 class TrainingError(LifecycleError):
-    """Training itself went wrong: the loss or the gradient norm is no finite number any more."""
+    """The training diverged: the loss or the gradient norm is no longer a finite number."""
 
     exit_code = 16
 
 
 class NotPromotedError(LifecycleError):
-    """The refresh is complete, but its candidate missed a gate of its promotion: the champion stays."""
+    """The refresh is complete, but its candidate missed a gate of promotion: the champion stays."""
 
     exit_code = 17
 
@@ -137,14 +140,14 @@ class TransientError(LifecycleError):
 
 
 class OutdatedVerdictError(TransientError):
-    """Another model became champion after a candidate was judged: it must be judged again."""
+    """Another model became champion after the candidate was compared with the former one: compare it again."""
 
     exit_code = 76
 
 
 @contextmanager
 def full_disk_named(doing: str, where: Path) -> Iterator[None]:
-    """Raise the system's error for a full disk, while something is written to `where`, as a `ResourceError`."""
+    """Turn the operating system's "disk full" error, raised in the `with` block, into a `ResourceError`."""
     try:
         yield
     except Exception as error:
@@ -154,14 +157,14 @@ def full_disk_named(doing: str, where: Path) -> Iterator[None]:
 
 
 def is_full_disk(error: Exception) -> bool:
-    """Return whether an error says that a disk is full; that of safetensors is no OSError, and quotes the system."""
+    """Return whether an error means that a disk is full; safetensors only quotes the system's message."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return not isinstance(error, LifecycleError) and os.strerror(errno.ENOSPC) in str(error)
 
 
 def full_disk_message(doing: str, where: Path) -> str:
-    """Return the message for a full disk. where: a path on it, which need not exist."""
+    """Return the error message for a full disk. where: a path on the disk, which need not exist."""
     disk = os.statvfs(next(path for path in (where, *where.absolute().parents) if path.exists()))
     free = f"{disk.f_bavail * disk.f_frsize / 2**20:.1f} MiB are free now"
     if disk.f_files and not disk.f_favail:
@@ -173,7 +176,7 @@ def full_disk_message(doing: str, where: Path) -> str:
 
 
 def error_classes() -> dict[str, type[LifecycleError]]:
-    """Return name → class of all errors above, which have exit codes of their own."""
+    """Return all error classes that have an exit code of their own, by name."""
     classes: dict[str, type[LifecycleError]] = {}
     todo: list[type[LifecycleError]] = [LifecycleError]
     while todo:
@@ -185,7 +188,8 @@ def error_classes() -> dict[str, type[LifecycleError]]:
 
 
 def class_name(error: Exception) -> str:
-    """Return the name of an error's class, or of its nearest base that has an exit code: other processes know only
-    these.
+    """Return the name of an error's class, or of its nearest base class with an exit code.
+
+    Other processes know only these.
     """
     return next((one.__name__ for one in type(error).__mro__ if "exit_code" in vars(one)), type(error).__name__)

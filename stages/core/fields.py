@@ -1,4 +1,4 @@
-"""Fields of configs: their strict base, types with the bounds of their values, and marks, such as of references.
+"""Building blocks of config models: the strict base class, number types with bounds, and marks on fields.
 
 Base, types and marks serve everything that a recipe may say, or that processes leave for each other in files.
 """
@@ -25,7 +25,7 @@ class StrictModel(BaseModel):
 
     @classmethod
     def read_or_none(cls, path: Path) -> Self | None:
-        """Read a model from a file of JSON; None for a file that is missing, torn, or of another form."""
+        """Read a model from a JSON file; return None if the file is missing, incomplete or has other fields."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
@@ -33,7 +33,7 @@ class StrictModel(BaseModel):
 
 
 SMALLEST = 2.0**-126
-"""Smallest normal fp32 number."""
+"""Smallest positive normal fp32 number."""
 LARGEST = (2 - 2.0**-23) * 2.0**127
 
 
@@ -48,17 +48,17 @@ def _as_held(value: float) -> float:
 
 
 HELD_IN_FP32 = AfterValidator(_as_held)
-"""Check that fp32 can hold a number; put last in a type, since what follows it enters no JSON schema."""
+"""Validator that refuses numbers too large or too small for fp32. It stands last in a type, since validators after it
+would be missing from the JSON schema."""
 PositiveFp32 = Annotated[float, Field(gt=0, allow_inf_nan=False), HELD_IN_FP32]
 NonNegativeFp32 = Annotated[float, Field(ge=0, allow_inf_nan=False), HELD_IN_FP32]
 
 NatsPerToken = Annotated[float, Field(gt=0, le=12)]
-"""Bound on differences of predictions, in nats per token. Even guesses among 160,000 tokens are 12 from certainty: a
-gate that allows more lets everything pass.
-"""
+"""Bound on a difference of log-probabilities, in nats per token. A uniform guess among 160,000 tokens is 12 nats from
+certainty, so a larger bound would let everything pass."""
 
 Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
-"""Duration of three years at most, since system calls do not accept any number of seconds."""
+"""Duration in seconds, at most three years, since system calls refuse larger numbers."""
 
 
 def _as_split(name: str) -> str:
@@ -68,7 +68,7 @@ def _as_split(name: str) -> str:
 
 
 SplitName = Annotated[str, Field(min_length=1), AfterValidator(_as_split)]
-"""Name of a split: not blank, nor `.`, which would be all files of a dataset."""
+"""Name of a dataset's split, which begins with a letter or digit and is not blank."""
 
 
 Product = Literal["model", "adapter", "reward_model", "dataset", "server", "scores", "verdict", "publication"]
@@ -76,31 +76,31 @@ Product = Literal["model", "adapter", "reward_model", "dataset", "server", "scor
 
 @dataclass(frozen=True)
 class Reference:
-    """Mark of a field that names another stage, which must produce one of `products`."""
+    """Mark on a config field that names another stage, whose output must be one of `products` (such as a model)."""
 
     products: tuple[Product, ...]
 
 
 @dataclass(frozen=True)
 class OutsideInput:
-    """Mark of a path outside the store: its content is identity, its location is not."""
+    """Mark on a config field with a path outside the store, whose content identifies the artifact."""
 
 
 @dataclass(frozen=True)
 class SourceText:
-    """Mark of a text that names the source of a model or dataset: a hub's name for it, or `file://` and a path."""
+    """Mark on a config field that names a model's or dataset's source: a name on a hub, or `file://` and a path."""
 
 
 @dataclass(frozen=True)
 class AddedLater:
-    """Mark of an optional field whose default means what was done before the field existed.
+    """Mark on an optional config field that was added later, with a default that keeps the former behaviour.
 
     At its default it is no part of the identity: existing artifacts keep their versions.
     """
 
 
 def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted path and value of every non-None field, at any depth, that is annotated with a `marker` instance.
+    """Yield the dotted path and value of every config field with this mark that is not None, at any depth.
 
     Each item of a tuple has a path: `evaluations.0`.
     """
@@ -120,7 +120,7 @@ def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[
 
 
 def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted path and value of every field of this name, at any depth."""
+    """Yield the dotted path and value of every config field with this name, at any depth."""
     for name, value in vars(model).items():
         if name == field:
             yield f"{prefix}{name}", value
@@ -130,7 +130,7 @@ def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tup
 
 
 def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
-    """Yield dotted paths of fields marked `AddedLater` that have their default, at any depth."""
+    """Yield the dotted path of every config field marked `AddedLater` that has its default, at any depth."""
     marked = marked_fields(type(model), AddedLater)
     fields = type(model).model_fields
     for name, value in vars(model).items():
@@ -142,7 +142,7 @@ def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
 
 
 def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
-    """Yield the pydantic models in a field's value, each with the prefix of its fields' paths."""
+    """Yield the pydantic models within a field's value, each with the dotted path before its own fields."""
     if isinstance(value, BaseModel):
         yield f"{path}.", value
     elif isinstance(value, dict):
@@ -153,12 +153,12 @@ def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
 
 @functools.cache  # a recipe's identity asks for them at every field, again and again
 def marked_fields(model: type[BaseModel], marker: type) -> frozenset[str]:
-    """Return the names of the fields that are annotated with a `marker` instance."""
+    """Return the names of a model's fields that have this mark."""
     return frozenset(name for name, field in model.model_fields.items() if find_marker(field, marker))
 
 
 def find_marker(field: Any, marker: type) -> Any | None:
-    """Return the `marker` instance in a pydantic field's annotation (also inside `X | None`), or None."""
+    """Return a pydantic field's mark of this class, also inside `X | None`; None if it has none."""
     candidates: list[Any] = [*field.metadata]
     todo = [field.annotation]
     while todo:
@@ -169,7 +169,7 @@ def find_marker(field: Any, marker: type) -> Any | None:
 
 
 def without(tree: dict[str, Any], paths: set[str], prefix: str = "") -> dict[str, Any]:
-    """Return a dumped config without the fields at these dotted paths."""
+    """Return a config, dumped as a dictionary, without the fields at these dotted paths."""
     return {
         key: _without(value, paths, f"{prefix}{key}.")
         for key, value in tree.items()

@@ -1,4 +1,4 @@
-"""Files of JSON and text: written atomically, read with errors of one sentence, and files of lines, which grow."""
+"""Reading and writing of small files: atomic writes, JSON with clear errors, and JSON Lines that are appended to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from stages.core.errors import ModelError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write bytes, or a text as UTF-8, so that a reader, or a crash, sees either the old file or the whole new one."""
+    """Write a file atomically: a reader, or a crash, sees either the old content or the whole new one.
+
+    Text is written as UTF-8.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as stream:
@@ -27,13 +30,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """Return the value of each line of a file in UTF-8. Raises OSError or ValueError for unreadable content."""
+    """Return the values of all lines of a JSON Lines file. Raises OSError or ValueError for unreadable content."""
     # Lines of text would also end at U+2028 and U+0085, which JSON writes as they are.
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def read_end(path: Path, num_bytes: int, begin: int = 0) -> str:
-    """Return the text of a file's last bytes, but none before `begin`; empty for a file that cannot be read."""
+    """Return the last `num_bytes` bytes of a file as text, but none before byte `begin`; empty if it cannot be read."""
     try:
         with path.open("rb") as stream:
             stream.seek(max(begin, stream.seek(0, os.SEEK_END) - num_bytes))
@@ -43,7 +46,7 @@ def read_end(path: Path, num_bytes: int, begin: int = 0) -> str:
 
 
 def remove_cut_off_line(path: Path) -> None:
-    """Remove an unfinished last line from a file of lines: a killed process left it; it would spoil the next one."""
+    """Remove an unfinished last line from a JSON Lines file, left by a killed process, before lines are appended."""
     if path.is_file():
         content = path.read_bytes()
         with path.open("r+b") as stream:
@@ -51,7 +54,7 @@ def remove_cut_off_line(path: Path) -> None:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ModelError if it is unreadable, not UTF-8, or no object."""
+    """Return the JSON object in a file. Raises ModelError if the file is unreadable or holds no object."""
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, ValueError) as error:
@@ -60,7 +63,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(text: str, where: str) -> dict[str, Any]:
-    """Return the JSON object in a text; `where` names the text in errors. Raises ModelError when it is none."""
+    """Return the JSON object in a text. Raises ModelError if there is none; `where` names the text in the error."""
     try:
         content = json.loads(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""sha256 of large files: several at once, interrupted by Ctrl-C, with progress, and each only once.
+"""Hashing (sha256) of large files in parallel, with progress on stderr and a cache, so that each is hashed once.
 
 What a file hashed to is kept in `<LIFECYCLE_HOME>/cache/hashes.sqlite`, by its path, size, times and inode. A file
 that changed within the last seconds is not kept: a file system's clock may be too coarse to tell its next change.
@@ -23,10 +23,10 @@ from stages.core.lines import say
 
 CHUNK_BYTES = 1 << 20
 MIN_CACHED_BYTES = 1 << 20
-"""Smallest file whose hash is cached; smaller ones are read as fast as they are looked up."""
+"""Smallest size in bytes of a file whose hash is cached; smaller files are read as fast as they are looked up."""
 MIN_LIMITED_BYTES, BYTES_TO_OPEN = 16 << 20, 1 << 16
-"""Least size of files for which a time limit holds: fewer bytes take long only where the machine is busy. Opening a
-file counts as reading some bytes more."""
+"""Smallest total size in bytes for which a time limit applies, since fewer bytes take long only on a busy machine.
+Opening a file counts as reading some more bytes."""
 SETTLED_S = 2
 THREADS = 4
 REPORT_INTERVAL_S = 5
@@ -34,14 +34,14 @@ GIB = 1 << 30
 
 
 def content_hasher(algorithm: Literal["sha256", "git-blob-sha1"], size_bytes: int) -> hashlib._Hash:
-    """Return a hasher of a file's content. Git hashes blobs with a header that holds their size."""
+    """Return a hasher for a file's content; Git's hash begins with a header that holds the file's size."""
     if algorithm == "sha256":
         return hashlib.sha256()
     return hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False)
 
 
 def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> dict[str, str]:
-    """Return name → hex digest of each file. Progress of slow ones is reported on stderr.
+    """Return the sha256 hex digest of each file, by name; progress is printed on stderr if it takes long.
 
     limit_s: stop after this time, unless the files are small, and raise TransientError; the files that were done need
     not be hashed again.
@@ -66,7 +66,7 @@ def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> 
 
 
 class _Job:
-    """Hashing of several files by several threads, which can be stopped."""
+    """Hashing of several files by threads, which can be stopped."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
@@ -79,7 +79,7 @@ class _Job:
         self._stopped.set()
 
     def hash(self, path: Path) -> str:
-        """Return a file's hex digest; meaningless once the hashing was stopped."""
+        """Return a file's hex digest, from the cache if the file is unchanged; invalid after `stop`."""
         status = path.stat()
         if status.st_size < MIN_CACHED_BYTES:
             return self._read(path)
@@ -127,7 +127,7 @@ def _keep(key: str, digest: str) -> None:
 
 @contextmanager
 def _database() -> Iterator[sqlite3.Connection | None]:
-    """Return the database of known hashes; None where the home cannot be written, so files are hashed each time."""
+    """Open the database of file hashes in `$LIFECYCLE_HOME`; yield None if it is not writable, so nothing is cached."""
     file = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).absolute() / "cache" / "hashes.sqlite"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

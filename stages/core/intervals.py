@@ -1,4 +1,4 @@
-"""Confidence intervals (95%) of scores and of differences between scores of the same samples; a warning for a 0.
+"""Confidence intervals (95%) of evaluation scores and of differences between models on the same samples.
 
 A score whose samples are all 0 or 1 is a share. Its normal interval is empty at 0 of 30, although the next sample may
 well be right, and leaves [0, 1] near the ends; the score intervals of Wilson (1927) and Newcombe (1998) do neither.
@@ -14,11 +14,11 @@ Interval = tuple[float, float]
 
 QUANTILE_95 = statistics.NormalDist().inv_cdf(0.975)
 SAME_ERROR = 1e-6
-"""Relative difference of two standard errors that counts as rounding."""
+"""Relative difference below which two standard errors count as equal, to allow for rounding."""
 
 
 def wilson(share: float, num_samples: int) -> Interval:
-    """Return Wilson's interval of a share of `num_samples` independent samples (JASA 22, 209-212)."""
+    """Return Wilson's interval for a proportion of `num_samples` independent samples (JASA 22, 209-212)."""
     z2 = QUANTILE_95**2
     middle = (share + z2 / (2 * num_samples)) / (1 + z2 / num_samples)
     variance = share * (1 - share) / num_samples + z2 / (4 * num_samples**2)
@@ -27,7 +27,7 @@ def wilson(share: float, num_samples: int) -> Interval:
 
 
 def newcombe(both: int, only_first: int, only_second: int, neither: int) -> Interval:
-    """Return Newcombe's interval of first share − second share over the same samples.
+    """Return Newcombe's interval for the difference of two models' proportions of right answers to the same samples.
 
     The arguments count samples by who was right. Method 10 of "Improved confidence intervals for the difference
     between binomial proportions based on paired data" (Statistics in Medicine 17, 2635-2650): Wilson's interval of each
@@ -53,7 +53,7 @@ def newcombe(both: int, only_first: int, only_second: int, neither: int) -> Inte
 
 
 def student_t(mean: float, standard_error: float, num_samples: int) -> Interval:
-    """Return the interval of a mean of `num_samples` independent samples, at least 2, by Student's t."""
+    """Return Student's t interval for the mean of at least two independent samples."""
     from scipy.special import stdtrit  # takes 0.1 s
 
     margin = float(stdtrit(num_samples - 1, 0.975)) * standard_error
@@ -61,7 +61,7 @@ def student_t(mean: float, standard_error: float, num_samples: int) -> Interval:
 
 
 def score_interval(value: float, standard_error: float, num_samples: int | None) -> Interval:
-    """Return the interval of a single score: Wilson's of a share, else by Student's t.
+    """Return the interval of a score: Wilson's if every sample is right or wrong, else Student's t.
 
     Values of samples from 0 to 1 have the standard error √(p (1 − p) / (n − 1)) if and only if all are 0 or 1. Where
     `num_samples` is unknown, the normal distribution's.
@@ -76,11 +76,11 @@ def score_interval(value: float, standard_error: float, num_samples: int | None)
 
 
 NUM_CUT = "num_answers_cut"
-"""Metric of an evaluation: number of answers that were cut at the largest number of tokens, where some were."""
+"""Name of the metric that counts an evaluation's answers which reached the token limit and were cut there."""
 
 
 def zero_score_warning(name: str, evaluation: str, num_samples: int, num_cut: int) -> str:
-    """Return advice for a stage whose score `TASK.METRIC` is 0: most often its prompts differ from those in training.
+    """Return advice for a score of 0, which most often means that prompts differ from those in training.
 
     num_cut: answers of the evaluation that ended at the most tokens that they may have.
     """

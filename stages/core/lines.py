@@ -1,4 +1,4 @@
-"""Lines for people: unsafe characters as their escapes, numbers with their nouns, times.
+"""Text for terminals and logs: unsafe characters escaped, numbers with their nouns, lines with the time of day.
 
 A text from outside (a row, a model's answer, a name on a hub) may hold control characters and marks that turn the
 writing direction. A terminal would obey them: they could hide or replace what stands beside them.
@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters except tab and newline, marks of the writing direction, and surrogates, which have no UTF-8."""
+"""Pattern of characters that a terminal must not get from outside text: control characters (not tab and newline), marks
+of the writing direction, and surrogates."""
 INTERVAL_S = 10.0
-"""Interval of the lines about a server that starts."""
+"""Seconds between the lines that are printed while a server starts."""
 
 
 def visible(text: str) -> str:
-    """Return the text with each unsafe character as its escape, such as `\\x1b`."""
+    """Return the text with each unsafe character replaced by its escape, such as `\\x1b`."""
     return UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -28,7 +29,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Print a text of one or more lines at once; elsewhere than at a terminal each line begins with its time."""
+    """Print text without delay, unsafe characters escaped; if not on a terminal, each line begins with the time."""
     text = visible(text)
     if not stream.isatty():
         now = time.strftime("%H:%M:%S")
@@ -37,12 +38,12 @@ def say(text: str, stream: TextIO) -> None:
 
 
 def print_timed(message: str) -> None:
-    """Print a line at once with its time, at a terminal too."""
+    """Print a line without delay that begins with the time of day, also on a terminal."""
     print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
 
 
 def starting_lines(title: str) -> Callable[[float], None]:
-    """Return a callback for `Server.wait_until_ready` that prints the elapsed seconds every 10 s."""
+    """Return a callback for `Server.wait_until_ready` that prints every 10 s how long a server has been starting."""
     reported_s = 0.0
 
     def report(elapsed_s: float) -> None:
@@ -55,13 +56,13 @@ def starting_lines(title: str) -> Callable[[float], None]:
 
 
 class VisibleStream:
-    """Text stream that writes every text as `visible` shows it; everything else is the raw stream's."""
+    """Text stream that escapes unsafe characters in what is written, and otherwise is the raw stream."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
 
     def write(self, text: str) -> int:
-        """Write a text with unsafe characters escaped; returns the number of characters asked for."""
+        """Write a text with unsafe characters escaped; return the number of characters of the original text."""
         self.raw.write(visible(text))
         return len(text)
 
@@ -70,6 +71,6 @@ class VisibleStream:
 
 
 def raw_stream(stream: Any) -> TextIO:
-    """Return the stream below a `VisibleStream`, for programs that draw with control characters of their own."""
+    """Return the stream below a `VisibleStream`, for programs that need control characters (progress bars)."""
     found: TextIO = stream.raw if isinstance(stream, VisibleStream) else stream
     return found

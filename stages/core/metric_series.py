@@ -1,4 +1,4 @@
-"""Metrics that a stage logs while it runs, as everything reads them: JSON lines in `metrics.jsonl` of its work folder.
+"""Reader of the metrics that a running stage logs, as JSON lines in `metrics.jsonl` of its work folder.
 
 A line holds "step", "time_ms" and numbers by metric name; NaN and Infinity stand for themselves. The file outlives the
 attempts at a stage: one that resumes from a checkpoint may log steps again, of which the first value counts.
@@ -18,7 +18,7 @@ NOT_METRICS = ("step", "time_ms")
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """Line of the file. values: by metric, without those that an earlier line has for the same or a later step."""
+    """Metrics logged at one step. values: by metric name, without values that a resumed attempt logged again."""
 
     step: int
     time_ms: int
@@ -26,7 +26,7 @@ class LoggedStep:
 
 
 class MetricSeries:
-    """Reader of a work folder's or artifact's metrics, a line at a time; it continues where it stopped reading.
+    """Reader of a stage's logged metrics that continues, at each call, where it stopped before.
 
     position: byte at which the next line begins.
     last_steps: last step of each metric that was read.
@@ -39,14 +39,17 @@ class MetricSeries:
         last_byte: int | None = None,
         last_steps: Mapping[str, int] | None = None,
     ) -> None:
-        """Begin at a byte. last_byte: default: wherever the file ends; last_steps: those of the lines before."""
+        """Create a reader that begins at byte `first_byte`.
+
+        `last_byte` ends it (default: the file's end); `last_steps`: last step of each metric before `first_byte`.
+        """
         self.position = first_byte
         self.last_steps = dict(last_steps or {})
         self._file = folder / METRICS_FILE
         self._last_byte = last_byte
 
     def steps(self) -> Iterator[LoggedStep]:
-        """Yield what was logged since the last call. The file need not exist yet.
+        """Yield the steps logged since the last call; the file need not exist yet.
 
         An unfinished last line is read once it is whole; a line that a crash has torn is left out.
         """
@@ -67,7 +70,7 @@ class MetricSeries:
 
 
 def _parse(line: bytes) -> LoggedStep | None:
-    """Return what a line says; None for one that a crash has torn."""
+    """Return the step that a line of the file holds; None if a crash left the line incomplete."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -77,7 +80,7 @@ def _parse(line: bytes) -> LoggedStep | None:
 
 
 def last_steps(folder: Path, last_byte: int) -> dict[str, int]:
-    """Return the last step of each metric before a byte of a folder's metrics."""
+    """Return the last logged step of each metric in the first `last_byte` bytes of a folder's metrics file."""
     series = MetricSeries(folder, last_byte=last_byte)
     for _ in series.steps():
         pass
@@ -85,7 +88,7 @@ def last_steps(folder: Path, last_byte: int) -> dict[str, int]:
 
 
 def metrics_size(folder: Path) -> int:
-    """Return the bytes of a folder's metrics, 0 when there are none."""
+    """Return the size of a folder's metrics file in bytes; 0 if there is none."""
     try:
         return (folder / METRICS_FILE).stat().st_size
     except FileNotFoundError:

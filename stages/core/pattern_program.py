@@ -1,4 +1,4 @@
-"""Program that tries regular expressions on texts: `python -m stages.core.pattern_program CPU_SECONDS`.
+"""Process that matches untrusted regular expressions: `python -m stages.core.pattern_program CPU_SECONDS`.
 
 Uses `regex` instead of `re`: it has the same expressions, and most of those that are exponential in `re` take it no
 time. Uses `re` where a library will do so later. The expression and the search for it may take any time, the expression
@@ -19,7 +19,10 @@ MEMORY_BYTES = 1 << 30
 
 
 def begin(cpu_s: float) -> Callable[[dict[str, Any]], list[int | None]]:
-    """Import the library of regular expressions. A question has `patterns`, `texts`, and `how` to compare them."""
+    """Import the regular-expression library and return the function that answers requests.
+
+    A request has `patterns`, `texts`, and `how` to compare them.
+    """
     import regex
 
     compiled = functools.lru_cache(regex.compile)

@@ -1,4 +1,4 @@
-"""Regular expressions from outside (a recipe, an adapter), tried on texts within limits of time and memory."""
+"""Matching of untrusted regular expressions (from a recipe or an adapter) in a process with time and memory limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, Self
 from stages.core.program import Program, ProgramError
 
 LIMIT_S = 2.0
-"""CPU time for one pattern; some take time that grows exponentially with the text."""
+"""Limit of CPU seconds for one regular expression; some take time that is exponential in the text's length."""
 GRACE_S = 2.0
 NAMES = (
     "model.layers.31.self_attn.q_proj",
@@ -17,18 +17,18 @@ NAMES = (
     "model.language_model.layers.31.linear_attn.in_proj_qkvz",
     "lm_head",
 )
-"""Names of typical model modules, on which patterns of a recipe are tried."""
+"""Names of typical model modules, on which a recipe's regular expressions are tried before training."""
 
 
 class PatternError(ValueError):
-    """Raised for a text that is no regular expression, with the reason."""
+    """Raised for a text that is not a valid regular expression."""
 
 
 class Patterns:
-    """Process that tries patterns; started for the first one, ended with the `with` block."""
+    """Client of the process that matches regular expressions, which ends with the `with` block."""
 
     def __init__(self, limit_s: float) -> None:
-        """Create the client of the pattern program without starting it. limit_s: CPU time of one call."""
+        """Create the client without starting its process. limit_s: CPU seconds allowed for each call."""
         self._limit_s = limit_s
         self._program = Program("stages.core.pattern_program", str(limit_s))
 
@@ -39,13 +39,13 @@ class Patterns:
         self._program.close()
 
     def start(self) -> None:
-        """Start the program that tries patterns before it is needed."""
+        """Start the matching process before it is needed, to save time later."""
         self._program.start()
 
     def first_matches(
         self, patterns: Sequence[str], texts: Sequence[str], how: Literal["search", "match", "re.fullmatch"]
     ) -> list[int | None]:
-        """Return, for each text, the index of the first pattern that is found in it, as Python's `re` has it.
+        """Return, for each text, the index of the first pattern that matches it; None if none does.
 
         Raises PatternError, and TimeoutError where all of this takes over the limit, or too much memory.
         """
@@ -72,7 +72,7 @@ def pattern_problem(pattern: str) -> str | None:
 
 @functools.cache
 def is_endless_on_names(pattern: str) -> bool:
-    """Return whether `re`, by which PEFT compares a regular expression with names of modules, takes too long."""
+    """Return whether Python's `re` takes too long to match a pattern with typical module names, as PEFT will do."""
     with Patterns(LIMIT_S) as patterns:
         try:
             patterns.first_matches([pattern], NAMES, "re.fullmatch")

@@ -1,4 +1,4 @@
-"""Trees of processes: what /proc knows, how one is ended, and the program that runs a command and ends its tree.
+"""Program that runs a command and ends all its descendant processes, with functions that find and end processes.
 
     python -I -S process_tree.py LIFELINE GRACE_S COMMAND ARGUMENT…
 
@@ -31,14 +31,15 @@ TOKEN_VARIABLE = "LIFECYCLE_STAGE_TOKEN"  # noqa: S105 (marks processes, no secr
 PROC = Path("/proc")
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 (where POSIX shared memory lies)
 SAMPLE_INTERVALS_S = (0.5, 5.0)
-"""Intervals between samples of the descendants' shared memory: most of it is mapped in the first seconds."""
+"""Shortest and longest interval in seconds between looks at which shared memory the descendants have mapped; most is
+mapped in the first seconds."""
 SAMPLES_PER_AGE = 20
 CLEANING_S = 2.0
 EXEC_LOOKS, EXEC_LOOK_S = 50, 0.001
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
+    """Ask the kernel to kill this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -46,7 +47,7 @@ def die_with_parent() -> None:
 
 
 def living_processes() -> dict[int, tuple[int, int]]:
-    """Return pid → (parent's pid, session id) of every process that is not a zombie."""
+    """Return the parent's pid and the session id of every process that is not a zombie, by pid."""
     processes = {}
     for pid in _pids():
         with contextlib.suppress(OSError):
@@ -66,7 +67,7 @@ def working_directories() -> set[Path]:
 
 
 def started_ticks(pid: int) -> int | None:
-    """Return when a process started, by the kernel's clock; None for one that has ended or waits to be reaped."""
+    """Return a process's start time in kernel clock ticks, to tell reused pids apart; None if it has ended."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -75,19 +76,19 @@ def started_ticks(pid: int) -> int | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return living children of a process, their children, and so on."""
+    """Return the pids of all living descendants of a process: children, their children, and so on."""
     return _descendants_of([pid], living_processes())
 
 
 def marked_processes(token: str, session: int | None = None) -> list[int]:
-    """Return living processes with `token` in their environment, or in `session`, and their descendants."""
+    """Return processes that have `token` in their environment or belong to a session, with all their descendants."""
     living = living_processes()
     roots = [pid for pid, (_, its_session) in living.items() if its_session == session or _has_token(pid, token)]
     return sorted({*roots, *_descendants_of(roots, living)} - {os.getpid()})
 
 
 def kill_until_gone(find: Callable[[], list[int]], patience_s: float = 10.0) -> None:
-    """Send SIGKILL to all processes that `find` returns until it returns none; some fork while others are killed."""
+    """Kill the processes that `find` returns, again and again until it returns none, since some fork meanwhile."""
     deadline_s = time.monotonic() + patience_s
     while (pids := find()) and time.monotonic() < deadline_s:
         send(signal.SIGKILL, pids)
@@ -95,10 +96,10 @@ def kill_until_gone(find: Callable[[], list[int]], patience_s: float = 10.0) -> 
 
 
 def end_processes(find: Callable[[], list[int]], shared_memory: Iterable[Path] = ()) -> None:
-    """Kill the processes that `find` returns, Python's resource trackers last, and remove the shared memory they leave.
+    """Kill the processes that `find` returns and remove the shared memory that they leave behind.
 
-    A tracker unlinks what processes share by name once these have ended, and knows more of it than a look from outside
-    does; it then ends by itself. shared_memory: what is known of it from earlier looks.
+    Python's resource trackers are killed last: a tracker removes the shared memory of ended processes, which it knows
+    better than a look from outside does, and then ends by itself. shared_memory: files known from earlier looks.
     """
     files = {*shared_memory, *shared_memory_of(find())}
     kill_until_gone(lambda: [pid for pid in find() if not _cleans_up(pid)])
@@ -115,7 +116,7 @@ def wait_for_end(find: Callable[[], list[int]], patience_s: float) -> None:
 
 
 def send(number: int, pids: Iterable[int]) -> None:
-    """Send a signal to the processes that still exist."""
+    """Send a signal to processes; ignore those that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -141,7 +142,7 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
 
 
 def remove_shared_memory(files: Iterable[Path]) -> None:
-    """Remove files of dead processes from /dev/shm, unless some living process maps them."""
+    """Remove files of ended processes from /dev/shm, except those that a living process has mapped."""
     existing = {file for file in files if file.exists()}
     for file in existing - shared_memory_of(_pids() if existing else ()):
         with contextlib.suppress(OSError):
@@ -182,7 +183,7 @@ def _has_token(pid: int, token: str) -> bool:
 
 
 def _cleans_up(pid: int) -> bool:
-    """Return whether a process is Python's resource tracker, which unlinks shared names of ended processes."""
+    """Return whether a process is Python's resource tracker, which frees the shared memory of ended processes."""
     try:
         return b"multiprocessing.resource_tracker" in (PROC / str(pid) / "cmdline").read_bytes()
     except OSError:
@@ -193,7 +194,7 @@ def _cleans_up(pid: int) -> bool:
 
 
 class Supervisor:
-    """Supervisor of one command, until it ends, is stopped or its lifeline breaks."""
+    """Supervisor of a command, which ends all its processes when it is done, is stopped, or its starter dies."""
 
     def __init__(self, lifeline: int, grace_s: float, command: list[str]):
         self.lifeline = lifeline
@@ -206,7 +207,7 @@ class Supervisor:
         self.child = self._start(command)
 
     def run(self) -> int:
-        """Supervise the command until no descendant is left, and return the exit code to end with."""
+        """Wait for the command to end, end all its descendants, and return the exit code."""
         began_s = time.monotonic()
         shortest_s, longest_s = SAMPLE_INTERVALS_S
         while self.status is None and not self.stop_requested:
@@ -216,7 +217,7 @@ class Supervisor:
         return 128 + signal.SIGTERM if self.status is None else self.status
 
     def _listen(self) -> int:
-        """Install signal handlers that write to a pipe, which interrupts `_wait`; requests to end are remembered."""
+        """Install signal handlers that remember requests to end and wake `_wait` through a pipe."""
         readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writable)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -243,7 +244,7 @@ class Supervisor:
             os._exit(127)
 
     def _wait(self, timeout_s: float) -> None:
-        """Sleep until a signal, the end of a child or the lifeline, or the timeout; reap ended children."""
+        """Sleep until a signal, the death of the starting process, or the timeout; collect ended children."""
         readable, _, _ = select.select([self.lifeline, self.wakeup], [], [], timeout_s)
         if self.wakeup in readable:
             os.read(self.wakeup, 4096)
@@ -260,7 +261,7 @@ class Supervisor:
                     self.status = code if code >= 0 else 128 - code
 
     def _end_descendants(self) -> None:
-        """End descendant processes with SIGTERM, and after the grace period with SIGKILL."""
+        """End all descendant processes with SIGTERM, and with SIGKILL after a grace period."""
         left = functools.partial(descendants, os.getpid())
         self.shared_memory |= shared_memory_of(left())
         send(signal.SIGTERM, left())

@@ -1,4 +1,4 @@
-"""Client of a program in a process of its own, which works on untrusted input within limits.
+"""Client of a separate process (a "program") that works on untrusted input within limits of time and memory.
 
 Code, patterns, formulas and templates from outside may take any time and any memory. They are worked on by a *program*:
 a module that calls `program_loop.answer_questions`. This is the asking side:
@@ -30,22 +30,22 @@ from stages.core.process_tree import TOKEN_VARIABLE, end_processes, marked_proce
 from stages.core.program_loop import LIFELINE
 
 START_TIMEOUT_S = 300.0
-"""Time limit for a program's imports, on a busy machine."""
+"""Time limit in seconds for a program to start and import its modules, even on a busy machine."""
 GRACE_S = 5.0
 MAX_ANSWER_BYTES = 256 << 20
 PIECE_BYTES = 1 << 16
-"""Capacity of a pipe, in bytes: the most that is written to a program at once."""
+"""Number of bytes written to a program at once, the capacity of a pipe."""
 LONGEST_POLL_S = 1000.0
 
 NOWHERE = Path("/nonexistent")
-"""Home directory of programs that need none: a real folder would outlive a process that is killed."""
+"""Home directory of programs that need none; a real folder would be left behind if a process were killed."""
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "OMP_NUM_THREADS")
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str)
 
 
 class ProgramError(Exception):
-    """Error that a program's function raised for a question; the program can be asked again.
+    """Raised when a program's function raised an error for a question; the program still runs.
 
     kind: name of its class, such as `MemoryError`.
     """
@@ -56,17 +56,17 @@ class ProgramError(Exception):
 
 
 class ProgramEndedError(Exception):
-    """Raised when the program ended, or was ended since its answer cannot be read."""
+    """Raised when a program ended, or was ended because its answer could not be read."""
 
 
 class Program:
-    """Client of a program that is started when it is needed, and ended by `close`, its `with` block or its deletion.
+    """Client of a program that starts at its first question and ends with `close` or the `with` block.
 
     For one thread at a time.
     """
 
     def __init__(self, module: str, *arguments: str, needs_home: bool = False) -> None:
-        """Create the client of a program without starting the program.
+        """Create the client without starting the program.
 
         needs_home: whether it gets an empty folder, which this process removes when it ends normally.
         """
@@ -82,7 +82,7 @@ class Program:
         self.close()
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Start the program and wait until it can be asked; do nothing if it runs. Raises as `ask`."""
+        """Start the program and wait until it can answer; do nothing if it runs already. Raises as `ask`."""
         if self._process is None:
             self._launch()
             try:
@@ -92,7 +92,7 @@ class Program:
                 raise
 
     def ask(self, question: Any, timeout_s: float) -> Any:
-        """Return the program's answer to a question; start the program if it does not run.
+        """Return the program's answer to a question, starting the program if it does not run.
 
         timeout_s: from here to the answer's last byte. Raises TimeoutError when that is over, or the program's own
         limit of CPU time is; ProgramError for an error of its function; ProgramEndedError. It is ended where it may
@@ -103,7 +103,7 @@ class Program:
         return self._answer(line, timeout_s)
 
     def ask_hostile(self, question: Any, timeout_s: float) -> Any:
-        """Ask a program a question that may be made to exhaust it: TimeoutError stands for every kind of exhaustion.
+        """Ask a question that may be made to exhaust the program; every kind of exhaustion raises TimeoutError.
 
         Which of time, memory, the stack or the process itself is gone first depends on the machine.
         """
@@ -118,7 +118,7 @@ class Program:
             raise
 
     def close(self) -> None:
-        """End the program and its children at once. May be called again, and the program asked again."""
+        """End the program and its children at once; a later question starts it again."""
         if self._end is not None:
             self._end()
         self._process = self._end = None
@@ -164,7 +164,7 @@ class Program:
         raise ProgramError(kind, text)
 
     def _exchanged(self, question: bytes, deadline_s: float) -> bytes:
-        """Send a line to a program, and return the line that it answers.
+        """Send a question to the program as one line, and return its answer as one line.
 
         Both pipes are served at once, and neither is waited for beyond the deadline: a program may stop to read in the
         middle of a question, or to write in the middle of an answer.
@@ -197,7 +197,7 @@ class Program:
         return bytes(answer)
 
     def _ending(self) -> str:
-        """Return how a program ended, after it closed its output."""
+        """Return in words how the program ended after it closed its output, for an error message."""
         assert self._process
         try:
             return f"ended its process with exit code {self._process.wait(GRACE_S)}"
@@ -206,7 +206,7 @@ class Program:
 
 
 def bare_environment(home: Path) -> dict[str, str]:
-    """Return the environment of code that must see no secrets: PATH, PYTHONPATH, the locale and an empty HOME."""
+    """Return an environment without secrets for untrusted code: PATH, PYTHONPATH, the locale and an empty HOME."""
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     ours = str(Path(__file__).parents[2])
     python_path = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
@@ -214,7 +214,7 @@ def bare_environment(home: Path) -> dict[str, str]:
 
 
 def _decoded(line: bytes) -> tuple[str, Any]:
-    """Return a program's decoded `answer` or `error`. Raises ProgramEndedError for another line, which code printed."""
+    """Decode a program's line into `answer` or `error` and its content. Raises ProgramEndedError for any other line."""
     try:
         ((outcome, content),) = json.loads(line).items()
     except (ValueError, AttributeError, RecursionError) as error:
@@ -225,7 +225,7 @@ def _decoded(line: bytes) -> tuple[str, Any]:
 def _end(
     process: subprocess.Popen[bytes], lifeline: int, token: str, home: tempfile.TemporaryDirectory[str] | None
 ) -> None:
-    """Kill a program's process group, and what it has started in others; then remove its home, if it has one."""
+    """Kill a program and everything that it started, and remove its home directory if it has one."""
     if process.returncode is None:  # its number is its own as long as its end has not been asked for
         os.killpg(process.pid, signal.SIGKILL)
     with process:  # closes the pipes, and waits

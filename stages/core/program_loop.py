@@ -1,4 +1,4 @@
-"""Loop of a program that answers another process within limits; `program.py` starts and asks it.
+"""Loop in which a program answers the questions of another process; `program.py` is the asking side.
 
 A program is a module with a main function that calls `answer_questions`. Standard library only, and little of it, so
 that a program is started in some 20 ms and has the memory that it may take for its own work.
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 LIFELINE = "PROGRAM_LIFELINE"
-"""Environment variable with the read end of a pipe, whose other end only the asking process holds."""
+"""Environment variable with the read end of a pipe that closes when the asking process is gone."""
 AGAIN_S = 0.1
-"""CPU seconds between further signals of a CPU limit after the first one, in case something caught it."""
+"""CPU seconds between repeated signals after a CPU limit, in case a library caught the first one."""
 
 Answered = TypeVar("Answered")
 
@@ -27,15 +27,15 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class TimeLimitError(BaseException):
-    """Raised when the CPU time of a piece of work is spent. No `Exception`: libraries catch those and continue."""
+    """Raised when a call has used up its CPU time. It is no `Exception`, because libraries catch those and continue."""
 
 
 class RefusedError(Exception):
-    """Raised for a refusal: its text goes to the asking process unchanged, without the name of a class."""
+    """Raised by a program to refuse a question; the asking process gets its text without a class name."""
 
 
 def within(cpu_s: float, work: Callable[..., Answered], *arguments: Any) -> Answered:
-    """Return `work(*arguments)`. Raises TimeLimitError when the call has taken `cpu_s` of CPU time.
+    """Return `work(*arguments)`. Raises TimeLimitError when the call has used `cpu_s` seconds of CPU time.
 
     Only Python's own steps are interrupted: a product of huge integers is not, and neither is a wait. The deadline of
     the asking process ends these. Takes some 2 µs, for one row of a question with many. Not to be nested.
@@ -54,7 +54,7 @@ def within(cpu_s: float, work: Callable[..., Answered], *arguments: Any) -> Answ
 def answer_questions(
     begin: Callable[[], Callable[[Any], Any]], *, memory_bytes: int | None = None, cpu_s: float | None = None
 ) -> None:
-    """Answer each line of JSON on the standard input with one, until the input or the asking process ends.
+    """Answer questions, one JSON line each, from standard input until it ends or the asking process is gone.
 
     - begin: imports what is needed, and returns the function from a question to its answer, both of which are JSON. Its
     end, or its error, is the first answer
@@ -88,7 +88,7 @@ def answer_questions(
 
 
 def _answer(answered: Callable[[bytes], Any], line: bytes, cpu_s: float | None) -> bytes:
-    """Return the program's answer to a line of JSON, or the error on the way to it, as a line."""
+    """Return the answer to a question, or the error that it raised, as a JSON line."""
 
     def encoded() -> bytes:
         return _encoded({"answer": answered(line)})
@@ -125,7 +125,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _end_with_asking_process() -> None:
-    """Have the kernel kill this process and its group when the other end of the lifeline is closed.
+    """Have the kernel kill this process and its group when the asking process is gone.
 
     A parent-death signal would come when the *thread* that started this process ends, and a thread that waits here for
     the end of a pipe would not get its turn while a step of C holds the interpreter.

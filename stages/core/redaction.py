@@ -1,4 +1,4 @@
-"""Redaction of secrets in texts.
+"""Redaction of secrets in messages, logs and files.
 
 Secrets are values of environment variables that are named like secrets, passwords in URLs, and texts in the form of
 known services' keys.
@@ -18,16 +18,16 @@ from urllib.parse import quote, unquote
 
 REPLACEMENT = "***"
 MIN_CHARACTERS = 4
-"""Shortest secret; shorter values are no secrets, and occur everywhere."""
+"""Smallest length of a secret; shorter values of variables occur everywhere and are not treated as secrets."""
 MIN_CHARACTERS_ANYWHERE = 8
-"""Shortest secret that is redacted within words; shorter ones must stand alone, so `main` does not match `remainder`.
-"""
+"""Smallest length of a secret that is redacted within words. Shorter ones must stand alone, so that `main` does not
+match `remainder`."""
 
 _SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PWD|_PASS|KEY|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE
 )
 _SWITCHES = frozenset({"true", "false", "none", "null"})
-"""Values of on/off variables, which are no secrets, such as that of HF_HUB_DISABLE_IMPLICIT_TOKEN."""
+"""Values of on/off variables that are no secrets although the name suggests it (HF_HUB_DISABLE_IMPLICIT_TOKEN)."""
 # Begins at `://` instead of the scheme, and stops at `/`: no character is looked at from two places where it may begin,
 # so the time is linear. The last `@` ends the password: a URL's host has none.
 _URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)([^/\s\"<>]+)@")  # of one slash where a path was made of it
@@ -36,38 +36,38 @@ _KNOWN_SHAPE = re.compile(
     r"|sk-(?:(?:ant|or|proj)-|(?=[\w-]*\d))[\w-]{20,}|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{35}|xox[abeprs]-[\w-]{10,}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})"
 )
-"""Pattern of API keys: Hugging Face, GitHub, GitLab, npm, OpenAI-like, Amazon, Google, Slack; JSON web tokens."""
+"""Pattern of the API keys of known services, such as Hugging Face, GitHub and AWS, and of JSON web tokens."""
 _WEBHOOK = re.compile(r"(hooks\.slack\.com/(?:services|workflows)/|discord(?:app)?\.com/api/webhooks/)[\w/-]{6,}")
-"""Pattern of webhook addresses, which anyone who knows them can post to."""
+"""Pattern of Slack and Discord webhook addresses, to which anyone who knows them can post."""
 _JSON_STRING = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*(?:"|$)(\s*:)?', re.MULTILINE)
-"""Pattern of a JSON string with the colon that makes it a key; the last one of a torn line may lack its end."""
+"""Pattern of a JSON string, with the colon that follows a key; the string may lack its end in a cut-off line."""
 _WINDOW_CHARACTERS = 64 * 1024
-"""Characters of a text that are redacted before it is cut, since a text from outside may have any length."""
+"""Largest number of characters of a text that are searched for secrets before the text is shortened."""
 _CUT_URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)[^/\s\"<>@]*$")
-"""Pattern of a password in a URL whose `@` may lie beyond the redacted window."""
+"""Pattern of a URL's password at the end of a shortened text, where the `@` after it may be cut off."""
 _TEXT_SUFFIXES = (".txt", ".log", ".json", ".jsonl")
 _JSON_SUFFIXES = (".json", ".jsonl")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a variable is named like a secret."""
+    """Return whether an environment variable's name suggests a secret, such as `HF_TOKEN`."""
     return bool(_SECRET_NAME.search(name))
 
 
 def holds_url_password(text: str) -> bool:
-    """Return whether a URL in `text` has a password."""
+    """Return whether a text contains a URL with a password."""
     return bool(_URL_PASSWORD.search(text))
 
 
 def secrets_in(environment: Mapping[str, str]) -> set[str]:
-    """Return values of variables that are named like secrets, and passwords in URLs of all others."""
+    """Return the secrets of an environment: values of variables with secret names, and passwords in URLs."""
     named = {value.strip() for name, value in environment.items() if is_secret_name(name)}
     passwords = {password for value in environment.values() for _, password in _URL_PASSWORD.findall(value)}
     return {one for one in named | passwords if len(one) >= MIN_CHARACTERS and one.lower() not in _SWITCHES}
 
 
 def redact(text: str, secrets: Iterable[str] | None = None) -> str:
-    """Return `text` without the secrets (default: of this process's environment), URLs' passwords, and known keys.
+    """Return the text without secrets (by default those of this process's environment), URL passwords and API keys.
 
     A secret is found in plain form, and as JSON, Python or a URL spell it.
     """
@@ -75,7 +75,7 @@ def redact(text: str, secrets: Iterable[str] | None = None) -> str:
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """Return the redacted text, or its beginning and `…`: at most `max_characters`.
+    """Return the text without secrets, shortened to at most `max_characters` with `…` at its end.
 
     It is redacted before it is cut: the first half of a secret is not recognised, and would be shown.
     """
@@ -91,7 +91,7 @@ def shortened(text: str, max_characters: int) -> str:
 
 
 def quoted(value: object, max_characters: int) -> str:
-    """Return a value for a message: redacted, cut to `max_characters`, in quotes, with control characters escaped.
+    """Return a value in quotes for a message, without secrets, shortened, with control characters escaped.
 
     Bytes are read as UTF-8; a value that is no text is shown as JSON.
     """
@@ -101,8 +101,9 @@ def quoted(value: object, max_characters: int) -> str:
 
 
 def redact_files(folder: Path, secrets: Iterable[str]) -> None:
-    """Rewrite the texts at the top of a folder that hold a secret: logs, events, results. A log may be open: it stays
-    the same file. JSON stays JSON: neither keys nor numbers are touched.
+    """Remove secrets from the text files at the top of a folder: logs, events, results.
+
+    A log may be open, so it stays the same file. JSON stays JSON: neither keys nor numbers are changed.
     """
     spellings = _spellings(secrets)
     for path in folder.iterdir():
@@ -117,7 +118,7 @@ def redact_files(folder: Path, secrets: Iterable[str]) -> None:
 
 
 def _spellings(secrets: Iterable[str]) -> list[str]:
-    """Return all spellings of a secret, the longest first."""
+    """Return all forms in which secrets may appear (plain, or escaped for JSON, Python or a URL), longest first."""
     spellings: set[str] = set()
     for one in secrets:
         spellings |= {one, unquote(one), quote(one.encode(errors="surrogateescape"), safe=""), repr(one)[1:-1]}

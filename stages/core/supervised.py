@@ -1,4 +1,4 @@
-"""Start of a command under the supervisor: the starting side of `process_tree.py`.
+"""Start of a command under a supervisor process (`process_tree.py`), which leaves no descendant behind.
 
 Whatever happens (the command ends, the supervisor is killed, this process is killed), no descendant of the command
 stays behind: the supervisor ends them when this process is gone, this process ends them when the supervisor is gone.
@@ -23,19 +23,19 @@ REQUESTS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def signal_of(exit_code: int) -> int | None:
-    """Return the signal that ended a process, by its exit code: -n or 128 + n. None for one that exited by itself."""
+    """Return the signal that ended a process, by its exit code (-n or 128 + n); None if it exited by itself."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     return number if 0 < number < signal.NSIG else None
 
 
 def was_killed(exit_code: int) -> bool:
-    """Return whether a process was ended by a signal other than a request to end."""
+    """Return whether a process was ended by a signal that does not request an orderly end, such as SIGKILL."""
     number = signal_of(exit_code)
     return number is not None and number not in REQUESTS_TO_END
 
 
 class Supervised:
-    """Running command with its supervisor process.
+    """Running command under its supervisor process, which can be polled and stopped.
 
     - token: marks its processes; keep it to find stragglers after this process has died
     - output: receives stdout and stderr; the caller may close it at once
@@ -79,12 +79,13 @@ class Supervised:
 
     @property
     def pid(self) -> int:
-        """Process id of the supervisor, which also is the session id of the command."""
+        """Process id of the supervisor, which is also the session id of the command."""
         return self.process.pid
 
     def poll(self) -> int | None:
-        """Return the exit code (128 + signal of a killed command, negative for a killed supervisor); None if it runs.
+        """Return the command's exit code, or None while it runs.
 
+        It is 128 + signal if the command was killed, and negative if the supervisor was.
         No descendant is left once there is an exit code.
         """
         code = self.process.poll()
@@ -97,7 +98,7 @@ class Supervised:
         return self.poll() is None
 
     def stop(self) -> None:
-        """End the supervised command and all its descendants; returns when none is left. May be called again."""
+        """End the command and all its descendants, and wait until none is left; may be called again."""
         if self.process.poll() is None:
             self.process.terminate()
             try:

@@ -1,4 +1,4 @@
-"""Bounds of YAML text, checked on its events before anything is built from it: size, depth, aliases.
+"""Limits on YAML text (size, depth, number of values), checked on parser events before anything is built.
 
 PyYAML builds nodes by recursion, and merges (`<<`) by copying: text of a few bytes may end the process or fill the
 memory. Its events come one after the other, so that reading them takes time in proportion to the text.
@@ -23,7 +23,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 @dataclass
 class _Collection:
-    """YAML mapping or list whose end was not read yet. num_values: counts itself and its content, without keys."""
+    """YAML mapping or list whose end has not been read yet. num_values: counts it and all values in it, but no keys."""
 
     anchor: str | None
     is_mapping: bool
@@ -31,10 +31,11 @@ class _Collection:
     height: int = 1
     num_children: int = 0
     place: str = ""
-    """Place within a YAML collection: last key of a mapping, or number of list items read."""
+    """Current position in the collection for error messages: the last key of a mapping, or the number of list items
+    read."""
 
     def add(self, num_values: int, height: int, text: str | None) -> None:
-        """Count a child of a YAML collection; `text` is that of a plain value."""
+        """Count a child of the collection. text: the child's text if it is a plain value."""
         self.num_children += 1
         is_key = self.is_mapping and self.num_children % 2 == 1
         if is_key:
@@ -47,7 +48,7 @@ class _Collection:
 
 
 class _Reader:
-    """Counter of the values that the events of one YAML text stand for."""
+    """Counter of the values in a YAML text, which follows the parser's events."""
 
     def __init__(self) -> None:
         self._open = [_Collection(None, is_mapping=False)]
@@ -56,16 +57,16 @@ class _Reader:
 
     @property
     def path(self) -> str:
-        """Dotted path of the YAML value at hand; long keys are cut."""
+        """Dotted path of the YAML value being read, for error messages; long keys are shortened."""
         return ".".join((one.place or "0")[:60] for one in self._open[1:])
 
     @property
     def num_values(self) -> int:
-        """Number of values in the whole YAML text, aliases written out."""
+        """Number of values in the YAML text, counting what aliases stand for each time."""
         return self._open[0].num_values - 1
 
     def read(self, event: Any) -> None:
-        """Count the next YAML event towards the bounds."""
+        """Count the next parser event, and check the depth and the number of values."""
         if isinstance(event, yaml.CollectionStartEvent):
             self._open.append(_Collection(event.anchor, isinstance(event, yaml.MappingStartEvent)))
             self._check_depth(0)
@@ -104,7 +105,7 @@ class _Reader:
 
 
 def check_bounds(text: str, loader: Any) -> None:
-    """Raise `RecipeError` for text that is not valid YAML, too long, too deep, or expands to too many values.
+    """Raise RecipeError for YAML text that is invalid, too long, too deep or expands to too many values.
 
     Errors name line and field.
     """
@@ -127,7 +128,7 @@ def check_bounds(text: str, loader: Any) -> None:
 
 
 def _check_escapes(text: str, loader: Any) -> None:
-    """Raise RecipeError for surrogates in YAML escapes, with their field and line.
+    """Raise RecipeError, with field and line, for YAML escapes that are surrogates (half a character).
 
     They are found by their replacements: for text in one line, as JSON is, the parser itself names neither.
     """

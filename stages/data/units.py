@@ -39,7 +39,7 @@ class Unit:
     is_good: bool | None = None
     """Label of the answer in labelled data: True for a good one; None for other data."""
     margin: float | None = None
-    """How much better the chosen answer of a pair is than the rejected one; None if the data has no margins."""
+    """Margin by which the chosen answer of a pair is better than the rejected one; None if the data has no margins."""
 
     def __len__(self) -> int:
         return sum(map(len, self.documents))

@@ -1,4 +1,4 @@
-"""Launcher `kubernetes`: the block `execution.kubernetes`, which also describes the servers of `lifecycle render`."""
+"""Options of the launcher `kubernetes` in a recipe (`execution.kubernetes`), also used to render servers' manifests."""
 
 from __future__ import annotations
 
@@ -14,26 +14,42 @@ SecretKey = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[-._a
 
 
 class KubernetesOptions(ClusterOptions):
-    """Resources and settings of a stage's pods in Kubernetes."""
+    """Options of a stage's pods in Kubernetes: image, resources, secrets and the kind of job."""
 
     DESCRIBES_SERVERS: ClassVar[bool] = True
 
-    image: str | None = Field(None, description="Container image of the pipeline, best with its digest; required.")
-    store_claim: KubernetesName = Field("llm-lifecycle-home", description="PersistentVolumeClaim of LIFECYCLE_HOME.")
-    namespace: KubernetesName = Field("default", description="Namespace of the pods.")
+    image: str | None = Field(
+        None, description="Container image with this pipeline, best named by its digest; required."
+    )
+    store_claim: KubernetesName = Field(
+        "llm-lifecycle-home", description="PersistentVolumeClaim of the volume that holds `LIFECYCLE_HOME`."
+    )
+    namespace: KubernetesName = Field("default", description="Kubernetes namespace of the pods.")
     service_account: KubernetesName = Field(
-        "llm-lifecycle-stage", description="Service account of the pods; it needs no rights."
+        "llm-lifecycle-stage", description="Kubernetes service account of the pods; it needs no permissions."
     )
     job: Literal["train_job", "indexed_job"] = Field(
-        "train_job", description="Training over several nodes: a TrainJob of Kubeflow Trainer, or an indexed Job."
+        "train_job",
+        description="Kind of job for training over several nodes: a TrainJob of Kubeflow Trainer, or an "
+        "indexed Kubernetes Job.",
     )
-    training_runtime: KubernetesName = Field("torch-distributed", description="ClusterTrainingRuntime of a TrainJob.")
-    gpu_resource: str = Field("nvidia.com/gpu", description="Name of the resource that counts GPUs.")
-    shared_memory_gib: PositiveFloat = Field(8.0, description="Shared memory of each pod; NCCL needs it.")
+    training_runtime: KubernetesName = Field(
+        "torch-distributed", description="Name of the ClusterTrainingRuntime that a TrainJob refers to."
+    )
+    gpu_resource: str = Field(
+        "nvidia.com/gpu", description="Kubernetes resource name under which the cluster offers GPUs."
+    )
+    shared_memory_gib: PositiveFloat = Field(
+        8.0, description="Shared memory (/dev/shm) of each pod in GiB, which NCCL needs."
+    )
     secrets: dict[str, SecretKey] = Field(
-        default_factory=dict, description="Environment variable → Secret and key: {HF_TOKEN: hub/token}."
+        default_factory=dict,
+        description="Environment variables taken from Kubernetes Secrets: each name with "
+        "SECRET/KEY, such as {HF_TOKEN: hub/token}.",
     )
-    node_selector: dict[str, str] = Field(default_factory=dict, description="Labels that a node must have.")
+    node_selector: dict[str, str] = Field(
+        default_factory=dict, description="Labels that a node must have to run the pods."
+    )
 
     def problems(self) -> Iterator[str]:
         if not self.image:

@@ -1,4 +1,4 @@
-"""Base of a launcher's options in a recipe, with the limits that a recipe and a plan are checked against.
+"""Base classes for the options of launchers in a recipe, which know the limits that a plan checks.
 
 Each launcher has a module here, light enough for a config to import. How one that is a cluster starts and follows jobs
 is in the module of its name in `flows/launch/`.
@@ -15,7 +15,7 @@ from stages.core.fields import StrictModel
 
 
 class LauncherOptions(StrictModel):
-    """Options of a launcher: the block of its name in `execution`; a launcher without options has no block.
+    """Options of one launcher, a block in a stage's `execution`; a launcher without options has no block.
 
     IS_LOCAL: the processes run on the refresh's machine, on one node, and reach what listens on its loopback.
     DESCRIBES_SERVERS: `lifecycle render` reads the block for a serve stage, which another launcher starts.
@@ -25,22 +25,24 @@ class LauncherOptions(StrictModel):
     DESCRIBES_SERVERS: ClassVar[bool] = False
 
     def problems(self) -> Iterator[str]:
-        """Yield what a stage lacks to be launched, each beginning with a field of the block."""
+        """Yield an error for each option that is missing to launch the stage; it begins with the option's name."""
         return iter(())
 
     def gpu_problem(self, wanted: int) -> str | None:
-        """Return why a node has fewer GPUs than the stage wants, beginning with a field; None if it has enough."""
+        """Return why a node has too few GPUs for the stage, beginning with the option's name; else None."""
         return None
 
 
 class ClusterOptions(LauncherOptions):
-    """Resources that a stage's job asks a cluster for."""
+    """Resources that a stage's job requests from a cluster."""
 
-    gpus_per_node: PositiveInt | None = Field(None, description="GPUs on each node.")
+    gpus_per_node: PositiveInt | None = Field(None, description="Number of GPUs requested on each node.")
     cpus_per_node: PositiveInt | None = Field(
-        None, description="CPUs on each node; default: threads × processes of a node."
+        None, description="Number of CPUs requested on each node; default: threads × processes on a node."
     )
-    memory_gib_per_node: PositiveFloat | None = Field(None, description="Memory on each node.")
+    memory_gib_per_node: PositiveFloat | None = Field(
+        None, description="Memory requested on each node, in GiB; default: the cluster's."
+    )
 
     def gpu_problem(self, wanted: int) -> str | None:
         if self.gpus_per_node and self.gpus_per_node < wanted:

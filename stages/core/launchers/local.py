@@ -1,4 +1,4 @@
-"""Launcher `local`: the stage's processes run on this machine, beside the refresh."""
+"""Options of the launcher `local`, which runs a stage's processes on the machine of the refresh."""
 
 from __future__ import annotations
 

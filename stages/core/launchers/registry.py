@@ -1,4 +1,4 @@
-"""Registry of launchers, and the fields of `execution` that depend on it: `launcher`, and a block for each.
+"""Registry of launchers, and the part of `execution` that names a launcher and sets the options of each.
 
 A new launcher is a module beside this one and a line here; a cluster also has a module and a line in `flows/launch/`.
 """
@@ -21,7 +21,7 @@ LAUNCHERS: dict[str, type[LauncherOptions]] = {
     "kubernetes": KubernetesOptions,
 }
 BLOCKS = {name: options for name, options in LAUNCHERS.items() if options.model_fields}
-"""Launchers with a block of options in `execution`."""
+"""Launchers that have options in `execution`, by name."""
 Options = TypeVar("Options", bound=LauncherOptions)
 
 if TYPE_CHECKING:
@@ -31,31 +31,33 @@ else:
 
 
 class LauncherFields(StrictModel):
-    """Launcher of a stage; `LauncherBlocks` adds a block of options for each launcher that has some."""
+    """Field of `execution` that chooses a stage's launcher; `LauncherBlocks` adds the launchers' options."""
 
     launcher: LauncherName = Field(
-        "local", description="Program that starts the stage's processes: on this machine or on a cluster."
+        "local",
+        description="Program that starts the stage's processes: `local` on this machine, `slurm` or "
+        "`kubernetes` on a cluster.",
     )
 
     @property
     def is_local(self) -> bool:
-        """Return whether the processes run on the refresh's machine."""
+        """Return whether the stage's processes run on the same machine as the refresh."""
         return LAUNCHERS[self.launcher].IS_LOCAL
 
     @property
     def options(self) -> LauncherOptions:
-        """Return the options of the chosen launcher, which know its limits."""
+        """Return the options of the chosen launcher."""
         return self.block(LAUNCHERS[self.launcher])
 
     def block(self, options: type[Options]) -> Options:
-        """Return the options of a launcher, whether it is the chosen one or not."""
+        """Return the options of a given launcher, even if another one is chosen."""
         return next((value for _, value in self if isinstance(value, options)), options())
 
 
 if TYPE_CHECKING:  # the blocks depend on the registry, which no type checker runs
 
     class LauncherBlocks(LauncherFields):
-        """Fields of `execution` that depend on the launcher: its name, and a block of options for each launcher."""
+        """Fields of `execution` that depend on the launcher: its name, and the options of each launcher."""
 else:
     LauncherBlocks = create_model(
         "LauncherBlocks",

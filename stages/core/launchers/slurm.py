@@ -1,4 +1,4 @@
-"""Launcher `slurm`: the block `execution.slurm`, with the options of sbatch that a recipe may give."""
+"""Options of the launcher `slurm` in a recipe (`execution.slurm`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OURS = frozenset(
         "wrap",
     }
 )
-"""Options of sbatch that a recipe may not set: the launcher sets them itself, or they would break it."""
+"""Options of sbatch that a recipe may not set, because the launcher sets them or they would break it."""
 
 
 def _check_option(option: str) -> str:
@@ -33,19 +33,20 @@ TimeLimit = Annotated[str, Field(pattern=r"^(\d+|\d+:\d\d|(\d+-)?\d+:\d\d:\d\d|\
 
 
 class SlurmOptions(ClusterOptions):
-    """Resources of a stage's Slurm job; unset options have the cluster's defaults."""
+    """Options of a stage's Slurm job; those that are not set have the cluster's defaults."""
 
-    partition: str | None = Field(None, description="Slurm partition, as `sbatch --partition`.")
-    account: str | None = Field(None, description="Slurm account, as `sbatch --account`.")
-    qos: str | None = Field(None, description="As `sbatch --qos`.")
+    partition: str | None = Field(None, description="Slurm partition of the job (`sbatch --partition`).")
+    account: str | None = Field(None, description="Slurm account of the job (`sbatch --account`).")
+    qos: str | None = Field(None, description="Slurm quality of service of the job (`sbatch --qos`).")
     time_limit: TimeLimit | None = Field(
         None,
-        description="Time limit of the Slurm job: minutes, HH:MM:SS or "
-        "D-HH:MM:SS. A job that reaches it continues in another.",
+        description="Time limit of the Slurm job, as minutes, HH:MM:SS or D-HH:MM:SS; a stage that reaches it "
+        "continues in another job.",
     )
     warning_s: PositiveInt = Field(
-        60, description="Seconds before its time limit at which a Slurm job is asked to end."
+        60,
+        description="Number of seconds before the job's time limit at which Slurm asks the stage to end; default 60.",
     )
     options: list[SbatchOption] = Field(
-        default_factory=list, description="Further options of sbatch, as in --constraint=h100."
+        default_factory=list, description="Further options of sbatch, such as --constraint=h100."
     )
