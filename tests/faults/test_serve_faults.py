@@ -104,7 +104,7 @@ def assert_nothing_left(folder: Path, port: int | None = None) -> None:
 
 
 def assert_refused(model: Path, error: type[Exception], match: str, **execution: Any) -> None:
-    """Check that starting a server fails at once, and leaves no process or folder."""
+    """Check that starting a server for a bad model fails at once, and leaves no process or folder behind."""
     spec = LaunchSpec(model=model, served_name="m", serving=ServingConfig(), engine_version="0.32.0")
     folder = model.parent / "runtime"
     began_s = time.monotonic()
@@ -220,7 +220,10 @@ def test_whatever_is_killed_while_a_server_starts_takes_it_along(root: Path, fau
 def test_an_evaluation_goes_on_where_it_was_whoever_is_killed(
     root: Path, new_fault: Callable[..., Fault], victims: list[str]
 ) -> None:
-    """Kills of lm-eval itself are tested in `tests/pipeline/test_serve_evaluate.py`, which runs by day."""
+    """An evaluation resumes after any of its processes was killed, without asking the answered questions again.
+
+    Kills of lm-eval itself are tested in `tests/pipeline/test_serve_evaluate.py`, which `make test` runs.
+    """
     shutil.rmtree(root / "evaluate", ignore_errors=True)
     left = range(200, 201)
     for victim in victims:
@@ -241,7 +244,10 @@ def test_an_evaluation_goes_on_where_it_was_whoever_is_killed(
 
 
 def evaluation_work(root: Path) -> Path:
-    """Make the work folder for the next attempt, which has reported nothing yet."""
+    """Prepare the evaluate stage's work folder for the next attempt.
+
+    Reports of earlier attempts are deleted, their answers are kept.
+    """
     config = {
         "model": "sft",
         "serving": SERVING,
@@ -254,7 +260,7 @@ def evaluation_work(root: Path) -> Path:
 
 
 def disturb_evaluation(work: Path, victim: str, fault: Fault) -> tuple[int, int]:
-    """Kill a process of an evaluation after some answers; returns the numbers of answered and of all requests."""
+    """Kill a process of an evaluation after 40 answers; return the numbers of answered requests and of all requests."""
     with stage_process(work) as process:
         wait_for(lambda: answers_and_requests(work)[0] >= 40 or process.poll() is not None, what="the 40th answer")
         assert process.poll() is None, (work / "log.txt").read_text()[-3000:]
@@ -274,7 +280,7 @@ def disturb_evaluation(work: Path, victim: str, fault: Fault) -> tuple[int, int]
 
 
 def answers_and_requests(work: Path) -> tuple[int, int]:
-    """Return the numbers of answers and requests that the attempt has reported."""
+    """Return the numbers of answered requests and of all requests that the evaluation has reported so far."""
     events = work / "events.jsonl"
     rows_so_far = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
     last = next((event for event in reversed(rows_so_far) if event["event"] == "progress"), {"done": 0, "total": 0})

@@ -1,4 +1,4 @@
-"""Servers and refreshes that die: training goes on, nothing is lost, reported twice or left behind."""
+"""When Prefect's or MLflow's server or a refresh dies, training continues, and nothing is lost or recorded twice."""
 
 import json
 import os
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """Provide a home whose servers may be up or not."""
+    """Provide a lifecycle home of this test file, whose servers may be up or down."""
     home = Home(tmp_path_factory.mktemp("faults") / "home")
     home.folder.mkdir()
     yield home
@@ -48,7 +48,7 @@ def own(tmp_path_factory):
 
 @pytest.fixture
 def home(own):
-    """Provide the home with its servers, which the test before may have stopped."""
+    """Provide the lifecycle home of this test file with its servers up, even if the last test stopped them."""
     if Lock(own.folder).holder() is None:
         assert own.lifecycle("up").returncode == 0
     return own
@@ -59,7 +59,7 @@ def kill_server(home, name):
 
 
 def check_started_again(home, name, before):
-    """Wait until a killed server answers again without anybody asking, and check that address and token stayed."""
+    """Wait until a killed server is restarted by its supervisor, and check that port and token stayed the same."""
     eventually(lambda: home.servers()[name]["process"] != before["process"])
     eventually(lambda: is_served(home, name))
     after = home.servers()[name]
@@ -67,7 +67,7 @@ def check_started_again(home, name, before):
 
 
 def is_served(home, name):
-    """Return whether a server answers at its known address, waiting for it if necessary."""
+    """Return whether a server answers at its known address, waiting up to `PATIENCE_S` for the answer."""
     path = {"prefect": "/api/health"}.get(name, "/health")
     with suppress(OSError), urllib.request.urlopen(home.address(name) + path, timeout=PATIENCE_S) as answer:
         return answer.status == 200
@@ -204,7 +204,7 @@ def test_down_leaves_no_process_no_port_and_no_supervisor(home):
 
 @contextmanager
 def in_foreground(home, manager):
-    """Start `lifecycle up --foreground`, and wait until it reports to systemd that it is ready.
+    """Run `lifecycle up --foreground` until the end of the context; begins when it reports to systemd that it is ready.
 
     manager: the socket of systemd.
     """

@@ -1,4 +1,4 @@
-"""Faults of Slurm jobs, and of refreshes that wait for them: no job stays in the queue, and no work is lost.
+"""After faults of Slurm jobs, or of refreshes that wait for them, no job stays in the queue and no work is lost.
 
 Most are nightly, since Slurm looks at its jobs every half minute; quick siblings: those that stay, and
 `tests/pipeline/test_slurm.py`.
@@ -26,10 +26,11 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 STUCK = {"TINY_STEP_SECONDS": "300"}
 SLOW = {"TINY_STEP_SECONDS": "1"}
 SLOWEST = {"TINY_STEP_SECONDS": "5"}
-"""Ten slow steps: longer than a job waits for a vanished refresh, and than Slurm's interval between limit checks."""
+"""Environment of a stage with ten slow steps. They take longer than a job waits for a vanished refresh, and than
+Slurm's interval between checks of time limits."""
 SOON_OVER = {"time_limit": "1", "warning_s": 15}
-"""Slurm's shortest time limit is a minute. The job is warned 15 to 45 s after its start, since Slurm checks limits
-every 30 s and warns one check early where the next would be too late."""
+"""Options of a job that soon reaches its time limit; a minute is Slurm's shortest. The job is warned 15 to 45 s after
+its start, since Slurm checks limits every 30 s and warns one check early where the next would be too late."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def work_of(store: Store, file: str) -> Path:
 
 
 def in_the_background(store: Store, mode: str, environment: dict[str, str], **options) -> tuple[list, threading.Thread]:
-    """Build a stage in a thread; the list receives the outcome or the error."""
+    """Run a stage on Slurm in a thread; return the thread, and a list that receives the outcome or the error."""
     outcome: list = []
 
     def build() -> None:
@@ -71,13 +72,13 @@ def in_the_background(store: Store, mode: str, environment: dict[str, str], **op
 
 
 def occupy(cluster: SlurmCluster, partition: str = "normal") -> str:
-    """Submit a job that takes both nodes; returns its id."""
+    """Submit a Slurm job that takes both nodes, so that other jobs wait; return its id."""
     options = ["--parsable", "--nodes=2", "--exclusive", f"--partition={partition}", "--output=/dev/null"]
     return cluster.command("sbatch", *options, "--wrap=exec sleep 300").strip()
 
 
 def went_on(built: Built) -> str:
-    """Return the table's cell of lost work: the step at which the last attempt began."""
+    """Return the text on lost work for the table of faults: the step from which the last attempt continued."""
     return f"nothing: went on at step {built.metrics['first_step']:.0f} of 10"
 
 
@@ -137,7 +138,7 @@ def test_the_next_refresh_cancels_a_job_that_a_lost_one_left_waiting(cluster, st
 
 
 def kill_at_once(flow: subprocess.Popen) -> None:
-    """SIGKILL the flow, its supervisor and its agent together, so that none reacts to another's death."""
+    """Kill the flow, its supervisor and its agent together, so that none can react to another's death."""
     local = [flow.pid, *descendants(flow.pid)]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in local:

@@ -1,4 +1,4 @@
-"""Faults of the store: torn, damaged, read-only, full, old or contended; afterwards refreshes work as usual."""
+"""A store that is torn, damaged, read-only, full, old or contended is reported, and later refreshes work as usual."""
 
 import os
 import re
@@ -144,7 +144,10 @@ def test_a_disk_that_is_full_while_a_stage_writes_is_named_and_costs_nothing(tmp
 
 @needs_root
 def test_a_disk_that_a_model_does_not_fit_on_is_named_in_one_message(tmp_path, fault, monkeypatch):
-    """safetensors reports a full disk by an error of its own, and there is no room for `error.json` either."""
+    """A model that does not fit on the disk fails its stage with one message that names the disk.
+
+    safetensors reports a full disk by an error of its own, and there is no room for `error.json` either.
+    """
     fault.name, fault.stage = "disk full while weights are written", "download"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     with small_disk(tmp_path / "disk", 2):

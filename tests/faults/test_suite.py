@@ -1,4 +1,4 @@
-"""Tests that are interrupted or killed, under pytest-xdist too, leave no process behind."""
+"""Test runs that are interrupted or killed, also with pytest-xdist, leave no process behind."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def test_that_leaves_a_daemon():
 
 
 FEW = {(signal.SIGINT, 2), (signal.SIGTERM, 0), (signal.SIGKILL, 0)}
-"""Cases that run by day: each signal, with workers and without; the others are nightly."""
+"""Cases that `make test` runs: each signal, with pytest-xdist workers and without. The other cases are nightly."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Killed training resumes at its last checkpoint; impossible training fails before anything slow."""
+"""Training that is killed resumes at its last checkpoint, and impossible training fails before anything slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.train_stage import logged, make_artifacts, make_config, make_context,
 
 NUM_STEPS, SAVE_EVERY = 24, 4
 HANG_TIMEOUT_S = 30.0
-"""Timeout of a hanging step in seconds; loading the model must take less, even on a slow machine."""
+"""Seconds after which a training step counts as hanging; loading the model must take less, even on a slow machine."""
 TWO_PROCESSES = {"dp_shard": 2, "micro_batch_size": 2}
 
 
@@ -40,7 +40,7 @@ def make_long_config(layout):
 
 @pytest.fixture(scope="module")
 def uninterrupted(artifacts, tmp_path_factory):
-    """Work folder of a run of two processes without interruption."""
+    """Provide the work folder of a training on two processes without interruption."""
     work = tmp_path_factory.mktemp("uninterrupted") / "work"
     config = make_long_config(TWO_PROCESSES)
     make_context(work, artifacts, config)
@@ -50,7 +50,7 @@ def uninterrupted(artifacts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(artifacts, tmp_path_factory):
-    """Work folder of a run of two processes, one of whose ranks was killed."""
+    """Provide the work folder of a training on two processes, one of which was killed."""
     work = tmp_path_factory.mktemp("killed") / "work"
     config = make_long_config(TWO_PROCESSES)
     for _ in range(5):  # on a busy machine it may have ended before it is killed
@@ -179,7 +179,7 @@ def test_a_disk_that_is_too_full_for_checkpoints_is_told_before_training(artifac
 
 
 def damaged(artifacts, folder, change):
-    """Return the artifacts with a copy of the base model whose weights were passed to `change`."""
+    """Return the artifacts with a copy of the base model whose weights the function `change` has altered."""
     shutil.copytree(artifacts["base"], folder)
     path = folder / "model" / "model.safetensors"
     weights = load_file(path)

@@ -1,4 +1,4 @@
-"""A year of nightly refreshes on a simulated clock: no manual intervention is needed, and nothing is lost.
+"""A simulated year of nightly refreshes needs no manual intervention and loses nothing, despite kills and outages.
 
 YEAR_NIGHTS: how many nights (365). YEAR_SEED: of the kills (0).
 """
@@ -75,14 +75,14 @@ def test_a_year_of_nights(year, tmp_path):
 
 
 def keep_evidence(home: Path, kept: Path) -> None:
-    """Copy the servers' databases and logs, and the ledgers, off the disk that ends with the test."""
+    """Copy the servers' databases and logs, and the ledgers, to a folder that outlives the test."""
     for folder in ("prefect", "mlflow", "worker", "supervisor", "ledger"):
         if (home / folder).is_dir():
             shutil.copytree(home / folder, kept / folder, ignore=shutil.ignore_patterns("artifacts", "*.sock"))
 
 
 def failure_of(check: Callable[[Year], None], year: Year) -> str | None:
-    """Return what a check found; the others are made all the same, for a year takes two hours."""
+    """Run one of the year's checks; return its failure, so that the other checks run as well, or None."""
     try:
         check(year)
     except AssertionError as problem:

@@ -1,4 +1,4 @@
-"""Helpers for refreshes of one stage run by `tiny_stage.py`, without Prefect and MLflow.
+"""Helpers for tests with refreshes of one stage, run by `tiny_stage.py` without Prefect and MLflow.
 
 python tiny.py STORE MODE   runs it to the end, and prints whether it waits and how it ended
 """
@@ -28,7 +28,7 @@ SCRIPT = Path(__file__).with_name("tiny_stage.py")
 
 @dataclass
 class Notes:
-    """Observer of a stage that records all calls."""
+    """Observer of a running stage that records each call: waiting, started, tick, ended."""
 
     said: list[str] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Notes:
 
 @dataclass
 class Interrupter(Notes):
-    """Observer that stops its stage at the first checkpoint."""
+    """Observer of a running stage that stops it at the first checkpoint."""
 
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -63,7 +63,7 @@ class Interrupter(Notes):
 
 
 def interrupt(planned: PlannedStage, upstream: Mapping[str, Built], store: Store, *, attempt: int = 1) -> Attempt:
-    """Run a `pause` stage to its first checkpoint, and stop it there."""
+    """Run a stage in mode `pause` to its first checkpoint, stop it there, and return the attempt."""
     notes = Interrupter()
     try:
         run_stage(planned, upstream, store, notes, attempt=attempt, stop=notes.stop, launch=launch)
@@ -73,7 +73,7 @@ def interrupt(planned: PlannedStage, upstream: Mapping[str, Built], store: Store
 
 
 def launch(work: Path, config: StageConfig) -> Supervised:
-    """Launch a stage as the local launcher does, with `tiny_stage.py` in place of `python -m stages`."""
+    """Launch a stage as the local launcher does, with `tiny_stage.py` as its program."""
     command = local.command(work, config)[: -len(["-m", "stages", str(work)])]
     with (work / "log.txt").open("ab") as log:
         return Supervised(
@@ -84,30 +84,36 @@ def launch(work: Path, config: StageConfig) -> Supervised:
 def planned_stages(
     store: Store, tree: Mapping[str, Mapping[str, object]], force: tuple[str, ...] = ()
 ) -> dict[str, PlannedStage]:
-    """Plan the stages of a recipe given as a tree."""
+    """Plan the stages of a recipe, given as nested dicts."""
     recipe = load_stages("tiny", Path("/"), tree)
     return plan(recipe, {name: {} for name in recipe.stages}, store.index(), force=force).stages
 
 
 def stage(mode: str, **execution: object) -> dict[str, object]:
-    """Return the recipe entry of a download stage run by `tiny_stage.py` in the given mode."""
+    """Return a recipe's download stage that `tiny_stage.py` runs in the given mode.
+
+    execution: further fields of its `execution` block.
+    """
     environment = {"TINY": mode, **execution.pop("environment", {})}
     return {"kind": "download", "dataset": "builtin/addition", "execution": {"environment": environment, **execution}}
 
 
 def model_stage() -> dict[str, object]:
-    """Return the recipe entry of a download stage whose artifact is a model."""
+    """Return a recipe's download stage whose artifact is a model."""
     return {**stage("ok"), "dataset": None, "model": "builtin/qwen3-1m"}
 
 
 def build(store: Store, mode: str, *, notes: Notes | None = None, force: bool = False, **execution: object) -> Built:
-    """Plan and run one tiny stage."""
+    """Plan and run one stage in the given mode of `tiny_stage.py`."""
     planned = planned_stages(store, {"rows": stage(mode, **execution)}, force=("rows",) if force else ())["rows"]
     return run_stage(planned, {}, store, notes or Notes(), launch=launch)
 
 
 def eventually(condition: Callable[[], Any], what: str) -> Any:
-    """Wait until the condition returns something true, and return that; fail with `what` on timeout."""
+    """Wait until a condition returns a true value, and return the value.
+
+    Fails with `what` as its message on timeout.
+    """
     end = time.monotonic() + PATIENCE_S
     while not (found := condition()):
         assert time.monotonic() < end, what
@@ -116,7 +122,7 @@ def eventually(condition: Callable[[], Any], what: str) -> Any:
 
 
 def processes_of(store: Store) -> list[int]:
-    """Return the living processes of this store: those that name it, and those with a token of theirs."""
+    """Return the ids of living processes that have the store's path in their arguments or environment."""
     found = set()
     for pid in living_processes():
         try:
@@ -130,7 +136,7 @@ def processes_of(store: Store) -> list[int]:
 
 
 class Speaker(Notes):
-    """Observer that says at once that its stage waits for another refresh."""
+    """Observer of a stage that prints a line as soon as the stage waits for another refresh."""
 
     def waiting(self) -> None:
         super().waiting()

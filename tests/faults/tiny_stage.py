@@ -1,5 +1,6 @@
-"""Stand-in for a stage process: behaves as the variable TINY says, by the stage contract, on the standard library.
+"""Stand-in for a stage process, which behaves as its environment variable TINY says: succeeds, fails, hangs or dies.
 
+It keeps the stage contract, and uses the standard library only.
 python tiny_stage.py WORK_FOLDER
 """
 
@@ -30,7 +31,7 @@ def ok():
 
 
 def steps(pause_before=None):
-    """Run ten steps with a checkpoint after each; the result records the step at which it started."""
+    """Run ten steps with a checkpoint after each; the result records the first step of this attempt."""
     scratch = WORK / "scratch"
     scratch.mkdir(exist_ok=True)
     checkpoint = scratch / "step"
@@ -50,7 +51,7 @@ def steps(pause_before=None):
 
 
 def stumble():
-    """Fail at the fifth step once, then run like `steps`."""
+    """Fail at the fifth step in the first attempt, and finish the ten steps in the next."""
     stumbled = WORK / "scratch" / "stumbled"
     checkpoint = WORK / "scratch" / "step"
     if not stumbled.exists():
@@ -62,12 +63,12 @@ def stumble():
 
 
 def pause():
-    """Run like `steps`, but wait before the sixth step until the test releases the stage."""
+    """Run ten steps, but wait before the sixth until the test releases the stage."""
     steps(pause_before=5)
 
 
 def linger():
-    """Run like `steps`, but let the first attempt hang before the sixth step."""
+    """Run ten steps, but hang before the sixth in the first attempt."""
     is_first = not (WORK / "scratch" / "step").exists()
     steps(pause_before=5 if is_first else None)
 
@@ -78,7 +79,7 @@ def wait():
 
 
 def wait_for_release():
-    """Wait until the test releases the stage."""
+    """Tell the test that the stage is ready, and wait until the test releases it."""
     scratch = WORK / "scratch"
     scratch.mkdir(exist_ok=True)
     (scratch / "ready").touch()
@@ -87,7 +88,7 @@ def wait_for_release():
 
 
 def family():
-    """Start descendants in other sessions, orphaned ones too, that ignore SIGTERM."""
+    """Start child processes that ignore SIGTERM and live in sessions of their own, orphans among them."""
     for _ in range(2):
         subprocess.Popen([sys.executable, "-S", "-c", SLEEPER], start_new_session=True)
     subprocess.Popen(["sh", "-c", f"{sys.executable} -S -c '{SLEEPER}' & exit"], start_new_session=True).wait()
@@ -102,7 +103,7 @@ def serve():
 
 
 def shared_memory():
-    """Create named shared memory, and do not clean it up."""
+    """Create named shared memory and do not remove it."""
     file = Path("/dev/shm") / os.environ["TINY_SHARED_MEMORY"]
     with file.open("w+b") as stream:
         stream.truncate(4096)
@@ -118,7 +119,7 @@ def known_error():
 
 
 def quote_secret():
-    """Fail with a message that quotes a secret of the environment."""
+    """Fail with an error message that contains a secret from the environment."""
     message = f"the server refused {os.environ['OWN_SECRET']}"
     (WORK / "error.json").write_text(json.dumps({"error": "ServerError", "message": message}))
     sys.exit(1)
@@ -136,8 +137,10 @@ def bug():
 
 
 def deaths():
-    """Run ten steps with a training checkpoint after every second, killed once before each of the steps in TINY_DEATHS
-    (such as `3,5`)."""
+    """Run ten steps with a checkpoint after every second, and die before the steps in TINY_DEATHS (such as `3,5`).
+
+    Each death happens once, so that the next attempt gets further.
+    """
     checkpoints, died = WORK / "scratch" / "checkpoints", WORK / "scratch" / "died"
     checkpoints.mkdir(parents=True, exist_ok=True)
     died.touch()
@@ -153,7 +156,7 @@ def deaths():
 
 
 def hungry():
-    """Allocate more memory than the cgroup allows."""
+    """Allocate more memory than the test's memory cgroup allows."""
     bytearray(1 << 30)
     result()
 
@@ -168,14 +171,14 @@ def asked_to_end():
 
 
 def server_killed():
-    """Fail as a stage does whose server was killed while starting."""
+    """Fail as a stage fails whose server was killed while it started."""
     message = {"error": "ServerError", "message": "the server ended before it was ready", "died": True}
     (WORK / "error.json").write_text(json.dumps(message))
     sys.exit(9)
 
 
 def kills_server():
-    """Kill the leased server and ask for a retry; without a lease, succeed."""
+    """Kill the server leased by an upstream serve stage and ask for a retry; succeed if there is no lease."""
     leases = json.loads((WORK / "config.json").read_text())["leases"].values()
     for lease in leases:
         os.kill(lease["pid"], signal.SIGKILL)
@@ -197,7 +200,7 @@ def transient():
 
 
 def transient_once():
-    """Ask for a retry on the first attempt (exit code 75), succeed on the second."""
+    """Ask for a retry in the first attempt (exit code 75), and succeed in the second."""
     tried = WORK / "scratch" / "tried"
     if tried.exists():
         return result()
@@ -207,11 +210,11 @@ def transient_once():
 
 
 def silent():
-    """Exit with 0 without leaving a result."""
+    """Exit with code 0 but leave no result."""
 
 
 def check():
-    """Stand in for the check of stage inputs, and find no problem."""
+    """Stand in for the check of a stage's inputs, and find no problem."""
     (WORK / "findings.json").write_text("{}")
     result()
 

@@ -1,4 +1,4 @@
-"""Promotion programs forked from one process that has imported MLflow, which takes longer than what they do.
+"""Promotion processes forked from one process that has imported MLflow, since the import takes longer than a promotion.
 
     python -m tests.faults.warm_promotion STEP FOLDER …   replaces `flows.champion.promotion`, under the supervisor
 
@@ -35,7 +35,10 @@ IMPORTED = (
 
 @contextmanager
 def started(address: Path, unmarked: str) -> Iterator[dict[str, str]]:
-    """Start the forking process; yields the variable that names it. unmarked: variable that it must not inherit."""
+    """Start the process from which promotions are forked; yield the environment variable that names its socket.
+
+    unmarked: variable that the process must not inherit.
+    """
     environment = {name: value for name, value in os.environ.items() if name != unmarked} | {"PYTHONPATH": str(ROOT)}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(address))
@@ -50,7 +53,7 @@ def started(address: Path, unmarked: str) -> Iterator[dict[str, str]]:
 
 
 def ask() -> NoReturn:
-    """Have this process's arguments run in a fork, and end as it does."""
+    """Have this process's program arguments run in a fork, and exit as the fork does."""
     die_with_parent()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ[ADDRESS])
@@ -62,7 +65,7 @@ def ask() -> NoReturn:
 
 
 def answer(listener: socket.socket) -> NoReturn:
-    """Fork a process for each request, one at a time, and answer with its exit code."""
+    """Import MLflow, then fork a process for each request, one at a time, and answer with its exit code."""
     for name in IMPORTED:
         import_module(name)
     gc.freeze()  # the forks need not look through it for garbage
@@ -78,7 +81,7 @@ def answer(listener: socket.socket) -> NoReturn:
 
 
 def run(arguments: list[str], environment: dict[str, str], output: int) -> NoReturn:
-    """Run a promotion program in this fork."""
+    """Run a promotion with these arguments and environment in the forked process, and exit."""
     code: Any = 1
     try:
         os.dup2(output, 1)

@@ -1,4 +1,7 @@
-"""Checks after a simulated year of refreshes. Error messages name the night, the seed and the finding."""
+"""Checks made after the simulated year of nightly refreshes.
+
+Error messages name the night, the seed and the problem.
+"""
 
 import json
 import time
@@ -9,19 +12,19 @@ from year_operator import NAME, ZONE, YearHome
 from year_world import Asked
 
 NEW_CHAMPION_S = 120.0
-"""Seconds from the notification of a promotion until the new model answers."""
+"""Largest allowed time in seconds from the notification of a promotion until the new model answers."""
 LONGEST_END_S = 30.0
-"""Seconds that the service may take to end once it is asked to."""
+"""Largest allowed time in seconds for the serving process to end after it is asked to."""
 ANSWERED = 0.999
 GROWTH = 1.1
 CHAMPION_BYTES = 300_000
-"""Bytes that a home may grow by for each champion: ledger, report and MLflow runs of the refresh that made it."""
+"""Bytes by which a lifecycle home may grow for each champion: ledger, report and MLflow runs of its refresh."""
 SLOWER = 1.5
 COMMANDS = (["plan", "{recipe}"], ["runs"], ["show", "{refresh}"], ["report"])
 
 
 def check_nights(year: Year) -> None:
-    """Check that no night was skipped, each sent a notification, and undisturbed ones ended as their rows demand."""
+    """Check that no night was skipped, each sent a notification, and undisturbed nights ended in the expected state."""
     local = [night.due.astimezone(ZoneInfo(ZONE)) for night in year.nights]
     for before, after, night in zip(local, local[1:], year.nights[1:], strict=False):
         days = (after.date() - before.date()).days
@@ -37,12 +40,12 @@ def check_nights(year: Year) -> None:
 
 
 def check_requests(year: Year) -> None:
-    """Check that nearly all requests were answered, and each by the version that was champion then."""
+    """Check that nearly all requests were answered, each by the model version that was champion then."""
     asked = year.asker.asked
     kills_s = [night.kill.at_s for night in year.nights if night.kill and night.kill.at_s]
 
     def was_cut(request: Asked) -> bool:
-        """Return whether a kill or a restart cut the request.
+        """Return whether a planned kill or restart broke the request's connection.
 
         A restart waits for answers, but resets connections that were not accepted yet.
         """
@@ -84,7 +87,7 @@ def check_requests(year: Year) -> None:
 
 
 def check_artifacts(year: Year) -> None:
-    """Check that artifacts are complete, and each model is the one that the rows of its night make."""
+    """Check that all artifacts are undamaged, and each model is the one that its night's training rows must give."""
     verified = json.loads(year.home.does("verify", "--json"))
     assert not verified["damaged"], f"seed {year.seed}: {verified}"
     made = {expected_text(year.home, night.number) for night in year.nights}
@@ -97,7 +100,7 @@ def check_artifacts(year: Year) -> None:
 
 
 def check_growth(year: Year) -> None:
-    """Check that Prefect's database stopped growing, and all else grows only by what is kept of each champion.
+    """Check that Prefect's database stopped growing, and other folders grow only by what is kept of each champion.
 
     Compares the last quarter of the year with the one before.
     """
@@ -113,7 +116,7 @@ def check_growth(year: Year) -> None:
 
 
 def check_against_fresh(year: Year) -> None:
-    """Check that a new home makes the same artifacts from the same rows, and answers commands hardly faster."""
+    """Check that a new lifecycle home makes the same artifacts from the same rows, and is hardly faster."""
     fresh = YearHome(year.home.folder.with_name("fresh"), year.clock)
     fresh.folder.mkdir()
     try:
@@ -140,7 +143,7 @@ def check_against_fresh(year: Year) -> None:
 
 
 def digests_of(home: YearHome) -> dict[str, str]:
-    """Return the digest of each artifact of the recipe, by kind, stage and version."""
+    """Return the content digest of each artifact in a lifecycle home, by kind, stage and version."""
     records = [json.loads(path.read_text()) for path in home.folder.glob("store/*/*/record.json")]
     return {f"{record['kind']} {record['stage']} {record['version']}": record["digest"] for record in records}
 

@@ -1,4 +1,4 @@
-"""A clock that a test sets for all processes that it starts.
+"""Fake system clock that a test sets for all processes it starts.
 
 Only what the calendar says jumps; waiting takes as long as ever, and files have the machine's dates.
 """
@@ -13,7 +13,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 
 class Clock:
-    """Fake system clock for a test and its processes; `environment` holds the variables that apply it to a process."""
+    """Fake system clock for a test and its processes. `environment` holds the variables that make a process use it."""
 
     def __init__(self, folder: Path, start: datetime) -> None:
         assert shutil.which("cc"), "the year's clock is a C program: install gcc"
@@ -28,7 +28,7 @@ class Clock:
         return datetime.now(UTC) + self._ahead
 
     def set(self, when: datetime) -> None:
-        """Set the shared clock of all processes, earlier or later than the real time."""
+        """Set the fake clock of all processes to a time before or after the real one."""
         self._ahead = timedelta(seconds=round((when - datetime.now(UTC)).total_seconds()))
         with self._file.open("r+b", buffering=0) as file:
             file.write(struct.pack("<q", int(self._ahead.total_seconds())))

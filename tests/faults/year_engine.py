@@ -1,4 +1,4 @@
-"""Stand-in for vLLM in the simulated year: has its command line, and answers each request with its weights' hash.
+"""Stand-in for vLLM in the simulated year, with vLLM's command line. It answers every request with its weights' hash.
 
 python year_engine.py serve MODEL --served-model-name NAME --uds SOCKET …
 """
@@ -17,7 +17,7 @@ VERSION = "0.32.0+cpu"
 
 
 def install(folder: Path) -> Path:
-    """Make a virtual environment with this script as its `vllm` program; returns the program's path."""
+    """Make a virtual environment in which this script is the program `vllm`; return the program's path."""
     packages = folder / "lib" / "python3.11" / "site-packages" / f"vllm-{VERSION}.dist-info"
     packages.mkdir(parents=True)
     (packages / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n")
@@ -30,7 +30,7 @@ def install(folder: Path) -> Path:
 
 
 def says(weights: bytes) -> str:
-    """Return the answer that a model gives to every request: its weights' hash."""
+    """Return the answer that a model gives to every request: the SHA-256 of its weights."""
     return hashlib.sha256(weights).hexdigest()
 
 

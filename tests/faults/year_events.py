@@ -1,4 +1,4 @@
-"""Events of the simulated year, by night, before the refresh is due: upgrades, backups, absence, full disks."""
+"""Events of the simulated year that happen before certain nights: upgrades, backups, absence, full disks."""
 
 import json
 import shutil
@@ -16,19 +16,20 @@ from year_nights import Life, Year
 from year_operator import NAME, until
 
 EARLIER = ("a2e81ef", "62a051a", "eeeaaca")
-"""Commits whose homes are upgraded, oldest first: before reports and states of verdicts; before stages kept what
-a check refuses; before homes knew that they are copies."""
+"""Earlier commits of this project that the lifecycle home is upgraded from, oldest first. They date from before reports
+and states of promotion verdicts; before stages kept artifacts that a check rejects; before lifecycle homes
+recognized copies of themselves."""
 CHAIN = "chain"
 TRAINED_WITHIN_S = 120.0
 FULL_FOR_S = 20.0
 MONTH = timedelta(days=30)
 AUTUMN = datetime(2027, 10, 31, 1, tzinfo=UTC)
-"""End of daylight saving time in Berlin."""
+"""End of daylight saving time in Berlin, when a nightly schedule's time occurs twice."""
 Deed = Callable[[Year], threading.Thread | None]
 
 
 def events(count: int) -> dict[int, list[tuple[str, Deed]]]:
-    """Return the events by the number of the night before which they happen, for a year of `count` nights."""
+    """Return the events of a year of `count` nights, by the number of the night before which they happen."""
     middle = count // 2
     return {
         **{number + 2: [(f"upgrade {number + 1}", upgrade(commit))] for number, commit in enumerate(following())},
@@ -42,12 +43,12 @@ def events(count: int) -> dict[int, list[tuple[str, Deed]]]:
 
 
 def following() -> list[str | None]:
-    """Return the commits that the home is upgraded to, in order; None stands for the checked-out code."""
+    """Return the commits that the lifecycle home is upgraded to, in order; None stands for the checked-out code."""
     return [*EARLIER[1:], None]
 
 
 def upgrade(commit: str | None) -> Deed:
-    """Return an event that upgrades the home: stops the servers, switches the code, restarts the servers."""
+    """Return an event that upgrades the lifecycle home: stop the servers, switch the code, start the servers."""
 
     def deed(year: Year) -> None:
         year.home.does("down")
@@ -58,7 +59,7 @@ def upgrade(commit: str | None) -> Deed:
 
 
 def use(year: Year, commit: str | None) -> None:
-    """Run the home on the code of a commit; None: on the checked-out code."""
+    """Make the lifecycle home's processes run the code of a commit, or, if None, the checked-out code."""
     folder = ROOT
     if commit:
         folder = year.home.folder.parent / f"code-{commit}"
@@ -70,7 +71,7 @@ def use(year: Year, commit: str | None) -> None:
 
 
 def fill_the_disk(year: Year) -> threading.Thread:
-    """Fill the home's disk while the next refresh is due, for some seconds."""
+    """Fill the lifecycle home's disk for some seconds when the next refresh is due."""
     disk = year.home.folder.parent
 
     def fill() -> None:
@@ -85,7 +86,7 @@ def fill_the_disk(year: Year) -> threading.Thread:
 
 
 def copy(year: Year) -> None:
-    """Back up the stopped home with `cp`."""
+    """Stop the lifecycle home's servers, back the home up with `cp`, and start the servers again."""
     year.versions_of_backup = dict(year.lives[-1].versions)
     year.home.does("down")
     subprocess.run(["cp", "-a", year.home.folder, year.backup], check=True)
@@ -93,7 +94,10 @@ def copy(year: Year) -> None:
 
 
 def restore(year: Year) -> None:
-    """Replace the home by its backup as documented: the schedules of a copy are paused, and its keys are new."""
+    """Replace the lifecycle home by its backup as documented, and resume the schedule.
+
+    The schedules of a copy are paused, and its keys are new.
+    """
     year.lives[-1].until_s = time.monotonic()
     year.lives.append(Life(versions=dict(year.versions_of_backup)))
     year.home.does("down")
@@ -108,7 +112,7 @@ def restore(year: Year) -> None:
 
 
 def stay_away(year: Year) -> None:
-    """Stop the home's servers for at least a month, until shortly before the end of daylight saving time.
+    """Stop the lifecycle home's servers for a month or more, until shortly before daylight saving time ends.
 
     The champion is served meanwhile.
     """
@@ -119,7 +123,10 @@ def stay_away(year: Year) -> None:
 
 
 def run_the_chain(year: Year) -> None:
-    """Run real SFT, DPO, AWQ and vLLM stages; repeat all of them on later calls, with one rank killed."""
+    """Run real SFT, DPO, AWQ and vLLM stages.
+
+    Later calls repeat all of them with one rank killed, and check that the artifacts are the same.
+    """
     file = year.home.folder.parent / f"{CHAIN}.yaml"
     command = ["rerun", str(file), "--stage", "sft"] if file.exists() else ["run", str(file)]
     file.write_text(json.dumps({"name": CHAIN, "stages": RECIPE}))

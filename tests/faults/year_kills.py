@@ -1,4 +1,4 @@
-"""SIGKILLs of a home's processes at random moments."""
+"""Random kills (SIGKILL) of a lifecycle home's processes in the simulated year."""
 
 import random
 import threading
@@ -32,7 +32,10 @@ KINDS: dict[str, Callable[[list[str]], bool]] = {
 
 @dataclass
 class Kill:
-    """A planned SIGKILL: kind of process, delay after a process of it is seen; at_s: when it was done."""
+    """A planned SIGKILL of a process of one kind, `after_s` seconds after such a process is seen.
+
+    at_s: when it was done (monotonic clock); None if no such process was seen.
+    """
 
     night: int
     kind: str
@@ -49,7 +52,7 @@ def draw(chance: random.Random, night: int, kinds: list[str]) -> Kill:
 
 
 def processes(folder: str, kind: str) -> list[int]:
-    """Return the living processes of a kind whose environment names this folder."""
+    """Return the ids of living processes of a kind whose environment names this folder."""
     of_kind = KINDS[kind]
     return [pid for pid in living_processes() if of_kind(command_of(pid)) and folder in environ_of(pid)]
 
@@ -57,7 +60,7 @@ def processes(folder: str, kind: str) -> list[int]:
 def carry_out(
     planned: Kill, folder: str, chance: random.Random, longest_wait_s: float = LONGEST_WAIT_S
 ) -> threading.Thread:
-    """Wait in a thread for a process of the planned kind, and kill it; give up if none appears."""
+    """Start a thread that waits for a process of the planned kind and kills it, or gives up if none appears."""
 
     def work() -> None:
         end_s = time.monotonic() + longest_wait_s

@@ -1,4 +1,4 @@
-"""Nights of the simulated year: due refreshes, kills, notifications, and the champion's answers."""
+"""Nights of the simulated year: the due refresh, a random kill, the notifications, and the state afterwards."""
 
 import contextlib
 import os
@@ -25,7 +25,10 @@ TIDY_EVERY = 5
 
 @dataclass
 class Night:
-    """Record of a night: when it was due, its faults, its notifications, begin and end (monotonic clock)."""
+    """Record of a simulated night: when its refresh was due, faults and events, notifications, begin and end.
+
+    Begin and end are on the monotonic clock.
+    """
 
     number: int
     due: datetime
@@ -35,11 +38,11 @@ class Night:
     kill: Kill | None = None
     ended_s: float = 0.0
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes below each folder of the home after the night."""
+    """Bytes in each folder of the lifecycle home after the night."""
 
     @property
     def summary(self) -> str:
-        """Summary of the night for messages: its number, its faults and events, its final states."""
+        """Summary of a night for messages: number, date, events and kill, and the states that the refresh ended in."""
         killed = [f"SIGKILL of {self.kill.kind}"] if self.kill and self.kill.at_s else []
         what = ", ".join([*self.events, *killed]) or "undisturbed"
         states = ", ".join(notification.state for notification in self.notified)
@@ -48,7 +51,10 @@ class Night:
 
 @dataclass
 class Life:
-    """A home until it is replaced by a backup: its end (monotonic clock), and its registered versions' weights."""
+    """Period of a lifecycle home until a backup replaces it. until_s: its end (monotonic clock).
+
+    versions: weights' hash of each registered model version.
+    """
 
     until_s: float = float("inf")
     versions: dict[str, str] = field(default_factory=dict)
@@ -56,7 +62,7 @@ class Life:
 
 @dataclass
 class Year:
-    """State of a simulated year.
+    """State of a simulated year: lifecycle home, clock, events, nights so far.
 
     keep: the home's retention policy.
     events: number of a night → name and deed before it; a deed that goes on in the night returns its thread.
@@ -89,7 +95,7 @@ class Year:
         self.chance = random.Random(self.seed)
 
     def run(self, count: int) -> None:
-        """Run the next `count` nights."""
+        """Simulate the next `count` nights, with the events before them."""
         first = len(self.nights) + 1
         for number in range(first, first + count):
             if number % TIDY_EVERY == 0:  # the worker does it once a day, but by the machine's own time
@@ -129,14 +135,14 @@ class Year:
         print(f"{night.ended_s - night.began_s:5.1f} s  {mebibytes}  {night.summary}", flush=True)
 
     def versions(self) -> dict[str, str]:
-        """Return the registered versions with their weights' hashes; empty while MLflow does not answer."""
+        """Return the registered model versions with their weights' hashes; empty while MLflow does not answer."""
         with contextlib.suppress(OSError):
             return self.home.versions()
         return {}
 
 
 def sizes(home: Path) -> dict[str, int]:
-    """Return the bytes below each folder of a home, without the write-ahead logs of databases."""
+    """Return the bytes in each folder of a lifecycle home, without the write-ahead logs of databases."""
     counted: dict[str, int] = defaultdict(int)
     for folder, _, names in os.walk(home):  # which skips folders that are gone meanwhile
         for file in (Path(folder) / name for name in names if not name.endswith("-wal")):
@@ -146,16 +152,16 @@ def sizes(home: Path) -> dict[str, int]:
 
 
 def rows_of(folder: Path, night: int) -> bytes:
-    """Return the content of all row files that existed in a night."""
+    """Return the joined content of all files of training rows that existed in a night."""
     return b"".join(path.read_bytes() for path in sorted(folder.glob("*.jsonl")) if int(path.stem[-3:]) <= night)
 
 
 def expected_text(home: YearHome, night: int) -> str:
-    """Return the answer of a model trained in this night: a function of base and rows alone."""
+    """Return the answer of a model trained in this night, which depends only on base model and training rows."""
     base = (home.folder.parent / "base" / "model.safetensors").read_bytes()
     return year_engine.says(trained(base, rows_of(home.rows, night)))
 
 
 def expected_state(home: YearHome, night: int) -> str:
-    """Return the state in which an undisturbed night ends, when there is a good champion."""
+    """Return the state, Promoted or NotPromoted, in which an undisturbed night must end when a good champion exists."""
     return "Promoted" if right_answers(rows_of(home.rows, night)) > 50 else "NotPromoted"

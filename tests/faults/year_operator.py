@@ -1,4 +1,4 @@
-"""A home that refreshes a model every night, set up as an operator would, on a simulated clock."""
+"""Lifecycle home that refreshes a model every night on a simulated clock, set up as an operator would."""
 
 import contextlib
 import json
@@ -24,13 +24,16 @@ from stages.core.errors import NotPromotedError
 
 NAME = "adder"
 CRON, ZONE = "30 2 * * *", "Europe/Berlin"
-"""Time of the nightly refresh, skipped once and repeated once a year by daylight saving time."""
+"""Schedule of the nightly refresh; daylight saving time skips this time once a year and repeats it once."""
 PATIENCE_S = 180.0
 STAND_IN = Path(__file__).with_name("year_stand_in")
 
 
 class YearHome(WorkerHome):
-    """A home whose processes run on a fake clock; rows, base model and recipe lie in the folder above it."""
+    """Lifecycle home whose processes run on a fake clock.
+
+    Training rows, base model and recipe lie in the folder above it.
+    """
 
     def __init__(self, folder: Path, clock: Clock) -> None:
         super().__init__(folder)
@@ -44,7 +47,7 @@ class YearHome(WorkerHome):
         self.recipe_file = folder.parent / f"{NAME}.yaml"
 
     def prepare(self) -> None:
-        """Write the base model, the first rows, the recipe and the stand-in engine."""
+        """Write the base model, the first training rows, the recipe, and the stand-in for vLLM."""
         self.rows.mkdir()
         self.add_rows(0)
         base = self.folder.parent / "base"
@@ -56,7 +59,7 @@ class YearHome(WorkerHome):
         year_engine.install(self.folder.parent / "vllm")
 
     def begin(self, webhook: str, keep: dict[str, Any]) -> None:
-        """Start the servers, and set the schedule, the notifications and the retention policy."""
+        """Start the servers, and set the retention policy, the notifications and the schedule."""
         self.folder.mkdir()
         (self.folder / "retention.yaml").write_text(json.dumps({"keep": keep}))
         self.does("up")
@@ -66,12 +69,12 @@ class YearHome(WorkerHome):
         self.does("schedule", str(self.recipe_file), "--cron", CRON, "--timezone", ZONE)
 
     def refresh(self) -> str:
-        """Run the recipe by hand, whatever becomes of its model; returns the refresh's name."""
+        """Run the recipe by hand, whether its model is promoted or not; return the refresh's name."""
         done = self.does("run", str(self.recipe_file), "--json", codes=(0, NotPromotedError.exit_code))
         return json.loads(done)["refresh"]
 
     def does(self, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:
-        """Run a `lifecycle` command that must end with one of these exit codes, and return its output."""
+        """Run a `lifecycle` command, check that its exit code is one of `codes`, and return its output."""
         # Elsewhere than in this repository, where stages find its `stages` before those on their PYTHONPATH.
         command = [LIFECYCLE, *arguments]
         done = subprocess.run(command, env=self.environment, cwd=self.folder.parent, text=True, capture_output=True)
@@ -103,7 +106,7 @@ class YearHome(WorkerHome):
         return datetime.fromisoformat(run["expected_start_time"])
 
     def unfinished(self) -> list[str]:
-        """Return the refreshes that run or are about to, for a message."""
+        """Return descriptions of the refreshes that run or are due within the hour, for a message."""
         soon = (self.clock.now() + timedelta(hours=1)).isoformat()
         busy = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
         due = {"state": {"type": {"any_": ["SCHEDULED"]}}, "next_scheduled_start_time": {"before_": soon}}
@@ -118,21 +121,21 @@ class YearHome(WorkerHome):
         return not self.unfinished()
 
     def versions(self) -> dict[str, str]:
-        """Return number → sha256 of the weights, of each registered version whose artifact is in the store."""
+        """Return the weights' SHA-256 of each registered model version by number, if its artifact is still stored."""
         versions = self.mlflow("model-versions/search?max_results=10000").get("model_versions", [])
         models = {version["version"]: {tag["key"]: tag["value"] for tag in version["tags"]} for version in versions}
         weights = {number: self.weights_of(tags["lifecycle.model"]) for number, tags in models.items()}
         return {number: sha256 for number, sha256 in weights.items() if sha256}
 
     def weights_of(self, key: str) -> str | None:
-        """Return the recorded sha256 of the weights of an artifact KIND/VERSION; None if it is gone."""
+        """Return the recorded SHA-256 of the weights of an artifact KIND/VERSION; None if the artifact is gone."""
         kind, version = key.split("/")
         file = next((self.folder / "store" / kind).glob(f"*-{version}/record.json"), None)
         return json.loads(file.read_text())["files"]["model/model.safetensors"]["sha256"] if file else None
 
 
 def recipe(folder: Path) -> dict[str, Any]:
-    """Return a recipe with real downloads, checks and promotion; training and evaluation are stand-ins."""
+    """Return the recipe of the simulated year: real downloads and promotion, stand-ins for training and evaluation."""
     made_up = {"execution": {"environment": {"PYTHONPATH": str(STAND_IN)}}}
     return {
         "name": NAME,
@@ -161,7 +164,10 @@ def recipe(folder: Path) -> dict[str, Any]:
 
 
 def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout_s: float = PATIENCE_S) -> Any:
-    """Wait until the condition returns something true, and return that."""
+    """Wait until a condition returns a true value, and return the value.
+
+    Fails with `what` as its message after `timeout_s`.
+    """
     end_s = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {what() if callable(what) else what}"

@@ -1,4 +1,4 @@
-"""Surroundings of a home in the simulated year: notification receiver, service manager, and champion's clients."""
+"""Surroundings of a lifecycle home in the simulated year: webhook, service manager, and clients of the champion."""
 
 import http.client
 import json
@@ -18,13 +18,13 @@ from tests.http_server import serving
 API_KEY = "sk-of-the-year"
 PAUSE_S = 0.1
 ANSWER_TIMEOUT_S = 150.0
-"""Seconds that a client waits for an answer; more than the 120 s that the proxy holds a request."""
+"""Seconds that a client waits for an answer; more than the 120 s for which the proxy holds a request."""
 RESTART_S = 1.0
 
 
 @dataclass
 class Notification:
-    """Notification: how the refresh ended, and when it arrived (monotonic clock)."""
+    """A received notification: how a refresh ended, and when the message arrived (monotonic clock)."""
 
     refresh: str
     state: str
@@ -33,13 +33,13 @@ class Notification:
 
     @property
     def date(self) -> str:
-        """Return the date of the refresh, YYYYMMDD."""
+        """Return the date of the refresh as YYYYMMDD."""
         return self.refresh.split("-")[1]
 
 
 @contextmanager
 def receiving(notified: list[Notification]) -> Iterator[str]:
-    """Run a webhook that appends notifications to a list; give its address."""
+    """Run a webhook that appends the notifications it receives to a list; yield its URL."""
 
     class Receiver(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -57,12 +57,12 @@ def receiving(notified: list[Notification]) -> Iterator[str]:
 
 
 class Unit:
-    """Process that is restarted whenever it ends, like a systemd service with `Restart=always`."""
+    """Process that is restarted whenever it ends, as systemd does with `Restart=always`."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.command, self.environment, self.log = command, environment, log
         self.restarts_s: list[float] = []
-        """Times of intended restarts (monotonic clock)."""
+        """Times of the restarts that a test asked for (monotonic clock)."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep)
         self._thread.start()
@@ -88,7 +88,7 @@ class Unit:
 
 @dataclass
 class Asked:
-    """A request to the champion: begin and end (monotonic clock), answer and its version, or the error."""
+    """A request to the champion: begin and end (monotonic clock), answer and answering version, or the error."""
 
     began_s: float
     ended_s: float = 0.0
@@ -105,7 +105,7 @@ class Asked:
 
 @dataclass
 class Asker:
-    """Client that sends the champion requests without end, and retries refused connections, as clients do."""
+    """Client that sends requests to the champion one after another without end, and retries refused connections."""
 
     port: int
     name: str
@@ -160,7 +160,7 @@ class Asker:
 
 
 def environ_of(pid: int) -> str:
-    """Return the environment variables of a process; "" if it has ended."""
+    """Return the environment variables of a process; "" if the process has ended."""
     try:
         return Path(f"/proc/{pid}/environ").read_text(errors="replace")
     except OSError:
@@ -175,7 +175,7 @@ def command_of(pid: int) -> list[str]:
 
 
 def kill(pid: int) -> bool:
-    """Kill a process; return whether it existed."""
+    """Kill a process, and return whether it existed."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

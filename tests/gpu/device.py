@@ -1,4 +1,4 @@
-"""Device of these tests: the accelerator that torch finds, or the CPU with `TESTS_GPU_ON=cpu`.
+"""Device on which the GPU tests run: the accelerator that torch finds, or the CPU with `TESTS_GPU_ON=cpu`.
 
 On a CPU they prove only the tests themselves.
 """

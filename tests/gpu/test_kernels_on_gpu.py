@@ -1,4 +1,4 @@
-"""Training kernels give the same on a GPU as on a CPU: flash attention over packed documents, the chunked head."""
+"""Flash attention over packed documents and the chunked output head compute the same on a GPU as on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = needs_device
 LENGTHS = [700, 3, 1, 320, 512, 512]
 HEADS, KEY_VALUE_HEADS, HEAD_WIDTH = 8, 2, 64
 ERRORS = [(torch.bfloat16, 0.01), (torch.float32, 1e-3)]
-"""Tolerated relative errors: bf16 has 8 bits of mantissa, TF32 (which may replace fp32) has 11."""
+"""Tolerated relative error by precision: bf16 has 8 bits of mantissa, TF32 (which may replace fp32) has 11."""
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -27,7 +27,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def attend(device: str | torch.device, dtype: torch.dtype, window: int | None) -> list[Tensor]:
-    """Return attention's output and the gradients of queries, keys and values, as fp32 on the CPU."""
+    """Return attention's output and the gradients of queries, keys and values, as fp32 tensors on the CPU."""
     torch.manual_seed(0)
     shapes = [(2, heads, sum(LENGTHS) // 2, HEAD_WIDTH) for heads in (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)]
     states = [torch.randn(shape).bfloat16().to(device, dtype).requires_grad_() for shape in shapes]

@@ -1,4 +1,4 @@
-"""The Megatron engine on GPUs has FSDP2's losses, in fp32 and bf16, on one device and on two with NCCL."""
+"""The Megatron engine on GPUs has the losses of FSDP2, in fp32 and bf16, on one device and on two with NCCL."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(work: Path, artifacts: dict[str, Path], engine: str, precision: str, *
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def expected(request, tmp_path_factory, artifacts) -> tuple[str, list[float]]:
-    """Precision, and the losses of the FSDP engine on one device, to compare Megatron's with."""
+    """Provide a precision and the FSDP engine's losses in it on one device, to compare Megatron's with."""
     return request.param, train(tmp_path_factory.mktemp("fsdp") / "work", artifacts, "fsdp", request.param)
 
 

@@ -1,4 +1,4 @@
-"""Adapters and preference methods on an accelerator: losses fall, and the first preference loss is log 2."""
+"""Adapters and preference methods learn on an accelerator: losses fall, and the first preference loss is log 2."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def losses(steps: list[dict[str, float]]) -> list[float]:
 def adapted(
     tmp_path_factory: pytest.TempPathFactory, artifacts: dict[str, Path]
 ) -> dict[str, tuple[Path, list[float]]]:
-    """Work folder and losses of adapter training, by engine."""
+    """Provide the work folder and the losses of an adapter training, by engine."""
     found = {}
     for engine in ENGINES:
         work = tmp_path_factory.mktemp(engine) / "work"

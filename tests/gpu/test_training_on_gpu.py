@@ -1,4 +1,4 @@
-"""The train stage on GPUs: bf16 under FSDP2 on NCCL trains, and options that save memory change no result."""
+"""The train stage learns on GPUs in bf16 with FSDP2 on NCCL, and options that save memory change no result."""
 
 from __future__ import annotations
 

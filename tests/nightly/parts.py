@@ -1,4 +1,4 @@
-"""Tests that take too long for `make test`, in parts: `make nightly`, or
+"""Nightly tests, which take too long for `make test`, run in parts by `make nightly`, or:
 
     python tests/nightly/parts.py [PART …]     run these parts, or all
     python tests/nightly/parts.py --stale      name the parts that are due
@@ -28,7 +28,7 @@ FRESH_DAYS = 7
 
 @dataclass(frozen=True)
 class Part:
-    """Part of the nightly tests: files or folders below `tests/`, without those in `but`."""
+    """A part of the nightly tests: files or folders below `tests/`, except those in `but`."""
 
     name: str
     proves: str
@@ -59,7 +59,7 @@ PARTS = (
 
 
 def main(names: list[str]) -> int:
-    """Run the named parts of the nightly tests; returns the exit code."""
+    """Run the named parts of the nightly tests, or all, and return the exit code."""
     if names == ["--stale"]:
         print(stale_parts())
         return 0
@@ -76,7 +76,7 @@ def main(names: list[str]) -> int:
 
 
 def passes(part: Part, commit: str) -> bool:
-    """Run the tests of a part, and record date and commit if they pass; returns whether they did."""
+    """Run the tests of a nightly part, and record date and commit if they pass; return whether they passed."""
     started_s = time.monotonic()
     RESULTS.parent.mkdir(exist_ok=True)
     if subprocess.run(part.command(), cwd=ROOT, check=False).returncode:
@@ -95,12 +95,12 @@ def passes(part: Part, commit: str) -> bool:
 
 
 def stamps() -> dict[str, dict[str, object]]:
-    """Return the record (date, commit) of each part's latest success, by part."""
+    """Return date and commit on which each nightly part last passed, by the part's name."""
     return json.loads(STAMPS.read_text()) if STAMPS.exists() else {}
 
 
 def stale_parts() -> str:
-    """Return a sentence that names the nightly parts which never passed, or not within the last days."""
+    """Return a sentence that names the nightly parts that never passed, or not within the last week."""
     today = datetime.now(UTC).date()
     days = {name: date.fromisoformat(str(stamp["day"])) for name, stamp in stamps().items()}
     due = [part.name for part in PARTS if part.name not in days or (today - days[part.name]).days > FRESH_DAYS]
@@ -109,7 +109,7 @@ def stale_parts() -> str:
 
 
 def table() -> str:
-    """Return a Markdown table of the nightly parts."""
+    """Return a Markdown table of the nightly parts, with what they prove and when they last passed."""
     rows = [
         "| part | proves | last passed on | day | minutes | tests, skipped |",
         "| --- | --- | --- | --- | ---: | ---: |",
@@ -125,12 +125,12 @@ def table() -> str:
 
 
 def write_page() -> None:
-    """Update the page that shows when each nightly part last passed, as `make docs` does."""
+    """Update the documentation page that shows when each nightly part last passed, as `make docs` does."""
     subprocess.run([sys.executable, ROOT / "tests" / "pages.py", "--page", PAGE], cwd=ROOT, check=True)
 
 
 def checked_out() -> str:
-    """Return the checked-out commit, which is tested."""
+    """Return the tested commit: the checked-out one, and whether files differ from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""Homes that are copied or moved while their servers, worker and refreshes run, for real.
+"""Lifecycle homes that are copied or moved while their servers, worker and refreshes run stay usable and separate.
 
 Their quick siblings: `tests/faults/test_server_faults.py`, `tests/unit/flows/servers/test_records.py`.
 """
@@ -27,14 +27,14 @@ NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
 
 @pytest.fixture
 def stopped_at_end():
-    """Provide a function that registers homes whose servers are stopped at the end of the test."""
+    """Provide a function that makes the servers of a lifecycle home stop at the end of the test."""
     with ExitStack() as stack:
         yield lambda home: stack.callback(home.lifecycle, "down")
 
 
 @pytest.fixture
 def home(tmp_path, stopped_at_end):
-    """Provide a home with running servers and worker, a champion with a predecessor, and a schedule."""
+    """Provide a lifecycle home with running servers and worker, a champion with a predecessor, and a schedule."""
     home = WorkerHome(tmp_path / "home")
     home.folder.mkdir()
     stopped_at_end(home)

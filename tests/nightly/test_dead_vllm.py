@@ -1,4 +1,4 @@
-"""The real vLLM of a champion is killed under load, whole and in parts: no request is lost that had no answer yet."""
+"""When the champion's real vLLM is killed under load, whole or in part, only answers that had begun are lost."""
 
 import json
 import os
@@ -34,7 +34,7 @@ PROCESSES = {"all of it": b"", "what answers": b"vllm", "what computes": b"Engin
 
 
 def load_of(url: str) -> Load:
-    """Return clients that send completion requests continuously, half of them streamed; answers are counted by text."""
+    """Return clients that send completion requests continuously, half of them streamed, and count answers by text."""
 
     def ask(number: int) -> str:
         turn = number // NUM_CLIENTS + number % NUM_CLIENTS
@@ -62,7 +62,7 @@ def stream(url: str, question: dict) -> str:
 
 @contextmanager
 def served(*options: str) -> Iterator[tuple[str, list[str]]]:
-    """Run `lifecycle serve --follow`; yields the URL and the lines that it prints."""
+    """Run `lifecycle serve --follow` until the end of the context; yield its URL and the lines that it prints."""
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow", *options]
     with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
         try:
@@ -76,7 +76,7 @@ def served(*options: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def champion_processes(folder: Path, which: str) -> list[int]:
-    """Return the processes of a kind in the session of the champion's engine."""
+    """Return the ids of processes of one kind that belong to the champion's vLLM."""
     pids = engine_processes(folder)
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
     model = str(Store(store_root()).find(*registration(seed=0).model.split("/")).folder).encode()
@@ -86,7 +86,7 @@ def champion_processes(folder: Path, which: str) -> list[int]:
 
 
 def kill_and_time(folder: Path, which: str, load: Load) -> float:
-    """Kill the champion's processes of a kind under load; returns the seconds until the next answer."""
+    """Kill the champion's processes of one kind under load; return the seconds until the next answer."""
     load.more()
     began_s = time.monotonic()
     kill(champion_processes(folder, which))

@@ -1,4 +1,4 @@
-"""A night in which a rank and an engine are killed, with real training, real vLLM, Prefect and MLflow.
+"""A nightly refresh with real training and vLLM ends as if undisturbed although a rank and an engine are killed.
 
 Its quick siblings: `test_deaths.py` and `test_serve_faults.py` of `tests/faults`, `tests/pipeline/test_refresh.py`.
 """
@@ -42,7 +42,7 @@ def recipe(home):
 
 @pytest.fixture
 def nights(tmp_path):
-    """Provide two homes, one for the disturbed and one for the undisturbed night."""
+    """Provide two lifecycle homes, one for the disturbed and one for the undisturbed night."""
     homes = [Home(tmp_path / name / "home") for name in ("disturbed", "undisturbed")]
     for home in homes:
         home.folder.mkdir(parents=True)
@@ -52,7 +52,7 @@ def nights(tmp_path):
 
 
 def kill(home, *signs):
-    """SIGKILL all processes of a home whose arguments and environment contain all of `signs`."""
+    """Kill all processes of a lifecycle home whose arguments and environment contain all of the given texts."""
     found = []
     for pid in living_processes():
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Train an adapter with DPO on the FSDP engine in each of several layouts; `ranks.py` starts the processes.
+"""Program that trains an adapter with DPO on the FSDP engine under several layouts, in processes forked by `ranks.py`.
 
     adapter_dpo_program SPEC.json
 
@@ -42,7 +42,10 @@ def main() -> None:
 
 
 def train(engine: FsdpEngine, config: TrainConfig, pairs: list[list[list[list[int]]]], num_steps: int) -> list[float]:
-    """Train on the same preference pairs at every step; the reference is the untrained adapter."""
+    """Train with DPO on the same preference pairs at every step, and return the losses.
+
+    The reference is the adapter before training.
+    """
     num_own = len(pairs) // engine.data_parallel_size
     own = pairs[engine.data_rank * num_own :][:num_own]
     documents = [document for pair in own for document in pair]

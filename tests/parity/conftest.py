@@ -1,4 +1,4 @@
-"""Fixtures that let the tests of an engine share one import of it."""
+"""Fixtures that fork the processes of parity tests from one parent, so that an engine is imported once."""
 
 from collections.abc import Iterator
 
@@ -9,13 +9,13 @@ from tests.parity.ranks import Ranks, started_ranks
 
 @pytest.fixture(scope="session")
 def fsdp_ranks() -> Iterator[Ranks]:
-    """Parent of ranks without Megatron."""
+    """Provide the parent from which processes of the FSDP engine are forked."""
     with started_ranks() as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
 def megatron_ranks() -> Iterator[Ranks]:
-    """Parent of ranks with Megatron patched for CPUs; it runs only Megatron programs."""
+    """Provide the parent from which processes of Megatron, patched for CPUs, are forked; no others may use it."""
     with started_ranks() as ranks:
         yield ranks

@@ -1,4 +1,4 @@
-"""Train a few steps with the FSDP engine in each of several cases; `ranks.py` starts the processes.
+"""Program that trains a few steps with the FSDP engine in several cases, in processes forked by `ranks.py`.
 
     fsdp_program SPEC.json
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def first_gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    """Return a dict that the first optimizer step fills with the clipped, unsharded gradients by name."""
+    """Return a dict that the first optimizer step fills with the clipped, unsharded gradients by parameter name."""
     gradients: dict[str, torch.Tensor] = {}
 
     def fill(*_: object) -> None:
@@ -91,7 +91,10 @@ def train(engine: FsdpEngine, config: TrainConfig, global_batches: list[list[Row
 
 
 def pack(rows: list[Row]) -> Batch:
-    """Pack documents of rows with equal length into a batch; every token but a document's first is a target."""
+    """Pack rows of documents into a batch; every token but a document's first is a target.
+
+    All rows have the same number of tokens.
+    """
     documents = [torch.tensor(document) for row in rows for document in row]
     lengths = [len(document) for document in documents]
     targets = torch.cat([torch.cat([document[1:], torch.tensor([IGNORED])]) for document in documents])

@@ -1,4 +1,4 @@
-"""Cases on which the Megatron engine is compared with plain Transformers: models, data, layouts."""
+"""Cases in which the Megatron engine is compared with plain Transformers: models, data, adapters, layouts."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Row = list[list[int]]
 NUM_STEPS, NUM_ROWS, ROW_TOKENS = 5, 4, 24
 VOCABULARY = 64
 ODD_VOCABULARY = 63
-"""Vocabulary that does not divide evenly over tensor-parallel ranks."""
+"""Vocabulary size that does not divide evenly among tensor-parallel ranks."""
 LENGTHS = {
     "packed": [(9, 5, 10), (24,), (3, 2, 19), (12, 12)],
     "single": [(24,)] * NUM_ROWS,
     "pairs": [(7, 5, 6, 6), (12, 12), (4, 8, 5, 7), (10, 14)],
 }
-"""Lengths of the documents in the rows of a global batch."""
+"""Lengths in tokens of the documents in each row of a global batch, by kind of data."""
 LEARNING_RATE, WEIGHT_DECAY, BETA = 5e-3, 0.1, 0.1
 MAX_GRAD_NORM = {"sft": 0.5, "dpo": 0.1}
-"""Bound below all gradient norms, so that every step is clipped."""
+"""Bound for gradient clipping by method, below all gradient norms, so that every step is clipped."""
 EPSILON = 1e-3
-"""Adam's epsilon for comparisons. With the usual 1e-8 every gradient, however small, moves its weight by the learning
-rate, and rounding errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
+"""Adam's epsilon in comparisons, far above the usual 1e-8. With 1e-8 every gradient, however small, moves its weight by
+the learning rate, and rounding errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
 
 SIZES = {
     "hidden_size": 32,
@@ -122,7 +122,7 @@ SEED = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A layout under which a model, or an adapter on it, is trained."""
+    """A comparison with plain Transformers: model, layout, data, and perhaps an adapter."""
 
     model: str
     layout: dict[str, Any] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class Case:
 
     @property
     def everything_decays(self) -> bool:
-        """Return whether norms and biases decay, too, as they do in the cases with "single" data."""
+        """Return whether weight decay also applies to norms and biases, as in the cases with "single" data."""
         return self.data == "single"
 
     @property
@@ -148,12 +148,15 @@ class Case:
 
 
 def cases(processes: int) -> list[Case]:
-    """Return all cases of this number of processes."""
+    """Return all cases that run on this number of processes."""
     return {1: _alone, 2: _two, 4: _four}[processes]()
 
 
 def values_of(case: Case) -> dict[str, object]:
-    """Return a case's value on each axis for `pairwise`; TP with and without sequence parallelism are two values."""
+    """Return the parameter values of a case by name, from which `pairwise` chooses cases.
+
+    TP with and without sequence parallelism are two values.
+    """
     degrees = {name: value for name, value in case.layout.items() if name not in ("micro_batch_size", "tp")}
     degrees.pop("sequence_parallel", None)
     tp = (case.layout.get("tp", 1), case.layout.get("sequence_parallel", False))
@@ -266,7 +269,7 @@ def _four() -> list[Case]:
 
 
 def make_models(folder: Path) -> None:
-    """Write a Hugging Face folder for each model; norms are not all ones and biases not all zeros."""
+    """Write a Hugging Face folder for each tiny model, with random norms and biases, so that errors in them show."""
     for name, make in MODELS.items():
         torch.manual_seed(0)
         model = make().float()
@@ -278,7 +281,7 @@ def make_models(folder: Path) -> None:
 
 
 def global_batches(data: str) -> list[list[Row]]:
-    """Return the rows of documents of every step."""
+    """Return the random token ids of every step's global batch, by row and document."""
     generator = torch.Generator().manual_seed(1)
     return [
         [
@@ -290,7 +293,7 @@ def global_batches(data: str) -> list[list[Row]]:
 
 
 def train_config(case: Case) -> dict[str, Any]:
-    """Return the case's TrainConfig fields."""
+    """Return the fields of the train stage's config for a case."""
     return {
         "kind": "train",
         "engine": "megatron",

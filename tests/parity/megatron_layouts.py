@@ -1,5 +1,6 @@
-"""The Megatron engine against plain Transformers under every layout: `python tests/parity/megatron_layouts.py`.
+"""Comparison of the Megatron engine with plain Transformers under every layout.
 
+Run: `python tests/parity/megatron_layouts.py`.
 Prints, for each case and then for each group of layouts, the largest differences in log-probabilities, loss, gradient,
 gradient norm (relative) and weights after five AdamW steps, in fp32. `test_megatron_layouts.py` holds the same numbers
 to their bounds; `stages/engines/parity.md` shows the table of groups.
@@ -46,14 +47,14 @@ from tests.parity.ranks import Ranks, started_ranks  # noqa: E402
 from tests.parity.test_fsdp import mean_aux_loss  # noqa: E402
 
 LEAST_LEARNED = 1e-4
-"""Least absolute maximum of each trained LoRA B, so that a missing one (all 0) exceeds the error limits."""
+"""Least absolute maximum of each trained LoRA B, so that a factor that is left at 0 exceeds the tolerances."""
 LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 1e-5, "weight": 1e-6}
-"""Bounds of the differences to plain Transformers: absolute, except the gradient norm's."""
+"""Largest tolerated difference to plain Transformers: absolute, but relative for the gradient norm."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected results of training a model, from a minimal loop over plain Transformers."""
+    """Results of training a model in a minimal loop over plain Transformers, which the engine must match."""
 
     log_probabilities: Tensor
     predictions: Tensor
@@ -67,7 +68,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A test case with its largest difference in each of `LIMITS`."""
+    """A case with its largest difference to plain Transformers in each quantity of `LIMITS`."""
 
     case: Case
     differences: dict[str, float]
@@ -88,7 +89,7 @@ def main() -> None:
 
 
 def table(groups: dict[str, list[Comparison]]) -> str:
-    """Yield a line for each group of layouts, with the largest differences of its cases."""
+    """Return a Markdown table with the largest differences to plain Transformers for each group of layouts."""
     lines = [f"| layouts | cases | {' | '.join(LIMITS)} |", f"| --- | ---: |{' ---: |' * len(LIMITS)}"]
     for name, members in sorted(groups.items()):
         largest_of_group = [max(member.differences[limit] for member in members) for limit in LIMITS]
@@ -99,7 +100,7 @@ def table(groups: dict[str, list[Comparison]]) -> str:
 
 
 def group(case: Case) -> str:
-    """Return the title of the table line in which a case is counted."""
+    """Return the group of layouts, a line of the table, to which a case belongs."""
     degrees = case.layout.keys() - {"micro_batch_size", "sequence_parallel", "recompute"}
     if case.adapter:
         return f"adapters, {'TP, PP, VPP, CP, DP, EP, ETP and products' if degrees else 'one process'}"
@@ -122,7 +123,10 @@ def group(case: Case) -> str:
 
 
 def compare(ranks: Ranks, folder: Path, processes: int, chosen: list[Case]) -> list[Comparison]:
-    """Run all cases of this number of processes, started once, on the models in `folder/models`."""
+    """Run the chosen cases on Megatron in this number of processes, and compare each with plain Transformers.
+
+    The models are in `folder/models`; the processes start once for all cases.
+    """
     torch.set_num_threads(1)
     indices = [cases(processes).index(case) for case in chosen]
     log = folder / f"log-{processes}.txt"
@@ -172,7 +176,7 @@ def largest_of_all(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
 
 @cache
 def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str | None, moe: str | None) -> Expected:
-    """Train an oracle document by document, with Transformers' own attention, and PEFT's adapters.
+    """Train in a minimal loop, document by document, with Transformers' own attention and PEFT's adapters.
 
     In float64, so that the measured rounding is the engine's alone: in fp32, losses were 1.06e-6 apart on one kind of
     CPU. Mixtures of experts are in fp32: torch has their grouped products in nothing wider.
@@ -245,7 +249,7 @@ def loraplus_adam(model: Any, ratio: float) -> torch.optim.Optimizer:
 
 
 def adapter_weights(model: Any) -> dict[str, Tensor]:
-    """Return an adapter's factors under the names in PEFT's files."""
+    """Return a trained adapter's LoRA factors under the names that PEFT's files use."""
     weights = {name: value.detach().clone() for name, value in peft.get_peft_model_state_dict(model).items()}
     assert all(weight.abs().max() > LEAST_LEARNED for name, weight in weights.items() if ".lora_B." in name)
     return weights
@@ -263,7 +267,7 @@ def document_values(model: Any, rows: list[Any]) -> list[Tensor]:
 
 
 def token_values(model: Any, document: list[int]) -> Tensor:
-    """Return the log-probability of each token's successor; 0 for the last."""
+    """Return the log-probability of each token's successor in a document; 0 for the last token."""
     ids = torch.tensor([document])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
     return functional.pad(logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1), (0, 1))
@@ -274,7 +278,7 @@ def named(model: Any) -> list[tuple[str, Any]]:
 
 
 def file_names(model: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a model's weights under the names in its files: experts one by one."""
+    """Return a model's weights under the names in its files, where each expert has its own."""
     return {name: value.clone() for name, value in revert_weight_conversion(model, values).items()}
 
 

@@ -1,4 +1,4 @@
-"""Run `methods_program.py` (a few steps of several methods) on the Megatron engine."""
+"""Program that trains a few steps by several methods on the Megatron engine; see `methods_program.py`."""
 
 from __future__ import annotations
 

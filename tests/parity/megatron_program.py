@@ -1,4 +1,4 @@
-"""Train a few steps with the Megatron engine in each of several cases; the processes are started by `ranks.py`.
+"""Program that trains a few steps with the Megatron engine in several cases, in processes forked by `ranks.py`.
 
     megatron_program FOLDER
 
@@ -40,21 +40,21 @@ from stages.engines.megatron.weights import named_weights  # noqa: E402
 
 @dataclass(frozen=True)
 class Result:
-    """Results of a test case on rank 0: predictions, gradients, losses and metrics."""
+    """Results of a case: predictions, gradients, losses and metrics, as rank 0 has them."""
 
     log_probabilities: Tensor
-    """Log-probabilities of the first global batch before training, float32 [rows, sequence]."""
+    """Log-probabilities of the first global batch's targets before training, float32 [rows, sequence]."""
     greedy: Tensor
-    """Most probable tokens of the first row before training, int64 [sequence]."""
+    """Most probable token at each position of the first row before training, int64 [sequence]."""
     gradients: dict[str, Tensor]
-    """Gradients of the first global batch, by Hugging Face name (an adapter's: after all steps,
-    since its A have none before B has learned)."""
+    """Gradients of the first global batch by Hugging Face name, before training. An adapter's are those after all
+    steps, since its A have none before B has learned."""
     losses: list[float]
     grad_norms: list[float]
     evaluation_loss: float
-    """Loss of the first global batch, after all steps."""
+    """Loss on the first global batch after all training steps."""
     continued_loss: float
-    """Loss of the first global batch by an engine that starts from the written adapter, if SFT made one."""
+    """Loss on the first global batch of an engine that starts from the exported adapter, if SFT trained one."""
     metrics: list[dict[str, float]]
     aux_losses: list[float]
 
@@ -116,7 +116,7 @@ def continued_loss(model: Path, config: TrainConfig, case: Case, device: torch.d
 
 
 def share(rows: list[Any], engine: Any, config: TrainConfig) -> list[Batch]:
-    """Return the micro-batches of a global batch that this data-parallel rank trains on."""
+    """Return the micro-batches of a global batch on which this data-parallel rank trains."""
     num_rows = len(rows) // engine.data_parallel_size
     own, size = rows[engine.data_rank * num_rows :][:num_rows], config.layout.micro_batch_size
     return [pack(own[start : start + size]) for start in range(0, num_rows, size)]
@@ -129,7 +129,7 @@ def with_reference(engine: Any, batch: Batch) -> Batch:
 def values_and_gradients(
     engine: Any, batches: list[Batch], loss: Loss, config: TrainConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return log-probabilities of all micro-batches in row order, and the gradients of the mean loss."""
+    """Return the log-probabilities of a global batch in row order, and the gradients of its mean loss by name."""
     totals = engine._totals(batches, loss)
     if engine._balance:
         engine._balance.begin_step(num_tokens(batches, engine.sum_over_data))
@@ -147,13 +147,13 @@ def values_and_gradients(
 
 
 def whole_gradients(engine: Any) -> dict[Tensor, Tensor]:
-    """Return the gradient of each of this process's parameters."""
+    """Return the gradient of each parameter that this process holds; for optimizers that are not sharded."""
     parameters = (parameter for chunk in engine._chunks for parameter in chunk.parameters())
     return {parameter: parameter.main_grad for parameter in parameters if parameter.requires_grad}
 
 
 def sharded_gradients(engine: Any) -> dict[Tensor, Tensor]:
-    """Return unsharded gradients, assembled from the ranges that a distributed optimizer's ranks hold."""
+    """Return the gradient of each parameter, assembled from the ranges that a sharded optimizer's ranks hold."""
     engine._adam.grad_norm()  # gives the optimizer its ranges
     found = local_parts(engine._chunks, engine._shape)
     parts = [(part, parameter) for part, parameter in found if parameter.requires_grad]
@@ -168,7 +168,7 @@ def sharded_gradients(engine: Any) -> dict[Tensor, Tensor]:
 
 
 def add_up(tensors: list[Tensor], group: Any) -> None:
-    """Sum all tensors at once, in place, over the processes of a group."""
+    """Sum several tensors in place over the processes of a group, in one all-reduce."""
     if tensors:
         total = torch.cat(tensors)
         dist.all_reduce(total, group=group)
@@ -177,7 +177,10 @@ def add_up(tensors: list[Tensor], group: Any) -> None:
 
 
 def under_their_names(engine: Any, gradients: dict[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by Hugging Face name, on rank 0; the model's weights are not changed."""
+    """Return gradients by Hugging Face name, on rank 0.
+
+    They pass through the weights' export for this; the weights are restored afterwards.
+    """
     weights = {parameter: parameter.detach().clone() for parameter in gradients}
     for parameter, gradient in gradients.items():
         parameter.data.copy_(gradient)

@@ -1,4 +1,4 @@
-"""Launcher of `megatron_state_program.py` on models in a folder."""
+"""Helper that runs `megatron_state_program.py` on a folder of models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.parity.ranks import Ranks
 
 
 def launch(ranks: Ranks, processes: int, models: Path, output: Path, **todo: Any) -> None:
-    """Run `megatron_state_program` on the tasks `todo` in this number of processes."""
+    """Run `megatron_state_program` in this number of processes. todo: its tasks, such as round_trips or journeys."""
     output.mkdir(parents=True, exist_ok=True)
     spec = output / f"spec-{processes}.json"
     spec.write_text(json.dumps({"models": str(models), "output": str(output), **todo}))

@@ -1,4 +1,4 @@
-"""Read, write, save and restore Megatron models under many layouts; the processes are started by `ranks.py`.
+"""Program that loads, exports, saves and restores Megatron models under many layouts. `ranks.py` forks its processes.
 
     megatron_state_program SPEC.json
 
@@ -85,7 +85,7 @@ def build(model: Path, layout: dict[str, Any], device: torch.device) -> tuple[An
 
 
 def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.device) -> dict[str, int]:
-    """Return the peak memory of reading and of writing a model, beyond the model itself, on rank 0."""
+    """Return the peak host memory of loading and of exporting a model in bytes, beyond the model itself, on rank 0."""
     chunks, shape = build(model, layout, device)
     reading = peak_of(lambda: load_weights(chunks, model, shape))
     loaded = anonymous_bytes()
@@ -95,7 +95,7 @@ def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.dev
 
 
 def peak_of(work: Callable[[], None]) -> int:
-    """Return the peak of this process's own memory during the work; the page cache is not counted."""
+    """Return this process's peak anonymous memory in bytes while `work` runs; page cache is not counted."""
     samples, done = [anonymous_bytes()], threading.Event()
 
     def sample() -> None:
@@ -117,7 +117,10 @@ def anonymous_bytes() -> int:
 
 
 def travel(model: Path, journey: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the losses after a checkpoint, of the run that saved it and of those that restored it."""
+    """Return the losses after a checkpoint, of the run that saved it and of runs that restored it.
+
+    The latter use other layouts or engines.
+    """
     checkpoint, batches = Path(journey["checkpoint"]), global_batches("packed")
     adapter = journey.get("adapter")
     stayed = None

@@ -1,4 +1,4 @@
-"""Train two steps and write the peak memory of a process meanwhile, and the planner's prediction.
+"""Program that trains two steps and writes each process's peak memory, with the planner's prediction.
 
 Freed memory goes back to the system at once: what the C library would keep is not part of a layout's memory, and
 neither is what reading the model took.
@@ -30,9 +30,9 @@ from stages.planner.search import estimate
 
 NUM_STEPS = 2
 M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20
-"""Option and value of glibc's `mallopt(3)` that give larger blocks a mapping of their own."""
+"""Option and value for glibc's `mallopt(3)`: blocks of 1 MiB or more get a mapping of their own, freed at once."""
 FORGET_PEAK = "5"
-"""Value that resets the process's peak memory when written to `/proc/self/clear_refs`."""
+"""Value that resets a process's peak memory when it is written to `/proc/self/clear_refs`."""
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def held_gib() -> float:
-    """Return the peak memory of this process since its peak was reset."""
+    """Return this process's peak memory in GiB since the peak was last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
 
@@ -77,7 +77,7 @@ def megatron_engine(folder, config, device):
 
 
 def row_of(num_tokens: int, vocabulary: int) -> Batch:
-    """Return a batch of one document with `num_tokens` tokens."""
+    """Return a batch with one row that is one document of `num_tokens` tokens."""
     tokens = torch.arange(num_tokens)[None] % vocabulary
     targets = torch.cat([tokens[:, 1:], torch.tensor([[IGNORED]])], dim=1)
     positions = torch.arange(num_tokens)[None]

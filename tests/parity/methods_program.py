@@ -1,4 +1,4 @@
-"""Train a few steps by several methods on the FSDP engine; the processes are started by `ranks.py`.
+"""Program that trains a few steps by several methods on the FSDP engine, in processes forked by `ranks.py`.
 
     methods_program SPEC.json
 
@@ -65,7 +65,7 @@ def ask(
     device: torch.device,
     dataset: PackedDataset,
 ) -> list[Batch]:
-    """Return this process's micro-batches with a teacher's most probable tokens; frees the teacher afterwards."""
+    """Return this process's micro-batches with a teacher's most probable tokens; the teacher is unloaded afterwards."""
     asked = config.teacher_tokens
     assert asked
     teacher = build(folder, config.model_copy(update={"adapter": None}), device)
@@ -97,7 +97,7 @@ def train(
     taught: list[Batch] | None = None,
     grpo: GrpoLoss | None = None,
 ) -> list[dict[str, Any]]:
-    """Train every step on the same rows, then evaluate on them."""
+    """Train each step on the same rows, evaluate on them, and return the outcomes of the steps and the evaluation."""
     batches = taught or micro_batches(engine, config, dataset)
     if config.needs_reference:
         batches = [batch.with_reference(engine.document_log_probabilities(batch)) for batch in batches]
@@ -117,7 +117,10 @@ def train(
 
 
 def with_rollouts(batch: Batch, old: torch.Tensor) -> Batch:
-    """Return the labelled rows as completions, good and bad ones, with log-probabilities as a server would give."""
+    """Turn labelled rows into GRPO completions: give them advantages and made-up log-probabilities of a server.
+
+    Good answers get a positive advantage, bad ones a negative.
+    """
     assert batch.signal.is_good is not None
     noise = batch.inputs.input_ids.sin().where(batch.signal.has_target, 0.0)
     advantages = torch.where(batch.signal.is_good, 1.0, -0.5)

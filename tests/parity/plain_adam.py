@@ -1,4 +1,4 @@
-"""Weight decay by parameter in plain Transformers."""
+"""AdamW parameter groups as Transformers' `Trainer` makes them, for comparisons with plain Transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import Trainer
 
 
 def trainer_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups as `Trainer.create_optimizer` makes them."""
+    """Return the parameters with weight decay and those without it, as `Trainer.create_optimizer` groups them."""
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     chosen = [parameter for name, parameter in model.named_parameters() if name in decayed]
     others = [parameter for name, parameter in model.named_parameters() if name not in decayed]

@@ -1,4 +1,4 @@
-"""Rank program of `test_ranks.py`: prints its rank, or fails on rank 1 while the others wait."""
+"""Program for `test_ranks.py` that prints its rank, or fails on rank 1 while the other ranks wait."""
 
 import os
 import sys

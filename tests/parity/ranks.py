@@ -1,4 +1,4 @@
-"""Ranks forked from one parent that has imported their program, so that they share the imports.
+"""Processes (ranks) of a test program, forked from one parent that has imported the program, to save import time.
 
     python -m tests.parity.ranks
 
@@ -32,7 +32,7 @@ TIMED_OUT = 124
 
 
 class Ranks:
-    """Parent process from which ranks are forked, so that they share its imports."""
+    """Parent process from which the ranks of test programs are forked, so that imports are made once."""
 
     def __init__(self, parent: subprocess.Popen[str]) -> None:
         self._parent = parent
@@ -40,22 +40,25 @@ class Ranks:
 
     @property
     def pid(self) -> int:
-        """Process id of the ranks' parent."""
+        """Process id of the parent from which ranks are forked."""
         return self._parent.pid
 
     def processes(self) -> list[int]:
-        """Return the pids of the living ranks."""
+        """Return the process ids of the living ranks."""
         return descendants(self.pid)
 
     def run(self, program: str, processes: int, *arguments: object, log: Path) -> None:
-        """Run a program's `main()` in this number of ranks. Raises RuntimeError with the end of their output."""
+        """Run a program's `main()` in this number of ranks to its end.
+
+        Raises RuntimeError with the end of their output if one fails.
+        """
         code = self.start(program, processes, *arguments, log=log)()
         if code != 0:
             answer = "its parent died" if code is None else code
             raise RuntimeError(f"{program}: {answer}: {log.read_text()[-6000:]}")
 
     def start(self, program: str, processes: int, *arguments: object, log: Path) -> Callable[[], int | None]:
-        """Start a program's ranks; returns a function that waits for their exit code, None if their parent died."""
+        """Start a program's ranks, and return a function that waits for their exit code (None: their parent died)."""
         assert self._parent.stdin
         while self._unanswered:  # requests of tests that failed before they waited
             self._answer()
@@ -73,7 +76,7 @@ class Ranks:
 
 @contextmanager
 def started_ranks(**more_environment: str) -> Iterator[Ranks]:
-    """Start a parent of ranks, which imports a program at its first request."""
+    """Start a parent process from which ranks are forked; it imports a program at the first request for it."""
     # Packages and libraries may lie where only these say, as on a machine that `make gpu-kit` was carried to.
     inherited = {name: os.environ[name] for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
     packages = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
@@ -104,7 +107,7 @@ def answer_requests(requests: TextIO, answers: TextIO) -> None:
 
 
 def _load(program: str, output: int) -> Callable[[], None] | None:
-    """Import a program and return its `main`; None if the import fails, with the traceback in the log."""
+    """Import a program and return its `main`; None if the import fails, whose traceback goes to the log."""
     os.dup2(output, 2)
     try:
         main: Callable[[], None] = importlib.import_module(program).main

@@ -1,4 +1,4 @@
-"""Start an engine in two processes, and write the host memory that loading took, or the error.
+"""Program that loads models with the FSDP engine in two processes, and writes the peak host memory, or the error.
 
     slices_program SPEC.json
 

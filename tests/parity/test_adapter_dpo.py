@@ -1,4 +1,4 @@
-"""DPO of an adapter under FSDP2 equals TRL's with PEFT in fp32; the reference is the model without the adapter."""
+"""DPO of an adapter under FSDP2 equals TRL's with PEFT in fp32. The reference is the base model without the adapter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 
 class RecordingTrainer(DPOTrainer):
-    """TRL's DPO trainer that records each step's exact loss; the logged one is rounded."""
+    """TRL's DPO trainer, extended to record each step's exact loss, since the logged one is rounded."""
 
     def compute_loss(self, *arguments, **options):
         loss = super().compute_loss(*arguments, **options)
@@ -36,7 +36,7 @@ class RecordingTrainer(DPOTrainer):
 
 
 class FirstGradients(TrainerCallback):
-    """Callback that records the first step's clipped gradients, by parameter names of the Transformers model."""
+    """Trainer callback that records the first step's clipped gradients by parameter name."""
 
     def __init__(self):
         self.gradients = {}
@@ -48,7 +48,7 @@ class FirstGradients(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def trl(models, tmp_path_factory):
-    """Results of TRL's DPO: losses, first gradients, final weights, and the pairs as documents."""
+    """Provide results of TRL's DPO: losses, first gradients, final adapter weights, and the pairs as token ids."""
     model = AutoModelForCausalLM.from_pretrained(models / "qwen3", dtype=torch.float32, attn_implementation="eager")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     arguments = DPOConfig(
@@ -84,7 +84,10 @@ def trl(models, tmp_path_factory):
 
 
 def documents(inputs):
-    """Return TRL's batch (all chosen, then all rejected) as pairs of (token ids, target mask)."""
+    """Return TRL's batch (all chosen, then all rejected answers) as pairs of documents.
+
+    A document is its token ids and target mask.
+    """
     lengths = inputs["attention_mask"].sum(1).tolist()
     names = ("input_ids", "completion_mask")
     found = [tuple(inputs[name][row][:length].tolist() for name in names) for row, length in enumerate(lengths)]

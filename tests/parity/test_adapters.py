@@ -1,4 +1,4 @@
-"""FSDP2 with an adapter trains as PEFT in a loop over plain Transformers, in fp32, and writes PEFT's files."""
+"""Adapters trained with FSDP2 equal those of PEFT in a plain Transformers loop in fp32, and have PEFT's files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ OF_OTHERS = {
     },
     ("gpt-oss", "down"): {"rank": 3, "target_modules": [], "target_parameters": ["experts.down_proj"]},
 }
-"""Adapters by (model, name), for models other than Qwen3 and for quantized bases."""
+"""Adapter configs by model and name, for models other than Qwen3 and for quantized base models."""
 CASES = {**{("qwen3", name): adapter for name, adapter in ADAPTERS.items()}, **OF_OTHERS}
 LAYOUTS = {
     1: {
@@ -78,7 +78,10 @@ SEED = 3
 
 @pytest.fixture(scope="module")
 def folders(models):
-    """Folders of models, among them one with rows as long as an NF4 block, and one with transposed, square experts."""
+    """Provide folders of tiny models.
+
+    The rows of one are as long as an NF4 block; the experts of another are transposed and square.
+    """
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
     config = Qwen3Config(**sizes, num_hidden_layers=2, intermediate_size=128, initializer_range=0.2)
@@ -97,7 +100,7 @@ def data(request):
 
 @pytest.fixture(scope="module")
 def plain(folders, data):
-    """Results of PEFT by model and adapter: losses, gradient norms and the model after training."""
+    """Provide PEFT's results by model and adapter: losses, gradient norms, and the model after training."""
     return {case: train_plainly(folders / case[0], adapter, data) for case, adapter in CASES.items()}
 
 
@@ -130,7 +133,7 @@ def train_plainly(folder, adapter, data):
 
 @torch.no_grad()
 def round_base(model, precision):
-    """Round a base's weights to the values that a quantized base holds, in fp32."""
+    """Round a base model's weights to the values that quantization gives them, but keep them in fp32."""
     if precision in ROUNDED:
         for layer in (one for one in model.model.modules() if isinstance(one, torch.nn.Linear)):
             layer.weight.copy_(ROUNDED[precision](layer).weight)
@@ -141,7 +144,7 @@ def round_base(model, precision):
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
 def trained(request, fsdp_ranks, folders, data, tmp_path_factory):
-    """Trained cases (name → model and adapter), and their output folder."""
+    """Provide the output folder of adapters trained under all layouts, and model and adapter of each case."""
     layouts = LAYOUTS[request.param]
     first = next(iter(layouts))
     cases = {f"qwen3-all-{name}": ("qwen3", "all", name) for name in layouts}
@@ -167,12 +170,15 @@ def config_of(case, layout):
 
 
 def of_exact_bases(cases):
-    """Return the cases whose base is not quantized; adapters of a quantized one are merged into the exact base."""
+    """Return the cases whose base model is not quantized.
+
+    An adapter of a quantized one is merged into the exact base model, so that results differ.
+    """
     return [(name, case) for name, case in cases.items() if "base_precision" not in CASES[case]]
 
 
 def merged_weights(model):
-    """Return fp32 weights of a PeftModel, which stays as it is."""
+    """Return a PeftModel's fp32 weights after merging the adapter; the model itself is not changed."""
     return copy.deepcopy(model).merge_and_unload().state_dict()
 
 
@@ -242,9 +248,10 @@ def test_merged_they_are_what_peft_trained_and_merged(trained, plain, folders):
 @pytest.mark.nightly
 @pytest.mark.parametrize("data", [5], indirect=True)
 def test_compiled_it_learns_the_same_beside_a_base_in_4_bits(fsdp_ranks, data, tmp_path):
-    """Uses one layer with two adapted projections, since compiling takes long.
+    """A compiled model with a 4-bit base learns the same as an eager one.
 
-    Quick siblings: here uncompiled, `test_fsdp.py` without adapter."""
+    It has one layer with two adapted projections, since compiling takes long.
+    Quick tests of the same: here uncompiled, `test_fsdp.py` without adapter."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
     config = Qwen3Config(**sizes, num_hidden_layers=1, intermediate_size=64, initializer_range=0.2)

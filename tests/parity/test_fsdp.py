@@ -1,4 +1,4 @@
-"""FSDP2 under every layout trains as plain Transformers does on the same documents, one by one, in fp32."""
+"""Training with FSDP2 under every layout equals plain Transformers on the same documents, one by one, in fp32."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ VOCABULARY = 64
 NUM_STEPS, NUM_ROWS, ROW_LENGTHS = 3, 4, [(9, 5, 10), (24,), (3, 2, 19), (12, 12)]
 LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-2, 0.5, 0.1
 EPSILON = 1e-3
-"""Adam's epsilon for comparisons. With the usual 1e-8 every gradient, however small, moves its weight by the learning
-rate, and rounding errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
+"""Adam's epsilon in comparisons, far above the usual 1e-8. With 1e-8 every gradient, however small, moves its weight by
+the learning rate, and rounding errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
 
 LAYOUTS = {
     1: {
@@ -56,14 +56,14 @@ LAYOUTS = {
     },
 }
 ACCUMULATED = ("accumulated", "accumulated-sharded")
-"""Names of the two layouts that accumulate gradients, unsharded and sharded."""
+"""Names of the two layouts that accumulate gradients over micro-batches: unsharded, and sharded after each."""
 MODELS = ("qwen3", "untied", "moe", "gpt2", "balanced", "frozen")
 MOE = {"balanced": {"aux_loss_coefficient": 0.3}, "frozen": {"freeze_router": True}}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders of tiny models: tied and untied heads, a mixture of experts, learnt positions and biases."""
+    """Provide tiny models: tied and untied heads, a mixture of experts, learned positions and biases."""
     folder = tmp_path_factory.mktemp("models")
     sizes = {
         "vocab_size": VOCABULARY,
@@ -97,7 +97,7 @@ def data():
 
 
 def make_data(num_steps):
-    """Return global batches of NUM_ROWS rows of documents; rows have different numbers of targets."""
+    """Return the token ids of each step's global batch by row and document; rows have different numbers of targets."""
     generator = torch.Generator().manual_seed(1)
     return [
         [
@@ -110,7 +110,7 @@ def make_data(num_steps):
 
 @pytest.fixture(scope="module")
 def plain(models, data):
-    """Results of a minimal training loop for each model: losses, gradient norms, the trained model."""
+    """Provide results of a minimal training loop for each model: losses, gradient norms, the trained model."""
     return {name: train_plainly(models / name, data) for name in MODELS}
 
 
@@ -145,7 +145,10 @@ def learn_plainly(model, parameter_groups, data, aux_loss_coefficient=0.0):
 
 
 def mean_aux_loss(model, rows):
-    """Return Transformers' balancing loss, averaged over layers and rows; all rows are equally long."""
+    """Return Transformers' load-balancing loss of a mixture of experts, averaged over layers and rows.
+
+    All rows are equally long.
+    """
     found = []
     for row in rows:
         outputs = [model(input_ids=torch.tensor([document]), output_router_logits=True) for document in row]
@@ -179,8 +182,9 @@ def make_config(layout):
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
 def trained(request, fsdp_ranks, models, data, tmp_path_factory):
-    """Outputs of every layout with this number of processes on Qwen3, and of the first layout on all models.
+    """Provide the outputs of training under every layout with this number of processes.
 
+    Qwen3 is trained under all layouts, the other models under the first.
     The processes start once.
     """
     layouts = LAYOUTS[request.param]
@@ -244,7 +248,10 @@ def test_gradients_reduced_after_each_micro_batch_give_the_same_curve(trained):
 
 @pytest.mark.parametrize("trained", [2], indirect=True)
 def test_gradients_of_bf16_are_added_up_in_fp32_either_way(trained):
-    """Gradients accumulated in bf16 would differ by about 2^-8 from those accumulated in fp32."""
+    """Gradients of a bf16 training are accumulated in fp32, whether unsharded or sharded.
+
+    In bf16 they would differ by about 2^-8.
+    """
     whole, sharded = (load_file(trained[0] / f"half-{name}.gradients.safetensors") for name in ACCUMULATED)
     for name, gradient in whole.items():
         assert gradient.dtype == sharded[name].dtype == torch.float32

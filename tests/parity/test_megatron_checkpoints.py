@@ -1,4 +1,4 @@
-"""A run resumed from a checkpoint under any layout or engine trains as the uninterrupted run does."""
+"""A run that resumes from a checkpoint under any layout or engine trains as the uninterrupted run does."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ SHARDED, REPLICATED, EXPERTS = {"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard"
 ADAPTER = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
 OF_EXPERTS = {"rank": 3, "alpha": 8}
 TOLERANCE = 1e-6
-"""Relative tolerance of a loss near 5: layouts differ by as much without a checkpoint."""
+"""Tolerance of a loss near 5; layouts differ by as much even without a checkpoint."""
 
 
 def journey(model, start, *ends, precision="fp32", adapter=None):
-    """Return a checkpoint's origin and destinations, each [engine, layout, precision]; the origin resumes it, too."""
+    """Return a test case: where a checkpoint is saved and where it is resumed, each [engine, layout, precision].
+
+    The place that saved it resumes it, too.
+    """
     places = [[engine, layout, precision] for engine, layout in (start, start, *ends)]
     return {"model": model, "from": places[0], "to": places[1:], "adapter": adapter}
 
@@ -49,13 +52,13 @@ JOURNEYS = {
     "adapter-dropout": journey("qwen3", megatron(TP), adapter={**ADAPTER, "dropout": 0.1}),
 }
 LATER = [{"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}]
-"""Layouts of four processes under which runs of two processes resume."""
+"""Layouts of four processes under which runs of two processes are resumed."""
 LATER_EXPERTS = [{**SP, "dp_shard": 2, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 2}]
 
 
 @pytest.fixture(scope="module")
 def losses(megatron_ranks, tmp_path_factory):
-    """Losses after a checkpoint by name: of the run that stayed on its layout, and of those that moved, in order."""
+    """Provide the losses after a checkpoint by case: of the run that saved it, and of those that resumed from it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     make_models(folder / "models")
     checkpoints = {name: str(folder / name) for name in JOURNEYS}
@@ -79,7 +82,7 @@ def losses(megatron_ranks, tmp_path_factory):
 
 
 def stored_keys(checkpoint):
-    """Return a checkpoint's keys without the learning rate and similar ones, which only FSDP's optimizer writes."""
+    """Return a checkpoint's keys, except the learning rate and similar ones, which only FSDP's optimizer writes."""
     keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {key for key in keys if not key.startswith("optimizer.param_groups.")}
 
@@ -111,7 +114,10 @@ def test_checkpoints_of_adapters_hold_nothing_of_the_base(losses):
 
 
 def test_what_dropout_drops_changes_what_is_learned(losses):
-    """Dropout must act, and equally on both ranks: copies of A that drift apart would fail `test_a_resumed_run…`."""
+    """LoRA dropout changes the losses, and equally on both ranks.
+
+    Copies of A that drift apart would fail `test_a_resumed_run…`.
+    """
     assert losses["adapter-dropout"]["stayed"] != pytest.approx(losses["adapter"]["stayed"], abs=1e-4)
 
 

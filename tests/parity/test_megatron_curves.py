@@ -1,4 +1,4 @@
-"""Train stages with the same recipe under both engines have one loss curve; several ranks report extra metrics."""
+"""Train stages with the same recipe have the same loss curve under both engines; several ranks report extra metrics."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from stages.core.contract import StageResult
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
 
 TOLERANCES = {12: 1e-5, 50: 1e-4}
-"""Absolute tolerance of a loss, by the number of steps: rounding is amplified by each."""
+"""Absolute tolerance of a loss by the number of training steps, since each step amplifies rounding."""
 LEARNED = {12: 0.9, 50: 0.6}
-"""Largest allowed ratio of the last loss to the first, by the number of steps."""
+"""Largest allowed ratio of the last loss to the first, by the number of training steps."""
 LAYOUTS = {
     "fsdp, two processes": ("fsdp", {"dp_shard": 2, "micro_batch_size": 2}),
     "megatron TP2": ("megatron", {"tp": 2, "micro_batch_size": 2}),
@@ -26,7 +26,7 @@ def num_steps(request):
 
 @pytest.fixture(scope="module")
 def runs(num_steps, tmp_path_factory):
-    """Work folders of training the quickstart's model on its data, by layout."""
+    """Provide the work folders of train stages on the quickstart's model and data, by layout."""
     root = tmp_path_factory.mktemp("curves")
     artifacts = make_artifacts(root)
     works = {}

@@ -1,6 +1,6 @@
-"""The Megatron engine learns what plain Transformers learns, under every layout, in fp32: dense and mixtures, packed or
-not, SFT and DPO.
+"""The Megatron engine learns what plain Transformers learns under every layout, in fp32.
 
+The cases are dense models and mixtures of experts, packed rows or not, SFT and DPO.
 `make test` has cases in which whatever two choices meet in any case meet; `make nightly` has all.
 """
 

@@ -1,4 +1,4 @@
-"""Megatron models under any layout write the weights that they read, and no process holds the whole model."""
+"""Megatron exports exactly the weights that it loads under any layout, and no process holds the whole model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ ROUND_TRIPS = {
         ("qwen3-moe-dense", {"dp_shard": 2, "pp": 2, "ep": 2}),
     ],
 }
-"""Cases: model and layout; TP 4 exceeds the two key/value heads, and does not divide the odd vocabulary."""
+"""Models and layouts whose weights are loaded and exported, by number of processes. TP 4 exceeds the two key/value
+heads, and does not divide the odd vocabulary."""
 
 SHARD_BYTES, NUM_LAYERS, HIDDEN, INNER, VOCABULARY = 40_000_000, 12, 768, 2048, 4096
 LAYER_BYTES = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
 ALLOWANCE_BYTES = 16_000_000
-"""Bytes that Python, gloo and the allocator may use."""
+"""Memory in bytes that Python, gloo and the allocator may use besides the weights."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def models(tmp_path_factory):
 
 
 def make_large_model(folder):
-    """Write a model of 340 MB in fp32, in files of a layer each."""
+    """Write an fp32 model of 340 MB in one file for each layer."""
     folder.mkdir()
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=NUM_LAYERS,
@@ -77,7 +78,7 @@ def make_large_model(folder):
 
 @pytest.fixture(scope="module")
 def exported(megatron_ranks, models, tmp_path_factory):
-    """Folder of the models that were read and written again under the layouts of two and of four processes."""
+    """Provide the folder of models that Megatron loaded and exported under layouts of two and of four processes."""
     output = tmp_path_factory.mktemp("exported")
     memory = {"model": "large", "layout": {"tp": 2}, "shard_bytes": SHARD_BYTES}
     launch(megatron_ranks, 2, models, output, round_trips=ROUND_TRIPS[2], memory=memory)

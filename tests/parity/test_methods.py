@@ -1,4 +1,4 @@
-"""Every method learns the same under every layout of both engines as in a loop over plain Transformers, in fp32.
+"""Every training method learns under every layout of both engines what a plain Transformers loop learns, in fp32.
 
 The loop takes the global batch as one, so that a method that did not count over all of it would be seen; its losses are
 held to TRL's by unit tests. `make test` has each method under each layout, with an adapter or without; `make nightly`
@@ -31,9 +31,9 @@ from tests.parity.methods_program import NUM_STEPS, VOCABULARY, with_rollouts
 
 ROW_TOKENS, LEARNING_RATE, EPSILON, SEED = 24, 5e-3, 1e-3, 3
 PAIRS = [[(7, 5), (6, 6)], [(12, 12)], [(4, 8), (5, 6)], [(10, 14)]]
-"""Lengths of chosen and rejected documents, by row; a prompt is two tokens."""
+"""Lengths in tokens of chosen and rejected documents, by row; each begins with a prompt of two tokens."""
 ANSWERS = [[(7, True), (6, False), (5, True)], [(20, False)], [(9, True), (11, False)], [(24, True)]]
-"""Lengths and labels of documents, by row; two of the documents are alone in their rows."""
+"""Lengths in tokens and labels (good or bad) of documents, by row; two documents fill a row alone."""
 METHODS = {
     "dpo": {"method": "dpo", "dpo": {"rpo_alpha": 0.5, "ld_alpha": 0.3}},
     "dpo-free": {"method": "dpo", "dpo": {"loss_type": ["ipo", "sft"], "loss_weights": [1, 2], "reference": "none"}},
@@ -64,7 +64,7 @@ LAYOUTS = {
 
 
 Chosen = tuple[str, int, str, int, bool]
-"""A test case: engine, number of processes, method, index of the layout, whether an adapter is trained."""
+"""A test case: engine, number of processes, method, index of the layout, and if an adapter is trained."""
 ALL: list[Chosen] = [
     (engine, processes, name, number, adapter)
     for (engine, processes), layouts in LAYOUTS.items()
@@ -82,7 +82,7 @@ def test_every_method_is_here():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Folder with packed rows of each kind in `data`, a model in `model`, and a larger one in `teacher`."""
+    """Provide a folder with packed rows of each kind (`data`), a model (`model`) and a larger one (`teacher`)."""
     folder = tmp_path_factory.mktemp("methods")
     generator = np.random.default_rng(1)
     pairs = [[Unit(tuple(document(generator, length) for length in pair)) for pair in row] for row in PAIRS]
@@ -102,7 +102,7 @@ def folder(tmp_path_factory):
 
 
 def write_rows(folder, rows, *, is_labelled=False):
-    """Write packed rows in the format of prepared data."""
+    """Write packed rows in the format of the train stage's prepared data."""
     folder.mkdir()
     writer = DatasetWriter(folder, is_labelled=is_labelled)
     for row in rows:
@@ -133,7 +133,10 @@ def document(generator, length):
 
 
 def answer(generator, length, is_good):
-    """Return a random answer; good ones end in equal tokens, so that training makes them likelier for any prompt."""
+    """Return random token ids of an answer.
+
+    Good answers end in equal tokens, so that training makes them likelier for any prompt.
+    """
     found = document(generator, length)
     found.ids[2:] = 7 if is_good else found.ids[2:]
     return found
@@ -194,7 +197,7 @@ def test_every_layout_learns_what_one_process_of_transformers_learns(
 
 
 def trained_plainly(folder, config):
-    """Return the results of a plain training loop: step metrics, evaluation, and final weights."""
+    """Train in a plain loop over Transformers; return step metrics, evaluation, and final weights."""
     grpo = config.pop("grpo", None)
     config = TrainConfig.model_validate_json(json.dumps(config))
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
@@ -239,7 +242,7 @@ def trained_plainly(folder, config):
 
 
 def taught(folder, asked, batch):
-    """Return the batch with a teacher's most probable tokens, computed for one document at a time."""
+    """Return the batch with a teacher's most probable tokens added, computed one document at a time."""
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
     whole = torch.arange(VOCABULARY).expand(*batch.signal.targets.shape, VOCABULARY)
     batch = batch.with_signal(temperature=asked.temperature)
@@ -250,7 +253,7 @@ def taught(folder, asked, batch):
 
 
 def log_probabilities(model, batch):
-    """Return log-probabilities as an engine returns them, with one forward pass a document."""
+    """Return the targets' log-probabilities as an engine does, from one forward pass for each document."""
     lengths = list(batch.documents.lengths)
     found = []
     for tokens, wanted in zip(

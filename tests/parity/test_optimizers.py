@@ -1,5 +1,7 @@
-"""Muon under FSDP2 equals its formula by singular values, on any number of processes, also after a resume.
-AdamW that rounds at random: the same numbers on any number of processes, and after a resume."""
+"""Muon and low-precision AdamW under FSDP2 compute the same on any number of processes, and after a resume.
+
+Muon is compared with its formula by singular values; AdamW rounds its moments or weights at random.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ LOW_PRECISION = {
 
 
 def by_singular_values(matrices):
-    """Return Muon's fp64 update by its definition: the Newton-Schulz polynomial applied to the singular values."""
+    """Return Muon's update in fp64 by definition: its Newton-Schulz polynomial applied to the singular values."""
     left, values, right = torch.linalg.svd(matrices.double(), full_matrices=False)
     values = values / values.norm(dim=-1, keepdim=True)
     a, b, c = COEFFICIENTS
@@ -56,7 +58,7 @@ def test_singular_values_alone_change(shape):
 
 
 def test_one_process_moves_a_matrix_as_torch_does():
-    """Compare with torch.optim.Muon, which iterates in bf16."""
+    """Muon on one process moves a matrix as torch.optim.Muon does, which iterates in bf16."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(6, 10, generator=generator)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
@@ -74,7 +76,7 @@ def test_one_process_moves_a_matrix_as_torch_does():
 
 @pytest.fixture(scope="module")
 def trained(models, data, fsdp_ranks, tmp_path_factory):  # noqa: F811
-    """Return folders with the results of one and two processes, of a whole run and of a resumed one."""
+    """Provide results of Muon and low-precision AdamW on one and two processes, uninterrupted and resumed."""
     output = tmp_path_factory.mktemp("muon")
     for processes in (1, 2):
         folder = output / str(processes)
@@ -121,7 +123,10 @@ def share_of_other_weights(folder, other):
 
 
 def test_two_processes_round_moments_to_the_same_side_as_one(trained):
-    """If processes rounded moments differently, nearly all weights would differ by about 2^-8 of a step."""
+    """One process and two round AdamW's moments at random to the same side.
+
+    Otherwise nearly all weights would differ by about 2^-8 of a step.
+    """
     assert share_of_other_weights(trained / "2" / "moments", trained / "1" / "moments") < 0.02
     whole = json.loads((trained / "1" / "moments.json").read_text())["losses"]
     assert json.loads((trained / "2" / "moments.json").read_text())["losses"] == pytest.approx(whole, rel=1e-4)

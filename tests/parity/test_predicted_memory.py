@@ -1,4 +1,4 @@
-"""The planner's memory of adapter training equals the measured memory on a CPU, under both engines.
+"""The memory that the planner predicts for adapter training is the memory measured on a CPU, under both engines.
 
 `make test` has each engine, and each kind of model, once; `make nightly` the others.
 """
@@ -25,7 +25,7 @@ MODELS = {
     "qwen3_moe": {"hidden_size": 512, "moe_intermediate_size": 1024, "num_hidden_layers": 8, "num_experts": 16,
                   "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 32},
 }  # fmt: skip
-"""Models of 135 and 205 million parameters: 0.5 and 0.8 GiB in fp32."""
+"""Config fields of models with 135 and 205 million parameters: 0.5 and 0.8 GiB in fp32."""
 EXPERT_CASES = {
     "experts, fsdp": (1, {"adapter": {"rank": 8}}),
     "experts, megatron EP2": (
@@ -57,13 +57,13 @@ NIGHTLY = (
     "sharded over 2 processes",
     "experts, megatron EP2",
 )
-"""Cases whose parts are in the others; unit tests of the planner count the bytes of each base and of experts' adapters
-exactly."""
+"""Cases left to nightly tests, since the other cases cover their parts. Unit tests of the planner count the bytes of
+each base model and of experts' adapters exactly."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Provide a function that makes and caches the model folder of an architecture."""
+    """Provide a function that makes the model folder of an architecture, once."""
 
     @cache
     def make(family):
@@ -82,7 +82,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """Parent of ranks without other imports, so that the ranks' measured memory is their own."""
+    """Provide a parent of processes that has imported nothing else, so that their measured memory is their own."""
     with started_ranks() as started:
         yield started
 

@@ -1,4 +1,4 @@
-"""Forked ranks know their ranks, a failing one ends the others, and unused experts are reduced."""
+"""Forked processes know their rank, a failing one ends the others, and gradients of unused experts are reduced."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sharded loading: each process reads only its rows of the weights, and all processes see an error in any."""
+"""FSDP's sharded loading: each process reads only its rows of the weights, and all see an error in any of them."""
 
 import json
 
@@ -15,7 +15,7 @@ MIB = 2**20
 SIZES = {"vocab_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 DAMAGED = "model.layers.1.mlp.up_proj.weight"
 FIXED_THRESHOLD_BYTES = "131072"
-"""Fixed `M_MMAP_THRESHOLD` of glibc, equal to its default, which would otherwise adapt.
+"""Value of glibc's MALLOC_MMAP_THRESHOLD_, equal to its default; setting it stops glibc from adapting it.
 
 Otherwise it grows with what is freed, and up to a quarter of the model stays with the allocator, depending on the order
 in which the processes free.
@@ -24,7 +24,7 @@ in which the processes free.
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Provide a bf16 model of 32 layers in several files, and one with NaN in a row that rank 1 reads."""
+    """Provide models: one in bf16 of 32 layers in several files, a small one, and one with NaN in a row of rank 1."""
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     large = Qwen3Config(**SIZES, hidden_size=512, intermediate_size=1536, num_hidden_layers=32)
@@ -41,7 +41,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(models, tmp_path_factory):
-    """Provide a function that returns the results of each rank for a model."""
+    """Provide a function that returns peak memory and bytes of weights, or the error, of each rank for a model."""
     output = tmp_path_factory.mktemp("found")
     spec = {"models": models, "config": make_config({"dp_shard": 2}), "output": str(output)}
     (output / "spec.json").write_text(json.dumps(spec))
@@ -51,7 +51,10 @@ def found(models, tmp_path_factory):
 
 
 def test_no_process_holds_the_model(found):
-    """A process may hold its half of 417 MiB in fp32, and what FSDP gathers of two layers of 13 for the probe."""
+    """No process holds the whole model.
+
+    It may hold its half of 417 MiB in fp32, and what FSDP gathers of two layers of 13 for the probe.
+    """
     for of_rank in found("large"):
         assert of_rank["shard_bytes"] == pytest.approx(417 / 2 * MIB, rel=0.01)
         assert of_rank["peak_bytes"] < 0.7 * 417 * MIB

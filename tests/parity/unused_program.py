@@ -1,4 +1,4 @@
-"""Train two experts of which each of two processes uses another one: every weight gets the sum of both gradients.
+"""Program in which two processes each use another one of two experts; every weight must get the sum of both gradients.
 
     unused_program
 
@@ -18,7 +18,7 @@ NAME = "set_reduce_scatter_unused_params"
 
 
 class Mixture(nn.Module):
-    """A shared layer and two experts, of which `forward` uses one."""
+    """A shared linear layer and two experts, of which `forward` uses one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Stand-in for our stages in the simulated year: makes a model and its scores from the rows within milliseconds.
+"""Stand-in for the train and evaluate stages of the simulated year: makes a model and its scores within milliseconds.
 
 python -m stages WORK_FOLDER, with PYTHONPATH here
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 
 NUM_DOCUMENTS = 100
 GOOD, BAD = 90, 40
-"""Numbers of right answers of a good and of a bad model."""
+"""Numbers of right answers, of 100, that a good and a bad model give."""
 NUM_VALUES = 8
 
 
 def train(work: Path, inputs: dict[str, Path]) -> None:
-    """Write the base model with its last weights replaced by a hash of the rows."""
+    """Write the base model with its last weights replaced by a hash of the training rows."""
     rows = b"".join(path.read_bytes() for path in sorted((inputs["rows"] / "data").glob("*.jsonl")))
     shutil.copytree(inputs["base"] / "model", work / "model")
     weights = work / "model" / "model.safetensors"
@@ -26,18 +26,18 @@ def train(work: Path, inputs: dict[str, Path]) -> None:
 
 
 def trained(weights: bytes, rows: bytes) -> bytes:
-    """Return weights that are a function of base and rows, so that a test knows what each night must make."""
+    """Return weights that depend on base model and training rows only, so that tests know what each night must make."""
     values = [byte / 256 for byte in hashlib.sha256(rows).digest()[:NUM_VALUES]]
     return weights[: -4 * NUM_VALUES] + struct.pack(f"<{NUM_VALUES}f", *values)
 
 
 def right_answers(rows: bytes) -> int:
-    """Return a bad model's number of right answers if the number of rows is a multiple of 3, else a good one's."""
+    """Return a model's number of right answers: few if its number of training rows is a multiple of 3, else many."""
     return BAD if rows.count(b"\n") % 3 == 0 else GOOD
 
 
 def evaluate(work: Path, inputs: dict[str, Path]) -> None:
-    """Write scores of the task `addition`, in the files of the evaluate stage."""
+    """Write scores for the task `addition` in the files that an evaluate stage writes."""
     right = int((inputs["sft"] / "model" / "right.json").read_text())
     rows = [
         {
