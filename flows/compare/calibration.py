@@ -125,13 +125,13 @@ def fit(observations: Sequence[Observation], start: Hardware) -> Calibration:
 
 
 def with_constants(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
-    """Return the hardware with its efficiency constants and latency replaced."""
+    """Return hardware with other fitted constants: those of `Efficiency`, and the latency of a collective."""
     efficiency = replace(hardware.efficiency, **{name: values[name] for name in CONSTANTS})
     return replace(hardware, efficiency=efficiency, intra_node_latency_s=values[LATENCY])
 
 
 def errors(observation: Observation, hardware: Hardware) -> tuple[float, float]:
-    """Return the logarithms of predicted over measured step time and of predicted over measured memory."""
+    """Return log(predicted / measured) of a run's step time and of its memory."""
     candidate = observation.predict(hardware)
     return (
         math.log(candidate.time.step_time_s / observation.step_time_s),

@@ -72,7 +72,7 @@ def read_layouts(texts: Sequence[str], stage: TrainConfig) -> tuple[list[TrainCo
 def without_misfits(
     configs: Sequence[TrainConfig], shape: ModelShape, refused: Sequence[RefusedLayout]
 ) -> tuple[list[TrainConfig], list[RefusedLayout]]:
-    """Separate the configs whose layout does not suit the model's sizes, adding them to the refused layouts.
+    """Return the configs whose layout suits the model's sizes; the others are added to the refused layouts.
 
     Raises RecipeError when none is left.
     """

@@ -90,7 +90,7 @@ def keep_contents(folder: Path, digest: str, path: Path) -> None:
 
 
 def kept_contents(folder: Path, digest: str) -> Contents | None:
-    """Return the contents recorded under a hash, or None if there is no record or it is damaged."""
+    """Return the file contents that an earlier plan recorded under a hash, or None without an undamaged record."""
     note = folder / f"{digest}.json"
     try:
         contents = CONTENTS.validate_json(note.read_bytes())
@@ -101,7 +101,7 @@ def kept_contents(folder: Path, digest: str) -> Contents | None:
 
 
 def contents_of(path: Path) -> Contents:
-    """Read and hash a file, or all files of a folder except logs and bookkeeping. Raises OSError."""
+    """Return hash, size and text of a file, or of a folder's files except logs and bookkeeping. Raises OSError."""
     files = outside_files(path)
     hashes = sha256_of_files(files)
     return {
@@ -204,7 +204,7 @@ def _changed_lines(old: str, new: str) -> str | None:
 
 
 def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
-    """Return the plan with reasons that describe changed files in words instead of by their old and new hash.
+    """Return the plan with each reason to run describing the changed files in words, not by old and new hash.
 
     kept: folder of the contents at earlier plans; the present contents are recorded there.
     """
@@ -213,7 +213,7 @@ def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
 
 
 def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
-    """Return the planned stage with changes described in files of the recipe's paths, such as `task_folder`."""
+    """Return the planned stage with its reason describing changes in files of its paths, such as `task_folder`."""
     reason = stage.reason
     outside = stage.identity["outside"]
     assert isinstance(outside, dict)
@@ -230,7 +230,7 @@ def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
 
 
 def _with_sources(stage: PlannedStage, index: Index) -> PlannedStage:
-    """Return the planned stage with changes described in the files and name of the source that it fetches."""
+    """Return the planned stage with its reason describing changes in the model or data source that it fetches."""
     config = stage.config
     if not isinstance(config, FetchedConfig):
         return stage
@@ -254,7 +254,7 @@ def _with_files(stage: PlannedStage, config: FetchedConfig, index: Index) -> Pla
 
 
 def _with_source(stage: PlannedStage, config: FetchedConfig, index: Index) -> PlannedStage:
-    """Return the planned stage with its former and present source spelled out in the reason to run.
+    """Return the planned stage with its reason naming the former and the present source in full.
 
     A path is no identity, so the differences of identities do not show it.
     """

@@ -19,7 +19,7 @@ from stages.serving.engine import NotAsked
 from stages.serving.registry import chosen_engine
 
 OFTEN_OVERRIDDEN = ("execution.", "epochs")
-"""Prefixes of fields that may be set without effect, since overrides for a short or local trial run leave them so."""
+"""Prefixes of config fields whose lack of effect is no error, since overrides for short trial runs cause that."""
 
 
 class Problems:
@@ -59,7 +59,7 @@ class Problems:
 
 
 def check_among(recipe: Recipe, chosen: Collection[str]) -> None:
-    """Raise RecipeError with what is wrong between stages, such as a promotion gate that no model can pass."""
+    """Raise RecipeError with the problems that stages find in one another, such as a gate that no model can pass."""
     problems = [
         f"stages.{name}.{problem}"
         for name, config in recipe.stages.items()
@@ -97,7 +97,7 @@ def _idle(config: StageConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def check_limits(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs) -> None:
-    """Raise RecipeError with every setting of these stages that this machine or their models do not allow."""
+    """Raise RecipeError with every setting of the chosen stages that this machine or their models do not allow."""
     problems = [
         f"stages.{name}.{problem}"
         for name, config in recipe.stages.items()
@@ -128,7 +128,7 @@ def _beyond_the_model(recipe: Recipe, stage: str, configs: ModelConfigs) -> list
 
 
 def check_arguments(recipe: Recipe, chosen: Collection[str], *, at_once: bool) -> list[str]:
-    """Check the options that recipes pass to inference servers.
+    """Check a recipe's options for inference servers, and note those that cannot be checked on this machine.
 
     Return a note for each stage whose server cannot be asked here. at_once: leave out questions whose answer takes an
     engine seconds; a run asks them. Raises `RecipeError` that lists the options that the engines do not take.
@@ -169,7 +169,7 @@ def check_arguments(recipe: Recipe, chosen: Collection[str], *, at_once: bool) -
 
 
 def check_publishing(plan: Plan) -> None:
-    """Raise RecipeError for stages that will run, but whose target cannot take what they publish."""
+    """Raise RecipeError for publishing stages that will run, but whose target cannot take what they publish."""
     problems = [
         f"stages.{name}.{problem}"
         for name, stage in plan.stages.items()

@@ -22,7 +22,7 @@ VISIBLE_DEVICES = GPU.visible_devices or ""
 
 
 def wanted_slots(config: StageConfig, count: int) -> int:
-    """Return how many of the machine's `count` slots a stage occupies while it runs, so that stages do not crowd it.
+    """Return how many of the machine's `count` slots a stage occupies while it runs; slots limit parallel stages.
 
     0 for a stage that needs no GPU on a machine with GPUs, and on a cluster, which queues it. Processes may share
     cores, but not GPUs.
@@ -121,7 +121,7 @@ def _devices(config: StageConfig) -> int:
 
 
 def _num_gpus(config: StageConfig) -> int:
-    """Return the number of GPUs that a stage needs.
+    """Return how many GPUs a stage needs: as many as slots, or one per process where processes cannot share GPUs.
 
     Where each process takes a GPU of its own, `execution.slots` does not lower the number.
     """

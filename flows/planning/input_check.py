@@ -22,7 +22,7 @@ from stages.models.facts import CONFIG_FILE, ModelFacts
 
 
 def check_models(recipe: Recipe, outside: Outside, index: Index) -> list[str]:
-    """Check the models of these stages where their config is on this machine; return a note for each unusual finding.
+    """Check whether stages suit their models, where a model's config is on this machine; return notes on oddities.
 
     Raises RecipeError that lists every model that cannot be trained, every layout that its model does not allow, and
     every bad chat template.
@@ -63,7 +63,7 @@ def _local_facts(source: FetchedConfig, outside: dict[str, Any], index: Index) -
 
 
 def check_first_inputs(recipe: Recipe, will_run: Collection[str], outside: Outside, index: Index) -> None:
-    """Raise RecipeError with every problem in the rows and adapters of these stages that lie on this machine."""
+    """Raise RecipeError with every problem in rows and adapters on this machine that stages to run will read."""
     problems = [
         f"stages.{name}.{problem}"
         for name, config in recipe.stages.items()

@@ -67,7 +67,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Explained:
-    """Prediction of a single layout in full, with warnings."""
+    """Prediction of a single layout in full for `lifecycle layouts`, with warnings."""
 
     request: SearchRequest
     candidate: Candidate
@@ -142,7 +142,7 @@ def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
 
 
 def _hardware(options: LayoutOptions) -> Hardware:
-    """Return the hardware to plan for, by the option `--gpu`.
+    """Return the hardware that `lifecycle layouts` plans for, by its option `--gpu`.
 
     With `cpu` it is this machine as calibrated, or the built-in CPU, shared by all processes.
     """

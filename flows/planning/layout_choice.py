@@ -24,7 +24,7 @@ from stages.planner.search import Candidate, fitting_layouts
 
 NUM_SHOWN = 3
 MUCH_FASTER = 0.9
-"""Step time relative to the chosen layout's below which a layout of another engine is mentioned as faster.
+"""Step time, relative to the chosen layout's, below which another engine's layout is mentioned as faster.
 
 Choosing another engine is left to people, because it changes the version.
 """
@@ -32,7 +32,7 @@ Choosing another engine is left to people, because it changes the version.
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """Layout chosen for a stage, with its alternatives, best first."""
+    """Layout chosen for a stage with `layout: auto`, with its alternatives, best first."""
 
     stage: str
     candidates: tuple[Candidate, ...]
@@ -114,7 +114,7 @@ def _hardware(name: str, processes: int) -> Hardware:
 
 
 def _process_counts(config: TrainConfig) -> list[int]:
-    """Return the numbers of processes to search layouts for.
+    """Return the numbers of processes for which `layout: auto` searches layouts.
 
     This is the recipe's number, else all GPUs without those of a sampling server, else (on a CPU) 1 to all cores.
     """

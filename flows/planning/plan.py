@@ -23,7 +23,7 @@ from stages.core.redaction import shortened
 
 Action = Literal["run", "cached"]
 FINDING_CHARACTERS = 300
-"""Most characters of the reason why an artifact was refused that a plan shows."""
+"""Most characters that a plan shows of the reason why a stage refused its own artifact."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages of a refresh, in topological order."""
+    """Plan of a refresh: its stages in topological order, each with the decision whether it runs."""
 
     recipe: str
     stages: dict[str, PlannedStage]
     unknown: dict[str, str] = field(default_factory=dict)
-    """Reasons why versions of stages are not known yet, by stage: a source of it or of an ancestor did not answer."""
+    """Reasons why versions of stages are not known yet, by stage name, such as a hub that did not answer."""
 
     def base_of(self, name: str) -> str | None:
-        """Return the stage whose base model the adapter of a stage belongs to; None if the stage makes no adapter."""
+        """Return the name of the base model's stage for the adapter that stage `name` makes; None for other stages."""
         config = self.stages[name].config
         return nearest_base(config.references()) if config.product == "adapter" else None
 

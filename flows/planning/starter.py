@@ -37,9 +37,9 @@ ADAPTERS = {
     "4 bits": "{rank: 16, alpha: 32, target_modules: all-linear, base_precision: nf4}",
 }
 METHOD_FOR = {method.rows: method for method in METHODS.values() if method.usual_learning_rates}
-"""Training method that a first recipe uses, by kind of rows."""
+"""Training method that a first recipe uses, by kind of rows (`prompts`, `pairs`, …)."""
 SHOWN_ROW = {"prompts": "prompt", "pairs": "pair"}
-"""Word for one row in a recipe's comments, by kind of rows; other kinds are called rows."""
+"""Word for one row in a first recipe's texts, by kind of rows; a row of other kinds is called a row."""
 DEFAULT_MODEL = "hf://Qwen/Qwen3-0.6B"
 GROUPS, GENERATIONS = 16, 8
 """Number of prompts in a GRPO step, and number of answers sampled to each."""
@@ -55,7 +55,7 @@ class Starter:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Facts from which a first recipe is written: data, model and adapter.
+    """Facts from which a first recipe is written: its name, data, model and adapter.
 
     adapter: a key of `ADAPTERS`; None if the whole model is trained.
     """
@@ -176,7 +176,7 @@ def _notes(plan: _Plan) -> list[str]:
 
 
 def _with_adapter(plan: _Plan) -> tuple[_Plan, list[str]]:
-    """Return the plan with an adapter if this machine has too little memory to train the whole model."""
+    """Return the recipe's facts, with an adapter if this machine has too little memory to train the whole model."""
     tried = [plan, *(_Plan(plan.name, plan.data, plan.model, plan.rows, adapter) for adapter in ADAPTERS)]
     if plan.samples:
         tried.pop()  # no server samples beside a base in 4 bits
@@ -419,5 +419,5 @@ def _evaluation(plan: _Plan) -> str:
 
 
 def _context(plan: _Plan) -> int:
-    """Return the number of tokens of a question and its answer that the server accepts."""
+    """Return the context length in tokens of the recipe's server, which must hold a question and its answer."""
     return min(plan.model.max_positions or 2 * plan.sequence_length, 2 * plan.sequence_length)

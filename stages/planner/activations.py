@@ -67,7 +67,7 @@ def workspace_per_token(case: StepCase) -> float:
 
 
 def _without_recomputation(case: StepCase) -> StepCase:
-    """Return a copy of the case whose layout recomputes no activations."""
+    """Return the same training step under a layout that recomputes no activations."""
     if case.layout.recompute == "none":
         return case
     return replace(case, layout=case.layout.model_copy(update={"recompute": "none"}))
@@ -105,7 +105,7 @@ def _merged_experts(case: StepCase) -> tuple[int, ...]:
 
 
 def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
-    """Return, by place of a linear layer, the share of layers that keep its input for the backward pass.
+    """Return the share of layers that keep a linear layer's input for backward, by its place (into attention, …).
 
     With adapter dropout the share is 0, since adapters then keep their own dropped-out inputs.
     """

@@ -154,7 +154,7 @@ def learning_parameters(
 
 
 def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range, float]:
-    """Return the model layers to sum over for a pipeline stage, and a factor for the sum.
+    """Return the model layers that a pipeline stage holds, and the factor with which sums over them count.
 
     An interleaved stage gets all layers, with its share of them as the factor; any other stage its own layers and 1.
     """
@@ -165,7 +165,7 @@ def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range
 
 @lru_cache(maxsize=65536)
 def joined_bytes(shape: ModelShape, adapter: LowRank, stage: PipelineStage, tp: int, compute_bytes: int) -> float:
-    """Return the bytes of the adapter masks and masked factors that Megatron keeps where it fuses linear layers.
+    """Return the bytes of block masks and masked LoRA factors of adapters where Megatron fuses linear layers.
 
     It fuses queries, keys and values into one matrix, and gate and up into another. The mask
     says which LoRA factor A a row of B belongs to; mask and its product with B are [rows, fused layers × rank] each.
@@ -188,7 +188,7 @@ def saved_parameters(shape: ModelShape, adapter: LowRank) -> int:
 
 @lru_cache(maxsize=256)
 def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
-    """Return, by place of a linear layer, the share of layers that train it and so keep its input for backward."""
+    """Return the share of layers that train the linear layer at each place (into attention, …), keeping its input."""
     learn = []
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):
         saved = {one.place for one in linear_layers(shape, layer) if adapter.saves(one.name)}
@@ -199,7 +199,7 @@ def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
 
 @lru_cache(maxsize=256)
 def dispatched_share(shape: ModelShape, adapter: LowRank) -> float:
-    """Return the share of mixture layers whose experts are trained, and so keep the tokens dispatched to experts."""
+    """Return the share of mixture-of-experts layers whose experts are trained, so that they keep dispatched tokens."""
     learn = [any(map(_is_dispatched_to, _learning_stacks(shape, adapter, layer))) for layer in range(shape.num_layers)]
     return sum(learn) / max(1, shape.num_mixture_layers)
 

@@ -36,7 +36,7 @@ CASTS = {"fp8": 2.5, "fp4": 4.5}
 fp8: read once, written twice. fp4: read for its scales and for its values, plain and rotated (NVIDIA 2025, 2509.25149).
 """
 EAGER_PASSES = {"layer norm": 2, "rms norm": 3}
-"""Memory traffic of unfused elementwise operations relative to fused ones.
+"""Memory traffic of unfused elementwise operations relative to fused ones, by kind of normalization layer.
 
 RMSNorm and rotary embedding are chains of fp32 operations in Transformers; LayerNorm is one kernel.
 """

@@ -150,7 +150,7 @@ def _layers_in_flight(case: StepCase, stage: PipelineStage) -> float:
 
 
 def _logits(case: StepCase) -> float:
-    """Return the bytes of logits, with an fp32 copy and its gradient.
+    """Return the peak bytes of logits on one process rank, with an fp32 copy and its gradient.
 
     Chunked: three fp32 chunks and the head's gradient.
     """
@@ -172,7 +172,7 @@ def _communication(case: StepCase, stage: PipelineStage) -> float:
 
 
 def host_bytes(case: StepCase, stage: PipelineStage) -> float:
-    """Return the bytes that a process rank keeps in host memory.
+    """Return the bytes that a process rank keeps in its host's memory under `cpu_offload`; 0 without it.
 
     With `cpu_offload` these are all its weights, gradients and optimizer states; without it 0.
     """

@@ -39,7 +39,7 @@ class RankParameters:
 
 @lru_cache(maxsize=4096)
 def pipeline_stages(num_layers: int, pp: int, balances_head: bool = False) -> tuple[PipelineStage, ...]:
-    """Spread layers evenly over pipeline stages.
+    """Return a model's pipeline stages, over which its layers are spread evenly.
 
     If uneven (or with `balances_head`), the last and then the first stage get fewer.
     """

@@ -144,7 +144,7 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
 def _with_memory(
     request: SearchRequest, engine: EngineName, layout: Layout, *, every_stage: bool
 ) -> tuple[Layout, MemoryEstimate]:
-    """Return the layout as it would run, with its predicted memory.
+    """Return a layout's predicted memory, and the layout with `accumulate: auto` resolved to what fits.
 
     `accumulate: auto` becomes `sharded` if unsharded gradients do not fit.
     """

@@ -140,7 +140,7 @@ def _parts(case: TimedCase) -> TimeParts:
 
 
 def _staged(case: TimedCase, stage: PipelineStage) -> TimedCase:
-    """Return the case restricted to one pipeline stage's layers.
+    """Return the same training step with the model restricted to one pipeline stage's layers.
 
     With an adapter the case stays whole, since the adapter selects layers by their index in the model.
     """
@@ -150,7 +150,7 @@ def _staged(case: TimedCase, stage: PipelineStage) -> TimedCase:
 
 
 def _layer_cost(case: TimedCase) -> _LayerCost:
-    """Return the seconds of one layer per micro-batch, averaged over the case's layers."""
+    """Return the seconds of one layer per micro-batch by kind of work, averaged over the model's layers."""
     layer = layer_time(case.work, case.software, case.hardware)
     tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
     return _LayerCost(layer, tensor, context, expert, _recompute_s(case, layer))

@@ -88,7 +88,7 @@ class Workload:
         return self.precision in ("fp8", "fp4")
 
     def trained_shape(self, shape: ModelShape) -> ModelShape:
-        """Return the model shape that is trained.
+        """Return the shape of the model as it is trained: for a reward model, without a separate output head.
 
         A reward model's score head has next to no parameters, so it counts as tied to the embedding.
         """

@@ -88,7 +88,7 @@ class MegatronCosts(EngineCosts):
         return 0.0
 
     def degrees(self, request: SearchRequest) -> Iterator[dict[str, Any]]:
-        """Yield the layout fields to search.
+        """Yield the Megatron layouts worth searching as dicts of layout fields, without a micro-batch size.
 
         Left out are tensor parallelism across nodes, and tp > 1 without sequence parallelism.
         """
